@@ -1,0 +1,49 @@
+# The two commands of the README are `make demo` and `make test`; everything they need ends up in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PROTOS := $(wildcard proto/ravnest/v1/*.proto)
+
+.PHONY: demo test check format proto clean $(VENV)
+
+demo: $(VENV)
+	@$(BIN)/ravnest train examples/digits/job.py --providers 3
+
+test: check
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.dev-installed
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy --strict
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.dev-installed
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+proto: $(VENV)
+	@$(BIN)/python proto/generate.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -f ravnest/net/v1/*_pb2.py ravnest/net/v1/*_pb2.pyi
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV): $(VENV)/.installed
+
+# The stamps are touched last, so that an interrupted installation is taken up again by the next call.
+$(VENV)/.installed: requirements.lock pyproject.toml setup.py proto/generate.py $(PROTOS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo 'Ravnest needs Python 3.11 or newer: run make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@echo 'Installing the pinned dependencies into $(VENV) (once; a few minutes on a slow connection)'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -r requirements.lock
+	@$(PIP) install --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.dev-installed: requirements-dev.lock $(VENV)/.installed
+	@echo 'Installing what the tests need into $(VENV)'
+	@$(PIP) install -r requirements-dev.lock
+	@touch $@

@@ -1,0 +1,55 @@
+"""Ravnest trains one PyTorch model across many ordinary, unequal machines; none holds the whole model.
+
+The names below are the public surface. They are loaded when first used: `import ravnest` itself costs
+nothing, so the command line answers `--help` without waiting for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ravnest.errors import (
+    CaptureError,
+    GraphError,
+    JobError,
+    PeerError,
+    PlanError,
+    RavnestError,
+    RunError,
+    TrainingError,
+)
+
+if TYPE_CHECKING:
+    from ravnest.job import Job
+    from ravnest.settings import Checkpoint, Pipeline
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureError",
+    "Checkpoint",
+    "GraphError",
+    "Job",
+    "JobError",
+    "PeerError",
+    "Pipeline",
+    "PlanError",
+    "RavnestError",
+    "RunError",
+    "TrainingError",
+    "__version__",
+]
+
+_LAZY = {"Job": "ravnest.job", "Checkpoint": "ravnest.settings", "Pipeline": "ravnest.settings"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ravnest' has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    # Found once, found for good: the next access does not come here.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,64 @@
+"""`ravnest export RUN --out model.safetensors`: the fused model of a run's newest good checkpoint."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from ravnest.errors import RunError
+from ravnest.monitor.run_directory import existing_run
+
+
+def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+    """Adds the command to what `ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "export",
+        help="write the trained model of a run to a file",
+        description="Fuse a checkpoint's stages into one safetensors file with the model's own names.",
+    )
+    parser.add_argument("path", metavar="RUN", type=Path, help="the run directory")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
+    parser.add_argument("--checkpoint", metavar="N", type=int, help="the one after N updates, not the newest")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the model and says where; RunError when there is no good checkpoint or the disk refuses."""
+    paths = existing_run(args.path)
+    out: Path = args.out
+    if out.is_dir():
+        raise RunError(f"{out} is a folder; give --out a file name, such as {out / 'model.safetensors'}.")
+    if out.exists() and not args.force:
+        raise RunError(f"{out} already exists; choose another --out or overwrite it with --force.")
+
+    # Only now, because they bring torch along.
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from ravnest.coordinator.checkpoint_reading import find_checkpoint, load_checkpoint, newest_good
+    from ravnest.monitor import words
+    from ravnest.monitor.export import fuse, write_model
+
+    if args.checkpoint is not None:
+        info = find_checkpoint(paths.checkpoints_path, args.checkpoint)
+    else:
+        newest, damaged = newest_good(paths.checkpoints_path)
+        for item in damaged:
+            print(f"passed over checkpoint {int(item.folder.name)}: {item.reason}", file=sys.stderr)
+        if newest is None:
+            raise RunError(f"{paths.path} has no good checkpoint to export; let the run reach its first one.")
+        info = newest
+    try:
+        extra = load_file(paths.static_path) if paths.static_path.exists() else {}
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{paths.static_path} cannot be read: {error}.") from error
+    contents = load_checkpoint(info)
+    tensors = fuse(contents, info.state.get("aliases", {}), extra, info.state.get("non_persistent", ()))
+    write_model(out, tensors, {"updates": str(info.updates), "samples": str(info.samples)})
+    print(
+        f"wrote {out}: {len(tensors)} tensors, {words.size(out.stat().st_size)}, "
+        f"after {words.count(info.updates)} updates and {words.count(info.samples)} samples"
+    )
+    return 0

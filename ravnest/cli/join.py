@@ -1,0 +1,76 @@
+"""`ravnest join INVITE`: lend this machine to a coordinator."""
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
+
+
+def add_parser(subparsers: "Subparsers") -> None:
+    """Add the command and its arguments."""
+    parser = subparsers.add_parser(
+        "join",
+        help="lend this machine to a coordinator",
+        description="Lend this machine: join the coordinator of an invite and hold one stage of its model.",
+    )
+    parser.add_argument("invite", metavar="INVITE", help="the line that the coordinator printed, ravnest://...")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=memory_bytes,
+        help="memory to lend, such as 8GB (default: what is free)",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        type=host_and_port,
+        default=("127.0.0.1", 0),
+        help="address for neighbouring stages; port 0 takes a free one (default: 127.0.0.1:0)",
+    )
+    parser.add_argument("--name", help="what to call this provider (default: the coordinator chooses)")
+    # A provider that `ravnest train` started ends with its parent and leaves the talking to it.
+    parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Provide until the coordinator ends the run; raises a RavnestError when that cannot be done."""
+    from ravnest.provider import agent
+
+    host, port = args.listen
+    return agent.run(
+        args.invite,
+        device=args.device,
+        memory_bytes=args.memory,
+        listen_host=host,
+        listen_port=port,
+        name=args.name,
+        embedded=args.embedded,
+    )
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes in `8GB`, `512MiB`, `1.5G` or a plain number; raises ArgumentTypeError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write it as 8GB, 512MB or 4GiB")
+    return size
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Host and port in `127.0.0.1:7000` or `[::1]:7000`; raises ArgumentTypeError for anything else."""
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    bare = host[1:-1] if bracketed else host
+    if not colon or not bare or (":" in bare and not bracketed) or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address: write it as HOST:PORT, such as 127.0.0.1:0")
+    return bare, int(port)

@@ -1,0 +1,442 @@
+"""The coordinator: plans, deploys, feeds, evaluates, saves, watches. One run of one job.
+
+It lives on the network's loop; the thread that owns the requester's Python hands it items one by one (`take`) and is
+held back there while the swarm has enough. What happens on failure: a stage that fails, a provider that vanishes, a
+disk that is full, each becomes one error that every wait raises from then on; checkpoints already written stay.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import IO, Any
+
+from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore
+from ravnest.coordinator.evaluation import Evaluation
+from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
+from ravnest.coordinator.ledger import Entry
+from ravnest.coordinator.members import Member
+from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
+from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.saving import Mark, Saver
+from ravnest.coordinator.swarm import Swarm
+from ravnest.coordinator.waiting import Changes
+from ravnest.engine.schedule import flight_limit
+from ravnest.errors import PeerError, RavnestError, RunError, TrainingError
+from ravnest.monitor.display import Display
+from ravnest.monitor.events import EventLog
+from ravnest.monitor.metrics import MetricLog
+from ravnest.monitor.run_directory import RunDirectory
+from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.invite import Invite
+from ravnest.net.v1.control_pb2 import (
+    ArtifactRef,
+    CoordinatorMessage,
+    Deploy,
+    ProviderMessage,
+    Report,
+    Save,
+    Stop,
+    Threads,
+)
+from ravnest.planner.plan import Plan, ProviderProfile, plan_cluster
+
+_PREFETCH = 2
+"""Microbatches that wait at the root beyond those in flight, so that it never waits for the feeder."""
+_DISPLAY_SECONDS = 0.25
+_SUMMARY_SECONDS = 2.0
+
+
+class Coordinator:
+    """Made on any thread; every method but `__init__` belongs to the network's loop."""
+
+    def __init__(
+        self, run: RunDirectory, events: EventLog, metrics: MetricLog, progress: Progress, display: Display
+    ) -> None:
+        self.progress = progress
+        self._run = run
+        self._events = events
+        self._metrics = metrics
+        self._display = display
+        self._ledger = progress.ledger
+        self._changes = Changes()
+        self._failure: RavnestError | None = None
+        self._deployment = secrets.token_hex(4)
+        self._ready: set[str] = set()
+        self._stage_of: dict[str, int] = {}
+        self._inputs_of: list[tuple[str, tuple[str, ...]]] = []
+        self._saver: Saver | None = None
+        self._evaluation: Evaluation | None = None
+        self._last_info: CheckpointInfo | None = None
+        self._limit = 1
+        self._closing = False
+        self._updates_file: IO[str] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._swarm: Swarm | None = None
+
+    async def start(self) -> Invite:
+        """Opens the swarm; the invite for its providers."""
+        self._swarm = Swarm(self)
+        invite = await self._swarm.start()
+        self._spawn(self._show())
+        return invite
+
+    async def deploy(self, prepared: Prepared, providers: int, threads: int, cores: int) -> Plan:
+        """Waits for the providers, plans, and returns when every stage is built and linked."""
+        job = prepared.job
+        self.phase("waiting for providers")
+        members = await self._while_well(self.swarm.members.wait_for(providers))
+        profiles = tuple(ProviderProfile(m.node_id, m.host, cores, threads) for m in members)
+        plan = await asyncio.to_thread(plan_cluster, prepared.captured.graph, prepared.costs, profiles)
+        self._limit, why = flight_limit(providers, job.pipeline.in_flight, job.pipeline.max_staleness)
+        self._events.emit(
+            "planned",
+            plan.reason,
+            predicted_samples_per_second=plan.predicted_samples_per_second,
+            stages=[{"provider": s.node, "role": s.role, "parameters": s.parameters} for s in plan.stages],
+        )
+        self._events.emit("in_flight", f"{self._limit} microbatches in flight: {why}", limit=self._limit)
+        self.progress.devices = {m.node_id: m.device for m in members}
+        self._stage_of = {s.node: s.stage for s in plan.stages}
+        self._inputs_of = [(s.node, tuple(v.name for v in s.graph.inputs)) for s in plan.stages if s.graph.inputs]
+        if job.pipeline.record_updates:
+            self._updates_file = open(self._run.updates_path, "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
+        self._saver = Saver(
+            CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep),
+            job.checkpoint,
+            providers,
+            {
+                "aliases": dict(prepared.captured.aliases),
+                "non_persistent": sorted(prepared.captured.not_saved),
+                "stages": providers,
+            },
+        )
+        self.phase("deploying stages")
+        await self._deploy_stages(prepared, plan, members, threads)
+        self.progress.plan = plan
+        self.phase("training")
+        return plan
+
+    async def take(self, item: Item) -> None:
+        """Takes the next item of the data, once there is room for it; raises what made training impossible."""
+        if isinstance(item, TrainBatch):
+            await self._take_batch(item)
+        elif isinstance(item, EvalBatch):
+            await self._take_evaluation(item)
+        elif isinstance(item, EvalEnd):
+            await self._end_evaluation()
+        elif isinstance(item, EpochEnd):
+            self._end_epoch(item)
+
+    async def finish(self) -> CheckpointInfo:
+        """Waits for what is in flight and saves the final state."""
+        await self._until(lambda: self._ledger.outstanding == 0)
+        self.progress.pause_clock()
+        self.phase("saving")
+        return await self._save_now()
+
+    async def stop_early(self, timeout_seconds: float) -> CheckpointInfo | None:
+        """Saves if what is in flight can be finished in time; otherwise the last checkpoint stands."""
+        self.phase("stopping")
+        with contextlib.suppress(TimeoutError, RavnestError):
+            async with asyncio.timeout(timeout_seconds):
+                return await self.finish()
+        return self._last_info
+
+    async def close(self, reason: str) -> None:
+        """Tells every provider to stop, and ends everything this coordinator started."""
+        self._closing = True
+        if self._swarm is not None:
+            for node_id in list(self._swarm.members.node_ids()):
+                with contextlib.suppress(PeerError, TimeoutError):
+                    async with asyncio.timeout(1):
+                        await self._swarm.tell(node_id, CoordinatorMessage(stop=Stop(reason=reason)))
+            await self._swarm.members.wait_until_gone(timeout_seconds=2)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._swarm is not None:
+            await self._swarm.stop()
+        if self._saver is not None:
+            self._saver.abort()
+        if self._updates_file is not None:
+            self._updates_file.close()
+
+    @property
+    def swarm(self) -> Swarm:
+        assert self._swarm is not None, "start() comes first"
+        return self._swarm
+
+    @property
+    def last_checkpoint(self) -> CheckpointInfo | None:
+        return self._last_info
+
+    def phase(self, text: str) -> None:
+        self.progress.phase = text
+        self._display.show(self.progress.snapshot())
+
+    def fail(self, error: RavnestError) -> None:
+        """Training cannot go on: whoever waits, and whoever comes to wait, gets this error."""
+        if self._failure is None and not self._closing:
+            self._failure = error
+            self._changes.notify()
+
+    # What providers do.
+
+    def joined(self, member: Member) -> None:
+        self._events.emit("joined", f"{member.node_id} joined with {member.device}", provider=member.node_id)
+
+    def said(self, node_id: str, message: ProviderMessage) -> None:
+        kind = message.WhichOneof("body")
+        if kind == "ready" and message.ready.deployment == self._deployment:
+            self._ready.add(node_id)
+            self._changes.notify()
+        elif kind == "report":
+            self._take_report(node_id, message.report)
+        elif kind == "failed":
+            failed = message.failed
+            self._events.emit(
+                "failed", failed.message, provider=node_id, failure=failed.kind, microbatch=failed.microbatch
+            )
+            if failed.kind == "not_finite":
+                self.fail(TrainingError(f"{failed.message}; training stopped, the last good checkpoint is kept"))
+            else:
+                self.fail(TrainingError(f"{node_id} failed: {failed.message}"))
+
+    def returned(self, node_id: str, frame: Frame) -> None:
+        if frame.kind is FrameKind.DONE:
+            if self._ledger.complete(frame.microbatch) is None:
+                self._events.emit("applied_twice", "a microbatch was reported done twice", microbatch=frame.microbatch)
+            if self.progress.first_update_seconds is None:
+                self._events.emit("first_update", "the first microbatch has passed every stage")
+            self.progress.completed()
+            self._changes.notify()
+        elif frame.kind is FrameKind.RESULT and self._evaluation is not None:
+            self._evaluation.came(frame.microbatch, {k: float(v) for k, v in frame.scalars.items()})
+            self._changes.notify()
+
+    def vanished(self, node_id: str, reason: str) -> None:
+        if self._closing:
+            return
+        self._events.emit("vanished", reason, provider=node_id)
+        if node_id in self._stage_of:
+            self.fail(
+                TrainingError(
+                    f"{node_id}, which held stage {self._stage_of[node_id]}, is gone ({reason}); "
+                    "continue from the last checkpoint with --resume"
+                )
+            )
+
+    async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
+        number = name.removeprefix("checkpoint-")
+        if self._saver is None or node_id not in self._stage_of or not number.isdecimal():
+            raise PeerError(f"{node_id} may not upload {name!r}")
+        try:
+            info = await self._saver.part(int(number), self._stage_of[node_id], chunks)
+        except RunError as error:
+            self.fail(error)
+            raise
+        if info is not None:
+            self._last_info = info
+            self._events.emit(
+                "checkpoint", f"{info.folder.name} is complete", updates=info.updates, samples=info.samples
+            )
+            self._changes.notify()
+
+    # Deploying.
+
+    async def _deploy_stages(self, prepared: Prepared, plan: Plan, members: list[Member], threads: int) -> None:
+        by_id = {m.node_id: m for m in members}
+
+        def artifacts() -> list[tuple[Artifact, Artifact]]:
+            return [(graph_artifact(s), weights_artifact(s, prepared)) for s in plan.stages]
+
+        made = await asyncio.to_thread(artifacts)
+        self.swarm.artifacts = {a.id: a for pair in made for a in pair}
+        # From the leaf up: a stage dials the one after it, which must know its own deployment by then.
+        for stage, (graph, weights) in reversed(list(zip(plan.stages, made, strict=True))):
+            following = plan.stages[stage.stage + 1] if stage.stage + 1 < len(plan.stages) else None
+            await self.swarm.tell(stage.node, CoordinatorMessage(threads=Threads(threads=threads)))
+            order = Deploy(
+                deployment=self._deployment,
+                stage=stage.stage,
+                stages=len(plan.stages),
+                graph=_reference(graph),
+                weights=_reference(weights),
+                settings_json=stage_settings(prepared.job, stage.stage, len(plan.stages)).to_json(),
+                next_address=by_id[following.node].address if following else "",
+                next_node=following.node if following else "",
+                generation=1,
+                link_secret=self.swarm.link_secret,
+            )
+            await self.swarm.tell(stage.node, CoordinatorMessage(deploy=order))
+        await self._until(lambda: self._ready >= set(self._stage_of))
+        self.swarm.artifacts = {}
+        self._events.emit("deployed", f"{len(plan.stages)} stages are ready")
+
+    # Items.
+
+    async def _take_batch(self, item: TrainBatch) -> None:
+        await self._until(lambda: self._ledger.outstanding < self._limit + _PREFETCH and self._evaluation is None)
+        self.progress.run_clock()
+        self.progress.epoch, self.progress.position = item.epoch, item.position
+        self._ledger.feed(Entry(item.microbatch, item.samples, item.epoch, item.position))
+        await self._send(item.tensors, item.microbatch, item.samples, checkpoint=self._announced(item), flush=item.last)
+
+    def _announced(self, item: TrainBatch) -> int:
+        """The number of the checkpoint to be taken with this microbatch, or 0."""
+        assert self._saver is not None
+        accumulate = self.progress.accumulate
+        updates = (item.microbatch + 1) // accumulate
+        if (item.microbatch + 1) % accumulate:
+            return 0
+        why = self._saver.due(updates)
+        if why is None:
+            return 0
+        samples = self._ledger.samples + self._ledger.outstanding_samples
+        counts = {**self._ledger.counts(), "fed": item.microbatch + 1, "completed": item.microbatch + 1, "lost": 0}
+        self._saver.begin(Mark(item.microbatch + 1, updates, samples, item.epoch, item.position, counts))
+        self._events.emit("checkpoint_begun", why, microbatch=item.microbatch)
+        return item.microbatch + 1
+
+    async def _take_evaluation(self, item: EvalBatch) -> None:
+        if self._evaluation is None:
+            await self._until(lambda: self._ledger.outstanding == 0)
+            self.progress.pause_clock()
+            self._evaluation = Evaluation()
+            self.phase("evaluating")
+        evaluation = self._evaluation
+        await self._until(lambda: evaluation.outstanding < 2 * self._limit + _PREFETCH)
+        evaluation.sent(item.microbatch, item.samples)
+        await self._send(item.tensors, item.microbatch, item.samples, train=False)
+
+    async def _end_evaluation(self) -> None:
+        evaluation = self._evaluation
+        if evaluation is None:
+            self._events.emit("evaluated", "eval_data is empty: there is nothing to evaluate on")
+            self._display.message("eval_data is empty: nothing was evaluated")
+            return
+        await self._until(lambda: evaluation.outstanding == 0)
+        self._evaluation = None
+        self.progress.eval = evaluation.means()
+        self._metrics.write(
+            "eval", samples=self._ledger.samples, updates=self.progress.updates, values=self.progress.eval
+        )
+        self._events.emit("evaluated", f"on {evaluation.samples} samples", **self.progress.eval)
+        self.phase("training")
+
+    def _end_epoch(self, item: EpochEnd) -> None:
+        if item.whole:
+            self.progress.epoch_samples = item.samples
+        self.progress.epoch, self.progress.position = item.epoch + 1, 0
+        self._events.emit("epoch", f"epoch {item.epoch + 1} has been fed", samples=item.samples)
+
+    async def _send(
+        self,
+        tensors: Mapping[str, Any],
+        microbatch: int,
+        samples: int,
+        *,
+        train: bool = True,
+        checkpoint: int = 0,
+        flush: bool = False,
+    ) -> None:
+        for node_id, names in self._inputs_of:
+            frame = Frame(
+                kind=FrameKind.FEED,
+                microbatch=microbatch,
+                train=train,
+                samples=samples,
+                checkpoint=checkpoint,
+                generation=1,
+                flush=flush,
+                tensors={name: tensors[name] for name in names},
+                scalars={},
+            )
+            try:
+                await self.swarm.feed_frame(node_id, frame)
+            except PeerError as error:
+                # `vanished` may tell more; give its message the chance to come first.
+                await asyncio.sleep(0)
+                raise self._failure or TrainingError(f"{node_id} cannot be fed: {error}") from None
+
+    # Saving and reporting.
+
+    async def _save_now(self) -> CheckpointInfo:
+        assert self._saver is not None
+        await self._until(lambda: self._saver is None or not self._saver.under_way)
+        progress, number = self.progress, self._ledger.completed + 1
+        updates = -(-self._ledger.completed // progress.accumulate)
+        self._saver.begin(
+            Mark(number, updates, self._ledger.samples, progress.epoch, progress.position, self._ledger.counts())
+        )
+        self._last_info = None
+        for node_id in self._stage_of:
+            order = Save(deployment=self._deployment, checkpoint=number)
+            await self.swarm.tell(node_id, CoordinatorMessage(save=order))
+        await self._until(lambda: self._last_info is not None)
+        assert self._last_info is not None
+        return self._last_info
+
+    def _take_report(self, node_id: str, report: Report) -> None:
+        if report.deployment != self._deployment:
+            return
+        self.progress.reports[node_id] = report
+        for record in report.losses:
+            self.progress.losses.append((record.loss, record.samples))
+            self._metrics.write(
+                "train", samples=self._ledger.samples, updates=record.microbatch + 1, values={"loss": record.loss}
+            )
+        if self._updates_file is not None:
+            for update in report.records:
+                line = {
+                    "stage": self._stage_of[node_id],
+                    "microbatch": update.microbatch,
+                    "forward_version": update.forward_version,
+                    "version": update.version,
+                }
+                self._updates_file.write(json.dumps(line) + "\n")
+
+    async def _show(self) -> None:
+        """Keeps the display and the summary fresh while the run goes on."""
+        since = 0.0
+        while True:
+            await asyncio.sleep(_DISPLAY_SECONDS)
+            since += _DISPLAY_SECONDS
+            self._display.show(self.progress.snapshot())
+            if since >= _SUMMARY_SECONDS:
+                since = 0.0
+                try:
+                    self.progress.summary("running", self.progress.phase).write(self._run)
+                except RunError as error:
+                    self.fail(error)
+
+    # Waiting.
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Waits for the condition; raises the failure that makes it hopeless."""
+        await self._changes.until(lambda: self._failure is not None or condition())
+        if self._failure is not None:
+            raise self._failure
+
+    async def _while_well(self, work: Any) -> Any:
+        """The result of `work`, unless the run fails first."""
+        task = asyncio.ensure_future(work)
+        failed = asyncio.ensure_future(self._until(lambda: False))
+        try:
+            await asyncio.wait([task, failed], return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else failed.result()
+        finally:
+            task.cancel()
+            failed.cancel()
+            await asyncio.gather(task, failed, return_exceptions=True)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _reference(artifact: Artifact) -> ArtifactRef:
+    return ArtifactRef(id=artifact.id, sha256=artifact.sha256, size_bytes=artifact.size_bytes)

@@ -1,0 +1,135 @@
+"""From a job to something that can be deployed: captured, profiled, and later cut for the providers that came."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ravnest.coordinator.checkpoints import CheckpointContents
+from ravnest.coordinator.feeder import first_batches
+from ravnest.engine.schedule import flight_limit
+from ravnest.engine.settings import StageSettings
+from ravnest.errors import RunError
+from ravnest.graph.batch import samples_in
+from ravnest.graph.capture import Captured, capture
+from ravnest.graph.profile import CostProfile, profile
+from ravnest.graph.weights import stream_size_bytes, stream_tensors
+from ravnest.job import Job
+from ravnest.jobfile import user_errors
+from ravnest.planner.plan import StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job ready to be planned and deployed."""
+
+    job: Job
+    captured: Captured
+    costs: CostProfile
+    peeked: Sequence[Any]
+    """The batches the model was captured on."""
+    restored: CheckpointContents | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """Bytes that a provider fetches: their name, hash and size, and how to produce them from any offset."""
+
+    id: str
+    sha256: str
+    size_bytes: int
+    open: Callable[[], Iterator[bytes]]
+
+
+def prepare(job: Job, threads: int, restored: CheckpointContents | None, on_phase: Callable[[str], None]) -> Prepared:
+    """Captures and profiles the job's model; CaptureError or JobError names what stands in the way."""
+    on_phase("capturing the model")
+    with user_errors("train_data"):
+        peeked = first_batches(job)
+    captured = capture(job.model, job.loss, job.metrics, peeked)
+    on_phase("profiling the model")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        costs = profile(captured.graph, captured.weights, captured.sample, samples_in(captured.sample))
+    finally:
+        torch.set_num_threads(before)
+    return Prepared(job, captured, costs, peeked, restored)
+
+
+def stage_settings(job: Job, stage: int, stages: int) -> StageSettings:
+    """What the provider of one stage is told about training it."""
+    schedule = job.schedule_spec
+    limit, _ = flight_limit(stages, job.pipeline.in_flight, job.pipeline.max_staleness)
+    return StageSettings(
+        optimizer=job.optimizer_spec.to_json(),
+        schedule=None if schedule is None else schedule.to_json(),
+        stage=stage,
+        stages=stages,
+        seed=job.seed,
+        accumulate=job.pipeline.accumulate,
+        clip_norm=job.pipeline.clip_norm,
+        clip_value=job.pipeline.clip_value,
+        in_flight=limit,
+        record_updates=job.pipeline.record_updates,
+    )
+
+
+def graph_artifact(plan: StagePlan) -> Artifact:
+    text = plan.graph.to_json().encode()
+    return Artifact(f"graph-{plan.stage}", hashlib.sha256(text).hexdigest(), len(text), lambda: iter([text]))
+
+
+def weights_artifact(plan: StagePlan, prepared: Prepared) -> Artifact:
+    """The stage's weights, as the model has them or as a checkpoint left them, with optimizer state in that case."""
+    tensors, metadata = _stage_tensors(plan, prepared)
+    digest = hashlib.sha256()
+    for chunk in stream_tensors(tensors, metadata):
+        digest.update(chunk)
+    return Artifact(
+        f"weights-{plan.stage}",
+        digest.hexdigest(),
+        stream_size_bytes(tensors, metadata),
+        lambda: stream_tensors(tensors, metadata),
+    )
+
+
+def static_tensors(captured: Captured) -> dict[str, torch.Tensor]:
+    """Entries of the model's state_dict that training never changes."""
+    constants = {c.key: captured.weights[c.key] for c in captured.graph.constants if c.key not in captured.not_saved}
+    return {**constants, **captured.static}
+
+
+def _stage_tensors(plan: StagePlan, prepared: Prepared) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    restored, weights = prepared.restored, prepared.captured.weights
+    tensors: dict[str, torch.Tensor] = {f"weight:{w.key}": weights[w.key] for w in plan.graph.weights}
+    if restored is None:
+        return tensors, {}
+    for spec in plan.graph.parameters:
+        tensors[f"weight:{spec.key}"] = _saved(restored.parameters, spec.key, spec.shape)
+        for name, value in restored.optimizer.get(spec.key, {}).items():
+            tensors[f"optim:{spec.key}:{name}"] = value
+    for spec in plan.graph.states:
+        tensors[f"weight:{spec.key}"] = _saved(restored.buffers, spec.key, spec.shape)
+    return tensors, _merged(restored.metadata)
+
+
+def _saved(saved: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = saved.get(key)
+    if tensor is None or tuple(tensor.shape) != shape:
+        raise RunError(
+            f"the checkpoint does not fit the model: {key} is missing or has another shape; resume with the same model"
+        )
+    return tensor
+
+
+def _merged(parts: list[dict[str, str]]) -> dict[str, str]:
+    """The plain values of all parts as one: a resumed run may be cut otherwise than the saved one."""
+    values: dict[str, Any] = {}
+    for part in parts:
+        values.update(json.loads(part["optimizer"])["values"])
+    first = json.loads(parts[0]["optimizer"])
+    return {**parts[0], "optimizer": json.dumps({"values": values, "groups": first["groups"]})}

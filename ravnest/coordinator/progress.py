@@ -1,0 +1,195 @@
+"""What is known of a run while it goes on, and its two pictures: the snapshot for the display, the summary for the
+disk."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ravnest.coordinator.ledger import Ledger
+from ravnest.monitor import summary as written
+from ravnest.monitor.snapshot import Snapshot, StageView
+from ravnest.monitor.summary import ClusterSummary, StageSummary, Staleness, Status, Summary
+from ravnest.net.v1.control_pb2 import Report
+from ravnest.planner.plan import Plan
+
+_RATE_SECONDS = 5.0
+_LOSSES = 50
+
+
+@dataclass
+class Progress:
+    """Counters of a run, kept by the coordinator. `samples` and `updates` include what was done before a resume."""
+
+    title: str
+    epochs: int
+    ledger: Ledger
+    accumulate: int
+    started: float = field(default_factory=time.perf_counter)
+    started_at: float = field(default_factory=time.time)
+    phase: str = "starting"
+    epoch: int = 0
+    position: int = 0
+    epoch_samples: int | None = None
+    """Samples in an epoch, once one has been seen whole."""
+    updates: int = 0
+    eval: dict[str, float] | None = None
+    plan: Plan | None = None
+    devices: Mapping[str, str] = field(default_factory=dict)
+    reports: dict[str, Report] = field(default_factory=dict)
+    first_update_seconds: float | None = None
+    training_started: float | None = None
+    training_seconds: float = 0.0
+    samples_at_start: int = 0
+    losses: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
+    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.perf_counter(), 0)]))
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean over the last microbatches, by samples."""
+        weight = sum(samples for _, samples in self.losses)
+        return sum(loss * samples for loss, samples in self.losses) / weight if weight else None
+
+    def completed(self) -> None:
+        """A microbatch has been completed."""
+        now = time.perf_counter()
+        if self.first_update_seconds is None:
+            self.first_update_seconds = now - self.started
+        self.updates = self.ledger.completed // self.accumulate
+        self._recent.append((now, self.ledger.samples))
+        while now - self._recent[0][0] > _RATE_SECONDS:
+            self._recent.popleft()
+
+    def pause_clock(self) -> None:
+        """Training stands still (evaluation, saving): its rate is not to be measured."""
+        if self.training_started is not None:
+            self.training_seconds += time.perf_counter() - self.training_started
+            self.training_started = None
+            self._recent.clear()
+
+    def run_clock(self) -> None:
+        if self.training_started is None:
+            self.training_started = time.perf_counter()
+            self._recent.append((self.training_started, self.ledger.samples))
+
+    def samples_per_second(self) -> float:
+        """Over the whole training time so far."""
+        seconds = self.training_seconds
+        if self.training_started is not None:
+            seconds += time.perf_counter() - self.training_started
+        return (self.ledger.samples - self.samples_at_start) / seconds if seconds else 0.0
+
+    def recent_samples_per_second(self) -> float:
+        if len(self._recent) < 2 or self._recent[-1][0] <= self._recent[0][0]:
+            return self.samples_per_second()
+        (first, before), (last, after) = self._recent[0], self._recent[-1]
+        return (after - before) / (last - first)
+
+    def samples_total(self) -> int | None:
+        return None if self.epoch_samples is None else self.epoch_samples * self.epochs
+
+    def snapshot(self) -> Snapshot:
+        rate, total = self.recent_samples_per_second(), self.samples_total()
+        return Snapshot(
+            phase=self.phase,
+            epoch=min(self.epoch + 1, self.epochs) if self.plan else 0,
+            epochs=self.epochs,
+            samples_done=self.ledger.samples,
+            samples_total=total,
+            updates=self.updates,
+            train_loss=self.train_loss,
+            eval=self.eval,
+            samples_per_second=rate,
+            predicted_samples_per_second=self.plan.predicted_samples_per_second if self.plan else None,
+            eta_seconds=(total - self.ledger.samples) / rate if total is not None and rate > 0 else None,
+            elapsed_seconds=self.elapsed_seconds,
+            stages=tuple(self._view(s, rate) for s in self._stages()),
+            title=self.title,
+        )
+
+    def summary(self, status: Status, reason: str, model: str | None = None) -> Summary:
+        seconds = self.elapsed_seconds
+        stages = tuple(self._stages())
+        samples = self.ledger.samples
+        rate = self.samples_per_second()
+        cluster = ClusterSummary(id=0, samples=samples, samples_per_second=rate, stages=stages)
+        return Summary(
+            status=status,
+            reason=reason,
+            samples=samples,
+            epochs=self._epochs_done(),
+            seconds=seconds,
+            samples_per_second=rate,
+            predicted_samples_per_second=self.plan.predicted_samples_per_second if self.plan else None,
+            train_loss=self.train_loss,
+            eval=self.eval or {},
+            clusters=(cluster,) if stages else (),
+            ledger=written.Ledger(**self.ledger.counts()),
+            updates=self.updates,
+            started_at=self.started_at,
+            first_update_seconds=self.first_update_seconds,
+            model=model,
+        )
+
+    def _epochs_done(self) -> float:
+        if self.epoch_samples:
+            return round(self.ledger.samples / self.epoch_samples, 4)
+        return float(self.epoch)
+
+    def _stages(self) -> list[StageSummary]:
+        if self.plan is None:
+            return []
+        found = []
+        for stage in self.plan.stages:
+            report = self.reports.get(stage.node, Report())
+            updates = report.updates
+            found.append(
+                StageSummary(
+                    provider=stage.node,
+                    stage=stage.stage,
+                    role=stage.role,
+                    device=self.devices.get(stage.node, ""),
+                    parameters=stage.parameters,
+                    peak_memory_bytes=report.peak_memory_bytes,
+                    baseline_memory_bytes=report.baseline_memory_bytes,
+                    busy_fraction=report.busy_seconds / report.seconds if report.seconds else 0.0,
+                    updates=updates,
+                    staleness=Staleness(
+                        mean=report.staleness_sum / updates if updates else 0.0,
+                        p95=_percentile(list(report.staleness_counts), 0.95),
+                        max=report.staleness_max,
+                    ),
+                    bytes_sent=report.bytes_sent,
+                    bytes_received=report.bytes_received,
+                )
+            )
+        return found
+
+    def _view(self, stage: StageSummary, rate: float) -> StageView:
+        return StageView(
+            provider=stage.provider,
+            stage=stage.stage,
+            role=stage.role,
+            device=stage.device,
+            parameters=stage.parameters,
+            busy_fraction=stage.busy_fraction,
+            staleness_mean=stage.staleness.mean,
+            staleness_max=stage.staleness.max,
+            memory_bytes=stage.peak_memory_bytes,
+            updates=stage.updates,
+            samples_per_second=rate,
+        )
+
+
+def _percentile(counts: list[int], share: float) -> float:
+    """The smallest staleness that `share` of the updates do not exceed."""
+    passed, total = 0, sum(counts)
+    for value, count in enumerate(counts):
+        passed += count
+        if total and passed >= share * total:
+            return float(value)
+    return 0.0

@@ -1,0 +1,95 @@
+"""When a checkpoint is due, and its life from the announcement to the commit.
+
+A checkpoint is consistent without stopping the pipeline: it is announced with a microbatch, and every stage saves its
+state right after applying that microbatch. Stages apply microbatches in the same order, so together the parts are the
+model after exactly that many updates. The last one of a run is taken when nothing is in flight.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore, PendingCheckpoint
+from ravnest.settings import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where the run stands at a checkpoint."""
+
+    checkpoint: int
+    updates: int
+    samples: int
+    epoch: int
+    position: int
+    ledger: Mapping[str, Any]
+
+
+class Saver:
+    """The checkpoints of one run. At most one is under way."""
+
+    def __init__(self, store: CheckpointStore, settings: Checkpoint, stages: int, state: Mapping[str, Any]) -> None:
+        self._store = store
+        self._settings = settings
+        self._stages = stages
+        self._state = state
+        self._mark: Mark | None = None
+        self._pending: PendingCheckpoint | None = None
+        self._parts = 0
+        self._last_time = time.monotonic()
+        self._last_updates = 0
+
+    @property
+    def under_way(self) -> bool:
+        return self._pending is not None
+
+    def due(self, updates: int) -> str | None:
+        """Why a checkpoint should be announced now, or None."""
+        if self.under_way:
+            return None
+        seconds, most = self._settings.every_seconds, self._settings.every_updates
+        if most is not None and updates - self._last_updates >= most:
+            return f"{updates - self._last_updates} updates since the last one"
+        if seconds is not None and time.monotonic() - self._last_time >= seconds:
+            return f"{time.monotonic() - self._last_time:.0f} s since the last one"
+        return None
+
+    def begin(self, mark: Mark) -> None:
+        """Announces a checkpoint; RunError when the disk refuses."""
+        self.abort()
+        self._pending = self._store.begin(mark.checkpoint)
+        self._mark = mark
+        self._parts = 0
+        self._last_time = time.monotonic()
+        self._last_updates = mark.updates
+
+    async def part(self, checkpoint: int, stage: int, chunks: AsyncIterator[bytes]) -> CheckpointInfo | None:
+        """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses."""
+        pending, mark = self._pending, self._mark
+        if pending is None or mark is None or mark.checkpoint != checkpoint:
+            async for _ in chunks:
+                pass
+            return None
+        await pending.write_part(stage, chunks)
+        self._parts += 1
+        if self._parts < self._stages:
+            return None
+        info = await asyncio.to_thread(
+            pending.commit,
+            updates=mark.updates,
+            samples=mark.samples,
+            epoch=mark.epoch,
+            position=mark.position,
+            ledger=mark.ledger,
+            state=self._state,
+        )
+        self._pending = self._mark = None
+        return info
+
+    def abort(self) -> None:
+        """Throws away what is under way."""
+        if self._pending is not None:
+            self._pending.abort()
+        self._pending = self._mark = None

@@ -1,0 +1,1 @@
+"""One stage at work: schedule, versions, optimizer step, staleness. No sockets."""

@@ -1,0 +1,73 @@
+"""What goes into and out of a stage's worker, and who takes it: the engine's side of every link.
+
+The engine knows nothing of sockets. A provider turns frames into calls of the worker, and an `Outbox` turns what comes
+out into frames. Every method of an Outbox is called on the worker's thread.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ravnest.engine.stage import Update
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Values of one microbatch on their way between stages, or between the coordinator and a stage."""
+
+    microbatch: int
+    values: Mapping[str, Any]
+    train: bool = True
+    samples: int = 0
+    checkpoint: int = 0
+    """Not 0: every stage saves its state under this number after applying this microbatch."""
+    flush: bool = False
+    """Apply the gradients summed so far with this microbatch, even if fewer than `accumulate`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossRecord:
+    microbatch: int
+    loss: float
+    samples: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a worker has done since it started; the provider reports it."""
+
+    forwards: int = 0
+    backwards: int = 0
+    busy_seconds: float = 0.0
+    staleness: dict[int, int] = field(default_factory=dict)
+    updates: int = 0
+
+
+class Outbox(Protocol):
+    """Where a worker's results go. Called on the worker's thread; must not block for long, `save` excepted."""
+
+    def forward(self, message: Message) -> None:
+        """To the stage after this one."""
+
+    def backward(self, message: Message) -> None:
+        """To the stage before this one."""
+
+    def trained(self, loss: LossRecord) -> None:
+        """A leaf has computed the loss of a training microbatch."""
+
+    def updated(self, update: Update) -> None:
+        """The stage has applied an update."""
+
+    def done(self, message: Message) -> None:
+        """The root has finished a training microbatch: every stage has seen its backward."""
+
+    def evaluated(self, message: Message) -> None:
+        """A leaf has evaluated a microbatch; values are the loss and the metrics as plain numbers."""
+
+    def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        """Take the stage's state away; the tensors are the stage's own memory and change once this returns."""
+
+    def failed(self, kind: str, text: str, microbatch: int | None) -> None:
+        """The worker cannot go on, and stops."""

@@ -1,0 +1,241 @@
+"""One stage: forward, backward and update of its part of the model. No threads and no sockets here.
+
+A backward uses the weights of its forward (versions.py). The update comes at once after each backward, or after
+`accumulate` of them, with the mean of their gradients. Everything a stage knows can be taken out (`state`) and put
+back (`restore`).
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.versions import Version, WeightVersions
+from ravnest.errors import GraphError, TrainingError
+from ravnest.graph.portable import PortableGraph
+from ravnest.graph.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update did: `forward_version` is the version the forward used, `version` the one the update made."""
+
+    microbatch: int
+    forward_version: int
+    version: int
+
+    @property
+    def staleness(self) -> int:
+        """Updates applied between the forward and this one."""
+        return self.version - 1 - self.forward_version
+
+
+@dataclass(slots=True)
+class _Pending:
+    version: Version
+    leaves: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+
+
+class Stage:
+    """Holds the weights of one stage on one device and trains them."""
+
+    def __init__(
+        self,
+        graph: PortableGraph,
+        weights: Mapping[str, torch.Tensor],
+        settings: StageSettings,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`weights` holds every weight of the graph by key; they are taken over, not copied. GraphError if they do not
+        fit."""
+        self.graph = graph
+        self.settings = settings
+        self.device = torch.device(device)
+        for spec in graph.weights:
+            tensor = weights.get(spec.key)
+            if tensor is None or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                raise GraphError(f"the weights for {spec.key} are missing or do not have the shape the graph says")
+        self._program = Program(graph, self.device)
+        self._versions = WeightVersions({p.name: weights[p.key].to(self.device) for p in graph.parameters})
+        self._fixed = {c.name: weights[c.key].to(self.device) for c in (*graph.constants, *graph.states)}
+        self._optimizer = settings.optimizer_spec().build(list(self._versions.masters.values()))
+        schedule = settings.schedule_spec()
+        self._schedule = None if schedule is None else schedule.build(self._optimizer)
+        self._pending: dict[int, _Pending] = {}
+        self._sums: dict[str, torch.Tensor] = {}
+        self._summed = 0
+        self._forward_version = 0
+        self._gradient_names = [v.name for v in graph.receives if v.needs_grad]
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches between forward and backward here."""
+        return len(self._pending)
+
+    @property
+    def version(self) -> int:
+        return self._versions.current.number
+
+    @property
+    def versions_held(self) -> int:
+        return len({id(p.version) for p in self._pending.values()})
+
+    def forward(self, microbatch: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Training forward: what to send on, by name (on a leaf: the loss). Its backward must follow."""
+        given = {name: self._here(value) for name, value in values.items()}
+        leaves = {name: given[name].requires_grad_() for name in self._gradient_names}
+        version = self._versions.acquire()
+        try:
+            with torch.enable_grad():
+                results = self._program.run(
+                    given, {**version.leaves, **self._fixed}, train=True, seed=self.settings.seed, microbatch=microbatch
+                )
+        except BaseException:
+            self._versions.release(version)
+            raise
+        outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and r.requires_grad}
+        self._pending[microbatch] = _Pending(version, leaves, outputs)
+        return {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
+
+    def evaluate(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Evaluation forward: what to send on; on a leaf the loss and the metrics, by value name. Nothing is kept."""
+        given = {name: self._here(value) for name, value in values.items()}
+        with torch.no_grad():
+            results = self._program.run(given, {**self._versions.current.leaves, **self._fixed}, train=False)
+        own = {p.name for p in self.graph.parameters}
+        # A tied parameter sent on must not change under the sender's hands when training goes on.
+        return {n: r.clone() if n in own else r for n, r in results.items()}
+
+    def backward(self, microbatch: int, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """Gradients for what was received; those of the weights are kept for `update`, which must follow.
+
+        `gradients` are those of what was sent (None on a leaf: the loss is its own).
+        """
+        pending = self._pending.pop(microbatch, None)
+        if pending is None:
+            raise TrainingError(f"a gradient for microbatch {microbatch} came, which has no forward here")
+        names = list(pending.outputs)
+        if gradients is None:
+            given = [torch.ones_like(t) for t in pending.outputs.values()]
+        else:
+            names = [n for n in names if n in gradients]
+            given = [self._here(gradients[n]) for n in names]
+        wanted = [*pending.leaves.values(), *pending.version.leaves.values()]
+        found = torch.autograd.grad([pending.outputs[n] for n in names], wanted, given, allow_unused=True)
+        self._versions.release(pending.version)
+        self._forward_version = pending.version.number
+        count = len(pending.leaves)
+        self._add(dict(zip(pending.version.leaves, found[count:], strict=True)))
+        return {n: g for n, g in zip(pending.leaves, found[:count], strict=True) if g is not None}
+
+    def update(self, microbatch: int, *, flush: bool = False) -> Update | None:
+        """Applies the gradients of the last backward, where they complete an update; `flush` applies what is summed so
+        far."""
+        if self._summed < self.settings.accumulate and not flush:
+            return None
+        self._apply()
+        return Update(microbatch, self._forward_version, self.version)
+
+    def drop(self, microbatch: int) -> None:
+        """Forgets a microbatch whose backward will never come."""
+        pending = self._pending.pop(microbatch, None)
+        if pending is not None:
+            self._versions.release(pending.version)
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Parameters, states and optimizer state as named tensors, and the plain values as text. Shares the stage's
+        memory."""
+        tensors: dict[str, torch.Tensor] = {}
+        plain: dict[str, Any] = {}
+        for spec in self.graph.parameters:
+            master = self._versions.masters[spec.name]
+            tensors[f"param:{spec.key}"] = master.detach()
+            for name, value in self._optimizer.state.get(master, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"optim:{spec.key}:{name}"] = value
+                elif value is not None:
+                    plain[f"{spec.key}:{name}"] = value
+        for spec in self.graph.states:
+            tensors[f"buffer:{spec.key}"] = self._fixed[spec.name]
+        groups = [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in self._optimizer.param_groups]
+        schedule = {k: v for k, v in self._schedule.state_dict().items() if _is_plain(v)} if self._schedule else None
+        return tensors, {
+            "version": json.dumps(self.version),
+            "optimizer": json.dumps({"values": plain, "groups": groups}),
+            "schedule": json.dumps(schedule),
+        }
+
+    def restore(self, optimizer: Mapping[str, Mapping[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
+        """Takes up optimizer state (by parameter key) and counters as `state` gave them; GraphError if they do not
+        fit."""
+        try:
+            groups = json.loads(metadata["optimizer"])["groups"]
+            values = json.loads(metadata["optimizer"])["values"]
+            schedule = json.loads(metadata["schedule"])
+            version = int(json.loads(metadata["version"]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise GraphError(
+                f"the saved state of a stage cannot be read ({error}); the checkpoint is damaged"
+            ) from None
+        saved: dict[int, dict[str, Any]] = {}
+        for index, spec in enumerate(self.graph.parameters):
+            entries: dict[str, Any] = dict(optimizer.get(spec.key, {}))
+            prefix = f"{spec.key}:"
+            entries.update({k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)})
+            if entries:
+                saved[index] = entries
+        current = self._optimizer.state_dict()
+        for group, stored in zip(current["param_groups"], groups, strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()})
+        self._optimizer.load_state_dict({"state": saved, "param_groups": current["param_groups"]})
+        if self._schedule is not None and schedule is not None:
+            self._schedule.load_state_dict(schedule)
+        self._versions.current.number = version
+
+    def _add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        for name, gradient in gradients.items():
+            if gradient is None:
+                continue
+            if name in self._sums:
+                self._sums[name].add_(gradient)
+            else:
+                # Kept beyond this backward only when summing: then it must be memory of its own, not a view.
+                self._sums[name] = gradient if self.settings.accumulate == 1 else gradient.clone()
+        self._summed += 1
+
+    def _apply(self) -> None:
+        self._versions.begin_update()
+        masters = self._versions.masters
+        for name, master in masters.items():
+            gradient = self._sums.get(name)
+            if gradient is not None and self._summed > 1:
+                gradient.div_(self._summed)
+            master.grad = gradient
+        if self.settings.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(masters.values(), self.settings.clip_value)
+        if self.settings.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(masters.values(), self.settings.clip_norm)
+        self._optimizer.step()
+        if self._schedule is not None:
+            self._schedule.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._sums.clear()
+        self._summed = 0
+        self._versions.finish_update()
+
+    def _here(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device != self.device:
+            return value.to(self.device, non_blocking=True)
+        return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(v) for v in value)
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_plain(v) for k, v in value.items())
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,185 @@
+"""The thread that owns torch for one stage: takes what is ready as the schedule says, waits on a condition.
+
+What happens on failure: a loss that is not finite, or any error in torch, is reported once through the outbox with the
+microbatch's number; nothing of that microbatch is applied, and the worker takes no more work.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ravnest.engine.messages import Counters, LossRecord, Message, Outbox
+from ravnest.engine.schedule import Task, Waiting, next_task
+from ravnest.engine.stage import Stage, Update
+from ravnest.errors import RavnestError
+
+
+class StageWorker:
+    """Runs one stage. `feed`, `receive_forward`, `receive_backward` may be called from any thread and never block."""
+
+    def __init__(self, stage: Stage, outbox: Outbox) -> None:
+        self.counters = Counters()
+        self._stage = stage
+        self._outbox = outbox
+        graph = stage.graph
+        self._needs_feed = bool(graph.inputs)
+        self._needs_forward = bool(graph.receives)
+        self._is_root = not graph.receives
+        self._is_leaf = graph.loss is not None
+        self._limit = stage.settings.in_flight if self._is_root else None
+        self._condition = threading.Condition()
+        self._halves: dict[int, Message] = {}
+        self._forwards: deque[Message] = deque()
+        self._evaluations: deque[Message] = deque()
+        self._backwards: deque[Message] = deque()
+        self._saves: deque[int] = deque()
+        self._running: dict[int, Message] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="ravnest-torch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float = 5.0) -> None:
+        """Ends the thread after the task at hand."""
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_seconds)
+
+    def feed(self, message: Message) -> None:
+        """Inputs or targets of a microbatch, from the coordinator."""
+        self._join(message, other_needed=self._needs_forward)
+
+    def receive_forward(self, message: Message) -> None:
+        """Activations of a microbatch, from the stage before."""
+        self._join(message, other_needed=self._needs_feed)
+
+    def receive_backward(self, message: Message) -> None:
+        """Gradients of a microbatch, from the stage after."""
+        with self._condition:
+            self._backwards.append(message)
+            self._condition.notify()
+
+    def save(self, checkpoint: int) -> None:
+        """Save the stage's state under this number once nothing else is ready."""
+        with self._condition:
+            self._saves.append(checkpoint)
+            self._condition.notify()
+
+    def _join(self, message: Message, other_needed: bool) -> None:
+        with self._condition:
+            if other_needed:
+                other = self._halves.pop(message.microbatch, None)
+                if other is None:
+                    self._halves[message.microbatch] = message
+                    return
+                message = replace(message, values={**other.values, **message.values})
+            (self._forwards if message.train else self._evaluations).append(message)
+            self._condition.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while True:
+                    if self._stopping:
+                        return
+                    waiting = Waiting(len(self._backwards), len(self._forwards), len(self._evaluations))
+                    task = next_task(waiting, self._stage.in_flight, self._limit).task
+                    if task is not Task.WAIT or self._saves:
+                        break
+                    self._condition.wait()
+                message = self._take(task)
+            started = time.perf_counter()
+            try:
+                self._execute(task, message)
+            except Exception as error:
+                self._give_up(message, error)
+                return
+            finally:
+                self.counters.busy_seconds += time.perf_counter() - started
+
+    def _take(self, task: Task) -> Message:
+        if task is Task.WAIT:
+            return Message(-1, {}, checkpoint=self._saves.popleft())
+        queue = {Task.BACKWARD: self._backwards, Task.FORWARD: self._forwards, Task.EVALUATE: self._evaluations}
+        return queue[task].popleft()
+
+    def _execute(self, task: Task, message: Message) -> None:
+        if task is Task.FORWARD:
+            self._forward(message)
+        elif task is Task.BACKWARD:
+            origin = self._running.pop(message.microbatch, message)
+            self._backward(replace(origin, values=message.values), message.values)
+        elif task is Task.EVALUATE:
+            self._evaluate(message)
+        else:
+            self._save(message.checkpoint)
+
+    def _forward(self, message: Message) -> None:
+        results = self._stage.forward(message.microbatch, message.values)
+        self.counters.forwards += 1
+        if not self._is_leaf:
+            self._running[message.microbatch] = replace(message, values={})
+            self._outbox.forward(replace(message, values=results))
+            return
+        loss = float(results[str(self._stage.graph.loss)])
+        if not math.isfinite(loss):
+            self._stage.drop(message.microbatch)
+            raise _NotFiniteError(
+                f"the loss of microbatch {message.microbatch} is {loss}; lower the learning rate, "
+                "set pipeline.clip_norm, or check that microbatch's data"
+            )
+        self._outbox.trained(LossRecord(message.microbatch, loss, message.samples))
+        self._backward(message, None)
+
+    def _backward(self, message: Message, gradients: Mapping[str, torch.Tensor] | None) -> None:
+        found = self._stage.backward(message.microbatch, gradients)
+        self.counters.backwards += 1
+        if not self._is_root:
+            # Before the update: the stage before can work on it meanwhile.
+            self._outbox.backward(replace(message, values=found))
+        update = self._stage.update(message.microbatch, flush=message.flush)
+        if update is not None:
+            self._count(update)
+        if message.checkpoint:
+            self._save(message.checkpoint)
+        if self._is_root:
+            self._outbox.done(replace(message, values={}))
+
+    def _save(self, checkpoint: int) -> None:
+        tensors, metadata = self._stage.state()
+        self._outbox.save(checkpoint, tensors, metadata)
+
+    def _count(self, update: Update) -> None:
+        self.counters.updates += 1
+        counts = self.counters.staleness
+        counts[update.staleness] = counts.get(update.staleness, 0) + 1
+        self._outbox.updated(update)
+
+    def _evaluate(self, message: Message) -> None:
+        results = self._stage.evaluate(message.values)
+        self.counters.forwards += 1
+        if not self._is_leaf:
+            self._outbox.forward(replace(message, values=results))
+            return
+        graph = self._stage.graph
+        scores: dict[str, Any] = {"loss": float(results[str(graph.loss)])}
+        scores.update({metric: float(results[value]) for metric, value in graph.metrics.items()})
+        self._outbox.evaluated(replace(message, values=scores))
+
+    def _give_up(self, message: Message, error: Exception) -> None:
+        kind = "not_finite" if isinstance(error, _NotFiniteError) else "error"
+        text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+        self._outbox.failed(kind, text, message.microbatch)
+
+
+class _NotFiniteError(RavnestError):
+    """The loss of a microbatch is not a finite number."""

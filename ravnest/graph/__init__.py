@@ -1,0 +1,1 @@
+"""The portable graph: capture, format, operator allow-list, cost profile, partition."""

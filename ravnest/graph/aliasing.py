@@ -1,0 +1,38 @@
+"""Which values of a graph share memory, and which operators write into it.
+
+Cutting a model must never separate a value from an operator that later changes it in place, and evaluation must not
+change the model's state. Both questions are answered here, once, from the operators' schemas.
+"""
+
+from ravnest.graph import ops
+from ravnest.graph.portable import Node, PortableGraph, Ref
+
+
+class Aliases:
+    """Groups of names that may share memory. `group(name)` is the same object for two names of one group."""
+
+    def __init__(self, graph: PortableGraph) -> None:
+        self._parent: dict[str, str] = {}
+        for node in graph.nodes:
+            for position in ops.aliased_arguments(node.op):
+                for reference in _references_at(node, position):
+                    self._parent[self.group(node.name)] = self.group(reference)
+
+    def group(self, name: str) -> str:
+        while (parent := self._parent.get(name, name)) != name:
+            self._parent[name] = self._parent.get(parent, parent)
+            name = self._parent[name]
+        return name
+
+
+def written_names(node: Node) -> list[str]:
+    """Names of the values this node changes in place."""
+    return [name for position in ops.written_arguments(node.op) for name in _references_at(node, position)]
+
+
+def _references_at(node: Node, position: int) -> list[str]:
+    if position >= len(node.args):
+        return []
+    argument = node.args[position]
+    items = argument if isinstance(argument, tuple) else (argument,)
+    return [item.name for item in items if isinstance(item, Ref)]

@@ -1,0 +1,110 @@
+"""Where a graph may be cut.
+
+Its nodes fall in two kinds. *Shared* nodes are cheap functions of the batch alone (position ids, masks, sizes): every
+stage that needs one computes it again from the inputs, so none of them ever crosses a link. The others, the *line*,
+run in order; a cut is a place between two of them. What was computed before a cut and is needed after it crosses the
+cut: activations, and also a trained parameter that both sides use, which is how tied weights stay one weight wherever
+the cut falls.
+"""
+
+from dataclasses import dataclass
+
+from ravnest.graph import ops
+from ravnest.graph.aliasing import Aliases, written_names
+from ravnest.graph.portable import Node, PortableGraph, ValueSpec
+from ravnest.graph.switch import draws_random_numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`line` in order; `cuts` are the places in it where a cut may fall (cut c: line[:c] | line[c:])."""
+
+    line: tuple[Node, ...]
+    shared: dict[str, Node]
+    cuts: tuple[int, ...]
+    crossing: dict[int, tuple[ValueSpec, ...]]
+    """For every cut, the values that cross it."""
+    first_use: dict[str, int]
+    """For every trained parameter (by name), the place of the first node that uses it: the stage there owns it."""
+
+
+def layout(graph: PortableGraph) -> Layout:
+    """The line, its cuts and what crosses them."""
+    shared = _shared(graph)
+    line = tuple(n for n in graph.nodes if n.name not in shared)
+    place = {n.name: i for i, n in enumerate(line)}
+    specs = {n.name: n.output for n in line}
+    first_use: dict[str, int] = {}
+    last_use: dict[str, int] = {}
+    parameters = {p.name: ValueSpec(p.name, p.dtype, tuple(p.shape), True) for p in graph.parameters}
+    for i, node in enumerate(line):
+        for name in node.references():
+            if name in place or name in parameters:
+                last_use[name] = i
+            if name in parameters:
+                first_use.setdefault(name, i)
+    forbidden = _forbidden(graph, line, place, last_use)
+    if graph.loss in place:
+        forbidden |= set(range(place[graph.loss] + 1, len(line)))
+    made = {**place, **first_use}
+    cuts, crossing = [], {}
+    for cut in range(1, len(line)):
+        if cut in forbidden:
+            continue
+        names = [n for n, last in last_use.items() if made[n] < cut <= last]
+        values = [specs[n] if n in place else parameters[n] for n in names]
+        if any(v is not None and v.needs_grad for v in values):
+            cuts.append(cut)
+            crossing[cut] = tuple(v for v in values if v is not None)
+    return Layout(line, shared, tuple(cuts), crossing, first_use)
+
+
+def _shared(graph: PortableGraph) -> dict[str, Node]:
+    aliases = Aliases(graph)
+    written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
+    # A frozen weight with more than one dimension belongs to a frozen layer: real work, not a mask.
+    from_batch = {v.name for v in graph.inputs} | {
+        c.name for c in graph.constants if not _is_frozen_layer(c.key, c.shape)
+    }
+    from_batch -= {name for name in from_batch if aliases.group(name) in written}
+    shared: dict[str, Node] = {}
+    for node in graph.nodes:
+        cheap = not ops.is_heavy(node.op) and not draws_random_numbers(node) and aliases.group(node.name) not in written
+        gradient = node.output is not None and node.output.needs_grad
+        if (
+            cheap
+            and not gradient
+            and not ops.written_arguments(node.op)
+            and all(r in from_batch for r in node.references())
+        ):
+            shared[node.name] = node
+            from_batch.add(node.name)
+    return shared
+
+
+def _is_frozen_layer(key: str, shape: tuple[int, ...]) -> bool:
+    return not key.startswith("@") and key.endswith(("weight", "bias"))
+
+
+def _forbidden(
+    graph: PortableGraph, line: tuple[Node, ...], place: dict[str, int], last_use: dict[str, int]
+) -> set[int]:
+    """Cuts that would part a value from an operator that changes it in place, or a list of results from its readers."""
+    aliases = Aliases(graph)
+    spans: list[tuple[int, int]] = []
+    spans += [(i, last_use.get(n.name, i)) for i, n in enumerate(line) if n.output is None]
+    members: dict[str, list[int]] = {}
+    for name, i in place.items():
+        members.setdefault(aliases.group(name), []).append(i)
+    states = {aliases.group(s.name) for s in graph.states}
+    uses: dict[str, list[int]] = {}
+    for i, node in enumerate(line):
+        for name in node.references():
+            if aliases.group(name) in states:
+                uses.setdefault(aliases.group(name), []).append(i)
+        for name in written_names(node):
+            group = aliases.group(name)
+            if group not in states:
+                spans.append((min(members[group]), i))
+    spans += [(min(found), max(found)) for found in uses.values()]
+    return {cut for start, end in spans for cut in range(start + 1, end + 1)}

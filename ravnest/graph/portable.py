@@ -1,0 +1,345 @@
+"""The portable graph: a model as data. What a provider receives instead of the requester's Python.
+
+A graph is a list of operator calls in order, with names for values; the same type describes a whole model and one
+stage of it. It reads and writes as plain JSON (docs/portable-graph.md). `from_json` checks everything: names,
+references, operators, sizes; whatever is off raises GraphError, and nothing is built from it.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ravnest.errors import GraphError
+from ravnest.graph import ops
+
+FORMAT_VERSION = 1
+MAX_NODES = 200_000
+MAX_DEPTH = 8
+MAX_LIST = 100_000
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
+_KEY = re.compile(r"[A-Za-z0-9_@][A-Za-z0-9_.@\-]{0,511}")
+_SYMBOL = re.compile(r"[A-Za-z0-9_+\-*/(), .]{1,128}")
+_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.complex64),
+        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    )
+}
+_MEMORY_FORMATS = {
+    str(f).removeprefix("torch."): f
+    for f in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is the value of that name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """An argument that is whatever device the stage runs on."""
+
+
+Argument = (
+    None | bool | int | float | str | torch.dtype | torch.memory_format | torch.layout | Ref | Device | tuple[Any, ...]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSpec:
+    """A tensor (or, with dtype None, a plain number) that crosses into or out of a graph.
+
+    A size that is a text is free (the batch); the same text means the same size.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    shape: tuple[int | str, ...] = ()
+    needs_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """A tensor the graph owns: `name` inside the graph, `key` in the weights file (the model's own parameter name)."""
+
+    name: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator call. `grad` False: it runs without recording gradients, as inside the model's own `no_grad`."""
+
+    name: str
+    op: str
+    args: tuple[Argument, ...] = ()
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+    grad: bool = True
+    seed: int | None = None
+    """Number of this random operator in the whole model: with the microbatch it seeds the draw, wherever the cuts
+    fall."""
+    output: ValueSpec | None = None
+    """What it yields, where that is one tensor or number; None for a list of tensors."""
+
+    def references(self) -> Iterator[str]:
+        for argument in (*self.args, *self.kwargs.values()):
+            yield from _references(argument)
+
+
+@dataclass(frozen=True, slots=True)
+class PortableGraph:
+    """A model, or one stage of it.
+
+    inputs      fed by the coordinator with every microbatch (model inputs and targets)
+    receives    come from the stage before; sends go to the stage after
+    parameters  trained here; constants never change; states change in the forward (batch-norm statistics)
+    loss        name of the loss value in the graph that has it; metrics: metric name -> value name
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[ValueSpec, ...] = ()
+    receives: tuple[ValueSpec, ...] = ()
+    sends: tuple[ValueSpec, ...] = ()
+    parameters: tuple[WeightSpec, ...] = ()
+    constants: tuple[WeightSpec, ...] = ()
+    states: tuple[WeightSpec, ...] = ()
+    loss: str | None = None
+    metrics: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> tuple[WeightSpec, ...]:
+        return (*self.parameters, *self.constants, *self.states)
+
+    def given_names(self) -> list[str]:
+        """Names of everything that is there before the first node runs."""
+        return [v.name for v in (*self.inputs, *self.receives)] + [w.name for w in self.weights]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "format": "ravnest.graph",
+                "version": FORMAT_VERSION,
+                "inputs": [_value_to_json(v) for v in self.inputs],
+                "receives": [_value_to_json(v) for v in self.receives],
+                "sends": [_value_to_json(v) for v in self.sends],
+                "parameters": [_weight_to_json(w) for w in self.parameters],
+                "constants": [_weight_to_json(w) for w in self.constants],
+                "states": [_weight_to_json(w) for w in self.states],
+                "nodes": [_node_to_json(n) for n in self.nodes],
+                "loss": self.loss,
+                "metrics": dict(self.metrics),
+            },
+            allow_nan=False,
+            separators=(",", ":"),
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "PortableGraph":
+        """The graph in `text`, checked; GraphError says what is wrong with it."""
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise GraphError(f"the portable graph is not valid JSON: {error}") from None
+        top = _object(data, "graph")
+        if top.get("format") != "ravnest.graph":
+            raise GraphError("this is not a portable graph (no format 'ravnest.graph')")
+        if top.get("version") != FORMAT_VERSION:
+            raise GraphError(
+                f"the portable graph has format version {top.get('version')!r}, this Ravnest reads {FORMAT_VERSION}; "
+                "update the older of the two machines"
+            )
+        graph = cls(
+            nodes=tuple(_node_from_json(n) for n in _array(top.get("nodes"), "nodes", MAX_NODES)),
+            inputs=tuple(_value_from_json(v) for v in _array(top.get("inputs"), "inputs")),
+            receives=tuple(_value_from_json(v) for v in _array(top.get("receives"), "receives")),
+            sends=tuple(_value_from_json(v) for v in _array(top.get("sends"), "sends")),
+            parameters=tuple(_weight_from_json(w) for w in _array(top.get("parameters"), "parameters")),
+            constants=tuple(_weight_from_json(w) for w in _array(top.get("constants"), "constants")),
+            states=tuple(_weight_from_json(w) for w in _array(top.get("states"), "states")),
+            loss=None if top.get("loss") is None else _name(top["loss"]),
+            metrics={_name(k): _name(v) for k, v in _object(top.get("metrics"), "metrics").items()},
+        )
+        check(graph)
+        return graph
+
+
+def check(graph: PortableGraph) -> None:
+    """Every name defined once and before its use, every operator on the allow-list; else GraphError."""
+    known: set[str] = set()
+    for name in graph.given_names():
+        if name in known:
+            raise GraphError(f"the portable graph defines {name!r} twice")
+        known.add(name)
+    for node in graph.nodes:
+        ops.resolve(node.op)
+        for reference in node.references():
+            if reference not in known:
+                raise GraphError(f"node {node.name!r} of the portable graph uses {reference!r} before it exists")
+        if node.name in known:
+            raise GraphError(f"the portable graph defines {node.name!r} twice")
+        known.add(node.name)
+    wanted = [v.name for v in graph.sends] + list(graph.metrics.values()) + ([graph.loss] if graph.loss else [])
+    for name in wanted:
+        if name not in known:
+            raise GraphError(f"the portable graph should yield {name!r} but never computes it")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: object) -> torch.dtype:
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise GraphError(f"{name!r} is not a tensor type a portable graph may use")
+    return _DTYPES[name]
+
+
+def _references(argument: Argument) -> Iterator[str]:
+    if isinstance(argument, Ref):
+        yield argument.name
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from _references(item)
+
+
+def _argument_to_json(argument: Argument) -> Any:
+    if isinstance(argument, Ref):
+        return {"ref": argument.name}
+    if isinstance(argument, Device):
+        return {"device": "stage"}
+    if isinstance(argument, torch.dtype):
+        return {"dtype": dtype_name(argument)}
+    if isinstance(argument, torch.memory_format):
+        return {"memory_format": str(argument).removeprefix("torch.")}
+    if isinstance(argument, torch.layout):
+        return {"layout": "strided"}
+    if isinstance(argument, float) and not math.isfinite(argument):
+        return {"float": str(argument)}
+    if isinstance(argument, tuple):
+        return [_argument_to_json(a) for a in argument]
+    return argument
+
+
+def _argument_from_json(data: Any, depth: int = 0) -> Argument:
+    if data is None or isinstance(data, bool | int | float | str):
+        if isinstance(data, str) and len(data) > 256:
+            raise GraphError("an argument of the portable graph is a text of more than 256 characters")
+        if isinstance(data, int) and not isinstance(data, bool) and not -(2**63) <= data < 2**63:
+            raise GraphError("an argument of the portable graph is an integer of more than 64 bits")
+        return data
+    if depth >= MAX_DEPTH:
+        raise GraphError(f"an argument of the portable graph is nested more than {MAX_DEPTH} deep")
+    if isinstance(data, list):
+        return tuple(_argument_from_json(d, depth + 1) for d in _array(data, "argument list"))
+    if isinstance(data, dict) and len(data) == 1:
+        ((kind, value),) = data.items()
+        if kind == "ref":
+            return Ref(_name(value))
+        if kind == "device" and value == "stage":
+            return Device()
+        if kind == "dtype":
+            return dtype_named(value)
+        if kind == "memory_format" and value in _MEMORY_FORMATS:
+            return _MEMORY_FORMATS[value]
+        if kind == "layout" and value == "strided":
+            return torch.strided
+        if kind == "float" and value in ("inf", "-inf", "nan"):
+            return float(value)
+    raise GraphError(f"the portable graph has an argument of an unknown form: {str(data)[:80]!r}")
+
+
+def _value_to_json(value: ValueSpec) -> dict[str, Any]:
+    return {
+        "name": value.name,
+        "dtype": None if value.dtype is None else dtype_name(value.dtype),
+        "shape": list(value.shape),
+        "needs_grad": value.needs_grad,
+    }
+
+
+def _value_from_json(data: Any) -> ValueSpec:
+    item = _object(data, "value")
+    dtype = item.get("dtype")
+    sizes = _array(item.get("shape"), "shape", 64)
+    shape = tuple(s if isinstance(s, str) and _SYMBOL.fullmatch(s) else _size(s) for s in sizes)
+    return ValueSpec(
+        _name(item.get("name")), None if dtype is None else dtype_named(dtype), shape, item.get("needs_grad") is True
+    )
+
+
+def _weight_to_json(weight: WeightSpec) -> dict[str, Any]:
+    return {"name": weight.name, "key": weight.key, "dtype": dtype_name(weight.dtype), "shape": list(weight.shape)}
+
+
+def _weight_from_json(data: Any) -> WeightSpec:
+    item = _object(data, "weight")
+    key = item.get("key")
+    if not isinstance(key, str) or not _KEY.fullmatch(key) or ".." in key:
+        raise GraphError(f"{str(key)[:80]!r} is not a name a weight may have")
+    shape = tuple(_size(s) for s in _array(item.get("shape"), "shape", 64))
+    return WeightSpec(_name(item.get("name")), key, dtype_named(item.get("dtype")), shape)
+
+
+def _node_to_json(node: Node) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": node.name, "op": node.op, "args": [_argument_to_json(a) for a in node.args]}
+    if node.kwargs:
+        data["kwargs"] = {k: _argument_to_json(v) for k, v in node.kwargs.items()}
+    if not node.grad:
+        data["grad"] = False
+    if node.seed is not None:
+        data["seed"] = node.seed
+    return data
+
+
+def _node_from_json(data: Any) -> Node:
+    item = _object(data, "node")
+    op = item.get("op")
+    if not isinstance(op, str) or len(op) > 128:
+        raise GraphError("a node of the portable graph has no operator name")
+    seed = item.get("seed")
+    if seed is not None:
+        seed = _size(seed)
+    return Node(
+        name=_name(item.get("name")),
+        op=op,
+        args=tuple(_argument_from_json(a) for a in _array(item.get("args"), "args")),
+        kwargs={_name(k): _argument_from_json(v) for k, v in _object(item.get("kwargs", {}), "kwargs").items()},
+        grad=item.get("grad", True) is not False,
+        seed=seed,
+    )
+
+
+def _object(data: Any, what: str) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise GraphError(f"the portable graph has no proper {what} (a JSON object)")
+    return data
+
+
+def _array(data: Any, what: str, limit: int = MAX_LIST) -> list[Any]:
+    if not isinstance(data, list) or len(data) > limit:
+        raise GraphError(f"the portable graph has no proper {what} (a JSON array of at most {limit})")
+    return data
+
+
+def _name(data: Any) -> str:
+    if not isinstance(data, str) or not _NAME.fullmatch(data):
+        raise GraphError(f"{str(data)[:80]!r} is not a name a value may have")
+    return data
+
+
+def _size(data: Any) -> int:
+    if not isinstance(data, int) or isinstance(data, bool) or not 0 <= data < 2**40:
+        raise GraphError(f"{str(data)[:80]!r} is not a size a tensor may have")
+    return data

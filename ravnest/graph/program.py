@@ -1,0 +1,189 @@
+"""A portable graph made ready to run: a list of steps over numbered slots.
+
+It is an interpreter, not generated code: a provider never compiles or executes source made from what it was sent.
+Values are dropped as soon as no later step needs them, so a stage holds what autograd saves and nothing more.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ravnest.errors import GraphError
+from ravnest.graph import ops
+from ravnest.graph.aliasing import Aliases
+from ravnest.graph.portable import Argument, Device, Node, PortableGraph, Ref
+from ravnest.graph.switch import draws_random_numbers, evaluation_form
+
+_MASK = (1 << 63) - 1
+
+
+def draw_seed(seed: int, microbatch: int, number: int) -> int:
+    """The seed of one random operator for one microbatch: the same on whichever stage and however often it runs."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + microbatch * 0xBF58476D1CE4E5B9 + number * 0x94D049BB133111EB + 1) & _MASK
+    mixed ^= mixed >> 31
+    return (mixed * 0xD6E8FEB86659FD93) & _MASK
+
+
+class Program:
+    """Runs one graph on one device, in training or evaluation."""
+
+    def __init__(self, graph: PortableGraph, device: torch.device | str = "cpu") -> None:
+        self.graph = graph
+        self.device = torch.device(device)
+        self._slots = {name: i for i, name in enumerate(graph.given_names())}
+        for node in graph.nodes:
+            self._slots[node.name] = len(self._slots)
+        aliases = Aliases(graph)
+        states = {aliases.group(s.name) for s in graph.states}
+        self._sent = [v.name for v in graph.sends]
+        self._scored = ([graph.loss] if graph.loss else []) + list(graph.metrics.values())
+        evaluation = [evaluation_form(n, lambda name: aliases.group(name) in states) for n in graph.nodes]
+        self._train = self._steps(graph.nodes, [*self._sent, *([graph.loss] if graph.loss else [])])
+        self._evaluate = self._steps([n for n in evaluation if n is not None], [*self._sent, *self._scored])
+
+    def run(
+        self,
+        values: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        *,
+        train: bool,
+        seed: int = 0,
+        microbatch: int = 0,
+    ) -> dict[str, Any]:
+        """What the graph sends on, its loss and (in evaluation) its metrics, by value name.
+
+        `values` holds the inputs and receives, `weights` the parameters, constants and states, by name in the graph.
+        """
+        env = self.environment(values, weights)
+        generator = self._generator()
+        for step in self._train if train else self._evaluate:
+            if step.seed is not None and train:
+                generator.manual_seed(draw_seed(seed, microbatch, step.seed))
+            step.call(env)
+            for slot in step.frees:
+                env[slot] = None
+        wanted = self._sent + self._scored
+        return {name: env[self._slots[name]] for name in wanted if env[self._slots[name]] is not None}
+
+    def environment(self, values: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> list[Any]:
+        """The slots at the start of a run; GraphError where something the graph needs is not given."""
+        env: list[Any] = [None] * len(self._slots)
+        for spec in (*self.graph.inputs, *self.graph.receives):
+            if spec.name not in values:
+                raise GraphError(f"the stage needs the value {spec.name!r} and did not get it")
+            env[self._slots[spec.name]] = values[spec.name]
+        for weight in self.graph.weights:
+            env[self._slots[weight.name]] = weights[weight.name]
+        return env
+
+    @property
+    def train_steps(self) -> "list[Step]":
+        return self._train
+
+    def slot(self, name: str) -> int:
+        return self._slots[name]
+
+    def _generator(self) -> torch.Generator:
+        if self.device.type == "cuda":
+            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+            return torch.cuda.default_generators[index]
+        if self.device.type == "mps":
+            return torch.mps._get_default_mps_generator()
+        return torch.default_generator
+
+    def _steps(self, nodes: Iterable[Node], outputs: Iterable[str]) -> "list[Step]":
+        chosen: list[Node] = []
+        needed = set(outputs)
+        for node in reversed(list(nodes)):
+            if node.name in needed or ops.written_arguments(node.op):
+                chosen.append(node)
+                needed.update(node.references())
+        chosen.reverse()
+        last_use: dict[str, int] = {}
+        for i, node in enumerate(chosen):
+            last_use.setdefault(node.name, i)
+            for name in node.references():
+                last_use[name] = i
+        kept = set(outputs) | {w.name for w in self.graph.weights}
+        frees: list[list[int]] = [[] for _ in chosen]
+        for name, i in last_use.items():
+            if name not in kept:
+                frees[i].append(self._slots[name])
+        return [Step(node, self._slots, self.device, tuple(f)) for node, f in zip(chosen, frees, strict=True)]
+
+
+class Step:
+    """One node with its arguments laid out: constants in place, references as (position, slot)."""
+
+    __slots__ = (
+        "_args",
+        "_function",
+        "_grad",
+        "_kwargs",
+        "_nested",
+        "_refs",
+        "_slot",
+        "_slot_kwargs",
+        "frees",
+        "node",
+        "seed",
+    )
+
+    def __init__(self, node: Node, slots: Mapping[str, int], device: torch.device, frees: tuple[int, ...]) -> None:
+        self.node = node
+        self.seed = node.seed if draws_random_numbers(node) else None
+        self.frees = frees
+        self._function: Callable[..., Any] = ops.resolve(node.op)
+        self._grad = node.grad
+        self._slot = slots[node.name]
+        self._args: list[Any] = [_constant(a, device) for a in node.args]
+        self._refs = tuple((i, slots[a.name]) for i, a in enumerate(node.args) if isinstance(a, Ref))
+        self._nested = tuple(
+            (i, _resolver(a, slots, device))
+            for i, a in enumerate(node.args)
+            if isinstance(a, tuple) and _has_reference(a)
+        )
+        self._kwargs = {k: _constant(a, device) for k, a in node.kwargs.items()}
+        self._slot_kwargs = tuple((k, _resolver(a, slots, device)) for k, a in node.kwargs.items() if _has_reference(a))
+
+    def arguments(self, env: list[Any]) -> tuple[list[Any], dict[str, Any]]:
+        args = self._args.copy()
+        for position, slot in self._refs:
+            args[position] = env[slot]
+        for position, resolve in self._nested:
+            args[position] = resolve(env)
+        if not self._slot_kwargs:
+            return args, self._kwargs
+        return args, {**self._kwargs, **{k: resolve(env) for k, resolve in self._slot_kwargs}}
+
+    def call(self, env: list[Any]) -> None:
+        args, kwargs = self.arguments(env)
+        if self._grad:
+            env[self._slot] = self._function(*args, **kwargs)
+        else:
+            with torch.no_grad():
+                env[self._slot] = self._function(*args, **kwargs)
+
+
+def _has_reference(argument: Argument) -> bool:
+    return isinstance(argument, Ref) or (isinstance(argument, tuple) and any(_has_reference(a) for a in argument))
+
+
+def _constant(argument: Argument, device: torch.device) -> Any:
+    if isinstance(argument, Device):
+        return device
+    if isinstance(argument, tuple):
+        return [_constant(a, device) for a in argument]
+    return argument
+
+
+def _resolver(argument: Argument, slots: Mapping[str, int], device: torch.device) -> Callable[[list[Any]], Any]:
+    if isinstance(argument, Ref):
+        slot = slots[argument.name]
+        return lambda env: env[slot]
+    if isinstance(argument, tuple):
+        parts = [_resolver(a, slots, device) for a in argument]
+        return lambda env: [part(env) for part in parts]
+    constant = _constant(argument, device)
+    return lambda env: constant

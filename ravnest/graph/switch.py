@@ -1,0 +1,74 @@
+"""Train and eval are one graph with a switch: this is the switch.
+
+A graph is captured in training mode. `evaluation_form` gives the same node as it runs in evaluation: dropout passes its
+input on, batch norm uses its running statistics, attention drops nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ravnest.graph import ops
+from ravnest.graph.aliasing import written_names
+from ravnest.graph.portable import Argument, Node
+
+# operator -> (position of the argument, its name, its value in evaluation)
+_SWITCHES: dict[str, tuple[int, str, Argument]] = {
+    "dropout": (2, "train", False),
+    "dropout_": (2, "train", False),
+    "alpha_dropout": (2, "train", False),
+    "alpha_dropout_": (2, "train", False),
+    "feature_dropout": (2, "train", False),
+    "feature_dropout_": (2, "train", False),
+    "feature_alpha_dropout": (2, "train", False),
+    "feature_alpha_dropout_": (2, "train", False),
+    "rrelu": (3, "training", False),
+    "scaled_dot_product_attention": (4, "dropout_p", 0.0),
+}
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_NORMS = frozenset({"batch_norm", "instance_norm"})
+
+
+def evaluation_form(node: Node, is_state: Callable[[str], bool]) -> Node | None:
+    """The node as it runs in evaluation, or None where it only changes state (counting batches) and is left out."""
+    if ops.is_python(node.op):
+        return node
+    name = ops.short_name(node.op)
+    if name in _SWITCHES:
+        position, keyword, value = _SWITCHES[name]
+        return _with_argument(node, position, keyword, value)
+    if name in _RECURRENT:
+        # (input, hx, params, has_biases, num_layers, dropout, train, …), one later where sequences are packed
+        return _with_argument(node, 7 if node.op.endswith(".data") else 6, "train", False)
+    if name in _NORMS:
+        has_statistics = len(node.args) > 4 and node.args[3] is not None and node.args[4] is not None
+        return _with_argument(node, 5, "training", False) if has_statistics else node
+    if any(is_state(written) for written in written_names(node)):
+        return None
+    return node
+
+
+def draws_random_numbers(node: Node) -> bool:
+    """Whether this node, in training, really draws: a dropout with probability 0 does not."""
+    if not ops.is_random(node.op):
+        return False
+    name = ops.short_name(node.op)
+    if "dropout" in name:
+        return node.args[1] != 0 and _argument(node, 2, "train", False) is not False
+    if name == "scaled_dot_product_attention":
+        return _argument(node, 4, "dropout_p", 0.0) != 0
+    if name in _RECURRENT:
+        shift = 1 if node.op.endswith(".data") else 0
+        return node.args[5 + shift] != 0 and node.args[6 + shift] is not False
+    return True
+
+
+def _argument(node: Node, position: int, keyword: str, default: Argument) -> Argument:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(keyword, default)
+
+
+def _with_argument(node: Node, position: int, keyword: str, value: Argument) -> Node:
+    if position < len(node.args):
+        return replace(node, args=(*node.args[:position], value, *node.args[position + 1 :]))
+    if keyword in node.kwargs:
+        return replace(node, kwargs={**node.kwargs, keyword: value})
+    return node

@@ -1,0 +1,235 @@
+"""What a requester declares: the model, the data, the loss, the optimizer, and the settings of a run.
+
+A Job is checked when it is made. Each mistake is a JobError, one sentence that names the field and the fix,
+found before any provider is asked for anything. Making a Job changes nothing about what it was given.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import Dataset
+
+from ravnest.errors import JobError
+from ravnest.settings import Checkpoint, Pipeline, check_whole
+from ravnest.spec import OptimizerSpec, ScheduleSpec, optimizer_refusal, schedule_refusal, split_partial
+
+Loss = Callable[..., torch.Tensor]
+"""Called with (outputs, targets) of a microbatch; gives one number, the mean over the samples."""
+
+Metric = Callable[..., torch.Tensor]
+"""Called like a loss; gives one number, the mean over the samples."""
+
+Batches = Iterable[Any] | Callable[[], Iterable[Any]]
+"""An iterable of (inputs, targets), or a function that returns one; inputs: a tensor, tuple or dict."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """One training job. All fields are given by keyword and stay reachable under the same names."""
+
+    model: nn.Module
+    """The model to train. It is not modified: the trained weights are in the run's model.safetensors."""
+
+    loss: Loss
+    """Called as loss(outputs, targets); gives a scalar to minimise."""
+
+    train_data: Batches
+    """What to train on. Each (inputs, targets) it yields is one microbatch."""
+
+    optimizer: Any
+    """A torch.optim class, or a functools.partial of one with plain keyword arguments."""
+
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Further numbers to report in evaluations: name to function, called as function(outputs, targets)."""
+
+    eval_data: Batches | None = None
+    """What to evaluate on, in the form of `train_data`. None: no evaluation."""
+
+    schedule: Any = None
+    """A torch.optim.lr_scheduler class, or a functools.partial of one. It is stepped once per update, not per
+    epoch: `T_max`, `total_steps`, `step_size` and the like count updates. None: a constant learning rate."""
+
+    epochs: int = 1
+    """Passes over `train_data`."""
+
+    max_updates: int | None = None
+    """Stop after this many updates, even within an epoch. None: when the epochs are over."""
+
+    eval_every: int = 1
+    """Epochs between two evaluations; one more always follows the last epoch."""
+
+    seed: int = 0
+    """Seeds everything random in the model. With one microbatch in flight a run repeats exactly."""
+
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    """How microbatches flow through the stages."""
+
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """When the state of the run is saved."""
+
+    def __post_init__(self) -> None:
+        _check_model(self.model)
+        _check_function("loss", self.loss)
+        # None is what one writes for "no metrics"; readers of the job get a mapping in any case.
+        object.__setattr__(self, "metrics", _checked_metrics(self.metrics))
+        check_whole("epochs", self.epochs, least=1)
+        check_whole("max_updates", self.max_updates, least=1, optional=True)
+        check_whole("eval_every", self.eval_every, least=1)
+        check_whole("seed", self.seed, least=0)
+        if self.seed >= 2**63:
+            raise JobError(f"seed is {self.seed}: give a whole number below 2**63")
+        _check_data("train_data", self.train_data, self.epochs)
+        if self.eval_data is not None:
+            _check_data("eval_data", self.eval_data, self.epochs)
+        if not isinstance(self.pipeline, Pipeline):
+            raise JobError(f"pipeline is {_named(self.pipeline)}: give ravnest.Pipeline(...)")
+        if not isinstance(self.checkpoint, Checkpoint):
+            raise JobError(f"checkpoint is {_named(self.checkpoint)}: give ravnest.Checkpoint(...)")
+        optimizer, schedule = _checked_specs(self.optimizer, self.schedule, self.model)
+        object.__setattr__(self, "_optimizer_spec", optimizer)
+        object.__setattr__(self, "_schedule_spec", schedule)
+
+    @property
+    def optimizer_spec(self) -> OptimizerSpec:
+        """The optimizer as it travels to providers."""
+        spec: OptimizerSpec = self.__dict__["_optimizer_spec"]
+        return spec
+
+    @property
+    def schedule_spec(self) -> ScheduleSpec | None:
+        """The schedule as it travels to providers, or None for a constant learning rate."""
+        spec: ScheduleSpec | None = self.__dict__["_schedule_spec"]
+        return spec
+
+    def train_batches(self) -> Iterator[Any]:
+        """A pass over the training data; raises JobError when the function given for it returns no iterable.
+
+        An iterator gives itself and can be passed over once; everything else starts afresh at each call.
+        """
+        return _batches("train_data", self.train_data)
+
+    def eval_batches(self) -> Iterator[Any]:
+        """A pass over the evaluation data, empty when there is none; failures as in `train_batches`."""
+        return iter(()) if self.eval_data is None else _batches("eval_data", self.eval_data)
+
+    def train(
+        self,
+        *,
+        providers: int = 2,
+        run: str | PathLike[str] | None = None,
+        resume: bool = False,
+        display: bool = True,
+    ) -> Any:
+        """Train on an embedded swarm of `providers` processes on this machine, as `ravnest train` does.
+
+        The result says where the run directory is and how the run ended. Raises a RavnestError when the run
+        cannot start or go on; what was saved by then stays in the run directory, and `resume` takes it up.
+        """
+        from ravnest.coordinator.embedded import train
+
+        return train(self, providers=providers, run=run, resume=resume, display=display)
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, type):
+        raise JobError(f"model is the class {model.__name__}: pass an instance, {model.__name__}(...)")
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model is {_named(model)}: pass a torch.nn.Module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise JobError(
+                f"model has the uninitialised parameter {name} of a lazy module: run a batch through it first"
+            )
+        if parameter.is_meta:
+            raise JobError(f"model has the parameter {name} on the meta device, without values: initialise it first")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise JobError(
+            "model has no trainable parameter: add one, or set requires_grad on those that are to be trained"
+        )
+
+
+def _check_function(name: str, function: object) -> None:
+    if isinstance(function, type):
+        raise JobError(f"{name} is the class {function.__name__}: pass an instance, {function.__name__}()")
+    if not callable(function):
+        raise JobError(f"{name} is {_named(function)}: pass a function of (outputs, targets)")
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):
+        return  # A built-in without a signature: capturing it will tell.
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise JobError(f"{name} cannot be called with (outputs, targets), {error}: give it two arguments") from error
+
+
+def _checked_metrics(metrics: object) -> dict[str, Metric]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise JobError(f'metrics is {_named(metrics)}: pass a dict such as {{"accuracy": accuracy}}')
+    for name, function in metrics.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise JobError(f"metrics has the name {name!r}: use letters, digits and underscores, like a variable")
+        if name == "loss":
+            raise JobError('metrics has the name "loss", which is the loss itself: choose another name')
+        _check_function(f'metrics["{name}"]', function)
+    return dict(metrics)
+
+
+def _check_data(name: str, data: object, epochs: int) -> None:
+    wanted = "an iterable of (inputs, targets) batches, such as a DataLoader, or a function that returns one"
+    if isinstance(data, Dataset) and not hasattr(data, "__iter__"):
+        raise JobError(f"{name} is a Dataset of single samples: wrap it in DataLoader(dataset, batch_size=32)")
+    if isinstance(data, str | bytes | Mapping | torch.Tensor) or not (hasattr(data, "__iter__") or callable(data)):
+        raise JobError(f"{name} is {_named(data)}: pass {wanted}")
+    if isinstance(data, Iterator) and epochs > 1:
+        raise JobError(
+            f"{name} is an iterator, which is used up after the first of {epochs} epochs: "
+            "pass a function that returns a fresh iterator"
+        )
+
+
+def _checked_specs(optimizer: object, schedule: object, model: nn.Module) -> tuple[OptimizerSpec, ScheduleSpec | None]:
+    parts = split_partial("optimizer", optimizer)
+    if isinstance(parts, str):
+        raise JobError(f"optimizer {parts}")
+    optimizer_spec = OptimizerSpec(*parts)
+    # Muon takes matrices only: what an optimizer accepts depends on the parameters it will really get.
+    dimensions = sorted({parameter.dim() for parameter in model.parameters() if parameter.requires_grad})
+    refusal = optimizer_refusal(optimizer_spec, dimensions)
+    if refusal is not None:
+        raise JobError(f"optimizer {refusal}")
+    if schedule is None:
+        return optimizer_spec, None
+    parts = split_partial("schedule", schedule)
+    if isinstance(parts, str):
+        raise JobError(f"schedule {parts}")
+    schedule_spec = ScheduleSpec(*parts)
+    refusal = schedule_refusal(schedule_spec, optimizer_spec)
+    if refusal is not None:
+        raise JobError(f"schedule {refusal}")
+    return optimizer_spec, schedule_spec
+
+
+def _batches(name: str, data: Batches) -> Iterator[Any]:
+    if isinstance(data, Iterable):
+        return iter(data)
+    given = data()
+    if not isinstance(given, Iterable):
+        raise JobError(f"{name} is a function that returned {_named(given)}: return an iterable of (inputs, targets)")
+    return iter(given)
+
+
+def _named(value: object) -> str:
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    kind = type(value).__name__
+    return f"{'an' if kind[0].lower() in 'aeiou' else 'a'} {kind}"

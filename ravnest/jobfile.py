@@ -1,0 +1,230 @@
+"""Finds the Job that a reference names: `path/to/file.py`, `file.py:name` or `package.module:name`.
+
+The file is the user's own program, run as Python runs it. What goes wrong inside it is told in the user's
+terms: their traceback, without a frame of ours.
+"""
+
+import contextlib
+import difflib
+import importlib
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+from ravnest.errors import JobError, RavnestError
+from ravnest.job import Job
+
+_FORMS = "path/to/file.py, file.py:name or package.module:name"
+_PACKAGE_FOLDER = Path(__file__).resolve().parent
+
+
+class JobFileFailed(JobError):  # noqa: N818 (it tells of an event, and JobFileError would say less)
+    """The job file raised an exception of its own; `user_traceback` has the user's frames and no others."""
+
+    def __init__(self, message: str, user_traceback: str) -> None:
+        super().__init__(message)
+        self.user_traceback = user_traceback
+
+
+def load_job(reference: str) -> Job:
+    """The Job that `reference` names.
+
+    - Not found, not a Python file, no such name, not a Job: JobError.
+    - An exception while the file runs: JobFileFailed, with the user's traceback.
+    - A mistake in a Job that the file makes: JobError with the file and line of the user's call.
+
+    The file's folder stays on sys.path, last, so that functions of the file may import its neighbours later.
+    """
+    place, name = _split(reference)
+    if place.endswith(".py"):
+        path = _existing(Path(place))
+        module = _guarded(place, lambda: _run_file(path))
+    else:
+        module = _guarded(place, lambda: _import_module(place))
+    return _job_in(module, place, name)
+
+
+@contextlib.contextmanager
+def user_errors(place: str) -> Iterator[None]:
+    """Within it, an exception of the user's own code becomes JobFileFailed; errors of Ravnest pass as they are."""
+    try:
+        yield
+    except RavnestError:
+        raise
+    except Exception as error:
+        if not _user_frames(traceback.extract_tb(error.__traceback__), strictly=True):
+            raise
+        raise _failed(place, error) from None
+
+
+def _split(reference: str) -> tuple[str, str]:
+    head, colon, tail = reference.rpartition(":")
+    if colon and tail.isidentifier() and head:
+        place, name = head, tail
+    else:
+        place, name = reference, ""
+    if place.endswith(".py"):
+        return place, name or "job"
+    dotted = re.fullmatch(r"\w+(\.\w+)*", place) is not None
+    if Path(place).is_file() or (Path(place).exists() and not dotted):
+        raise JobError(f"{place} is not a Python file: give {_FORMS}")
+    if dotted and name:
+        return place, name
+    if dotted:
+        raise JobError(f"{place} is neither a .py file nor a module with a name: give {_FORMS}{_near(Path(place))}")
+    raise JobError(f"{place} does not exist: give {_FORMS}{_near(Path(place))}")
+
+
+def _existing(path: Path) -> Path:
+    if path.is_file():
+        return path.resolve()
+    if path.is_dir():
+        raise JobError(f"{path} is a folder: give {_FORMS}")
+    raise JobError(f"{path} does not exist: check the path{_near(path)}")
+
+
+def _near(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f" ({folder} does not exist either)"
+    # Without the suffix, which all have in common and which would make any two names look alike.
+    stems = sorted(found.stem for found in folder.glob("*.py"))
+    matches = difflib.get_close_matches(path.stem, stems, n=3)
+    return f"; near it: {', '.join(str(folder / f'{match}.py') for match in matches)}" if matches else ""
+
+
+def _run_file(path: Path) -> ModuleType:
+    folder = str(path.parent)
+    spec = importlib.util.spec_from_file_location(_module_name(path), path)
+    assert spec is not None and spec.loader is not None, "a path that ends in .py always has a loader"
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(spec.name)
+    # Registered as an import would: data loader workers find the classes of the file by this name.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        if before is not None:
+            sys.modules[spec.name] = before
+        raise
+    finally:
+        sys.path.remove(folder)
+        # Last, so that a neighbour called like a library module does not shadow it for everybody else.
+        if folder not in sys.path:
+            sys.path.append(folder)
+    return module
+
+
+def _module_name(path: Path) -> str:
+    loaded = sys.modules.get(path.stem)
+    ours = loaded is not None and getattr(loaded, "__file__", None) == str(path)
+    free = loaded is None and path.stem not in sys.stdlib_module_names and not _is_importable(path)
+    return path.stem if ours or (free and path.stem.isidentifier()) else f"ravnest_job_{path.stem}"
+
+
+def _is_importable(path: Path) -> bool:
+    try:
+        found = importlib.machinery.PathFinder.find_spec(path.stem)
+    except (ImportError, ValueError):
+        return True
+    return found is not None and found.origin != str(path)
+
+
+def _import_module(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # The module itself or a package above it is missing, as opposed to something that it imports.
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise JobError(
+                f"there is no module {error.name} here or among the installed packages: check {name}"
+            ) from None
+        raise
+
+
+def _guarded(place: str, run: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return run()
+    except JobError as error:
+        frames = _user_frames(traceback.extract_tb(error.__traceback__), strictly=True)
+        where = f" ({_shortest(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+        raise JobError(f"{error}{where}") from None
+    except (Exception, SystemExit) as error:
+        raise _failed(place, error) from None
+
+
+def _failed(place: str, error: BaseException) -> JobFileFailed:
+    told = traceback.TracebackException.from_exception(error)
+    _keep_user_frames(told, set())
+    return JobFileFailed(_sentence(place, error), "".join(told.format()))
+
+
+def _sentence(place: str, error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        at = f"{_shortest(error.filename)}:{error.lineno}" if error.filename else place
+        return f"{at} is not valid Python, {error.msg}: correct it"
+    if isinstance(error, SystemExit):
+        return f"{place} ended the program before its job was read: move that under if __name__ == '__main__'"
+    said = str(error).strip().splitlines()
+    return f"{place} failed with {type(error).__name__}{': ' + said[0] if said else ''}"
+
+
+def _keep_user_frames(told: traceback.TracebackException, seen: set[int]) -> None:
+    if id(told) in seen:
+        return
+    seen.add(id(told))
+    told.stack = traceback.StackSummary.from_list(_user_frames(told.stack))
+    for other in (told.__cause__, told.__context__, *(getattr(told, "exceptions", None) or ())):
+        if other is not None:
+            _keep_user_frames(other, seen)
+
+
+def _user_frames(frames: traceback.StackSummary, *, strictly: bool = False) -> list[traceback.FrameSummary]:
+    """The frames of the user's own files; where there are none and not `strictly`, of installed packages."""
+    foreign = [frame for frame in frames if not _is_ours(frame.filename)]
+    users = [frame for frame in foreign if not _is_installed(frame.filename)]
+    return users if users or strictly else foreign
+
+
+def _is_ours(filename: str) -> bool:
+    # "<frozen ...>" is the import system, "<string>" the constructor that dataclasses writes for Job.
+    if filename.startswith("<"):
+        return True
+    path = Path(filename)
+    return path.is_relative_to(_PACKAGE_FOLDER) or path.is_relative_to(Path(importlib.__file__).parent)
+
+
+def _is_installed(filename: str) -> bool:
+    parts = Path(filename).parts
+    if "site-packages" in parts or "dist-packages" in parts:
+        return True
+    return Path(filename).is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _shortest(filename: str) -> str:
+    path = Path(filename)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+
+
+def _job_in(module: ModuleType, place: str, name: str) -> Job:
+    jobs = sorted(key for key, value in vars(module).items() if isinstance(value, Job))
+    if name not in vars(module):
+        if jobs:
+            raise JobError(f"{place} has no {name}, but it has {', '.join(jobs)}: give {place}:{jobs[0]}")
+        raise JobError(f"{place} has no {name}: make one in it, {name} = ravnest.Job(...)")
+    found = getattr(module, name)
+    if not isinstance(found, Job):
+        hint = f"it has {', '.join(jobs)}" if jobs else f"{name} = ravnest.Job(...) is expected"
+        raise JobError(f"{name} in {place} is a {type(found).__name__} and not a ravnest.Job: {hint}")
+    return found

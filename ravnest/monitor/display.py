@@ -1,0 +1,118 @@
+"""What the requester sees of a run: a live picture on a terminal, calm log lines elsewhere, or nothing."""
+
+from time import monotonic
+from typing import Final, Protocol, TextIO
+
+from rich.console import Console
+
+from ravnest.monitor import words
+from ravnest.monitor.live import LiveDisplay
+from ravnest.monitor.report import final_lines
+from ravnest.monitor.snapshot import Snapshot
+from ravnest.monitor.summary import Summary
+
+__all__ = ["Display", "LiveDisplay", "PlainDisplay", "QuietDisplay", "open_display"]
+
+PLAIN_SECONDS: Final = 5.0
+
+
+class Display(Protocol):
+    """Where a run shows itself. After `finish` or `close` nothing more is shown."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Shows how the run stands; cheap, meant to be called a few times a second."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Shows one line that stays: a warning, a fault, an invite."""
+        ...
+
+    def finish(self, summary: Summary) -> None:
+        """Shows what became of the run."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the terminal as it was, whatever happened; may be called at any time and again."""
+        ...
+
+
+def open_display(enabled: bool, stream: TextIO) -> Display:
+    """The display that suits `stream`: live on a terminal, log lines elsewhere, silence when not enabled."""
+    if not enabled:
+        return QuietDisplay()
+    console = Console(file=stream, highlight=False)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return LiveDisplay(console)
+    return PlainDisplay(stream)
+
+
+class PlainDisplay:
+    """Log lines: one when a phase is new, one for each evaluation, else at most one every five seconds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._phases: set[str] = set()
+        self._last_line = -PLAIN_SECONDS
+        self._last_eval: dict[str, float] | None = None
+        self._elapsed_seconds = 0.0
+        self._closed = False
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._elapsed_seconds = snapshot.elapsed_seconds
+        evaluation = None if snapshot.eval is None else dict(snapshot.eval)
+        if evaluation is not None and evaluation != self._last_eval:
+            self._last_eval = evaluation
+            self._line(f"evaluation   {words.measures(evaluation)}")
+        now = monotonic()
+        if snapshot.phase not in self._phases or now - self._last_line >= PLAIN_SECONDS:
+            self._phases.add(snapshot.phase)
+            self._last_line = now
+            self._line(_progress(snapshot))
+
+    def message(self, text: str) -> None:
+        self._line(text)
+
+    def finish(self, summary: Summary) -> None:
+        self._elapsed_seconds = max(self._elapsed_seconds, summary.seconds)
+        for line in final_lines(summary):
+            self._line(line)
+        self.close()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _line(self, text: str) -> None:
+        if not self._closed:
+            print(f"[{self._elapsed_seconds:7.1f} s] {words.printable(text)}", file=self._stream, flush=True)
+
+
+class QuietDisplay:
+    """Shows nothing."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def finish(self, summary: Summary) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _progress(snapshot: Snapshot) -> str:
+    parts = [snapshot.phase]
+    if snapshot.epoch and snapshot.epochs:
+        parts.append(f"epoch {snapshot.epoch}/{snapshot.epochs}")
+    if snapshot.samples_done:
+        total = "" if snapshot.samples_total is None else f"/{words.count(snapshot.samples_total)}"
+        parts.append(f"{words.count(snapshot.samples_done)}{total} samples")
+    if snapshot.train_loss is not None:
+        parts.append(f"loss {words.measure(snapshot.train_loss)}")
+    if snapshot.samples_per_second:
+        parts.append(f"{words.rate(snapshot.samples_per_second)} samples/s")
+    if snapshot.eta_seconds is not None:
+        parts.append(f"{words.duration(snapshot.eta_seconds)} left")
+    return "   ".join(parts)

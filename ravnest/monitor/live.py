@@ -1,0 +1,225 @@
+"""The live picture of a run on a terminal: a progress bar, the numbers that matter, and a line per stage."""
+
+import atexit
+import io
+import re
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ravnest.monitor import words
+from ravnest.monitor.files import write_atomic
+from ravnest.monitor.report import final_facts, headline
+from ravnest.monitor.snapshot import Snapshot, StageView
+from ravnest.monitor.summary import Summary
+
+_LINES_AROUND_STAGES: Final = 9
+_BUSY_WIDTH: Final = 8
+_KEPT_MESSAGES: Final = 100
+
+
+class LiveDisplay:
+    """Draws on `console`, in place, whenever `show` is called; no thread of its own.
+
+    The terminal gets its cursor back at `finish`, at `close`, when drawing fails, and at the latest when the
+    interpreter exits. Whatever else prints meanwhile appears above the picture.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console if console is not None else Console(highlight=False)
+        self._live: Live | None = None
+        self._closed = False
+        self._messages: deque[Text] = deque(maxlen=_KEPT_MESSAGES)
+        self._snapshot: Snapshot | None = None
+        self._summary: Summary | None = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        if self._closed:
+            return
+        self._snapshot = snapshot
+        picture = _picture(snapshot, max_stages=max(1, self._console.height - _LINES_AROUND_STAGES))
+        try:
+            if self._live is None:
+                self._live = Live(picture, console=self._console, auto_refresh=False, transient=True)
+                atexit.register(self.close)
+                self._live.start(refresh=True)
+            else:
+                self._live.update(picture, refresh=True)
+        except BaseException:
+            self.close()
+            raise
+
+    def message(self, text: str) -> None:
+        line = Text(words.printable(text))
+        self._messages.append(line)
+        if not self._closed:
+            self._console.print(line)
+
+    def finish(self, summary: Summary) -> None:
+        if self._closed:
+            return
+        self._summary = summary
+        self.close()
+        self._console.print(self._last_picture())
+
+    def close(self) -> None:
+        self._closed = True
+        live, self._live = self._live, None
+        if live is not None:
+            atexit.unregister(self.close)
+            live.stop()
+
+    def export_svg(self, path: Path, title: str = "ravnest") -> None:
+        """Saves the messages and the newest picture as an SVG of the same width, for documentation."""
+        console = Console(
+            record=True,
+            file=io.StringIO(),
+            width=self._console.width,
+            force_terminal=True,
+            highlight=False,
+            color_system="truecolor",
+        )
+        for message in self._messages:
+            console.print(message)
+        console.print(self._last_picture())
+        # Fonts come from the reader's machine: a picture in a README should load nothing from elsewhere.
+        picture = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
+        write_atomic(path, picture)
+
+    def _last_picture(self) -> RenderableType:
+        parts: list[RenderableType] = []
+        if self._snapshot is not None:
+            if self._summary is None:
+                return _picture(self._snapshot, max_stages=len(self._snapshot.stages))
+            if self._snapshot.stages:
+                parts = [Text(), _stage_table(self._snapshot.stages), Text()]
+        if self._summary is not None:
+            parts.append(_results(self._summary))
+        return Group(*parts)
+
+
+def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
+    parts: list[RenderableType] = [Text(), _title(snapshot)]
+    if snapshot.samples_total or snapshot.samples_done:
+        parts += [_bar(snapshot), _numbers(snapshot)]
+    if snapshot.eval:
+        parts.append(_named("evaluation", words.measures(snapshot.eval)))
+    if snapshot.stages:
+        parts += [Text(), _stage_table(snapshot.stages[:max_stages])]
+        hidden = len(snapshot.stages) - max_stages
+        if hidden > 0:
+            parts.append(Text(f"… and {hidden} more stages", style="dim"))
+    return Group(*parts)
+
+
+def _title(snapshot: Snapshot) -> RenderableType:
+    left = Text()
+    if snapshot.title:
+        left.append(words.printable(snapshot.title), style="bold")
+        left.append("  ")
+    left.append(snapshot.phase, style="cyan")
+    if snapshot.epoch and snapshot.epochs:
+        left.append(f"  epoch {snapshot.epoch}/{snapshot.epochs}")
+    right = Text(f"{words.duration(snapshot.elapsed_seconds)} elapsed", style="dim")
+    if snapshot.eta_seconds is not None:
+        right = Text.assemble(f"{words.duration(snapshot.eta_seconds)} left", "  ", right)
+    return _two_sides(left, right)
+
+
+def _bar(snapshot: Snapshot) -> RenderableType:
+    total = snapshot.samples_total
+    done = Text(words.count(snapshot.samples_done))
+    if total is not None:
+        done.append(f"/{words.count(total)}", style="dim")
+    done.append(" samples", style="dim")
+    grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
+    grid.add_column(ratio=1)
+    grid.add_column(justify="right", no_wrap=True)
+    bar = ProgressBar(
+        # Without a known total the bar pulses: it goes on, nobody knows how far.
+        total=total if total else None,
+        completed=snapshot.samples_done,
+        pulse=not total,
+        animation_time=snapshot.elapsed_seconds,
+        style="grey30",
+        complete_style="cyan",
+        finished_style="green",
+    )
+    grid.add_row(bar, done)
+    return grid
+
+
+def _numbers(snapshot: Snapshot) -> RenderableType:
+    left = Text()
+    left.append("loss ", style="dim")
+    left.append("…" if snapshot.train_loss is None else words.measure(snapshot.train_loss))
+    left.append("   ")
+    left.append(words.rate(snapshot.samples_per_second))
+    left.append(" samples/s", style="dim")
+    if snapshot.predicted_samples_per_second:
+        left.append(f" (planned {words.rate(snapshot.predicted_samples_per_second)})", style="dim")
+    return _two_sides(left, Text(f"{words.count(snapshot.updates)} updates", style="dim"))
+
+
+def _named(name: str, value: str) -> Text:
+    return Text.assemble((f"{name} ", "dim"), words.printable(value))
+
+
+def _stage_table(stages: tuple[StageView, ...]) -> Table:
+    table = Table(box=None, expand=True, header_style="dim", padding=(0, 1), pad_edge=False)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("provider", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("device", no_wrap=True)
+    table.add_column("params", justify="right", no_wrap=True)
+    table.add_column("busy", no_wrap=True)
+    table.add_column("staleness", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    for view in stages:
+        table.add_row(
+            Text.assemble(f"{view.stage} ", (words.printable(view.role), "dim")),
+            Text(words.printable(view.provider)),
+            Text(words.printable(view.device), style="dim"),
+            words.short_count(view.parameters),
+            _busy(view.busy_fraction),
+            Text.assemble(f"{view.staleness_mean:.1f}", (f" max {view.staleness_max}", "dim")),
+            words.size(view.memory_bytes),
+        )
+    return table
+
+
+def _busy(fraction: float) -> RenderableType:
+    grid = Table.grid(padding=(0, 1, 0, 0))
+    bar = ProgressBar(
+        total=1.0,
+        completed=min(1.0, max(0.0, fraction)),
+        width=_BUSY_WIDTH,
+        style="grey30",
+        complete_style="cyan",
+        finished_style="cyan",
+    )
+    grid.add_row(bar, f"{fraction:4.0%}")
+    return grid
+
+
+def _results(summary: Summary) -> RenderableType:
+    style = {"finished": "bold green", "stopped": "bold yellow"}.get(summary.status, "bold red")
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in final_facts(summary):
+        grid.add_row(name, Text(words.printable(value), style="bold" if name in ("evaluation", "model") else ""))
+    return Group(Text(words.printable(headline(summary)), style=style), grid)
+
+
+def _two_sides(left: Text, right: Text) -> Table:
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right)
+    return grid

@@ -1,0 +1,232 @@
+"""The run directory: where a run keeps everything it leaves behind, held by one coordinator at a time."""
+
+import fcntl
+import os
+import re
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ravnest.errors import RunError
+from ravnest.monitor.files import read_error, remove_temporaries, write_atomic, write_error
+
+__all__ = ["RunDirectory", "RunPaths", "existing_run", "lock_holder", "write_atomic"]
+
+RUNS_FOLDER = Path("runs")
+
+
+class RunPaths:
+    """Where each thing lies in the run directory `path`; a contract with other programs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def summary_path(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def events_path(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def updates_path(self) -> Path:
+        return self.path / "updates.jsonl"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model_path(self) -> Path:
+        return self.path / "model.safetensors"
+
+    @property
+    def static_path(self) -> Path:
+        """Tensors of the model that no stage holds and training never changes."""
+        return self.path / "static.safetensors"
+
+    @property
+    def tensorboard_path(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.path / "lock"
+
+    def holds_a_run(self) -> bool:
+        return any(path.exists() for path in (self.summary_path, self.events_path, self.checkpoints_path))
+
+    def holds_a_checkpoint(self) -> bool:
+        return any(self.checkpoints_path.glob("[0-9]*/checkpoint.json"))
+
+
+class RunDirectory(RunPaths):
+    """A run directory that this process alone writes to, until `close` (or the end of the process)."""
+
+    def __init__(self, path: Path, lock_descriptor: int) -> None:
+        super().__init__(path)
+        self._lock_descriptor = lock_descriptor
+
+    @classmethod
+    def open(cls, path: Path | None, *, job_name: str, resume: bool) -> "RunDirectory":
+        """The folder of a new run, or with `resume` that of an old one, locked.
+
+        Without a path a new run gets `runs/<job_name>-<date>-<time>`, and `resume` takes the newest such
+        run that has a checkpoint. RunError when the folder already holds a run (or other files), has
+        nothing to resume, is used by another process or cannot be written; nothing in it is changed then.
+        """
+        if path is None:
+            path = _newest_run(job_name) if resume else _new_run(job_name)
+        else:
+            path = Path(path)
+            _check_usable(RunPaths(path), resume=resume)
+        run = cls(path, _locked(RunPaths(path)))
+        try:
+            # Asked only now: while another process holds the run, "in use" is the more helpful answer.
+            if run.holds_a_run() and not resume:
+                raise RunError(f"{path} already holds a run; continue it with --resume or choose another --run.")
+            if resume and not run.holds_a_checkpoint():
+                raise RunError(f"{path} has no checkpoint to resume; start afresh in another --run without --resume.")
+            try:
+                remove_temporaries(path)
+                run.checkpoints_path.mkdir(exist_ok=True)
+            except OSError as error:
+                raise write_error(run.checkpoints_path, error) from error
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def close(self) -> None:
+        """Lets go of the run; may be called again."""
+        if self._lock_descriptor in _held_descriptors:
+            _held_descriptors.discard(self._lock_descriptor)
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def existing_run(path: Path) -> RunPaths:
+    """The run at `path`, to be read; RunError when there is none."""
+    run = RunPaths(Path(path))
+    if not run.path.exists():
+        raise RunError(f"there is no run at {path}; give the folder that `ravnest train` named at its start.")
+    if not run.path.is_dir() or not run.holds_a_run():
+        raise RunError(f"{path} is not a run directory; give the folder that `ravnest train` named at its start.")
+    return run
+
+
+def lock_holder(run: RunPaths) -> int | None:
+    """The process that is writing to the run now (0 when it did not say), or None."""
+    try:
+        descriptor = os.open(run.lock_path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise read_error(run.lock_path, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _pid_in(descriptor)
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _new_run(job_name: str) -> Path:
+    base = f"{_file_name(job_name)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    attempt = 1
+    while True:
+        path = RUNS_FOLDER / (base if attempt == 1 else f"{base}-{attempt}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError as error:
+            if not path.is_dir():
+                raise write_error(path, error) from error
+            attempt += 1
+        except OSError as error:
+            raise write_error(path, error) from error
+
+
+def _newest_run(job_name: str) -> Path:
+    # The date and time in the name sort as text; a "-2" behind them is a later run of the same second.
+    pattern = re.compile(re.escape(_file_name(job_name)) + r"-(\d{8}-\d{6})(?:-(\d+))?")
+    found = []
+    for path in RUNS_FOLDER.glob("*"):
+        match = pattern.fullmatch(path.name)
+        if match and RunPaths(path).holds_a_checkpoint():
+            found.append((match[1], int(match[2] or 1), path))
+    if not found:
+        raise RunError(f"no run of {job_name} in {RUNS_FOLDER}/ has a checkpoint to resume from; name one with --run.")
+    return max(found)[2]
+
+
+def _file_name(job_name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", job_name).strip("-.") or "job"
+
+
+def _check_usable(run: RunPaths, *, resume: bool) -> None:
+    try:
+        if run.path.is_dir():
+            names = set(os.listdir(run.path))
+        elif resume:
+            raise RunError(f"there is no run at {run.path} to resume; check --run, or start it without --resume.")
+        else:
+            run.path.mkdir(parents=True)
+            names = set()
+    except OSError as error:
+        raise write_error(run.path, error) from error
+    if names - {run.lock_path.name} and not run.holds_a_run():
+        raise RunError(f"{run.path} holds other files and no run; choose an empty or new folder for --run.")
+
+
+# Processes forked from this one (data loader workers) must not keep the lock alive when this one is killed.
+_held_descriptors: set[int] = set()
+
+
+def _let_go_in_child() -> None:
+    for descriptor in _held_descriptors:
+        os.close(descriptor)
+    _held_descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _locked(run: RunPaths) -> int:
+    try:
+        descriptor = os.open(run.lock_path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise write_error(run.lock_path, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except BlockingIOError:
+        pid = _pid_in(descriptor)
+        os.close(descriptor)
+        raise RunError(f"run {run.path} is in use by process {pid}; stop it or choose another --run.") from None
+    except OSError as error:
+        os.close(descriptor)
+        raise write_error(run.lock_path, error) from error
+    _held_descriptors.add(descriptor)
+    return descriptor
+
+
+def _pid_in(descriptor: int) -> int:
+    text = os.pread(descriptor, 32, 0).strip()
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,46 @@
+"""What a run looks like at one moment: the coordinator hands this to the display a few times a second."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageView:
+    """One stage at work."""
+
+    provider: str
+    stage: int
+    role: str
+    device: str
+    parameters: int
+    busy_fraction: float = 0.0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    memory_bytes: int = 0
+    updates: int = 0
+    samples_per_second: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One run at one moment; None where a number is not known yet."""
+
+    phase: str
+    """What the run is doing, as the user reads it: "starting providers", "training", …"""
+
+    epoch: int = 0
+    """The epoch that is being trained, counted from 1; 0 before the first."""
+
+    epochs: int = 0
+    samples_done: int = 0
+    samples_total: int | None = None
+    updates: int = 0
+    train_loss: float | None = None
+    eval: Mapping[str, float] | None = field(default=None)
+    samples_per_second: float = 0.0
+    predicted_samples_per_second: float | None = None
+    eta_seconds: float | None = None
+    elapsed_seconds: float = 0.0
+    stages: tuple[StageView, ...] = ()
+    title: str = ""
+    """The job's name."""

@@ -1,0 +1,148 @@
+"""summary.json: what became of a run, in the words of the design page; a contract with other programs."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from ravnest.errors import RunError
+from ravnest.monitor.files import read_error, write_atomic
+from ravnest.monitor.json_lines import strict
+from ravnest.monitor.run_directory import RunPaths
+
+Status = Literal["running", "finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staleness:
+    """Updates applied between a microbatch's forward and its backward."""
+
+    mean: float = 0.0
+    p95: float = 0.0
+    max: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSummary:
+    provider: str
+    stage: int
+    role: str
+    device: str
+    parameters: int
+    peak_memory_bytes: int
+    busy_fraction: float
+    updates: int
+    staleness: Staleness = field(default_factory=Staleness)
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    baseline_memory_bytes: int | None = None
+    """What the provider's process used before it held anything of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSummary:
+    id: int
+    samples: int
+    samples_per_second: float
+    stages: tuple[StageSummary, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averaging:
+    rounds: int = 0
+    rings: int = 0
+    seconds_mean: float | None = None
+    bytes: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """Microbatches, counted."""
+
+    fed: int = 0
+    completed: int = 0
+    replayed: int = 0
+    lost: int = 0
+    applied_twice: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    kind: str
+    provider: str
+    cluster: int
+    at: float
+    recovered_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    status: Status
+    reason: str
+    samples: int = 0
+    epochs: float = 0
+    seconds: float = 0.0
+    samples_per_second: float = 0.0
+    predicted_samples_per_second: float | None = None
+    train_loss: float | None = None
+    eval: Mapping[str, float | None] = field(default_factory=dict)
+    clusters: tuple[ClusterSummary, ...] = ()
+    averaging: Averaging = field(default_factory=Averaging)
+    ledger: Ledger = field(default_factory=Ledger)
+    faults: tuple[Fault, ...] = ()
+    updates: int = 0
+    started_at: float | None = None
+    first_update_seconds: float | None = None
+    model: str | None = None
+    """The path of model.safetensors, once it is written."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values alone; numbers that are not finite become None."""
+        record = strict(dataclasses.asdict(self))
+        assert isinstance(record, dict)
+        return record
+
+    def write(self, run_directory: RunPaths) -> None:
+        """Replaces the run's summary.json in one step; RunError when the disk refuses."""
+        write_atomic(run_directory.summary_path, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Summary":
+        """The summary in the file at `path`; RunError when it is missing or is not one."""
+        try:
+            record = json.loads(path.read_bytes())
+            return _summary(record)
+        except OSError as error:
+            raise read_error(path, error) from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RunError(f"{path} is not a summary of a run ({error}); look at events.jsonl beside it.") from None
+
+
+def _summary(record: dict[str, Any]) -> Summary:
+    nested = {
+        "clusters": tuple(_cluster(item) for item in record.get("clusters", ())),
+        "averaging": _made(Averaging, record.get("averaging", {})),
+        "ledger": _made(Ledger, record.get("ledger", {})),
+        "faults": tuple(_made(Fault, item) for item in record.get("faults", ())),
+    }
+    return _made(Summary, record | nested)
+
+
+def _cluster(record: dict[str, Any]) -> ClusterSummary:
+    stages = tuple(
+        _made(StageSummary, item | {"staleness": _made(Staleness, item.get("staleness", {}))})
+        for item in record.get("stages", ())
+    )
+    return _made(ClusterSummary, record | {"stages": stages})
+
+
+T = TypeVar("T")
+
+
+def _made(kind: type[T], record: Mapping[str, Any]) -> T:
+    # Fields of a later version are left out, so that an older program still reads the rest.
+    known = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in record.items() if name in known})

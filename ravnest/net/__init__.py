@@ -1,0 +1,34 @@
+"""The transport: frames, tensor codecs, invites and gRPC. No torch.nn."""
+
+import os
+
+# gRPC prints notes of its own to the terminal, about peers that say goodbye for example; its errors still show.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+from ravnest.net.client import CoordinatorClient, dial_link
+from ravnest.net.credentials import Credentials, same_secret
+from ravnest.net.frames import Frame, FrameKind, FrameLimits, decode, encode
+from ravnest.net.invite import Invite, join_address, split_address
+from ravnest.net.link import Control, Link
+from ravnest.net.server import CoordinatorHandler, CoordinatorServer, ProviderHandler, ProviderServer
+
+__all__ = [
+    "Control",
+    "CoordinatorClient",
+    "CoordinatorHandler",
+    "CoordinatorServer",
+    "Credentials",
+    "Frame",
+    "FrameKind",
+    "FrameLimits",
+    "Invite",
+    "Link",
+    "ProviderHandler",
+    "ProviderServer",
+    "decode",
+    "dial_link",
+    "encode",
+    "join_address",
+    "same_secret",
+    "split_address",
+]

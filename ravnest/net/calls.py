@@ -1,0 +1,165 @@
+"""The serving side that coordinator and provider share: admit a caller, run its stream, end it with a sentence.
+
+Each stream's handler runs in a task of the server, not in the coroutine grpc.aio made for the call: that one is
+cancelled when the caller vanishes, and a handler should see a PeerError from its stream then, at an await of its own
+choosing, rather than be cancelled anywhere.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Final, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from grpc import aio
+
+from ravnest.errors import PeerError, RavnestError
+from ravnest.net.credentials import SERVER_OPTIONS, Credentials, bind_port
+from ravnest.net.failures import DETAILS_CHARACTERS
+from ravnest.net.link import Control, Link
+from ravnest.net.wire import CalledWire
+
+SESSION_KEY: Final = "ravnest-session"
+"""Metadata of every call but Join: the secret that tells who calls."""
+
+ACCEPTED_KEY: Final = "ravnest-accepted"
+"""Metadata the server answers with once it has let a stream in."""
+
+LINGER_SECONDS: Final = 10.0
+"""How long an ended stream waits for its caller to hang up."""
+
+Context = Any
+"""A grpc.aio.ServicerContext of bytes."""
+
+Method = Any
+"""A grpc.RpcMethodHandler of bytes."""
+
+MadeT = TypeVar("MadeT", Link, Control[Any, Any])
+RequestT = TypeVar("RequestT", bound=Message)
+
+log = logging.getLogger(__name__)
+
+
+class CallServer:
+    """A gRPC server for one service. Subclasses name its methods with `stream` and `unary`, then `start` it."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._server: aio.Server | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port, chosen by the system for port 0. RunError when the address cannot be had."""
+        assert self._server is None, "a server starts once"
+        server = aio.server(options=SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.service(), self.methods()),))
+        bound = bind_port(server, host, port, self._credentials)
+        self._server = server
+        await server.start()
+        return bound
+
+    async def stop(self, grace_seconds: float = 1.0) -> None:
+        """Take no more calls, give those under way `grace_seconds` to end, then break them. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace_seconds)
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def service(self) -> str:
+        """Full name of the service."""
+        raise NotImplementedError
+
+    def methods(self) -> Mapping[str, Method]:
+        """The methods by name."""
+        raise NotImplementedError
+
+    def authenticate(self, session: str) -> str | None:
+        """Who presents this session, or None."""
+        raise NotImplementedError
+
+    def stream(
+        self, make: Callable[[CalledWire], MadeT], run: Callable[[str, MadeT], Coroutine[Any, Any, None]]
+    ) -> Method:
+        """A method that lets authenticated callers in, makes their end of the stream and runs `run(caller, it)`."""
+
+        async def serve(_: object, context: Context) -> None:
+            caller = await self._admit(context)
+            end = make(wire := CalledWire(context, caller))
+            handler = asyncio.create_task(run(caller, end))
+            self._tasks.add(handler)
+            handler.add_done_callback(self._settle)
+            try:
+                await asyncio.wait({handler, wire.ended}, return_when=asyncio.FIRST_COMPLETED)
+                refusal = _refusal(handler) if handler.done() else None
+                await end.stream.close(refusal and refusal[1])
+                await end.stream.finished()
+                if end.stream.error is not None:
+                    await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(end.stream.error))
+                if not wire.caller_ended:
+                    # The caller hangs up when it has read how the stream ended, which cancels this coroutine.
+                    await asyncio.sleep(LINGER_SECONDS)
+                if refusal is not None:
+                    await _refuse(context, *refusal)
+            except asyncio.CancelledError:
+                end.stream.fail(PeerError(f"{caller} went away in the middle of the stream"))
+                raise
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+    def unary(self, request_type: type[RequestT], run: Callable[[RequestT], Coroutine[Any, Any, Message]]) -> Method:
+        """A method open to anybody: one request, one reply."""
+
+        async def serve(data: bytes, context: Context) -> bytes:
+            request = request_type()
+            try:
+                request.ParseFromString(data)
+            except (DecodeError, ValueError) as error:
+                await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"the request cannot be read: {error}")
+            handler = asyncio.create_task(run(request))
+            self._tasks.add(handler)
+            handler.add_done_callback(self._settle)
+            await asyncio.wait({handler})
+            if (refusal := _refusal(handler)) is not None:
+                await _refuse(context, *refusal)
+            return handler.result().SerializeToString()
+
+        return grpc.unary_unary_rpc_method_handler(serve)
+
+    def _settle(self, handler: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(handler)
+        error = None if handler.cancelled() else handler.exception()
+        if isinstance(error, RavnestError):
+            log.info("a stream ended: %s", error)
+        elif error is not None:
+            log.error("a call failed inside this node", exc_info=error)
+
+    async def _admit(self, context: Context) -> str:
+        session = dict(context.invocation_metadata() or ()).get(SESSION_KEY)
+        if not isinstance(session, str) or not session:
+            await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the call carries no session; join first")
+        caller = self.authenticate(session)
+        if caller is None:
+            await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the session is unknown or over; join again")
+        await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
+        return caller
+
+
+def _refusal(handler: "asyncio.Task[Any]") -> tuple[grpc.StatusCode, str] | None:
+    """How to end a call whose handler raised: the sentence of our own errors, and for others where to look."""
+    if handler.cancelled():
+        return grpc.StatusCode.UNAVAILABLE, "the other side is stopping"
+    error = handler.exception()
+    if error is None:
+        return None
+    if isinstance(error, RavnestError):
+        return grpc.StatusCode.FAILED_PRECONDITION, str(error)
+    return grpc.StatusCode.INTERNAL, f"the other side failed with a {type(error).__name__}; see its log"
+
+
+async def _refuse(context: Context, code: grpc.StatusCode, sentence: str) -> NoReturn:
+    await context.abort(code, sentence[:DETAILS_CHARACTERS])
+    raise AssertionError("abort returns by raising")

@@ -1,0 +1,266 @@
+"""Frames: the unit that flows between stages, and between the coordinator and a stage.
+
+A frame is a small protobuf header and the raw bytes of its tensors (the layout is in proto/ravnest/v1/frame.proto).
+Encoding copies tensor bytes once, decoding not at all. Whatever a peer may have sent, `decode` either returns a
+frame whose every length, shape, element type and name has been checked, or raises PeerError.
+"""
+
+import ctypes
+import enum
+import functools
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from google.protobuf.message import DecodeError
+
+from ravnest.errors import PeerError
+from ravnest.net.tensors import TORCH_DTYPES, WIRE_DTYPES, on_host, tensor_bytes, tensor_view
+from ravnest.net.v1 import frame_pb2
+
+MAGIC: Final = b"RVN\x01"
+ALIGNMENT_BYTES: Final = 64
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame means to the stage that receives it."""
+
+    FEED = 1
+    """Inputs to the root or targets to the leaf, from the coordinator."""
+    FORWARD = 2
+    """Activations, towards the leaf."""
+    BACKWARD = 3
+    """Gradients, towards the root."""
+    RESULT = 4
+    """Loss and metrics of a microbatch, to the coordinator."""
+    DONE = 5
+    """The microbatch has passed its last step on this stage."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """One message about one microbatch. A tensor of a received frame is a view of the message it came in."""
+
+    kind: FrameKind
+    microbatch: int
+    train: bool = True
+    samples: int = 0
+    checkpoint: int = 0
+    """Not 0: every stage snapshots its state after applying this microbatch."""
+    generation: int = 0
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    scalars: Mapping[str, int | float | bool] = field(default_factory=dict)
+    flush: bool = False
+    """Apply the gradients summed so far with this microbatch, even if fewer than an update takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """How large a frame may be; checked on both sides, before anything is allocated."""
+
+    frame_bytes: int = 1 << 30
+    header_bytes: int = 1 << 18
+    tensors: int = 1024
+    scalars: int = 1024
+    dimensions: int = 16
+    name_bytes: int = 256
+
+
+DEFAULT_LIMITS: Final = FrameLimits()
+
+
+def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
+    """The frame as bytes. Tensors on another device are brought to the CPU, others are read where they lie.
+
+    Raises PeerError for a frame that the other side would refuse: too large, an element type that does not travel,
+    a number that does not fit 64 bits.
+    """
+    pieces: list[bytes | ctypes.Array[ctypes.c_char]] = [b"", b""]
+    held = []  # tensors whose memory `pieces` points into; they must outlive the join
+    specs = b""
+    size = 0
+    for name, tensor in frame.tensors.items():
+        tensor = on_host(name, tensor)
+        held.append(tensor)
+        specs += _spec_bytes(name, WIRE_DTYPES[tensor.dtype], tensor.shape)
+        pieces.append(tensor_bytes(tensor))
+        nbytes = tensor.nbytes
+        size += nbytes
+        if padding := -nbytes % ALIGNMENT_BYTES:
+            pieces.append(_ZEROS[padding])
+            size += padding
+    header = _header_bytes(frame) + specs
+    if frame.scalars:
+        header += b"".join(_scalar_bytes(name, value) for name, value in frame.scalars.items())
+    head = _PREFIX_BYTES + len(header)
+    padding = -head % ALIGNMENT_BYTES
+    if head + padding + size > limits.frame_bytes:
+        raise PeerError(
+            f"the frame of microbatch {frame.microbatch} has {head + padding + size} bytes, more than the "
+            f"{limits.frame_bytes} a frame may have; use smaller microbatches"
+        )
+    if len(header) > limits.header_bytes or len(held) > limits.tensors or len(frame.scalars) > limits.scalars:
+        raise PeerError(
+            f"the frame of microbatch {frame.microbatch} has {len(held)} tensors and {len(frame.scalars)} scalars in "
+            f"a header of {len(header)} bytes, more than a frame may have; cut the model elsewhere"
+        )
+    pieces[0] = _PREFIX.pack(MAGIC, len(header))
+    pieces[1] = header + _ZEROS[padding]
+    return b"".join(pieces)
+
+
+def decode(data: bytes, limits: FrameLimits = DEFAULT_LIMITS) -> Frame:
+    """The one frame that `data` holds; its tensors are views of `data`. Raises PeerError for anything else."""
+    frame, end = decode_at(data, 0, limits)
+    if end != len(data):
+        raise PeerError(f"a frame of {end} bytes came in a message of {len(data)} bytes")
+    return frame
+
+
+def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> tuple[Frame, int]:
+    """The frame that begins at `start`, and where it ends. Raises PeerError if there is no whole valid frame."""
+    available = len(data) - start
+    if available < _PREFIX_BYTES:
+        raise PeerError(f"a frame is cut short: {available} bytes are less than its first {_PREFIX_BYTES}")
+    magic, header_bytes = _PREFIX.unpack_from(data, start)
+    if magic != MAGIC:
+        raise PeerError(f"a message begins with {magic!r}, which is not a frame of this protocol version ({MAGIC!r})")
+    if header_bytes > limits.header_bytes:
+        raise PeerError(f"the header of a frame has {header_bytes} bytes, more than {limits.header_bytes}")
+    head = _PREFIX_BYTES + header_bytes
+    if head > available:
+        raise PeerError(f"a frame is cut short inside its header: {available} bytes of {head}")
+    header = frame_pb2.FrameHeader()
+    try:
+        header.ParseFromString(data[start + _PREFIX_BYTES : start + head])
+    except (DecodeError, ValueError) as error:
+        raise PeerError(f"the header of a frame cannot be read: {error}") from None
+    kind = _KINDS.get(header.kind)
+    if kind is None:
+        raise PeerError(f"a frame has the unknown kind {header.kind}")
+    offset = head + -head % ALIGNMENT_BYTES
+    tensors, offset = _decode_tensors(header, data, start, offset, limits)
+    if offset > available:
+        raise PeerError(f"a frame is cut short: {available} bytes of {offset}")
+    frame = Frame(
+        kind,
+        header.microbatch,
+        header.train,
+        header.samples,
+        header.checkpoint,
+        header.generation,
+        tensors,
+        _decode_scalars(header, limits),
+        header.flush,
+    )
+    return frame, start + offset
+
+
+_PREFIX = struct.Struct("<4sI")
+_PREFIX_BYTES = _PREFIX.size
+_ZEROS = [bytes(count) for count in range(ALIGNMENT_BYTES)]
+_KINDS = {int(kind): kind for kind in FrameKind}
+
+
+def _decode_tensors(
+    header: frame_pb2.FrameHeader, data: bytes, start: int, offset: int, limits: FrameLimits
+) -> tuple[dict[str, torch.Tensor], int]:
+    specs = header.tensors
+    if len(specs) > limits.tensors:
+        raise PeerError(f"a frame has {len(specs)} tensors, more than {limits.tensors}")
+    available = len(data) - start
+    tensors: dict[str, torch.Tensor] = {}
+    for spec in specs:
+        name = spec.name
+        _check_name(name, tensors, limits)
+        known = TORCH_DTYPES.get(spec.dtype)
+        if known is None:
+            raise PeerError(f"the tensor {name!r} of a frame has the unknown element type {spec.dtype}")
+        dtype, itemsize = known
+        shape = tuple(spec.shape)
+        if len(shape) > limits.dimensions:
+            raise PeerError(
+                f"the tensor {name!r} of a frame has {len(shape)} dimensions, more than {limits.dimensions}"
+            )
+        nbytes = reach = itemsize
+        for size in shape:
+            nbytes *= size
+            # An empty tensor has no bytes but still strides: the product of its other sizes must stay sane too.
+            reach *= size or 1
+        if reach > limits.frame_bytes:
+            raise PeerError(
+                f"the tensor {name!r} of a frame has the shape {shape}, more than {limits.frame_bytes} bytes"
+            )
+        if offset + nbytes > available:
+            raise PeerError(f"a frame is cut short inside its tensor {name!r}: {available} bytes of {offset + nbytes}")
+        tensors[name] = tensor_view(name, data, start + offset, dtype, shape)
+        offset += nbytes
+        offset += -offset % ALIGNMENT_BYTES
+    return tensors, offset
+
+
+def _decode_scalars(header: frame_pb2.FrameHeader, limits: FrameLimits) -> dict[str, int | float | bool]:
+    if len(header.scalars) > limits.scalars:
+        raise PeerError(f"a frame has {len(header.scalars)} scalars, more than {limits.scalars}")
+    scalars: dict[str, int | float | bool] = {}
+    for scalar in header.scalars:
+        _check_name(scalar.name, scalars, limits)
+        which = scalar.WhichOneof("value")
+        if which is None:
+            raise PeerError(f"the scalar {scalar.name!r} of a frame has no value")
+        scalars[scalar.name] = getattr(scalar, which)
+    return scalars
+
+
+def _check_name(name: str, taken: Mapping[str, object], limits: FrameLimits) -> None:
+    if not name or len(name) > limits.name_bytes:
+        raise PeerError(f"a frame names a value with {len(name)} characters; 1 to {limits.name_bytes} are allowed")
+    if name in taken:
+        raise PeerError(f"a frame names the value {name!r} twice")
+
+
+def _header_bytes(frame: Frame) -> bytes:
+    try:
+        return frame_pb2.FrameHeader(
+            kind=frame.kind.value,
+            microbatch=frame.microbatch,
+            train=frame.train,
+            samples=frame.samples,
+            checkpoint=frame.checkpoint,
+            generation=frame.generation,
+            flush=frame.flush,
+        ).SerializeToString()
+    except (ValueError, TypeError) as error:
+        raise PeerError(f"the frame of microbatch {frame.microbatch} cannot be sent: {error}") from None
+
+
+# A protobuf message is the concatenation of its fields, so the part of the header that repeats from frame to frame
+# (the specs of the same tensors, microbatch after microbatch) is serialised once.
+@functools.lru_cache(maxsize=4096)
+def _spec_bytes(name: str, dtype: int, shape: torch.Size) -> bytes:
+    _check_own_name(name)
+    spec = frame_pb2.TensorSpec(name=name, dtype=dtype, shape=shape)  # type: ignore[arg-type]
+    return frame_pb2.FrameHeader(tensors=[spec]).SerializeToString()
+
+
+def _scalar_bytes(name: str, value: int | float | bool) -> bytes:
+    _check_own_name(name)
+    try:
+        if isinstance(value, bool):
+            scalar = frame_pb2.Scalar(name=name, truth=value)
+        elif isinstance(value, int):
+            scalar = frame_pb2.Scalar(name=name, integer=value)
+        else:
+            scalar = frame_pb2.Scalar(name=name, real=value)
+    except (ValueError, TypeError) as error:
+        raise PeerError(f"the scalar {name!r} cannot be sent: {error}") from None
+    return frame_pb2.FrameHeader(scalars=[scalar]).SerializeToString()
+
+
+def _check_own_name(name: str) -> None:
+    if not name or len(name) > DEFAULT_LIMITS.name_bytes:
+        raise PeerError(
+            f"a frame cannot carry a value named {name[:40]!r}: names have 1 to {DEFAULT_LIMITS.name_bytes} characters"
+        )

@@ -1,0 +1,146 @@
+"""What coordinator and provider serve: the meeting points with the rooms above, and the two gRPC servers."""
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Final, Protocol
+
+from ravnest.errors import PeerError
+from ravnest.net.calls import CallServer, Method
+from ravnest.net.credentials import CHUNK_BYTES, Credentials, same_secret
+from ravnest.net.link import Control, Link
+from ravnest.net.v1.control_pb2 import (
+    Chunk,
+    CoordinatorMessage,
+    FetchRequest,
+    JoinReply,
+    JoinRequest,
+    ProviderMessage,
+    UploadReply,
+)
+
+COORDINATOR_SERVICE: Final = "ravnest.v1.Coordinator"
+PROVIDER_SERVICE: Final = "ravnest.v1.Provider"
+
+
+class CoordinatorHandler(Protocol):
+    """What a coordinator does with the calls of its providers.
+
+    A RavnestError raised by any method reaches the provider as a PeerError with the same sentence. When a provider
+    vanishes, the handler's `receive` and `send` raise PeerError; the handler itself is cancelled only when the server
+    stops.
+    """
+
+    async def join(self, request: JoinRequest) -> JoinReply:
+        """Admit a provider, or raise a RavnestError that says why not."""
+
+    async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
+        """Speak with a provider; the stream ends when this returns."""
+
+    async def feed(self, node_id: str, link: Link) -> None:
+        """Exchange frames with a provider; the stream ends when this returns."""
+
+    def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
+        """The bytes of an artifact from `offset` on, in pieces of any size."""
+
+    async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
+        """Take an upload in full; `chunks` raises PeerError when it breaks off before its end."""
+
+    def authenticate(self, session: str) -> str | None:
+        """The id of the node that was given this session, or None."""
+
+
+class ProviderHandler(Protocol):
+    """What a provider does with the calls of the stage before it."""
+
+    async def link(self, peer: str, link: Link) -> None:
+        """Exchange frames with the stage before; the stream ends when this returns."""
+
+    def authenticate(self, session: str) -> str | None:
+        """The name of the node that may present this session, or None."""
+
+
+class CoordinatorServer(CallServer):
+    """Serves providers on behalf of a coordinator."""
+
+    def __init__(self, handler: CoordinatorHandler, credentials: Credentials) -> None:
+        super().__init__(credentials)
+        self._handler = handler
+
+    def service(self) -> str:
+        return COORDINATOR_SERVICE
+
+    def methods(self) -> Mapping[str, Method]:
+        return {
+            "Join": self.unary(JoinRequest, self._handler.join),
+            "Control": self.stream(lambda wire: Control(wire, ProviderMessage), self._handler.control),
+            "Feed": self.stream(Link, self._handler.feed),
+            "Fetch": self.stream(lambda wire: Control(wire, FetchRequest), self._fetch),
+            "Upload": self.stream(lambda wire: Control(wire, Chunk), self._upload),
+        }
+
+    def authenticate(self, session: str) -> str | None:
+        return self._handler.authenticate(session)
+
+    async def _fetch(self, node_id: str, control: Control[Chunk, FetchRequest]) -> None:
+        request = await control.receive()
+        if request is None:
+            raise PeerError("the call names no artifact to fetch")
+        offset = request.offset
+        async for data in split(self._handler.fetch(node_id, request.artifact, offset)):
+            await control.send(Chunk(data=data, offset=offset))
+            offset += len(data)
+
+    async def _upload(self, node_id: str, control: Control[UploadReply, Chunk]) -> None:
+        first = await control.receive()
+        if first is None or not first.header.name:
+            raise PeerError("the upload does not begin with its name")
+        received = 0
+
+        async def chunks() -> AsyncIterator[bytes]:
+            nonlocal received
+            chunk: Chunk | None = first
+            while chunk is not None:
+                if chunk.offset != received:
+                    raise PeerError(f"the upload {first.header.name!r} goes on at byte {chunk.offset}, not {received}")
+                if chunk.data:
+                    received += len(chunk.data)
+                    yield chunk.data
+                if chunk.last:
+                    return
+                chunk = await control.receive()
+            raise PeerError(f"the upload {first.header.name!r} ended before its last chunk")
+
+        async with contextlib.aclosing(chunks()) as pieces:
+            await self._handler.upload(node_id, first.header.name, pieces)
+        await control.send(UploadReply(name=first.header.name, size_bytes=received))
+
+
+class ProviderServer(CallServer):
+    """Serves the stage before on behalf of a provider.
+
+    `secret` is the swarm's secret, which callers present; it may be set later, when a deployment brings it. While it
+    is None, or when what a caller presents differs from it, the handler's `authenticate` decides.
+    """
+
+    def __init__(self, handler: ProviderHandler, credentials: Credentials, secret: str | None = None) -> None:
+        super().__init__(credentials)
+        self.secret = secret
+        self._handler = handler
+
+    def service(self) -> str:
+        return PROVIDER_SERVICE
+
+    def methods(self) -> Mapping[str, Method]:
+        return {"Link": self.stream(Link, self._handler.link)}
+
+    def authenticate(self, session: str) -> str | None:
+        if self.secret is not None and same_secret(session, self.secret):
+            return "the stage before"
+        return self._handler.authenticate(session)
+
+
+async def split(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The same bytes in pieces of at most CHUNK_BYTES, none of them empty."""
+    async for piece in pieces:
+        for start in range(0, len(piece), CHUNK_BYTES):
+            yield piece[start : start + CHUNK_BYTES]

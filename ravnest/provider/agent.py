@@ -1,0 +1,238 @@
+"""The provider: joins a coordinator, takes a stage, works until told to stop.
+
+One asyncio loop speaks with the network; one thread per deployment owns torch. What happens on failure:
+- the coordinator cannot be reached or refuses: PeerError, exit code 2;
+- the coordinator goes away: the provider gives its stage up and ends;
+- the stage fails: the coordinator is told the kind, the reason and the microbatch, and decides.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from typing import Any
+
+import torch
+
+from ravnest import __version__
+from ravnest.errors import PeerError, RavnestError
+from ravnest.graph.portable import FORMAT_VERSION
+from ravnest.net.client import CoordinatorClient
+from ravnest.net.credentials import Credentials
+from ravnest.net.invite import Invite
+from ravnest.net.link import Control, Link
+from ravnest.net.server import ProviderServer
+from ravnest.net.v1.control_pb2 import (
+    CoordinatorMessage,
+    Deploy,
+    Failed,
+    JoinRequest,
+    Leaving,
+    ProviderMessage,
+    Ready,
+    Saved,
+)
+from ravnest.net.version import PROTOCOL_VERSION
+from ravnest.provider.deployment import Deployment
+from ravnest.provider.device import choose_device
+from ravnest.provider.memory import available_bytes, resident_bytes
+
+_REPORT_SECONDS = 0.2
+"""Least time between two reports: losses come one a microbatch and would otherwise go out one by one."""
+
+
+def run(
+    invite: str,
+    *,
+    device: str = "auto",
+    memory_bytes: int | None = None,
+    listen_host: str = "127.0.0.1",
+    listen_port: int = 0,
+    name: str | None = None,
+    embedded: bool = False,
+) -> int:
+    """Provides until the run ends; the exit code. A PeerError says why it could not."""
+    chosen = choose_device(device)
+    if embedded:
+        # The parent writes the invite once its server listens: by then the slow imports here are done.
+        invite = sys.stdin.readline().strip()
+        if not invite:
+            return 1
+    agent = _Agent(Invite.parse(invite), chosen, memory_bytes, name or "", embedded)
+    return asyncio.run(agent.main(listen_host, listen_port))
+
+
+class _Agent:
+    def __init__(
+        self, invite: Invite, device: torch.device, memory_bytes: int | None, name: str, embedded: bool
+    ) -> None:
+        self._invite = invite
+        self._device = device
+        self._memory_bytes = memory_bytes or available_bytes(device)
+        self._name = name
+        self._embedded = embedded
+        self._baseline = 0
+        self._deployment: Deployment | None = None
+        self._deployed = asyncio.Condition()
+        self._finished = asyncio.Event()
+        self._reason = ""
+
+    async def main(self, listen_host: str, listen_port: int) -> int:
+        credentials = Credentials.loopback()
+        server = ProviderServer(self, credentials)
+        port = await server.start(listen_host, listen_port)
+        client = CoordinatorClient(f"{self._invite.host}:{self._invite.port}", credentials)
+        try:
+            reply = await client.join(
+                JoinRequest(
+                    token=self._invite.token,
+                    name=self._name,
+                    address=f"{listen_host}:{port}",
+                    device=str(self._device),
+                    memory_bytes=self._memory_bytes,
+                    threads=torch.get_num_threads(),
+                    version=__version__,
+                    protocol=PROTOCOL_VERSION,
+                    graph_format=FORMAT_VERSION,
+                )
+            )
+            self._say(f"joined {client.address} as {reply.node_id}, lending {self._device}")
+            control = await client.control()
+            feed = await client.feed()
+            self._baseline = resident_bytes()
+            return await self._work(server, client, control, feed, reply.heartbeat_seconds)
+        finally:
+            if self._deployment is not None:
+                await self._deployment.close()
+            await client.close()
+            await server.stop()
+
+    async def link(self, peer: str, link: Link) -> None:
+        """The stage before dials in; it may do so before the own stage is built."""
+        async with self._deployed:
+            await self._deployed.wait_for(lambda: self._deployment is not None)
+        assert self._deployment is not None
+        await self._deployment.serve_previous(link)
+
+    def authenticate(self, session: str) -> str | None:
+        return None
+
+    async def _work(
+        self,
+        server: ProviderServer,
+        client: CoordinatorClient,
+        control: Control[ProviderMessage, CoordinatorMessage],
+        feed: Link,
+        heartbeat_seconds: float,
+    ) -> int:
+        self._watch_for_the_end()
+        tasks = [
+            asyncio.create_task(self._obey(server, client, control, feed)),
+            asyncio.create_task(self._take_feed(feed)),
+            asyncio.create_task(self._report(control, heartbeat_seconds)),
+            asyncio.create_task(self._finished.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self._finished.is_set():
+                with contextlib.suppress(PeerError, TimeoutError):
+                    async with asyncio.timeout(1):
+                        await control.send(ProviderMessage(leaving=Leaving(reason=self._reason)))
+                return 0
+            failures = [error for task in done if (error := task.exception()) is not None]
+            if failures and not self._embedded:
+                raise failures[0]
+            return 1 if failures else 0
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _obey(
+        self,
+        server: ProviderServer,
+        client: CoordinatorClient,
+        control: Control[ProviderMessage, CoordinatorMessage],
+        feed: Link,
+    ) -> None:
+        """Does what the coordinator says, until it says stop or its stream ends."""
+        while (message := await control.receive()) is not None:
+            kind = message.WhichOneof("body")
+            if kind == "deploy":
+                try:
+                    await self._deploy(message.deploy, server, client, feed)
+                    await control.send(ProviderMessage(ready=Ready(deployment=message.deploy.deployment)))
+                except RavnestError as error:
+                    failed = Failed(
+                        deployment=message.deploy.deployment, kind="deploy", message=str(error), microbatch=-1
+                    )
+                    await control.send(ProviderMessage(failed=failed))
+            elif kind == "save" and self._deployment is not None:
+                self._deployment.save(message.save.checkpoint)
+            elif kind == "threads":
+                torch.set_num_threads(max(1, message.threads.threads))
+            elif kind == "stop":
+                self._say(f"the coordinator ends the run: {message.stop.reason}")
+                return
+
+    async def _deploy(self, order: Deploy, server: ProviderServer, client: CoordinatorClient, feed: Link) -> None:
+        if self._deployment is not None:
+            await self._deployment.close()
+            self._deployment = None
+        self._say(f"taking stage {order.stage} of {order.stages}")
+        server.secret = order.link_secret
+        deployment = await Deployment.make(order, client, self._device, self._baseline)
+        async with self._deployed:
+            self._deployment = deployment
+            self._deployed.notify_all()
+        await deployment.start(order, feed)
+
+    async def _take_feed(self, feed: Link) -> None:
+        while (frame := await feed.receive()) is not None:
+            if self._deployment is None:
+                raise PeerError("the coordinator fed a provider that holds no stage")
+            self._deployment.take_feed(frame)
+
+    async def _report(self, control: Control[ProviderMessage, CoordinatorMessage], heartbeat_seconds: float) -> None:
+        async with self._deployed:
+            await self._deployed.wait_for(lambda: self._deployment is not None)
+        assert self._deployment is not None
+        while True:
+            deployment = self._deployment
+            news = asyncio.create_task(deployment.news.wait())
+            waited: list[asyncio.Future[Any]] = [news, deployment.failure]
+            await asyncio.wait(waited, timeout=heartbeat_seconds, return_when=asyncio.FIRST_COMPLETED)
+            news.cancel()
+            report, saved = deployment.report()
+            await control.send(ProviderMessage(report=report))
+            for checkpoint in saved:
+                await control.send(ProviderMessage(saved=Saved(deployment=deployment.name, checkpoint=checkpoint)))
+            if deployment.failure.done():
+                kind, text, microbatch = deployment.failure.result()
+                failed = Failed(deployment=deployment.name, kind=kind, message=text, microbatch=microbatch)
+                await control.send(ProviderMessage(failed=failed))
+                await self._finished.wait()
+                return
+            await asyncio.sleep(_REPORT_SECONDS)
+
+    def _watch_for_the_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._finish, f"signal {signal.Signals(number).name}")
+        if self._embedded:
+            # The parent holds the other end of this pipe: when it dies, however it dies, the pipe ends.
+            loop.add_reader(sys.stdin.fileno(), self._read_parent)
+
+    def _read_parent(self) -> None:
+        if not os.read(sys.stdin.fileno(), 4096):
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            self._finish("the parent process ended")
+
+    def _finish(self, reason: str) -> None:
+        self._reason = reason
+        self._finished.set()
+
+    def _say(self, text: str) -> None:
+        if not self._embedded:
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,114 @@
+"""From the engine's thread to the network's loop: what a stage puts out becomes frames, records and uploads."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any
+
+import torch
+
+from ravnest.engine.messages import LossRecord, Message
+from ravnest.engine.stage import Update
+from ravnest.graph.weights import stream_tensors
+from ravnest.net.frames import Frame, FrameKind
+
+Upload = Callable[[str, AsyncIterator[bytes]], Coroutine[Any, Any, None]]
+
+
+class FrameOutbox:
+    """The engine's Outbox over three queues of frames. The queues stay short: what is in flight is limited at the
+    root."""
+
+    def __init__(self, generation: int, upload: Upload, record_updates: bool) -> None:
+        self.to_next: asyncio.Queue[Frame] = asyncio.Queue()
+        self.to_previous: asyncio.Queue[Frame] = asyncio.Queue()
+        self.to_coordinator: asyncio.Queue[Frame] = asyncio.Queue()
+        self.failure: asyncio.Future[tuple[str, str, int]] = asyncio.get_running_loop().create_future()
+        self.news = asyncio.Event()
+        """Set when there are losses or saved checkpoints to report."""
+        self._loop = asyncio.get_running_loop()
+        self._generation = generation
+        self._upload = upload
+        self._record_updates = record_updates
+        self._losses: list[LossRecord] = []
+        self._updates: list[Update] = []
+        self._saved: list[int] = []
+
+    def take_records(self) -> tuple[list[LossRecord], list[Update], list[int]]:
+        """Losses, updates and saved checkpoints since the last call."""
+        taken = self._losses, self._updates, self._saved
+        self._losses, self._updates, self._saved = [], [], []
+        self.news.clear()
+        return taken
+
+    def forward(self, message: Message) -> None:
+        self._put(self.to_next, FrameKind.FORWARD, message)
+
+    def backward(self, message: Message) -> None:
+        self._put(self.to_previous, FrameKind.BACKWARD, message)
+
+    def done(self, message: Message) -> None:
+        self._put(self.to_coordinator, FrameKind.DONE, message)
+
+    def evaluated(self, message: Message) -> None:
+        self._put(self.to_coordinator, FrameKind.RESULT, message)
+
+    def trained(self, loss: LossRecord) -> None:
+        self._loop.call_soon_threadsafe(self._add_loss, loss)
+
+    def updated(self, update: Update) -> None:
+        if self._record_updates:
+            self._loop.call_soon_threadsafe(self._updates.append, update)
+
+    def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        # The worker waits here: the tensors are the stage's own, and a copy of them would double its memory.
+        name = f"checkpoint-{checkpoint}"
+        asyncio.run_coroutine_threadsafe(self._upload(name, _chunks(tensors, metadata)), self._loop).result()
+        self._loop.call_soon_threadsafe(self._add_saved, checkpoint)
+
+    def failed(self, kind: str, text: str, microbatch: int | None) -> None:
+        self._loop.call_soon_threadsafe(self._fail, (kind, text, -1 if microbatch is None else microbatch))
+
+    def _put(self, queue: asyncio.Queue[Frame], kind: FrameKind, message: Message) -> None:
+        tensors = {n: v for n, v in message.values.items() if isinstance(v, torch.Tensor)}
+        scalars = {n: v for n, v in message.values.items() if not isinstance(v, torch.Tensor)}
+        frame = Frame(
+            kind=kind,
+            microbatch=message.microbatch,
+            train=message.train,
+            samples=message.samples,
+            checkpoint=message.checkpoint,
+            generation=self._generation,
+            flush=message.flush,
+            tensors=tensors,
+            scalars=scalars,
+        )
+        self._loop.call_soon_threadsafe(queue.put_nowait, frame)
+
+    def _add_loss(self, loss: LossRecord) -> None:
+        self._losses.append(loss)
+        self.news.set()
+
+    def _add_saved(self, checkpoint: int) -> None:
+        self._saved.append(checkpoint)
+        self.news.set()
+
+    def _fail(self, failure: tuple[str, str, int]) -> None:
+        if not self.failure.done():
+            self.failure.set_result(failure)
+
+
+def message_of(frame: Frame) -> Message:
+    """The engine's view of a frame."""
+    return Message(
+        microbatch=frame.microbatch,
+        values={**frame.tensors, **frame.scalars},
+        train=frame.train,
+        samples=frame.samples,
+        checkpoint=frame.checkpoint,
+        flush=frame.flush,
+    )
+
+
+async def _chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> AsyncIterator[bytes]:
+    for chunk in stream_tensors(tensors, metadata):
+        yield chunk

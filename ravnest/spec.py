@@ -1,0 +1,268 @@
+"""Optimizers and schedules as data: a name from torch.optim and plain arguments, as they travel.
+
+A provider receives a specification from the wire and builds the real thing from it, so both ends check the
+same rules: the name is one of torch.optim's own classes, every argument is a plain value, and torch itself
+accepts them on a tiny parameter. Nothing else in the specification can reach a constructor.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from ravnest.errors import GraphError
+
+Plain = bool | int | float | str | None | tuple[float, ...]
+"""What an argument may be: a number, a flag, a string, None, or a tuple of numbers."""
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A torch.optim optimizer by name, with its keyword arguments."""
+
+    name: str
+    arguments: Mapping[str, Plain] = field(default_factory=dict)
+
+    def build(self, parameters: Iterable[torch.Tensor]) -> Optimizer:
+        """The optimizer over `parameters`; raises GraphError when torch refuses it."""
+        _raise_refusal("optimizer", _refused_name("optimizer", self.name))
+        try:
+            made = _class("optimizer", self.name)(parameters, **self.arguments)
+        except _CONSTRUCTION_ERRORS as error:
+            raise GraphError(f"optimizer {self.name} cannot be built: {error}") from error
+        assert isinstance(made, Optimizer)
+        return made
+
+    def to_json(self) -> str:
+        """The specification as JSON text, which `from_json` reads back equal."""
+        return _to_json(self.name, self.arguments)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what `to_json` wrote; raises GraphError for anything that is not an allowed optimizer."""
+        name, arguments = _from_json("optimizer", text)
+        spec = cls(name, arguments)
+        _raise_refusal("optimizer", optimizer_refusal(spec))
+        return spec
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """A torch.optim.lr_scheduler class by name, with its keyword arguments. It is stepped once per update."""
+
+    name: str
+    arguments: Mapping[str, Plain] = field(default_factory=dict)
+
+    def build(self, optimizer: Optimizer) -> LRScheduler:
+        """The schedule of `optimizer`; raises GraphError when torch refuses it."""
+        _raise_refusal("schedule", _refused_name("schedule", self.name))
+        try:
+            made = _class("schedule", self.name)(optimizer, **self.arguments)
+        except _CONSTRUCTION_ERRORS as error:
+            raise GraphError(f"schedule {self.name} cannot be built: {error}") from error
+        assert isinstance(made, LRScheduler)
+        return made
+
+    def to_json(self) -> str:
+        """The specification as JSON text, which `from_json` reads back equal."""
+        return _to_json(self.name, self.arguments)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what `to_json` wrote; raises GraphError for anything that is not an allowed schedule.
+
+        Whether its arguments fit the optimizer is known when it is built.
+        """
+        name, arguments = _from_json("schedule", text)
+        spec = cls(name, arguments)
+        _raise_refusal("schedule", _refused_name("schedule", name))
+        return spec
+
+
+def optimizer_refusal(spec: OptimizerSpec, dimensions: Sequence[int] = (2,)) -> str | None:
+    """Why `spec` is refused for parameters with these numbers of dimensions, or None when it is fine.
+
+    The optimizer is built and takes a step for real, because some arguments are refused only then.
+    """
+    return _refused_name("optimizer", spec.name) or _refused_in_practice(spec, None, dimensions)
+
+
+def schedule_refusal(spec: ScheduleSpec, optimizer: OptimizerSpec) -> str | None:
+    """Why `spec` is refused on top of `optimizer` (itself fine), or None when it is fine."""
+    return _refused_name("schedule", spec.name) or _refused_in_practice(optimizer, spec, (2,))
+
+
+def split_partial(kind: str, given: object) -> tuple[str, dict[str, Plain]] | str:
+    """The name and plain arguments of a torch.optim class or a functools.partial of one.
+
+    `kind` is "optimizer" or "schedule". A str instead is the refusal: why what was given is neither.
+    """
+    example = _EXAMPLES[kind]
+    positional: tuple[object, ...] = ()
+    keywords: Mapping[str, object] = {}
+    cls = given
+    if isinstance(given, partial):
+        cls, positional, keywords = given.func, given.args, given.keywords
+    if isinstance(cls, Optimizer | LRScheduler):
+        return (
+            f"is an instance, which is bound to parameters that no provider has: pass {example}, "
+            "a class and its arguments"
+        )
+    if not isinstance(cls, type):
+        return f"is {_described(given)}, not a class of {_HOMES[kind]}: pass {example}"
+    refusal = _refused_name(kind, cls.__name__)
+    if refusal is not None:
+        return refusal
+    if cls is not _class(kind, cls.__name__):
+        return (
+            f"{cls.__module__}.{cls.__qualname__} is not {_HOMES[kind]}.{cls.__name__}: providers never run "
+            f"the requester's Python, pass one of {_HOMES[kind]}'s own classes"
+        )
+    if positional:
+        return f"{cls.__name__} has positional arguments: give them by keyword, as in {example}"
+    arguments: dict[str, Plain] = {}
+    for key, value in keywords.items():
+        plain = _as_plain(value)
+        if isinstance(plain, _NotPlain):
+            return (
+                f"{cls.__name__}'s argument {key} is {_described(value)}: give a finite number, True, False, "
+                "None, a string or a list of numbers, since it is sent to providers as data"
+            )
+        arguments[key] = plain
+    return cls.__name__, arguments
+
+
+class _NotPlain:
+    """The answer of `_as_plain` for a value that cannot travel (None is a value that can)."""
+
+
+_HOMES = {"optimizer": "torch.optim", "schedule": "torch.optim.lr_scheduler"}
+
+_EXAMPLES = {
+    "optimizer": "partial(torch.optim.AdamW, lr=1e-3)",
+    "schedule": "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)",
+}
+
+_FUNCTION = "needs a Python function, which providers never run: use MultiStepLR, LinearLR or OneCycleLR"
+_OTHERS = "is made of other schedules: use one schedule that has both phases, such as OneCycleLR"
+
+_REASONS = {
+    "LBFGS": "evaluates the model several times in one update, which a pipeline cannot: use AdamW or SGD",
+    "SparseAdam": "needs sparse gradients, and stages have dense ones: use Adam or AdamW",
+    "LambdaLR": _FUNCTION,
+    "MultiplicativeLR": _FUNCTION,
+    "SequentialLR": _OTHERS,
+    "ChainedScheduler": _OTHERS,
+    "ReduceLROnPlateau": "waits for an evaluation's result, which a stage does not have at its updates: "
+    "use CosineAnnealingLR or MultiStepLR",
+    "SWALR": "belongs to weight averaging, which stages do not do: use CosineAnnealingLR or LinearLR",
+}
+
+# What torch raises for arguments it does not like: it has no single exception for them.
+_CONSTRUCTION_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError)
+
+
+def _registry(kind: str) -> dict[str, type]:
+    module, base = (torch.optim, Optimizer) if kind == "optimizer" else (lr_scheduler, LRScheduler)
+    found: dict[str, type] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, type) and issubclass(value, base) and value is not base:
+            public = not name.startswith("_") and name == value.__name__
+            if public and name not in _REASONS:
+                found[name] = value
+    return found
+
+
+def _class(kind: str, name: str) -> Callable[..., object]:
+    return _registry(kind)[name]
+
+
+def _refused_name(kind: str, name: str) -> str | None:
+    if name in _REASONS:
+        return f"{name} {_REASONS[name]}"
+    names = _registry(kind)
+    if name not in names:
+        return f"{name} is not in {_HOMES[kind]}: use one of {', '.join(sorted(names))}"
+    return None
+
+
+def _refused_in_practice(
+    optimizer: OptimizerSpec, schedule: ScheduleSpec | None, dimensions: Sequence[int]
+) -> str | None:
+    at_fault: OptimizerSpec | ScheduleSpec = schedule or optimizer
+    parameters = [nn.Parameter(torch.zeros((1,) * count)) for count in dimensions]
+    try:
+        made = _class("optimizer", optimizer.name)(parameters, **optimizer.arguments)
+        assert isinstance(made, Optimizer)
+        stepper: object = None
+        if schedule is not None:
+            stepper = _class("schedule", schedule.name)(made, **schedule.arguments)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        made.step()
+        if isinstance(stepper, LRScheduler):
+            stepper.step()
+    except _CONSTRUCTION_ERRORS as error:
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        given = ", ".join(f"{key}={value!r}" for key, value in at_fault.arguments.items())
+        return f"{at_fault.name}({given}) is refused by torch ({said}): correct its arguments"
+    return None
+
+
+def _as_plain(value: object) -> Plain | _NotPlain:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return value if _is_ordinary(value) else _NotPlain()
+    if isinstance(value, list | tuple):
+        numbers = [entry for entry in value if isinstance(entry, int | float) and _is_ordinary(entry)]
+        return tuple(numbers) if len(numbers) == len(value) else _NotPlain()
+    return _NotPlain()
+
+
+def _is_ordinary(number: float) -> bool:
+    # JSON can hold an int of any size, and arithmetic on a monstrous one takes time that nobody meant.
+    return abs(number) < 2**63 if isinstance(number, int) else math.isfinite(number)
+
+
+def _described(value: object) -> str:
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if callable(value) and not isinstance(value, type):
+        return f"the function {getattr(value, '__name__', type(value).__name__)}"
+    return f"a {type(value).__name__}"
+
+
+def _to_json(name: str, arguments: Mapping[str, Plain]) -> str:
+    return json.dumps({"name": name, "arguments": dict(arguments)}, allow_nan=False)
+
+
+def _from_json(kind: str, text: str | bytes) -> tuple[str, dict[str, Plain]]:
+    try:
+        data: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GraphError(f"{kind} specification is not JSON: {error}") from error
+    if not isinstance(data, dict) or data.keys() != {"name", "arguments"}:
+        raise GraphError(f"{kind} specification must hold exactly a name and arguments")
+    name, given = data["name"], data["arguments"]
+    if not isinstance(name, str) or not isinstance(given, dict):
+        raise GraphError(f"{kind} specification must hold a name and a table of arguments")
+    arguments: dict[str, Plain] = {}
+    for key, value in given.items():
+        plain = _as_plain(value)
+        if isinstance(plain, _NotPlain):
+            raise GraphError(f"{kind} specification: argument {key!r} is not a plain value")
+        arguments[key] = plain
+    return name, arguments
+
+
+def _raise_refusal(kind: str, refusal: str | None) -> None:
+    if refusal is not None:
+        raise GraphError(f"{kind} specification: {refusal}")
