@@ -29,7 +29,6 @@ from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
 from ravnest.net.frames import Frame, FrameKind
-from ravnest.net.invite import Invite
 from ravnest.net.v1.control_pb2 import (
     ArtifactRef,
     CoordinatorMessage,
@@ -37,7 +36,7 @@ from ravnest.net.v1.control_pb2 import (
     ProviderMessage,
     Report,
     Save,
-    Stop,
+    Start,
     Threads,
 )
 from ravnest.planner.plan import Plan, ProviderProfile, plan_cluster
@@ -52,9 +51,16 @@ class Coordinator:
     """Made on any thread; every method but `__init__` belongs to the network's loop."""
 
     def __init__(
-        self, run: RunDirectory, events: EventLog, metrics: MetricLog, progress: Progress, display: Display
+        self,
+        swarm: Swarm,
+        run: RunDirectory,
+        events: EventLog,
+        metrics: MetricLog,
+        progress: Progress,
+        display: Display,
     ) -> None:
         self.progress = progress
+        self._swarm = swarm
         self._run = run
         self._events = events
         self._metrics = metrics
@@ -70,23 +76,23 @@ class Coordinator:
         self._evaluation: Evaluation | None = None
         self._last_info: CheckpointInfo | None = None
         self._limit = 1
+        self._generation = 0
         self._closing = False
         self._updates_file: IO[str] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._swarm: Swarm | None = None
 
-    async def start(self) -> Invite:
-        """Opens the swarm; the invite for its providers."""
-        self._swarm = Swarm(self)
-        invite = await self._swarm.start()
+    async def start(self) -> None:
+        """Begins to listen to the swarm and to show the run."""
+        self._swarm.events = self
+        for member in self._swarm.members.connected():
+            self.joined(member)
         self._spawn(self._show())
-        return invite
 
     async def deploy(self, prepared: Prepared, providers: int, threads: int, cores: int) -> Plan:
         """Waits for the providers, plans, and returns when every stage is built and linked."""
         job = prepared.job
         self.phase("waiting for providers")
-        members = await self._while_well(self.swarm.members.wait_for(providers))
+        members = await self._while_well(self._swarm.members.wait_for(providers))
         profiles = tuple(ProviderProfile(m.node_id, m.host, cores, threads) for m in members)
         plan = await asyncio.to_thread(plan_cluster, prepared.captured.graph, prepared.costs, profiles)
         self._limit, why = flight_limit(providers, job.pipeline.in_flight, job.pipeline.max_staleness)
@@ -144,29 +150,17 @@ class Coordinator:
                 return await self.finish()
         return self._last_info
 
-    async def close(self, reason: str) -> None:
-        """Tells every provider to stop, and ends everything this coordinator started."""
+    async def close(self) -> None:
+        """Ends everything this run started; the swarm stays for the next one."""
         self._closing = True
-        if self._swarm is not None:
-            for node_id in list(self._swarm.members.node_ids()):
-                with contextlib.suppress(PeerError, TimeoutError):
-                    async with asyncio.timeout(1):
-                        await self._swarm.tell(node_id, CoordinatorMessage(stop=Stop(reason=reason)))
-            await self._swarm.members.wait_until_gone(timeout_seconds=2)
+        self._swarm.events = None
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._swarm is not None:
-            await self._swarm.stop()
         if self._saver is not None:
             self._saver.abort()
         if self._updates_file is not None:
             self._updates_file.close()
-
-    @property
-    def swarm(self) -> Swarm:
-        assert self._swarm is not None, "start() comes first"
-        return self._swarm
 
     @property
     def last_checkpoint(self) -> CheckpointInfo | None:
@@ -194,7 +188,7 @@ class Coordinator:
             self._changes.notify()
         elif kind == "report":
             self._take_report(node_id, message.report)
-        elif kind == "failed":
+        elif kind == "failed" and message.failed.deployment == self._deployment:
             failed = message.failed
             self._events.emit(
                 "failed", failed.message, provider=node_id, failure=failed.kind, microbatch=failed.microbatch
@@ -253,11 +247,12 @@ class Coordinator:
             return [(graph_artifact(s), weights_artifact(s, prepared)) for s in plan.stages]
 
         made = await asyncio.to_thread(artifacts)
-        self.swarm.artifacts = {a.id: a for pair in made for a in pair}
-        # From the leaf up: a stage dials the one after it, which must know its own deployment by then.
-        for stage, (graph, weights) in reversed(list(zip(plan.stages, made, strict=True))):
+        self._swarm.artifacts = {a.id: a for pair in made for a in pair}
+        self._swarm.generation += 1
+        self._generation = self._swarm.generation
+        for stage, (graph, weights) in zip(plan.stages, made, strict=True):
             following = plan.stages[stage.stage + 1] if stage.stage + 1 < len(plan.stages) else None
-            await self.swarm.tell(stage.node, CoordinatorMessage(threads=Threads(threads=threads)))
+            await self._swarm.tell(stage.node, CoordinatorMessage(threads=Threads(threads=threads)))
             order = Deploy(
                 deployment=self._deployment,
                 stage=stage.stage,
@@ -267,12 +262,16 @@ class Coordinator:
                 settings_json=stage_settings(prepared.job, stage.stage, len(plan.stages)).to_json(),
                 next_address=by_id[following.node].address if following else "",
                 next_node=following.node if following else "",
-                generation=1,
-                link_secret=self.swarm.link_secret,
+                generation=self._generation,
+                link_secret=self._swarm.link_secret,
             )
-            await self.swarm.tell(stage.node, CoordinatorMessage(deploy=order))
+            await self._swarm.tell(stage.node, CoordinatorMessage(deploy=order))
         await self._until(lambda: self._ready >= set(self._stage_of))
-        self.swarm.artifacts = {}
+        self._swarm.artifacts = {}
+        # Only now: a stage dials the one after it, which must be there by then.
+        for stage in plan.stages:
+            start = Start(deployment=self._deployment)
+            await self._swarm.tell(stage.node, CoordinatorMessage(start=start))
         self._events.emit("deployed", f"{len(plan.stages)} stages are ready")
 
     # Items.
@@ -349,13 +348,13 @@ class Coordinator:
                 train=train,
                 samples=samples,
                 checkpoint=checkpoint,
-                generation=1,
+                generation=self._generation,
                 flush=flush,
                 tensors={name: tensors[name] for name in names},
                 scalars={},
             )
             try:
-                await self.swarm.feed_frame(node_id, frame)
+                await self._swarm.feed_frame(node_id, frame)
             except PeerError as error:
                 # `vanished` may tell more; give its message the chance to come first.
                 await asyncio.sleep(0)
@@ -374,7 +373,7 @@ class Coordinator:
         self._last_info = None
         for node_id in self._stage_of:
             order = Save(deployment=self._deployment, checkpoint=number)
-            await self.swarm.tell(node_id, CoordinatorMessage(save=order))
+            await self._swarm.tell(node_id, CoordinatorMessage(save=order))
         await self._until(lambda: self._last_info is not None)
         assert self._last_info is not None
         return self._last_info

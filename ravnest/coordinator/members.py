@@ -77,8 +77,8 @@ class Members:
 
     async def wait_for(self, count: int) -> list[Member]:
         """The first `count` members that are connected, in the order they joined; waits until there are as many."""
-        await self.changes.until(lambda: len(self._connected()) >= count)
-        return self._connected()[:count]
+        await self.changes.until(lambda: len(self.connected()) >= count)
+        return self.connected()[:count]
 
     async def wait_until_gone(self, timeout_seconds: float) -> None:
         """Until every member has ended its control stream, or the time is over."""
@@ -86,5 +86,5 @@ class Members:
             async with asyncio.timeout(timeout_seconds):
                 await self.changes.until(lambda: all(m.control is None for m in self._members.values()))
 
-    def _connected(self) -> list[Member]:
+    def connected(self) -> list[Member]:
         return [m for m in self._members.values() if m.control is not None and m.feed is not None]

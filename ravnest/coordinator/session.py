@@ -3,8 +3,9 @@
 import contextlib
 import os
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import load_file
 
@@ -14,6 +15,7 @@ from ravnest.coordinator.feeder import Feeder
 from ravnest.coordinator.ledger import Ledger
 from ravnest.coordinator.prepare import Prepared, prepare, static_tensors
 from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import RavnestError, RunError
 from ravnest.graph.partition import most_stages
 from ravnest.job import Job
@@ -25,16 +27,29 @@ from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Status, Summary
 
-if TYPE_CHECKING:
-    from ravnest.coordinator.embedded import TrainResult
-
 Call = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine on the network's loop and gives its result."""
+
+_STOP_SECONDS = 2.5
+"""How long an interrupted run may take to finish what is in flight: the whole stop must fit in five seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended, and where everything is."""
+
+    summary: Summary
+    run: Path
+    model: Path | None
+    """The fused model.safetensors, where one was written."""
 
 
 class Session:
     """A run that has its directory and its coordinator. Everything here happens on the requester's thread."""
 
-    def __init__(self, job: Job, name: str, path: Path | None, resume: bool, display: Display, started: float) -> None:
+    def __init__(
+        self, swarm: Swarm, job: Job, name: str, path: Path | None, resume: bool, display: Display, started: float
+    ) -> None:
         """Opens the run directory; RunError when it cannot be used. `started` is when the command was given."""
         self._job = job
         self._display = display
@@ -47,17 +62,15 @@ class Session:
             ledger = Ledger(completed=done, samples=0 if self._info is None else self._info.samples)
             self._progress = Progress(name, job.epochs, ledger, job.pipeline.accumulate, started=started)
             self._progress.samples_at_start = ledger.samples
-            self.coordinator = Coordinator(self._run, self._events, self._metrics, self._progress, display)
+            self.coordinator = Coordinator(swarm, self._run, self._events, self._metrics, self._progress, display)
             self._events.emit("started", "resumed from a checkpoint" if resume else "a new run", updates=self._updates)
         except BaseException:
             self._run.close()
             raise
         self._display.message(f"run directory: {self._run.path}")
 
-    def train(self, providers: int, threads: int, call: Call, stop_seconds: float) -> "TrainResult":
+    def train(self, providers: int, threads: int, call: Call) -> TrainResult:
         """The whole run. However it ends, summary.json says how; a RavnestError is raised again after that."""
-        from ravnest.coordinator.embedded import TrainResult
-
         model: Path | None = None
         try:
             prepared = self._prepare(providers, threads)
@@ -67,7 +80,7 @@ class Session:
             model = self._write_model(info)
             summary = self._end("finished", "all epochs are done", model)
         except KeyboardInterrupt:
-            info = call(self.coordinator.stop_early(stop_seconds))
+            info = call(self.coordinator.stop_early(_STOP_SECONDS))
             model = self._write_model(info) if info is not None else None
             kept = "saved" if info is not None else "nothing was saved yet"
             summary = self._end("stopped", f"interrupted; {kept}", model)

@@ -3,6 +3,8 @@
 It decides nothing about training: a `SwarmEvents` does, and is told of everything that happens.
 """
 
+import asyncio
+import contextlib
 import secrets
 from collections.abc import AsyncIterator
 from typing import Protocol
@@ -15,9 +17,10 @@ from ravnest.net.frames import Frame
 from ravnest.net.invite import Invite
 from ravnest.net.link import Control, Link
 from ravnest.net.server import CoordinatorServer
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinReply, JoinRequest, ProviderMessage
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinReply, JoinRequest, ProviderMessage, Stop
 
 HEARTBEAT_SECONDS = 1.0
+_STOP_SECONDS = 1.0
 
 
 class SwarmEvents(Protocol):
@@ -42,8 +45,11 @@ class SwarmEvents(Protocol):
 class Swarm:
     """A server and its members. Made and used on the network's loop."""
 
-    def __init__(self, events: SwarmEvents) -> None:
-        self._events = events
+    def __init__(self) -> None:
+        self.events: SwarmEvents | None = None
+        """Who is told; a run sets it when it begins. What happens while nobody listens is only kept as membership."""
+        self.generation = 0
+        """Number of the newest deployment; frames of earlier ones are refused."""
         self._token = secrets.token_urlsafe(24)
         self._server = CoordinatorServer(self, Credentials.loopback())
         self.members = Members(self._token)
@@ -54,7 +60,13 @@ class Swarm:
         """Listens, and gives the invite that providers join with; RunError when the port is taken."""
         return Invite(host, await self._server.start(host, port), self._token)
 
-    async def stop(self) -> None:
+    async def stop(self, reason: str) -> None:
+        """Tells every provider to stop, gives them a moment to go, and stops listening."""
+        for node_id in self.members.node_ids():
+            with contextlib.suppress(PeerError, TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self.tell(node_id, CoordinatorMessage(stop=Stop(reason=reason)))
+        await self.members.wait_until_gone(_STOP_SECONDS)
         await self._server.stop()
 
     async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
@@ -76,7 +88,8 @@ class Swarm:
 
     async def join(self, request: JoinRequest) -> JoinReply:
         member = await self.members.admit(request)
-        self._events.joined(member)
+        if self.events is not None:
+            self.events.joined(member)
         return JoinReply(node_id=member.node_id, session=member.session, heartbeat_seconds=HEARTBEAT_SECONDS)
 
     async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
@@ -86,12 +99,14 @@ class Swarm:
         reason = "it ended its connection"
         try:
             while (message := await control.receive()) is not None:
-                self._events.said(node_id, message)
+                if self.events is not None:
+                    self.events.said(node_id, message)
         except PeerError as error:
             reason = str(error)
         finally:
             member.control = None
-            self._events.vanished(node_id, reason)
+            if self.events is not None:
+                self.events.vanished(node_id, reason)
             self.members.changes.notify()
 
     async def feed(self, node_id: str, link: Link) -> None:
@@ -100,7 +115,8 @@ class Swarm:
         self.members.changes.notify()
         try:
             while (frame := await link.receive()) is not None:
-                self._events.returned(node_id, frame)
+                if self.events is not None:
+                    self.events.returned(node_id, frame)
         finally:
             member.feed = None
 
@@ -115,4 +131,6 @@ class Swarm:
             passed += len(chunk)
 
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
-        await self._events.uploaded(node_id, name, chunks)
+        if self.events is None:
+            raise PeerError("there is no run to upload to")
+        await self.events.uploaded(node_id, name, chunks)

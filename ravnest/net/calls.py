@@ -7,7 +7,7 @@ choosing, rather than be cancelled anywhere.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
@@ -73,7 +73,7 @@ class CallServer:
         """Full name of the service."""
         raise NotImplementedError
 
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> dict[str, Method]:
         """The methods by name."""
         raise NotImplementedError
 

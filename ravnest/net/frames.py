@@ -224,7 +224,7 @@ def _check_name(name: str, taken: Mapping[str, object], limits: FrameLimits) -> 
 def _header_bytes(frame: Frame) -> bytes:
     try:
         return frame_pb2.FrameHeader(
-            kind=frame.kind.value,
+            kind=frame.kind.value,  # type: ignore[arg-type]
             microbatch=frame.microbatch,
             train=frame.train,
             samples=frame.samples,

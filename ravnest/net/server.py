@@ -1,7 +1,7 @@
 """What coordinator and provider serve: the meeting points with the rooms above, and the two gRPC servers."""
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final, Protocol
 
 from ravnest.errors import PeerError
@@ -69,7 +69,7 @@ class CoordinatorServer(CallServer):
     def service(self) -> str:
         return COORDINATOR_SERVICE
 
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> dict[str, Method]:
         return {
             "Join": self.unary(JoinRequest, self._handler.join),
             "Control": self.stream(lambda wire: Control(wire, ProviderMessage), self._handler.control),
@@ -96,7 +96,7 @@ class CoordinatorServer(CallServer):
             raise PeerError("the upload does not begin with its name")
         received = 0
 
-        async def chunks() -> AsyncIterator[bytes]:
+        async def chunks() -> AsyncGenerator[bytes, None]:
             nonlocal received
             chunk: Chunk | None = first
             while chunk is not None:
@@ -130,7 +130,7 @@ class ProviderServer(CallServer):
     def service(self) -> str:
         return PROVIDER_SERVICE
 
-    def methods(self) -> Mapping[str, Method]:
+    def methods(self) -> dict[str, Method]:
         return {"Link": self.stream(Link, self._handler.link)}
 
     def authenticate(self, session: str) -> str | None:

@@ -13,7 +13,6 @@ from collections import deque
 from typing import Final
 
 from ravnest.errors import PeerError
-from ravnest.net.eager import EagerTask
 from ravnest.net.wire import Wire
 
 QUEUE_BYTES: Final = 1 << 20
@@ -44,11 +43,11 @@ class ByteStream:
         self._incoming: deque[bytes] = deque()
         self._incoming_bytes = 0
         self._ended = False
-        self._writer_wake: asyncio.Future[None] = self._loop.create_future()
+        self._writer_wake: asyncio.Future[None] | None = None
         self._reader_wake: asyncio.Future[None] | None = None
         self._receiver_wake: asyncio.Future[None] | None = None
         self._reader = self._loop.create_task(self._read_all())
-        self._writer = EagerTask(self._write_all())
+        self._writer = self._loop.create_task(self._write_all())
         self._keeper = self._loop.create_task(self._keep())
 
     async def send(self, message: bytes) -> None:
@@ -93,8 +92,8 @@ class ByteStream:
         if not self._closing:
             self._closing = True
             self._refusal = refusal
-        self._writer.resume(self._writer_wake)
-        await asyncio.wait({self._writer.done})
+        _wake(self._writer_wake)
+        await asyncio.wait({self._writer})
 
     def fail(self, error: PeerError) -> None:
         """Break the stream: both ends see it. What had arrived before can still be received."""
@@ -102,9 +101,9 @@ class ByteStream:
             self.error = error
         self._stop_sending(error)
         _wake(self._receiver_wake)
-        self._writer.cancel()
-        if self._reader is not asyncio.current_task():
-            self._reader.cancel()
+        for task in (self._reader, self._writer):
+            if task is not asyncio.current_task():
+                task.cancel()
 
     def discard(self, error: PeerError) -> None:
         """Break the stream because of what the peer sent: nothing more of it is taken."""
@@ -161,7 +160,7 @@ class ByteStream:
 
     async def _keep(self) -> None:
         try:
-            await asyncio.wait({self._reader, self._writer.done})
+            await asyncio.wait({self._reader, self._writer})
         finally:
             if not self._ended and self.error is None:
                 self.fail(PeerError(f"the connection to {self.peer} was closed on this side"))
@@ -171,7 +170,7 @@ class ByteStream:
     def _enqueue(self, message: bytes) -> None:
         self._outgoing.append(message)
         self._outgoing_bytes += len(message)
-        self._writer.resume(self._writer_wake)
+        _wake(self._writer_wake)
 
     def _next_message(self) -> bytes:
         message = self._outgoing.popleft()

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Protocol
 
+import grpc
 from grpc import aio
 
 from ravnest.errors import PeerError
@@ -58,7 +59,7 @@ class CallerWire:
         try:
             message: Any = await self._call.read()
         except asyncio.CancelledError:
-            raise _closed(self.peer) from None
+            raise _cancelled(self.peer) from None
         except Exception as error:
             raise broken(self.peer, error) from None
         if message is aio.EOF or message == END:
@@ -71,7 +72,7 @@ class CallerWire:
         try:
             await self._call.write(message)
         except asyncio.CancelledError:
-            raise _closed(self.peer) from None
+            raise _cancelled(self.peer) from None
         except asyncio.InvalidStateError:
             raise await self._finished() from None
         except Exception as error:
@@ -82,7 +83,7 @@ class CallerWire:
         try:
             await self._call.done_writing()
         except asyncio.CancelledError:
-            raise _closed(self.peer) from None
+            raise _cancelled(self.peer) from None
         except Exception as error:
             raise broken(self.peer, error) from None
 
@@ -94,7 +95,7 @@ class CallerWire:
     async def _finished(self) -> PeerError:
         """Why nothing can be written to a call that is over."""
         code = await self._call.code()
-        if code.value[0] == 0:
+        if code is grpc.StatusCode.OK:
             return PeerError(f"{self.peer} has ended the stream")
         return peer_error(self.peer, code, await self._call.details())
 
@@ -114,7 +115,7 @@ class CalledWire:
         try:
             message: Any = await self._context.read()
         except asyncio.CancelledError:
-            raise _closed(self.peer) from None
+            raise _cancelled(self.peer) from None
         except Exception as error:
             raise broken(self.peer, error) from None
         if message is aio.EOF:
@@ -128,7 +129,7 @@ class CalledWire:
         try:
             await self._context.write(message)
         except asyncio.CancelledError:
-            raise _closed(self.peer) from None
+            raise _cancelled(self.peer) from None
         except Exception as error:
             raise broken(self.peer, error) from None
 
@@ -142,7 +143,9 @@ class CalledWire:
             self.ended.set_result(None)
 
 
-def _closed(peer: str) -> PeerError:
-    # grpc.aio raises CancelledError when the call is cancelled, by closing its channel for example. Whoever reads or
-    # writes here does so in a task of the stream, which ends either way.
+def _cancelled(peer: str) -> BaseException:
+    # grpc.aio raises CancelledError both when our task is cancelled and when the call is, by closing its channel.
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return asyncio.CancelledError()
     return PeerError(f"the connection to {peer} was closed on this side")

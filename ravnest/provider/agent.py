@@ -54,6 +54,7 @@ def run(
 ) -> int:
     """Provides until the run ends; the exit code. A PeerError says why it could not."""
     chosen = choose_device(device)
+    _warm_up()
     if embedded:
         # The parent writes the invite once its server listens: by then the slow imports here are done.
         invite = sys.stdin.readline().strip()
@@ -61,6 +62,13 @@ def run(
             return 1
     agent = _Agent(Invite.parse(invite), chosen, memory_bytes, name or "", embedded)
     return asyncio.run(agent.main(listen_host, listen_port))
+
+
+def _warm_up() -> None:
+    """Takes one step of an optimizer: torch imports a good part of itself only then, which had better not be later."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
 
 
 class _Agent:
@@ -110,10 +118,7 @@ class _Agent:
 
     async def link(self, peer: str, link: Link) -> None:
         """The stage before dials in; it may do so before the own stage is built."""
-        async with self._deployed:
-            await self._deployed.wait_for(lambda: self._deployment is not None)
-        assert self._deployment is not None
-        await self._deployment.serve_previous(link)
+        await (await self._next_deployment(None)).serve_previous(link)
 
     def authenticate(self, session: str) -> str | None:
         return None
@@ -168,6 +173,12 @@ class _Agent:
                         deployment=message.deploy.deployment, kind="deploy", message=str(error), microbatch=-1
                     )
                     await control.send(ProviderMessage(failed=failed))
+            elif kind == "start" and self._deployment is not None:
+                try:
+                    await self._deployment.link_next()
+                except PeerError as error:
+                    failed = Failed(deployment=message.start.deployment, kind="link", message=str(error), microbatch=-1)
+                    await control.send(ProviderMessage(failed=failed))
             elif kind == "save" and self._deployment is not None:
                 self._deployment.save(message.save.checkpoint)
             elif kind == "threads":
@@ -186,7 +197,7 @@ class _Agent:
         async with self._deployed:
             self._deployment = deployment
             self._deployed.notify_all()
-        await deployment.start(order, feed)
+        deployment.open(feed)
 
     async def _take_feed(self, feed: Link) -> None:
         while (frame := await feed.receive()) is not None:
@@ -195,11 +206,9 @@ class _Agent:
             self._deployment.take_feed(frame)
 
     async def _report(self, control: Control[ProviderMessage, CoordinatorMessage], heartbeat_seconds: float) -> None:
-        async with self._deployed:
-            await self._deployed.wait_for(lambda: self._deployment is not None)
-        assert self._deployment is not None
+        reported: Deployment | None = None
         while True:
-            deployment = self._deployment
+            deployment = await self._next_deployment(reported)
             news = asyncio.create_task(deployment.news.wait())
             waited: list[asyncio.Future[Any]] = [news, deployment.failure]
             await asyncio.wait(waited, timeout=heartbeat_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -212,9 +221,15 @@ class _Agent:
                 kind, text, microbatch = deployment.failure.result()
                 failed = Failed(deployment=deployment.name, kind=kind, message=text, microbatch=microbatch)
                 await control.send(ProviderMessage(failed=failed))
-                await self._finished.wait()
-                return
+                reported = deployment
             await asyncio.sleep(_REPORT_SECONDS)
+
+    async def _next_deployment(self, other_than: Deployment | None) -> Deployment:
+        """The deployment at hand, once there is one that is not `other_than`."""
+        async with self._deployed:
+            await self._deployed.wait_for(lambda: self._deployment not in (None, other_than))
+        assert self._deployment is not None
+        return self._deployment
 
     def _watch_for_the_end(self) -> None:
         loop = asyncio.get_running_loop()

@@ -36,6 +36,7 @@ class Deployment:
         self._outbox = outbox
         self._baseline = baseline_memory_bytes
         self._worker = StageWorker(stage, outbox)
+        self._next = (order.next_address, order.link_secret)
         self._links: list[Link] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = time.perf_counter()
@@ -77,15 +78,19 @@ class Deployment:
     def news(self) -> asyncio.Event:
         return self._outbox.news
 
-    async def start(self, order: Deploy, feed: Link) -> None:
-        """Dials the stage after this one, and begins to work on whatever comes."""
+    def open(self, feed: Link) -> None:
+        """Begins to work on whatever comes."""
         self._worker.start()
-        if order.next_address:
-            link = await dial_link(order.next_address, order.link_secret)
+        self._spawn(self._send(self._outbox.to_coordinator, feed))
+
+    async def link_next(self) -> None:
+        """Dials the stage after this one, where there is one; PeerError when it does not answer."""
+        address, secret = self._next
+        if address:
+            link = await dial_link(address, secret)
             self._links.append(link)
             self._spawn(self._send(self._outbox.to_next, link))
             self._spawn(self._read(link, FrameKind.BACKWARD, self._worker.receive_backward))
-        self._spawn(self._send(self._outbox.to_coordinator, feed))
 
     async def serve_previous(self, link: Link) -> None:
         """Takes activations from the stage before and gives gradients back, until the link ends."""

@@ -175,7 +175,7 @@ def test_a_frame_that_cannot_travel_is_refused_by_its_sender(frame: Frame, words
 
 def test_a_frame_over_the_limit_is_refused_on_both_sides() -> None:
     frame = Frame(FrameKind.FORWARD, 7, tensors={"x": torch.zeros(1000)})
-    with pytest.raises(PeerError, match="microbatch 7 has .* smaller microbatches"):
+    with pytest.raises(PeerError, match=r"microbatch 7 has .* smaller microbatches"):
         encode(frame, FrameLimits(frame_bytes=3000))
     with pytest.raises(PeerError, match="'x'"):
         decode(encode(frame), FrameLimits(frame_bytes=3000))

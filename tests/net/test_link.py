@@ -71,7 +71,7 @@ def test_the_caller_ends_in_order_and_still_receives_what_comes_after() -> None:
             assert await link.receive() is None
             assert await link.receive() is None
             assert handler.errors == []
-            with pytest.raises(PeerError, match="ended|closed"):
+            with pytest.raises(PeerError, match=r"ended|closed"):
                 await link.send(forward(9))
 
     run(test())
@@ -340,7 +340,9 @@ def test_a_called_side_killed_in_mid_stream_is_noticed() -> None:
 def test_a_bad_frame_costs_its_sender_the_connection(message: bytes) -> None:
     async def test() -> None:
         async with provider(echo) as (handler, address), aio.insecure_channel(address) as channel:
-            call = channel.stream_stream("/ravnest.v1.Provider/Link")(metadata=((SESSION_KEY, SECRET),))
+            call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream("/ravnest.v1.Provider/Link")(
+                metadata=((SESSION_KEY, SECRET),)
+            )
             await call.write(message)
             with pytest.raises(aio.AioRpcError, match="bad frame"):
                 await call.read()
@@ -360,7 +362,9 @@ def test_a_bad_frame_ends_the_call_even_when_the_handler_goes_on() -> None:
             await over.wait()
 
         async with provider(stubborn) as (handler, address), aio.insecure_channel(address) as channel:
-            call = channel.stream_stream("/ravnest.v1.Provider/Link")(metadata=((SESSION_KEY, SECRET),))
+            call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream("/ravnest.v1.Provider/Link")(
+                metadata=((SESSION_KEY, SECRET),)
+            )
             await call.write(b"bad")
             with pytest.raises(aio.AioRpcError, match="bad frame"):
                 await call.read()
@@ -385,7 +389,7 @@ def test_frames_before_the_break_are_still_received() -> None:
                 frame = await link.receive()
                 assert frame is not None
                 assert frame.microbatch == microbatch
-            with pytest.raises(PeerError, match="^enough$"):
+            with pytest.raises(PeerError, match=r"^enough$"):
                 await link.receive()
 
     run(test())

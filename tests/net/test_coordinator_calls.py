@@ -49,7 +49,7 @@ def test_a_provider_joins_and_speaks() -> None:
 def test_a_refused_join_says_the_coordinators_sentence() -> None:
     async def test() -> None:
         async with coordinator() as (_, client):
-            with pytest.raises(PeerError, match="^the token of désk is not valid; ask for a new invite$"):
+            with pytest.raises(PeerError, match=r"^the token of désk is not valid; ask for a new invite$"):
                 await client.join(JoinRequest(token="bad", name="désk"))
 
     run(test())
@@ -86,7 +86,7 @@ def test_an_artifact_arrives_whole_and_goes_on_from_any_byte() -> None:
             assert hashlib.sha256(b"".join(chunks)).digest() == hashlib.sha256(data).digest()
             assert b"".join([chunk async for chunk in client.fetch("weights", 4_999_000)]) == data[4_999_000:]
             assert [chunk async for chunk in client.fetch("empty")] == []
-            with pytest.raises(PeerError, match="^there is no artifact nothing$"):
+            with pytest.raises(PeerError, match=r"^there is no artifact nothing$"):
                 async for _ in client.fetch("nothing"):
                     pass
             fetching = client.fetch("weights")
@@ -114,7 +114,7 @@ def test_a_refused_upload_says_why_and_does_not_hang() -> None:
     async def test() -> None:
         async with coordinator() as (_, client):
             await client.join(JoinRequest(token="good"))
-            with pytest.raises(PeerError, match="^the disk is full; free some space$"):
+            with pytest.raises(PeerError, match=r"^the disk is full; free some space$"):
                 await client.upload("state", pieces(b"refuse me", *[bytes(1 << 20)] * 30))
 
     run(test())

@@ -1,0 +1,52 @@
+"""The network's event loop on a thread of its own, for a caller that is not asynchronous."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ravnest.errors import RavnestError
+
+T = TypeVar("T")
+
+
+class NetworkLoop:
+    """Runs coroutines on behalf of another thread, from `with` to its end."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ravnest-net", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine. An interrupt of this thread cancels it and goes on as KeyboardInterrupt."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call_quietly(self, work: Coroutine[Any, Any, None]) -> None:
+        """For the end of things: what goes wrong there must not hide what went wrong before."""
+        with suppress(RavnestError, asyncio.CancelledError):
+            self.call(work)
+
+    def soon(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls a function on the loop; nothing happens when the loop is over."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
