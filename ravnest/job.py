@@ -5,7 +5,7 @@ found before any provider is asked for anything. Making a Job changes nothing ab
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
@@ -125,15 +125,18 @@ class Job:
         run: str | PathLike[str] | None = None,
         resume: bool = False,
         display: bool = True,
+        devices: Sequence[str] = ("auto",),
     ) -> Any:
         """Train on an embedded swarm of `providers` processes on this machine, as `ravnest train` does.
+
+        The providers compute on the `devices` in turn (auto, cpu, cuda:0, mps).
 
         The result says where the run directory is and how the run ended. Raises a RavnestError when the run
         cannot start or go on; what was saved by then stays in the run directory, and `resume` takes it up.
         """
         from ravnest.coordinator.embedded import train
 
-        return train(self, providers=providers, run=run, resume=resume, display=display)
+        return train(self, providers=providers, run=run, resume=resume, display=display, devices=devices)
 
 
 def _check_model(model: object) -> None:

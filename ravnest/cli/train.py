@@ -33,6 +33,14 @@ def add_parser(subparsers: "Subparsers") -> None:
         default=[],
         help="replace a setting of the job, such as epochs=3 or pipeline.in_flight=2; may be repeated",
     )
+    parser.add_argument(
+        "--device",
+        dest="devices",
+        metavar="DEVICES",
+        type=lambda text: text.split(","),
+        default=["auto"],
+        help="auto, cpu, cuda:0 or mps; several, split by commas, are taken by the providers in turn (default: auto)",
+    )
     parser.add_argument("--no-display", action="store_true", help="plain log lines instead of the live display")
     parser.set_defaults(run=run)
 
@@ -48,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         overrides=args.overrides,
         display=not args.no_display,
+        devices=args.devices,
     )
 
 

@@ -281,7 +281,11 @@ class Coordinator:
         self.progress.run_clock()
         self.progress.epoch, self.progress.position = item.epoch, item.position
         self._ledger.feed(Entry(item.microbatch, item.samples, item.epoch, item.position))
-        await self._send(item.tensors, item.microbatch, item.samples, checkpoint=self._announced(item), flush=item.last)
+        sending = self._send(
+            item.tensors, item.microbatch, item.samples, checkpoint=self._announced(item), flush=item.last
+        )
+        # Shielded: an interrupt between two stages would leave a microbatch that can never be completed.
+        await asyncio.shield(asyncio.create_task(sending))
 
     def _announced(self, item: TrainBatch) -> int:
         """The number of the checkpoint to be taken with this microbatch, or 0."""

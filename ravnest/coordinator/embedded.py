@@ -8,6 +8,7 @@ listens, and end when that pipe does.
 
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
@@ -31,17 +32,25 @@ def train(
     run: str | PathLike[str] | None = None,
     resume: bool = False,
     display: bool = True,
+    devices: Sequence[str] = ("auto",),
 ) -> "TrainResult":
     """Trains the job on `providers` processes of this machine; raises a RavnestError when it cannot go on."""
-    with EmbeddedSwarm(providers) as swarm:
+    with EmbeddedSwarm(providers, devices) as swarm:
         return swarm.train(job, run=run, resume=resume, display=display)
 
 
 def train_from_reference(
-    reference: str, *, providers: int, run: Path | None, resume: bool, overrides: list[str], display: bool
+    reference: str,
+    *,
+    providers: int,
+    run: Path | None,
+    resume: bool,
+    overrides: list[str],
+    display: bool,
+    devices: Sequence[str] = ("auto",),
 ) -> int:
     """`ravnest train`: the same for a job file. The exit code: 0 when it finished, 130 when it was interrupted."""
-    with EmbeddedSwarm(providers) as swarm:
+    with EmbeddedSwarm(providers, devices) as swarm:
         # Only now: the providers import torch while this process does.
         from ravnest.jobfile import load_job
         from ravnest.overrides import apply_overrides
@@ -55,9 +64,10 @@ def train_from_reference(
 class EmbeddedSwarm:
     """Providers on this machine that can train one job after another; however the block ends, none outlives it."""
 
-    def __init__(self, providers: int) -> None:
+    def __init__(self, providers: int, devices: Sequence[str] = ("auto",)) -> None:
+        """Starts the providers, on the `devices` in turn."""
         self._stack = ExitStack()
-        self._processes = self._stack.enter_context(ProviderProcesses(providers))
+        self._processes = self._stack.enter_context(ProviderProcesses(providers, devices))
         self._loop: NetworkLoop | None = None
         self._swarm: Swarm | None = None
 

@@ -76,9 +76,9 @@ class Members:
         return None
 
     async def wait_for(self, count: int) -> list[Member]:
-        """The first `count` members that are connected, in the order they joined; waits until there are as many."""
+        """The first `count` members that are connected, ordered by name; waits until there are as many."""
         await self.changes.until(lambda: len(self.connected()) >= count)
-        return self.connected()[:count]
+        return sorted(self.connected()[:count], key=lambda m: (len(m.node_id), m.node_id))
 
     async def wait_until_gone(self, timeout_seconds: float) -> None:
         """Until every member has ended its control stream, or the time is over."""

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -18,8 +18,8 @@ _END_SECONDS = 1.5
 class ProviderProcesses:
     """`count` providers. However the block ends, none of them outlives it; they also end when this process dies."""
 
-    def __init__(self, count: int) -> None:
-        """Starts them; PlanError when that many make no sense here."""
+    def __init__(self, count: int, devices: Sequence[str] = ("auto",)) -> None:
+        """Starts them, on the devices in turn; PlanError when that many make no sense here."""
         self.count = count
         self._started: float | None = time.perf_counter()
         cores = os.cpu_count() or 1
@@ -37,6 +37,7 @@ class ProviderProcesses:
         try:
             for number in range(count):
                 command = [sys.executable, "-m", "ravnest", "join", "-", "--embedded", "--name", f"provider-{number}"]
+                command += ["--device", devices[number % len(devices)]]
                 # Its own session: an interrupt typed at the terminal is the coordinator's to handle.
                 process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
                 self._processes.append(process)

@@ -1,0 +1,81 @@
+"""Training on a GPU: the same swarm, the same result, several providers on one card, and CPU and GPU mixed."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.job import Job
+from ravnest.settings import Pipeline
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and there is none here")
+
+
+@pytest.fixture(scope="module", params=[("cuda:0",), ("cuda:0", "cpu")], ids=["one GPU", "GPU and CPU"])
+def swarm(request: pytest.FixtureRequest) -> Iterator[EmbeddedSwarm]:
+    with EmbeddedSwarm(3, devices=request.param) as opened:
+        yield opened
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(16, 64),
+        nn.GELU(),
+        nn.BatchNorm1d(64),
+        nn.Linear(64, 64),
+        nn.GELU(),
+        nn.Linear(64, 64),
+        nn.Linear(64, 4),
+    )
+
+
+def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(32, 16, generator=generator), torch.randint(0, 4, (32,), generator=generator)) for _ in range(20)
+    ]
+
+
+def test_stages_on_a_gpu_train_to_the_same_weights_as_a_plain_loop(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    plain = _model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    for inputs, targets in _batches():
+        optimizer.zero_grad()
+        F.cross_entropy(plain(inputs), targets).backward()
+        optimizer.step()
+    job = Job(
+        model=_model(),
+        loss=F.cross_entropy,
+        train_data=_batches(),
+        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        pipeline=Pipeline(in_flight=1),
+    )
+    result = swarm.train(job, run=tmp_path / "run", display=False)
+    assert result.model is not None
+    trained = load_file(result.model)
+    for name, wanted in plain.state_dict().items():
+        # Sums are taken in another order on a GPU: the bound is that of float32 over 20 updates, not of equality.
+        torch.testing.assert_close(trained[name], wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_a_stage_on_a_gpu_reports_the_memory_of_the_gpu(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    job = Job(
+        model=_model(),
+        loss=F.cross_entropy,
+        train_data=_batches(),
+        eval_data=_batches()[:2],
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        epochs=2,
+    )
+    result = swarm.train(job, run=tmp_path / "run", display=False)
+    stages = result.summary.clusters[0].stages
+    on_gpu = [stage for stage in stages if stage.device.startswith("cuda")]
+    assert on_gpu and all(0 < stage.peak_memory_bytes < 2**30 for stage in on_gpu)
+    assert result.summary.ledger.completed == 40 and result.summary.eval["loss"] is not None
