@@ -70,6 +70,7 @@ class Coordinator:
         self._failure: RavnestError | None = None
         self._deployment = secrets.token_hex(4)
         self._ready: set[str] = set()
+        self._saved: dict[str, int] = {}
         self._stage_of: dict[str, int] = {}
         self._inputs_of: list[tuple[str, tuple[str, ...]]] = []
         self._saver: Saver | None = None
@@ -188,6 +189,9 @@ class Coordinator:
             self._changes.notify()
         elif kind == "report":
             self._take_report(node_id, message.report)
+        elif kind == "saved" and message.saved.deployment == self._deployment:
+            self._saved[node_id] = message.saved.checkpoint
+            self._changes.notify()
         elif kind == "failed" and message.failed.deployment == self._deployment:
             failed = message.failed
             self._events.emit(
@@ -378,7 +382,8 @@ class Coordinator:
         for node_id in self._stage_of:
             order = Save(deployment=self._deployment, checkpoint=number)
             await self._swarm.tell(node_id, CoordinatorMessage(save=order))
-        await self._until(lambda: self._last_info is not None)
+        # A stage reports before it says that it has saved: after this, the summary has its last counts.
+        await self._until(lambda: all(self._saved.get(node) == number for node in self._stage_of))
         assert self._last_info is not None
         return self._last_info
 

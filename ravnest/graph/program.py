@@ -40,7 +40,7 @@ class Program:
         self._scored = ([graph.loss] if graph.loss else []) + list(graph.metrics.values())
         evaluation = [evaluation_form(n, lambda name: aliases.group(name) in states) for n in graph.nodes]
         self._train = self._steps(graph.nodes, [*self._sent, *([graph.loss] if graph.loss else [])])
-        self._evaluate = self._steps([n for n in evaluation if n is not None], [*self._sent, *self._scored])
+        self._evaluate = self._steps(evaluation, [*self._sent, *self._scored])
 
     def run(
         self,

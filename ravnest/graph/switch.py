@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ravnest.graph import ops
 from ravnest.graph.aliasing import written_names
-from ravnest.graph.portable import Argument, Node
+from ravnest.graph.portable import Argument, Node, Ref
 
 # operator -> (position of the argument, its name, its value in evaluation)
 _SWITCHES: dict[str, tuple[int, str, Argument]] = {
@@ -28,8 +28,9 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _NORMS = frozenset({"batch_norm", "instance_norm"})
 
 
-def evaluation_form(node: Node, is_state: Callable[[str], bool]) -> Node | None:
-    """The node as it runs in evaluation, or None where it only changes state (counting batches) and is left out."""
+def evaluation_form(node: Node, is_state: Callable[[str], bool]) -> Node:
+    """The node as it runs in evaluation. What would change the model's state (counting batches, a running mean) yields
+    that state as it is."""
     if ops.is_python(node.op):
         return node
     name = ops.short_name(node.op)
@@ -42,8 +43,9 @@ def evaluation_form(node: Node, is_state: Callable[[str], bool]) -> Node | None:
     if name in _NORMS:
         has_statistics = len(node.args) > 4 and node.args[3] is not None and node.args[4] is not None
         return _with_argument(node, 5, "training", False) if has_statistics else node
-    if any(is_state(written) for written in written_names(node)):
-        return None
+    for written in written_names(node):
+        if is_state(written):
+            return replace(node, op="aten.alias.default", args=(Ref(written),), kwargs={})
     return node
 
 
