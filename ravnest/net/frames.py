@@ -37,6 +37,12 @@ class FrameKind(enum.IntEnum):
     """Loss and metrics of a microbatch, to the coordinator."""
     DONE = 5
     """The microbatch has passed its last step on this stage."""
+    RESUME = 6
+    """First on every connection of a link: `microbatch` counts the frames that have arrived so far."""
+    ACK = 7
+    """`microbatch` counts the frames that have arrived, so that the sender may forget them."""
+    END = 8
+    """Nothing follows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,58 @@
+"""Files that only their owner may read: where keys live. Folders have mode 0700, files 0600."""
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from ravnest.errors import RunError
+
+
+def make_private_folder(path: Path) -> None:
+    """Make a folder that only this user can look into, or make an existing one so. RunError when that fails."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # mkdir's mode is cut by the umask and does nothing for a folder that was there already.
+        path.chmod(0o700)
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file in full or not at all, readable by this user alone from its first byte on. RunError on failure."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                os.fchmod(descriptor, 0o600)
+                file.write(data)
+                file.flush()
+                os.fsync(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def read_private(path: Path) -> bytes | None:
+    """The bytes of such a file; None when there is none. RunError when others may read it, or it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise RunError(
+                    f"{path} holds a secret and others on this machine may read it (mode {mode:04o}); "
+                    f"run `chmod 600 {path}`, and make new invites if somebody may have copied it"
+                )
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unusable(path, error) from None
+
+
+def _unusable(path: Path, error: OSError) -> RunError:
+    return RunError(f"cannot use {path}: {error.strerror or error}; check the folder's owner and the free space")

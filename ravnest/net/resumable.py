@@ -1,0 +1,278 @@
+"""A link that outlives its connections: frames arrive once, in order, whatever breaks in between.
+
+Each end counts the frames it has got and keeps those it has sent until the other end has counted them. Whenever a new
+connection is made, both ends first say their counts, and each sends again what the other has not got. A sender waits
+while too much is unconfirmed, so a link that is down holds its stage back rather than filling its memory.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+from ravnest.errors import PeerError
+from ravnest.net.frames import Frame, FrameKind
+
+WINDOW_BYTES: Final = 64 << 20
+"""A sender waits while this much is unconfirmed; one frame may exceed it."""
+
+ACK_FRAMES: Final = 8
+ACK_BYTES: Final = 1 << 20
+ACK_SECONDS: Final = 0.05
+"""What has arrived is confirmed after so many frames, bytes or seconds, whichever comes first."""
+
+FIRST_BACKOFF_SECONDS: Final = 0.1
+LAST_BACKOFF_SECONDS: Final = 5.0
+
+
+class Connection(Protocol):
+    """What carries a link for a while: a Link of one gRPC stream."""
+
+    async def send(self, frame: Frame) -> None: ...
+
+    async def receive(self) -> Frame | None: ...
+
+    async def close(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def bytes_received(self) -> int: ...
+
+
+class ResumableLink:
+    """One end of a link. It carries frames while some connection is given to `carry`, and keeps them meanwhile.
+
+    - `send` waits while too much is unconfirmed, and raises PeerError once the link is closed or has failed for good.
+    - `receive` gives each frame once, None after the other end's `close`, and raises PeerError on failure for good.
+    - A peer that breaks the rules of the protocol fails the link for good.
+    """
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.connections = 0
+        """How many connections have carried this link so far."""
+        self._kept: deque[Frame] = deque()
+        self._kept_bytes = 0
+        self._confirmed = 0
+        self._arrived = 0
+        self._arrived_bytes = 0
+        self._told = 0
+        self._incoming: deque[Frame] = deque()
+        self._incoming_bytes = 0
+        self._error: PeerError | None = None
+        self._closing = False
+        self._ended = False
+        self._connection: Connection | None = None
+        self._past_bytes = [0, 0]
+        self._changed = asyncio.Event()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._past_bytes[0] + (self._connection.bytes_sent if self._connection else 0)
+
+    @property
+    def bytes_received(self) -> int:
+        return self._past_bytes[1] + (self._connection.bytes_received if self._connection else 0)
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    async def send(self, frame: Frame) -> None:
+        """Takes the frame over; its tensors must not change until the other end has it."""
+        while self._kept_bytes >= WINDOW_BYTES and self._error is None and not self._closing:
+            await self._change()
+        if self._error is not None:
+            raise PeerError(str(self._error))
+        if self._closing:
+            raise PeerError(f"the link to {self.peer} is closed on this side")
+        self._keep(frame)
+
+    async def receive(self) -> Frame | None:
+        """The next frame, each once and in order; None after the other end's orderly end."""
+        while not self._incoming:
+            if self._ended:
+                return None
+            if self._error is not None:
+                raise PeerError(str(self._error))
+            await self._change()
+        frame = self._incoming.popleft()
+        self._incoming_bytes -= _size(frame)
+        self._notify()
+        return frame
+
+    async def close(self) -> None:
+        """Says that nothing more comes, and returns when the other end knows, or the link has failed."""
+        if not self._closing and self._error is None:
+            self._keep(Frame(FrameKind.END, 0))
+        self._closing = True
+        while self._kept and self._error is None:
+            await self._change()
+
+    def fail(self, error: PeerError) -> None:
+        """The link is over for good."""
+        if self._error is None and not self._ended:
+            self._error = error
+        if self._connection is not None:
+            self._connection.abort()
+        self._notify()
+
+    async def carry(self, connection: Connection) -> None:
+        """Runs the link over this connection until it breaks, which raises PeerError, or the link is over.
+
+        A newer connection replaces an older one: the older may be dead without knowing it.
+        """
+        if self._connection is not None:
+            self._connection.abort()
+            await self._until_free()
+        self._connection = connection
+        self.connections += 1
+        try:
+            await connection.send(Frame(FrameKind.RESUME, self._arrived))
+            position = self._take_resume(await connection.receive())
+            self._told = self._arrived
+            await self._pump(connection, position)
+            await connection.close()
+        finally:
+            self._past_bytes[0] += connection.bytes_sent
+            self._past_bytes[1] += connection.bytes_received
+            self._connection = None
+            connection.abort()
+            self._notify()
+
+    async def keep_dialling(self, dial: Callable[[], Awaitable[Connection]]) -> None:
+        """Carries the link over one connection after another, with growing pauses between failures, until it is over.
+
+        Returns when the link is closed or has ended; raises PeerError when it has failed for good.
+        """
+        pause = FIRST_BACKOFF_SECONDS
+        while not self._over:
+            try:
+                connection = await dial()
+                pause = FIRST_BACKOFF_SECONDS
+                await self.carry(connection)
+            except PeerError:
+                if self._error is not None:
+                    raise PeerError(str(self._error)) from None
+                if self._over:
+                    return
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LAST_BACKOFF_SECONDS)
+
+    @property
+    def _over(self) -> bool:
+        return self._error is not None or (self._closing and not self._kept) or self._ended
+
+    def _keep(self, frame: Frame) -> None:
+        self._kept.append(frame)
+        self._kept_bytes += _size(frame)
+        self._notify()
+
+    async def _pump(self, connection: Connection, position: int) -> None:
+        """Writes and reads until the connection breaks or the link is over."""
+        writing = asyncio.create_task(self._write(connection, position))
+        reading = asyncio.create_task(self._read(connection))
+        try:
+            await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+                # The other end said that it is done: it still waits for the confirmation of that.
+                await asyncio.wait({writing})
+            writing.result()
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
+
+    async def _write(self, connection: Connection, position: int) -> None:
+        """Sends what is kept from `position` on, and counts of what has arrived, as they come up."""
+        late: asyncio.TimerHandle | None = None
+        due = False
+
+        def now_due() -> None:
+            nonlocal due
+            due = True
+            self._notify()
+
+        while True:
+            behind = self._arrived - self._told
+            if behind and (due or self._over or behind >= ACK_FRAMES or self._arrived_bytes >= ACK_BYTES):
+                self._told, self._arrived_bytes, due = self._arrived, 0, False
+                if late is not None:
+                    late.cancel()
+                    late = None
+                await connection.send(Frame(FrameKind.ACK, self._told))
+            elif position < self._confirmed + len(self._kept):
+                frame = self._kept[position - self._confirmed]
+                position += 1
+                await connection.send(frame)
+            elif self._over and not behind:
+                return
+            else:
+                if behind and late is None:
+                    late = asyncio.get_running_loop().call_later(ACK_SECONDS, now_due)
+                await self._change()
+
+    async def _read(self, connection: Connection) -> None:
+        while not self._over:
+            while self._incoming_bytes >= WINDOW_BYTES:
+                await self._change()
+            frame = await connection.receive()
+            if frame is None:
+                raise PeerError(f"the connection to {self.peer} has ended")
+            if frame.kind is FrameKind.ACK:
+                self._forget(frame.microbatch)
+            elif frame.kind is FrameKind.RESUME:
+                raise self._broken_rule("said its count in the middle of a connection")
+            else:
+                self._arrived += 1
+                self._arrived_bytes += _size(frame)
+                if frame.kind is FrameKind.END:
+                    self._ended = True
+                else:
+                    self._incoming.append(frame)
+                    self._incoming_bytes += _size(frame)
+            self._notify()
+
+    def _take_resume(self, frame: Frame | None) -> int:
+        if frame is None:
+            raise PeerError(f"the connection to {self.peer} has ended")
+        if frame.kind is not FrameKind.RESUME:
+            raise self._broken_rule("did not begin by saying how many frames it has")
+        self._forget(frame.microbatch)
+        return frame.microbatch
+
+    def _forget(self, count: int) -> None:
+        if not self._confirmed <= count <= self._confirmed + len(self._kept):
+            raise self._broken_rule(
+                f"confirms {count} frames, {self._confirmed} to {self._confirmed + len(self._kept)} are possible"
+            )
+        while self._confirmed < count:
+            self._kept_bytes -= _size(self._kept.popleft())
+            self._confirmed += 1
+        self._notify()
+
+    def _broken_rule(self, what: str) -> PeerError:
+        self._error = PeerError(f"{self.peer} {what}; the link is given up")
+        self._notify()
+        return self._error
+
+    async def _until_free(self) -> None:
+        while self._connection is not None:
+            await self._change()
+
+    async def _change(self) -> None:
+        event = self._changed
+        await event.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _size(frame: Frame) -> int:
+    return 64 + sum(tensor.nbytes for tensor in frame.tensors.values())

@@ -1,0 +1,106 @@
+"""Mutual TLS for gRPC: what a node shows, whom it trusts, and the channels and ports made of that.
+
+A server's keys are asked for at every handshake, so that a new or revoked invite, and a certificate that came or was
+renewed while the server ran, count from the next connection on. Connections that are open stay open.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+from grpc import aio
+
+from ravnest.errors import PeerError
+from ravnest.net.credentials import CHANNEL_OPTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class TlsKeys:
+    """A private key, the certificate for it, and the roots that the other side's certificate must come from; in PEM."""
+
+    key: bytes = field(repr=False)
+    certificate: bytes = field(repr=False)
+    roots: bytes = field(repr=False)
+
+
+def server_credentials(current: Callable[[], TlsKeys]) -> grpc.ServerCredentials:
+    """Credentials for one port. Callers without a certificate from the roots are refused at the handshake.
+
+    `current` is called at each handshake, on a thread of gRPC's; when it raises, the handshake goes on with the keys
+    it gave last.
+    """
+    given = current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        keys = current()
+        if keys == given:
+            return None
+        configuration = _configuration(keys)
+        given = keys
+        return configuration
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(given),
+        changed,  # type: ignore[arg-type]  # the stubs forget None, which means "as before"
+        require_client_authentication=True,
+    )
+
+
+def channel_credentials(keys: TlsKeys) -> grpc.ChannelCredentials:
+    """Credentials of a caller that shows its certificate and believes the roots alone."""
+    return grpc.ssl_channel_credentials(keys.roots, keys.key, keys.certificate)
+
+
+def open_secure_channel(address: str, keys: TlsKeys, expected_host: str) -> aio.Channel:
+    """A channel to whoever at `host:port` proves to be `expected_host`; connected when it is first used."""
+    return aio.secure_channel(address, channel_credentials(keys), options=[*CHANNEL_OPTIONS, *expecting(expected_host)])
+
+
+def expecting(host: str) -> list[tuple[str, str]]:
+    """Channel options: the certificate at the other end must name `host`, whatever the address is."""
+    return [("grpc.ssl_target_name_override", host)]
+
+
+def tls_failure(peer: str, shown: str, details: str | None) -> PeerError | None:
+    """The sentence for a call that gRPC ended as unavailable, where TLS is the reason; None where it is not.
+
+    `shown` says what this node proved itself with, as in "this invite" or "the certificate of node anna".
+    """
+    words = details or ""
+    for fragment, sentence in _TLS_FAILURES:
+        if fragment in words:
+            return PeerError(sentence.format(peer=peer, shown=shown))
+    return None
+
+
+# gRPC reads no alert that comes after its own side of a TLS 1.3 handshake is done, and a server refuses certificates
+# only then: a refused certificate is a connection that closes before HTTP/2 has begun.
+_REFUSED: Final = (
+    "{peer} does not accept {shown}: it has expired, was revoked, or is another swarm's; "
+    "ask the requester for a new invite"
+)
+_TLS_FAILURES: Final = (
+    (
+        "Hostname Verification Check failed",
+        "{peer} is another node of this swarm than the one expected there; join again so that addresses are renewed",
+    ),
+    (
+        "certificate has expired",
+        "the certificate of {peer} has expired, or the clock of this machine is wrong; check the clock on both sides",
+    ),
+    (
+        "certificate is not yet valid",
+        "the certificate of {peer} is not valid yet by the clock of this machine; set the clock right",
+    ),
+    ("CERTIFICATE_VERIFY_FAILED", "{peer} does not belong to this swarm; check the address, or ask for a new invite"),
+    ("WRONG_VERSION_NUMBER", "{peer} does not speak TLS; check that the address is a ravnest node's"),
+    ("Socket closed", _REFUSED),
+    ("Connection reset by peer", _REFUSED),
+    ("Broken pipe", _REFUSED),
+)
+
+
+def _configuration(keys: TlsKeys) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(keys.key, keys.certificate)], root_certificates=keys.roots)

@@ -1,0 +1,170 @@
+"""Frames arrive once and in order, however often the connection under a link breaks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ravnest.errors import PeerError
+from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.resumable import ResumableLink
+
+
+class Pipe:
+    """One end of a connection in memory that breaks, both ways, after a number of frames."""
+
+    def __init__(self, breaks_after: int) -> None:
+        self.inbox: asyncio.Queue[Frame | None] = asyncio.Queue()
+        self.other: Pipe | None = None
+        self.bytes_sent = self.bytes_received = 0
+        self.left = [breaks_after]
+        self.broken = asyncio.Event()
+
+    @classmethod
+    def pair(cls, breaks_after: int) -> "tuple[Pipe, Pipe]":
+        a, b = cls(breaks_after), cls(breaks_after)
+        a.other, b.other = b, a
+        b.left = a.left
+        b.broken = a.broken
+        return a, b
+
+    async def send(self, frame: Frame) -> None:
+        if self.broken.is_set():
+            raise PeerError("broken")
+        self.left[0] -= 1
+        if self.left[0] <= 0:
+            self.broken.set()
+            raise PeerError("broken")
+        assert self.other is not None
+        self.other.inbox.put_nowait(frame)
+        await asyncio.sleep(0)
+
+    async def receive(self) -> Frame | None:
+        got = asyncio.create_task(self.inbox.get())
+        broken = asyncio.create_task(self.broken.wait())
+        try:
+            await asyncio.wait({got, broken}, return_when=asyncio.FIRST_COMPLETED)
+            if not got.done():
+                raise PeerError("broken")
+            return got.result()
+        finally:
+            got.cancel()
+            broken.cancel()
+
+    async def close(self) -> None:
+        """What was sent has been put into the other end's inbox already."""
+
+    def abort(self) -> None:
+        self.broken.set()
+
+
+def _frame(number: int) -> Frame:
+    return Frame(FrameKind.FORWARD, number, tensors={"x": torch.full((3,), float(number))})
+
+
+async def _exchange(breaks: list[int], counts: tuple[int, int]) -> tuple[list[int], list[int]]:
+    """Both ends send while connections break after `breaks` frames each; what each end got."""
+    near, far = ResumableLink("far"), ResumableLink("near")
+    tasks: list[asyncio.Task[None]] = []
+    pending = list(breaks)
+
+    async def dial() -> Pipe:
+        a, b = Pipe.pair(pending.pop() if pending else 10**9)
+        tasks.append(asyncio.create_task(_quietly(lambda: far.carry(b))))
+        return a
+
+    async def talk(link: ResumableLink, count: int, expected: int) -> list[int]:
+        async def send() -> None:
+            for number in range(count):
+                await link.send(_frame(number))
+
+        sending = asyncio.create_task(send())
+        got: list[int] = []
+        while len(got) < expected:
+            frame = await link.receive()
+            assert frame is not None
+            assert frame.tensors["x"][0] == frame.microbatch
+            got.append(frame.microbatch)
+        await sending
+        return got
+
+    dialling = asyncio.create_task(_quietly(lambda: near.keep_dialling(dial)))
+    got = await asyncio.gather(talk(near, counts[0], counts[1]), talk(far, counts[1], counts[0]))
+    await near.close()
+    assert await far.receive() is None
+    await asyncio.gather(dialling, *tasks)
+    return got[0], got[1]
+
+
+async def _quietly(work: Callable[[], Awaitable[None]]) -> None:
+    try:
+        await work()
+    except PeerError:
+        return
+
+
+@settings(max_examples=40, deadline=None)
+@given(breaks=st.lists(st.integers(1, 30), max_size=6), counts=st.tuples(st.integers(0, 40), st.integers(0, 40)))
+def test_every_frame_arrives_once_and_in_order_whatever_breaks(breaks: list[int], counts: tuple[int, int]) -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        async with asyncio.timeout(60):
+            return await _exchange(breaks, counts)
+
+    near, far = asyncio.run(main())
+    assert near == list(range(counts[1])) and far == list(range(counts[0]))
+
+
+def test_a_peer_that_confirms_more_than_it_was_sent_loses_the_link() -> None:
+    async def main() -> None:
+        link = ResumableLink("liar")
+        a, b = Pipe.pair(10**9)
+        carrying = asyncio.create_task(link.carry(a))
+        await b.receive()
+        await b.send(Frame(FrameKind.RESUME, 5))
+        with pytest.raises(PeerError, match="confirms 5 frames"):
+            await carrying
+        with pytest.raises(PeerError, match="the link is given up"):
+            await link.send(_frame(0))
+        with pytest.raises(PeerError, match="the link is given up"):
+            await link.receive()
+
+    asyncio.run(main())
+
+
+def test_a_link_without_a_connection_holds_its_sender_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ravnest.net.resumable.WINDOW_BYTES", 1000)
+
+    async def main() -> int:
+        link = ResumableLink("absent")
+        sent = 0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                while True:
+                    await link.send(_frame(sent))
+                    sent += 1
+        return sent
+
+    assert asyncio.run(main()) == 1000 // (64 + 12) + 1
+
+
+def test_a_new_connection_takes_over_from_one_that_is_dead_without_knowing() -> None:
+    async def main() -> None:
+        near, far = ResumableLink("far"), ResumableLink("near")
+        old, lost = Pipe.pair(10**9)
+        first = asyncio.create_task(_quietly(lambda: near.carry(old)))
+        await lost.receive()
+        a, b = Pipe.pair(10**9)
+        second = asyncio.create_task(_quietly(lambda: near.carry(a)))
+        other = asyncio.create_task(_quietly(lambda: far.carry(b)))
+        await near.send(_frame(1))
+        frame = await far.receive()
+        assert frame is not None and frame.microbatch == 1
+        assert near.connections == 2
+        near.fail(PeerError("enough"))
+        far.fail(PeerError("enough"))
+        await asyncio.gather(first, second, other)
+
+    asyncio.run(main())
