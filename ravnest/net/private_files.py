@@ -25,7 +25,6 @@ def write_private(path: Path, data: bytes) -> None:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             with open(descriptor, "wb") as file:
-                os.fchmod(descriptor, 0o600)
                 file.write(data)
                 file.flush()
                 os.fsync(descriptor)

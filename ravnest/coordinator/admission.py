@@ -1,0 +1,93 @@
+"""Admission: the coordinator's authority and its tokens together, from the invite to the node's certificate."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import grpc
+
+from ravnest.coordinator.tokens import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES, TokenStore
+from ravnest.errors import PeerError
+from ravnest.net.authority import SwarmAuthority
+from ravnest.net.certificates import certificate_der, key_id, request_key
+from ravnest.net.identity import Callers, Identity, Kind, may_call
+from ravnest.net.swarm_invite import SwarmInvite
+from ravnest.net.tls import TlsKeys, server_credentials
+
+IDENTITY_FOLDER: Final = "identity"
+STORE_FILE: Final = "store.sqlite"
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A node that was let in: its id, its certificate in DER, and whether it had not joined before."""
+
+    node_id: str
+    certificate: bytes
+    new: bool
+
+
+class Admission:
+    """Who gets in and who may call what. `clock` gives seconds since the epoch."""
+
+    def __init__(self, authority: SwarmAuthority, tokens: TokenStore, clock: Callable[[], float] = time.time) -> None:
+        self.authority = authority
+        self.tokens = tokens
+        self._clock = clock
+        self._callers = Callers(authority.certificate, tokens.root, tokens.is_member)
+
+    @classmethod
+    def open(cls, run: Path) -> Self:
+        """The admission of the run in this folder, made at the first call. RunError when it cannot be kept there."""
+        return cls(SwarmAuthority.open(run / IDENTITY_FOLDER), TokenStore(run / STORE_FILE))
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """The admission of a swarm that ends with its process."""
+        return cls(SwarmAuthority.new(), TokenStore())
+
+    def close(self) -> None:
+        """Let go of the store; may be called again."""
+        self.tokens.close()
+
+    def invite(
+        self,
+        host: str,
+        port: int,
+        uses: int | None = DEFAULT_USES,
+        lifetime_seconds: float | None = DEFAULT_LIFETIME_SECONDS,
+        note: str = "",
+    ) -> SwarmInvite:
+        """A new invite to the coordinator at this address."""
+        token = self.tokens.create(self._clock(), uses, lifetime_seconds, note)
+        return SwarmInvite(host, port, token, self.authority.fingerprint)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For the coordinator's port: nodes of the swarm and holders of live invites get through the handshake."""
+        return server_credentials(self._server_keys)
+
+    def caller(
+        self, auth_context: Mapping[str, Iterable[bytes]] | None, kinds: Collection[Kind], call: str
+    ) -> Identity:
+        """Who makes this call. PeerError when the swarm does not know the caller or it may not make the call."""
+        identity = self._callers.identify(auth_context)
+        allowed, reason = may_call(identity, kinds, call)
+        if not allowed:
+            raise PeerError(reason)
+        return identity
+
+    def join(self, identity: Identity, request: bytes, name: str) -> Admitted:
+        """Let the holder of an invite in; a node that asks gets a fresh certificate. PeerError says why not."""
+        key = request_key(request)
+        if identity.kind == "invite":
+            joined = self.tokens.redeem(identity.name, key_id(key), name, self._clock())
+            node_id, new = joined.node_id, joined.new
+        else:
+            assert identity.kind == "node", "the coordinator does not join its own swarm"
+            node_id, new = identity.name, False
+        return Admitted(node_id, certificate_der(self.authority.issue(request, node_id, now=self._clock())), new)
+
+    def _server_keys(self) -> TlsKeys:
+        return self.authority.tls_keys(self.tokens.live_roots(self._clock()))
