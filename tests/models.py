@@ -152,7 +152,7 @@ class Recurrent(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden, _ = self.first(self.embedding(tokens))
         hidden, _ = self.second(hidden)
-        return self.head(hidden[:, -1])
+        return self.head(hidden.mean(dim=1))
 
 
 class UNet(nn.Module):
