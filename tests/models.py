@@ -304,7 +304,14 @@ def _gpt2() -> nn.Module:
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=32, n_positions=16, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1
+            vocab_size=32,
+            n_positions=16,
+            n_embd=16,
+            n_layer=3,
+            n_head=2,
+            resid_pdrop=0.1,
+            embd_pdrop=0.1,
+            attn_pdrop=0.1,
         )
     )
 
@@ -400,7 +407,9 @@ ZOO: dict[str, Kind] = {
     "hf_bert": Kind(_bert, _masked, logits_loss),
     "hf_vit": Kind(_vit, _images(5), logits_loss, accumulate=2),
     "lstm": Kind(
-        partial(Recurrent, nn.LSTM), lambda n: (torch.randint(0, 20, (n, 7)), torch.randint(0, 5, (n,))), F.cross_entropy
+        partial(Recurrent, nn.LSTM),
+        lambda n: (torch.randint(0, 20, (n, 7)), torch.randint(0, 5, (n,))),
+        F.cross_entropy,
     ),
     "gru": Kind(
         partial(Recurrent, nn.GRU),

@@ -37,7 +37,9 @@ def replayed_draws(seed: int, microbatch: int) -> Iterator[None]:
         for name, draws in _DRAWING.items():
             stack.enter_context(patch.object(F, name, seeded(getattr(F, name), draws)))
         for name in ("lstm", "gru"):
-            stack.enter_context(patch.object(torch._VF, name, seeded(getattr(torch._VF, name), _recurrent_draws), create=True))
+            stack.enter_context(
+                patch.object(torch._VF, name, seeded(getattr(torch._VF, name), _recurrent_draws), create=True)
+            )
         yield
 
 

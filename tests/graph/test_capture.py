@@ -378,5 +378,3 @@ def _tensors(batch: Any) -> list[Tensor]:
         return [batch]
     items = batch.values() if isinstance(batch, dict) else batch
     return [tensor for item in items for tensor in _tensors(item)]
-
-
