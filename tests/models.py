@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 Tensor = torch.Tensor
+ADAMW = partial(torch.optim.AdamW, lr=2e-3)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Kind:
     """A random batch of that many samples."""
     loss: Callable[..., Tensor]
     metrics: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
-    optimizer: Any = partial(torch.optim.AdamW, lr=2e-3)
+    optimizer: Any = ADAMW
     schedule: Any = None
     accumulate: int = 1
     batch_size: int = 4
@@ -395,8 +396,8 @@ ZOO: dict[str, Kind] = {
     "resnet": Kind(ResidualNet, _images(10), F.cross_entropy, optimizer=_MOMENTUM, schedule=_COSINE),
     "gpt_tied": Kind(TiedGPT, _tokens, next_token_loss, accumulate=2),
     "hf_gpt2": Kind(_gpt2, _token_dict, next_token_loss),
-    # Traced, transformers gives Llama's attention a mask; run plainly, a flag that picks another kernel. The two agree to
-    # rounding, and Adam makes a whole step of a gradient that is nothing but rounding: eps keeps such steps small.
+    # Traced, transformers gives Llama's attention a mask; run plainly, a flag that picks another kernel. The two agree
+    # to rounding, and Adam makes a whole step of a gradient that is nothing but rounding: eps keeps such steps small.
     "hf_llama": Kind(
         _llama,
         _token_dict,

@@ -1,7 +1,7 @@
 """Admission: the coordinator's authority and its tokens together, from the invite to the node's certificate."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -9,10 +9,9 @@ from typing import Final, Self
 import grpc
 
 from ravnest.coordinator.tokens import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES, TokenStore
-from ravnest.errors import PeerError
 from ravnest.net.authority import SwarmAuthority
 from ravnest.net.certificates import certificate_der, key_id, request_key
-from ravnest.net.identity import Callers, Identity, Kind, may_call
+from ravnest.net.identity import AuthContext, Callers, Identity, Kind
 from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.tls import TlsKeys, server_credentials
 
@@ -68,15 +67,9 @@ class Admission:
         """For the coordinator's port: nodes of the swarm and holders of live invites get through the handshake."""
         return server_credentials(self._server_keys)
 
-    def caller(
-        self, auth_context: Mapping[str, Iterable[bytes]] | None, kinds: Collection[Kind], call: str
-    ) -> Identity:
+    def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
         """Who makes this call. PeerError when the swarm does not know the caller or it may not make the call."""
-        identity = self._callers.identify(auth_context)
-        allowed, reason = may_call(identity, kinds, call)
-        if not allowed:
-            raise PeerError(reason)
-        return identity
+        return self._callers.caller(auth_context, kinds, call)
 
     def join(self, identity: Identity, request: bytes, name: str) -> Admitted:
         """Let the holder of an invite in; a node that asks gets a fresh certificate. PeerError says why not."""

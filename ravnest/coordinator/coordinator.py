@@ -292,7 +292,7 @@ class Coordinator:
                 next_address=by_id[following.node].address if following else "",
                 next_node=following.node if following else "",
                 generation=self._generation,
-                link_secret=self._swarm.link_secret,
+                previous_node=plan.stages[stage.stage - 1].node if stage.stage else "",
             )
             await self._swarm.tell(stage.node, CoordinatorMessage(deploy=order))
         await self._until(lambda: self._ready >= set(self._stage_of))

@@ -128,14 +128,17 @@ class EmbeddedSwarm:
     def _open(self) -> "tuple[NetworkLoop, Swarm]":
         """The network's loop and the swarm on it; at the first call they start and the providers are invited."""
         if self._loop is None or self._swarm is None:
+            from ravnest.coordinator.admission import Admission
             from ravnest.coordinator.swarm import Swarm
 
             self._loop = self._stack.enter_context(NetworkLoop())
-            self._swarm = Swarm()
-            invite = self._loop.call(self._swarm.start())
+            admission = Admission.in_memory()
+            self._swarm = Swarm(admission)
+            port = self._loop.call(self._swarm.start())
+            invite = admission.invite("127.0.0.1", port, uses=self._processes.count, lifetime_seconds=None)
             loop, swarm = self._loop, self._swarm
             self._stack.callback(lambda: loop.call_quietly(swarm.stop("the run is over")))
-            self._processes.invite(str(invite))
+            self._processes.invite(invite.line)
         return self._loop, self._swarm
 
 

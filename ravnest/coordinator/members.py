@@ -1,9 +1,7 @@
-"""Membership: who has joined the swarm, under which name, and over which streams it is spoken with."""
+"""Membership: who has joined the swarm, and over which streams it is spoken with."""
 
 import asyncio
 import contextlib
-import hmac
-import secrets
 from dataclasses import dataclass
 
 from ravnest import __version__
@@ -20,8 +18,6 @@ class Member:
     """One provider that has joined."""
 
     node_id: str
-    name: str
-    session: str
     address: str
     device: str
     memory_bytes: int
@@ -33,47 +29,39 @@ class Member:
         return self.address.rpartition(":")[0]
 
 
+def check_version(request: JoinRequest) -> None:
+    """PeerError for a provider that speaks another protocol or reads another graph format."""
+    if request.protocol != PROTOCOL_VERSION or request.graph_format != FORMAT_VERSION:
+        raise PeerError(
+            f"this provider runs Ravnest {request.version} (protocol {request.protocol}, graph format "
+            f"{request.graph_format}), the coordinator {__version__} (protocol {PROTOCOL_VERSION}, graph format "
+            f"{FORMAT_VERSION}); update the older one"
+        )
+
+
 class Members:
     """The providers of a swarm. All methods belong to the network's loop."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self.changes = Changes()
 
     def __getitem__(self, node_id: str) -> Member:
-        return self._members[node_id]
-
-    async def admit(self, request: JoinRequest) -> Member:
-        """A new member; PeerError says why a provider is not admitted."""
-        if not hmac.compare_digest(request.token.encode(), self._token.encode()):
-            raise PeerError("the invite's token is not valid for this swarm; ask the requester for a new invite")
-        if request.protocol != PROTOCOL_VERSION or request.graph_format != FORMAT_VERSION:
-            raise PeerError(
-                f"this provider runs Ravnest {request.version} (protocol {request.protocol}, graph format "
-                f"{request.graph_format}), the coordinator {__version__} (protocol {PROTOCOL_VERSION}, graph format "
-                f"{FORMAT_VERSION}); update the older one"
-            )
-        number = len(self._members)
-        taken = {m.node_id for m in self._members.values()}
-        node_id = request.name or f"provider-{number}"
-        while node_id in taken:
-            number += 1
-            node_id = f"{request.name or 'provider'}-{number}"
-        member = Member(
-            node_id, node_id, secrets.token_urlsafe(24), request.address, request.device, request.memory_bytes
-        )
-        self._members[node_id] = member
+        """PeerError for a node that has not joined since this coordinator began to listen."""
+        member = self._members.get(node_id)
+        if member is None:
+            raise PeerError(f"{node_id} has not joined this coordinator yet; join again")
         return member
+
+    def __contains__(self, node_id: str) -> bool:
+        return node_id in self._members
+
+    def put(self, member: Member) -> None:
+        """A provider has joined; one that returns takes the place of what it was before."""
+        self._members[member.node_id] = member
 
     def node_ids(self) -> list[str]:
         return list(self._members)
-
-    def authenticate(self, session: str) -> str | None:
-        for member in self._members.values():
-            if hmac.compare_digest(session.encode(), member.session.encode()):
-                return member.node_id
-        return None
 
     async def wait_for(self, count: int) -> list[Member]:
         """The first `count` members that are connected, ordered by name; waits until there are as many."""

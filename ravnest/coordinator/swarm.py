@@ -5,19 +5,19 @@ It decides nothing about training: a `SwarmEvents` does, and is told of everythi
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from ravnest.coordinator.members import Member, Members
+from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.members import Member, Members, check_version
 from ravnest.coordinator.prepare import Artifact
 from ravnest.errors import PeerError
-from ravnest.net.credentials import Credentials
-from ravnest.net.frames import Frame
-from ravnest.net.invite import Invite
+from ravnest.net.address import split_address
+from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.identity import Identity
 from ravnest.net.link import Control, Link
 from ravnest.net.server import CoordinatorServer
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinReply, JoinRequest, ProviderMessage, Stop
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage, Stop
 
 HEARTBEAT_SECONDS = 1.0
 _STOP_SECONDS = 1.0
@@ -45,20 +45,22 @@ class SwarmEvents(Protocol):
 class Swarm:
     """A server and its members. Made and used on the network's loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, admission: Admission) -> None:
+        """`admission` says who gets in; it is closed when the swarm stops."""
+        self.admission = admission
         self.events: SwarmEvents | None = None
         """Who is told; a run sets it when it begins. What happens while nobody listens is only kept as membership."""
         self.generation = 0
         """Number of the newest deployment; frames of earlier ones are refused."""
-        self._token = secrets.token_urlsafe(24)
-        self._server = CoordinatorServer(self, Credentials.loopback())
-        self.members = Members(self._token)
-        self.link_secret = secrets.token_urlsafe(24)
+        self._server = CoordinatorServer(self, admission.server_credentials(), admission.caller)
+        self.members = Members()
         self.artifacts: dict[str, Artifact] = {}
+        self._orders: dict[str, Deploy] = {}
+        """The newest order to each node: what it may fetch and send follows from it."""
 
-    async def start(self, host: str = "127.0.0.1", port: int = 0) -> Invite:
-        """Listens, and gives the invite that providers join with; RunError when the port is taken."""
-        return Invite(host, await self._server.start(host, port), self._token)
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Listens; the port, chosen by the system for port 0. RunError when it is taken."""
+        return await self._server.start(host, port)
 
     async def stop(self, reason: str) -> None:
         """Tells every provider to stop, gives them a moment to go, and stops listening."""
@@ -68,12 +70,15 @@ class Swarm:
                     await self.tell(node_id, CoordinatorMessage(stop=Stop(reason=reason)))
         await self.members.wait_until_gone(_STOP_SECONDS)
         await self._server.stop()
+        self.admission.close()
 
     async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
         """Says something to a provider; PeerError when it is gone."""
         control = self.members[node_id].control
         if control is None:
             raise PeerError(f"{node_id} is not connected")
+        if message.HasField("deploy"):
+            self._orders[node_id] = message.deploy
         await control.send(message)
 
     async def feed_frame(self, node_id: str, frame: Frame) -> None:
@@ -83,14 +88,18 @@ class Swarm:
             raise PeerError(f"{node_id} is not connected")
         await link.send(frame)
 
-    def authenticate(self, session: str) -> str | None:
-        return self.members.authenticate(session)
-
-    async def join(self, request: JoinRequest) -> JoinReply:
-        member = await self.members.admit(request)
+    async def join(self, identity: Identity, request: JoinRequest) -> JoinReply:
+        # Before the invite is used: a provider that cannot take part should not use it up.
+        check_version(request)
+        split_address(request.address)
+        admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
+        member = Member(admitted.node_id, request.address, request.device, request.memory_bytes)
+        if member.node_id in self.members:
+            self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
+        self.members.put(member)
         if self.events is not None:
             self.events.joined(member)
-        return JoinReply(node_id=member.node_id, session=member.session, heartbeat_seconds=HEARTBEAT_SECONDS)
+        return JoinReply(node_id=member.node_id, certificate=admitted.certificate, heartbeat_seconds=HEARTBEAT_SECONDS)
 
     async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
         member = self.members[node_id]
@@ -115,15 +124,27 @@ class Swarm:
         self.members.changes.notify()
         try:
             while (frame := await link.receive()) is not None:
+                order = self._orders.get(node_id)
+                if order is not None and frame.generation < order.generation:
+                    # Of a run that was given up: it was under way when the new order went out.
+                    continue
+                allowed, reason = may_return(node_id, order, frame)
+                if not allowed:
+                    raise PeerError(reason)
                 if self.events is not None:
                     self.events.returned(node_id, frame)
+        except PeerError as error:
+            # A provider that cannot be fed is no use, and one that broke the rules is no friend.
+            self._server.drop(node_id, str(error))
+            raise
         finally:
             member.feed = None
 
     async def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
+        order = self._orders.get(node_id)
         found = self.artifacts.get(artifact)
-        if found is None:
-            raise PeerError(f"there is no artifact {artifact!r} here")
+        if found is None or order is None or artifact not in (order.graph.id, order.weights.id):
+            raise PeerError(f"there is no artifact {artifact!r} for {node_id} here")
         passed = 0
         for chunk in found.open():
             if passed + len(chunk) > offset:
@@ -134,3 +155,14 @@ class Swarm:
         if self.events is None:
             raise PeerError("there is no run to upload to")
         await self.events.uploaded(node_id, name, chunks)
+
+
+def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, str]:
+    """Whether a node that was given this order may send this frame to the coordinator, and why."""
+    if order is None:
+        return False, f"{node_id} sent a {frame.kind.name} frame and holds no stage"
+    if frame.kind is FrameKind.DONE and order.stage == 0:
+        return True, f"{node_id} holds the root, where a microbatch ends"
+    if frame.kind is FrameKind.RESULT and order.stage == order.stages - 1:
+        return True, f"{node_id} holds the leaf, which computes the loss"
+    return False, f"{node_id} sent a {frame.kind.name} frame, which is not for stage {order.stage} of {order.stages}"

@@ -8,30 +8,30 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # wake up with our connections and break them, or abort; a worker that leaves them alone is all we need.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+from ravnest.net.address import join_address, split_address
 from ravnest.net.client import CoordinatorClient, dial_link
-from ravnest.net.credentials import Credentials, same_secret
 from ravnest.net.frames import Frame, FrameKind, FrameLimits, decode, encode
-from ravnest.net.invite import Invite, join_address, split_address
 from ravnest.net.link import Control, Link
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.server import CoordinatorHandler, CoordinatorServer, ProviderHandler, ProviderServer
+from ravnest.net.swarm_invite import SwarmInvite
 
 __all__ = [
     "Control",
     "CoordinatorClient",
     "CoordinatorHandler",
     "CoordinatorServer",
-    "Credentials",
     "Frame",
     "FrameKind",
     "FrameLimits",
-    "Invite",
     "Link",
+    "NodeIdentity",
     "ProviderHandler",
     "ProviderServer",
+    "SwarmInvite",
     "decode",
     "dial_link",
     "encode",
     "join_address",
-    "same_secret",
     "split_address",
 ]

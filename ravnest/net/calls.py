@@ -7,7 +7,7 @@ choosing, rather than be cancelled anywhere.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
 
 import grpc
@@ -15,13 +15,16 @@ from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from ravnest.errors import PeerError, RavnestError
-from ravnest.net.credentials import SERVER_OPTIONS, Credentials, bind_port
+from ravnest.net.connection import JOIN_BYTES, SERVER_OPTIONS, bind_port
 from ravnest.net.failures import DETAILS_CHARACTERS
+from ravnest.net.identity import AuthContext, Identity, Kind
 from ravnest.net.link import Control, Link
+from ravnest.net.stream import ByteStream
 from ravnest.net.wire import CalledWire
 
-SESSION_KEY: Final = "ravnest-session"
-"""Metadata of every call but Join: the secret that tells who calls."""
+REQUEST_KEY: Final = "ravnest-join-bin"
+"""Metadata of a call with one request: the request. gRPC bounds metadata before a byte of it is kept, while a message
+may be as large as the largest frame; and the callers of such a call need not have joined yet."""
 
 ACCEPTED_KEY: Final = "ravnest-accepted"
 """Metadata the server answers with once it has let a stream in."""
@@ -44,8 +47,9 @@ log = logging.getLogger(__name__)
 class CallServer:
     """A gRPC server for one service. Subclasses name its methods with `stream` and `unary`, then `start` it."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: grpc.ServerCredentials) -> None:
         self._credentials = credentials
+        self._ends: dict[str, set[ByteStream]] = {}
         self._server: aio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -77,18 +81,25 @@ class CallServer:
         """The methods by name."""
         raise NotImplementedError
 
-    def authenticate(self, session: str) -> str | None:
-        """Who presents this session, or None."""
+    def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
+        """Who makes this call; PeerError when it is nobody who may."""
         raise NotImplementedError
 
+    def drop(self, node_id: str, reason: str) -> None:
+        """Break every stream of this node; it is told the reason."""
+        for stream in list(self._ends.get(node_id, ())):
+            stream.fail(PeerError(reason))
+
     def stream(
-        self, make: Callable[[CalledWire], MadeT], run: Callable[[str, MadeT], Coroutine[Any, Any, None]]
+        self, name: str, make: Callable[[CalledWire], MadeT], run: Callable[[str, MadeT], Coroutine[Any, Any, None]]
     ) -> Method:
-        """A method that lets authenticated callers in, makes their end of the stream and runs `run(caller, it)`."""
+        """A method for nodes of the swarm: makes the called end of the stream and runs `run(caller's id, it)`."""
 
         async def serve(_: object, context: Context) -> None:
-            caller = await self._admit(context)
+            caller = (await self._admit(context, ["node"], name)).name
+            await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             end = make(wire := CalledWire(context, caller))
+            self._ends.setdefault(caller, set()).add(end.stream)
             handler = asyncio.create_task(run(caller, end))
             self._tasks.add(handler)
             handler.add_done_callback(self._settle)
@@ -107,19 +118,33 @@ class CallServer:
             except asyncio.CancelledError:
                 end.stream.fail(PeerError(f"{caller} went away in the middle of the stream"))
                 raise
+            finally:
+                self._ends[caller].discard(end.stream)
+                if not self._ends[caller]:
+                    del self._ends[caller]
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
-    def unary(self, request_type: type[RequestT], run: Callable[[RequestT], Coroutine[Any, Any, Message]]) -> Method:
-        """A method open to anybody: one request, one reply."""
+    def unary(
+        self,
+        name: str,
+        kinds: Collection[Kind],
+        request_type: type[RequestT],
+        run: Callable[[Identity, RequestT], Coroutine[Any, Any, Message]],
+    ) -> Method:
+        """A method for callers of these kinds: one small request, one reply. Messages of the caller are not read."""
 
-        async def serve(data: bytes, context: Context) -> bytes:
+        async def serve(_: object, context: Context) -> bytes:
+            caller = await self._admit(context, kinds, name)
+            data = dict(context.invocation_metadata() or ()).get(REQUEST_KEY)
             request = request_type()
             try:
+                if not isinstance(data, bytes) or len(data) > JOIN_BYTES:
+                    raise ValueError(f"it is not there, or larger than {JOIN_BYTES} bytes")
                 request.ParseFromString(data)
             except (DecodeError, ValueError) as error:
                 await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"the request cannot be read: {error}")
-            handler = asyncio.create_task(run(request))
+            handler = asyncio.create_task(run(caller, request))
             self._tasks.add(handler)
             handler.add_done_callback(self._settle)
             await asyncio.wait({handler})
@@ -127,7 +152,7 @@ class CallServer:
                 await _refuse(context, *refusal)
             return handler.result().SerializeToString()
 
-        return grpc.unary_unary_rpc_method_handler(serve)
+        return grpc.stream_unary_rpc_method_handler(serve)
 
     def _settle(self, handler: "asyncio.Task[Any]") -> None:
         self._tasks.discard(handler)
@@ -137,15 +162,15 @@ class CallServer:
         elif error is not None:
             log.error("a call failed inside this node", exc_info=error)
 
-    async def _admit(self, context: Context) -> str:
-        session = dict(context.invocation_metadata() or ()).get(SESSION_KEY)
-        if not isinstance(session, str) or not session:
-            await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the call carries no session; join first")
-        caller = self.authenticate(session)
-        if caller is None:
-            await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, "the session is unknown or over; join again")
-        await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
-        return caller
+    async def _admit(self, context: Context, kinds: Collection[Kind], call: str) -> Identity:
+        try:
+            return self.caller(context.auth_context(), kinds, call)
+        except PeerError as error:
+            sentence = str(error)
+        except RavnestError:
+            log.exception("cannot tell who calls")
+            sentence = "it cannot tell who calls at the moment; see its log"
+        await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, sentence)
 
 
 def _refusal(handler: "asyncio.Task[Any]") -> tuple[grpc.StatusCode, str] | None:

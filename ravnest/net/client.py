@@ -2,16 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Final
 
 from grpc import aio
 
 from ravnest.errors import PeerError
-from ravnest.net.calls import ACCEPTED_KEY, SESSION_KEY
-from ravnest.net.credentials import JOIN_TIMEOUT_SECONDS, Credentials, open_channel
+from ravnest.net.address import split_address
+from ravnest.net.calls import ACCEPTED_KEY, REQUEST_KEY
+from ravnest.net.connection import JOIN_BYTES, JOIN_TIMEOUT_SECONDS
 from ravnest.net.failures import broken, peer_error
+from ravnest.net.identity import COORDINATOR_HOST, is_node_id, node_host
 from ravnest.net.link import Control, Link
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.server import COORDINATOR_SERVICE, PROVIDER_SERVICE, split
+from ravnest.net.tls import TlsKeys, open_secure_channel
 from ravnest.net.v1.control_pb2 import (
     Chunk,
     CoordinatorMessage,
@@ -24,36 +27,37 @@ from ravnest.net.v1.control_pb2 import (
 )
 from ravnest.net.wire import CallerWire
 
-LOOPBACK: Final = Credentials.loopback()
-
 
 class CoordinatorClient:
-    """A provider's connection to its coordinator. Everything but `join` needs the session that `join` brought.
+    """A connection to the coordinator, for `join` with the keys of an invite, for the rest with those of a node.
 
-    Every method raises PeerError when the coordinator cannot be reached, refuses or breaks off.
+    Every method raises PeerError when the coordinator cannot be reached, is not the swarm's, refuses or breaks off.
     """
 
-    def __init__(self, address: str, credentials: Credentials = LOOPBACK, session: str = "") -> None:
+    def __init__(self, address: str, keys: TlsKeys, shown: str) -> None:
+        """`shown` says what `keys` are, as in "this invite" or "the certificate of anna"."""
+        split_address(address)
         self.address = address
-        self.session = session
         self._peer = f"the coordinator at {address}"
-        self._channel = open_channel(address, credentials)
+        self._shown = shown
+        self._channel = open_secure_channel(address, keys, COORDINATOR_HOST)
 
     async def join(self, request: JoinRequest) -> JoinReply:
-        """Ask to be admitted; the session in the reply is used for the later calls."""
+        """Ask to be admitted; the reply has the certificate for a connection that can do more."""
+        data = request.SerializeToString()
+        if len(data) > JOIN_BYTES:
+            raise PeerError(f"what this provider says of itself takes more than {JOIN_BYTES} bytes; shorten its --name")
         call = self._channel.unary_unary(
             f"/{COORDINATOR_SERVICE}/Join",
-            request_serializer=JoinRequest.SerializeToString,
+            request_serializer=bytes,
             response_deserializer=JoinReply.FromString,
         )
         try:
-            reply = await call(request, timeout=JOIN_TIMEOUT_SECONDS)
+            return await call(b"", metadata=((REQUEST_KEY, data),), timeout=JOIN_TIMEOUT_SECONDS)
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            raise broken(self._peer, error) from None
-        self.session = reply.session
-        return reply
+            raise broken(self._peer, error, self._shown) from None
 
     async def control(self) -> Control[ProviderMessage, CoordinatorMessage]:
         """Open the control stream."""
@@ -98,43 +102,46 @@ class CoordinatorClient:
 
     async def _dial(self, method: str) -> CallerWire:
         return await _dial(
-            self._channel, f"/{COORDINATOR_SERVICE}/{method}", self.session, self._peer, _nothing_to_release
+            self._channel, f"/{COORDINATOR_SERVICE}/{method}", self._peer, self._shown, _nothing_to_release
         )
 
 
-async def dial_link(address: str, session: str, credentials: Credentials = LOOPBACK) -> Link:
-    """Link this stage to the one that listens at `address`. PeerError when it is unreachable or refuses.
+async def dial_link(address: str, node_id: str, node: NodeIdentity) -> Link:
+    """Link this stage, on `node`, to the one of `node_id`, which listens at `address`.
 
-    The link has a connection of its own, which goes when the link is over.
+    PeerError when it is unreachable, another node than that, or refuses. The link has a connection of its own, which
+    goes when the link is over.
     """
-    channel = open_channel(address, credentials)
+    split_address(address)
+    if not is_node_id(node_id):
+        raise PeerError(f"{node_id!r} is not the id of a node; the coordinator gave no neighbour to link to")
+    channel = open_secure_channel(address, node.tls_keys(), node_host(node_id))
+    peer, shown = f"{node_id} at {address}", f"the certificate of {node.node_id}"
 
     async def close_channel() -> None:
         await channel.close()
 
     try:
-        return Link(await _dial(channel, f"/{PROVIDER_SERVICE}/Link", session, address, close_channel))
+        return Link(await _dial(channel, f"/{PROVIDER_SERVICE}/Link", peer, shown, close_channel))
     except BaseException:
         await channel.close()
         raise
 
 
 async def _dial(
-    channel: aio.Channel, method: str, session: str, peer: str, release: Callable[[], Awaitable[None]]
+    channel: aio.Channel, method: str, peer: str, shown: str, release: Callable[[], Awaitable[None]]
 ) -> CallerWire:
     """Open a stream and wait until the other side has let it in, so that a refusal is raised here."""
-    if not session or not session.isascii() or not session.isprintable():
-        raise PeerError(f"this node has no valid session with {peer}; join first")
     call: aio.StreamStreamCall[bytes, bytes]
     try:
-        call = channel.stream_stream(method)(metadata=((SESSION_KEY, session),))
+        call = channel.stream_stream(method)()
     except Exception as error:  # a closed channel
-        raise broken(peer, error) from None
+        raise broken(peer, error, shown) from None
     try:
         accepted = dict(await call.initial_metadata() or ())
         if ACCEPTED_KEY in accepted:
             return CallerWire(call, peer, release)
-        raise peer_error(peer, await call.code(), await call.details())
+        raise peer_error(peer, await call.code(), await call.details(), shown)
     except asyncio.CancelledError:
         call.cancel()
         task = asyncio.current_task()
@@ -145,7 +152,7 @@ async def _dial(
         raise
     except Exception as error:
         call.cancel()
-        raise broken(peer, error) from None
+        raise broken(peer, error, shown) from None
 
 
 async def _send_or_learn(control: Control[Chunk, UploadReply], chunk: Chunk) -> None:

@@ -6,13 +6,17 @@ from typing import Final
 import grpc
 
 from ravnest.errors import PeerError
+from ravnest.net.tls import tls_failure
 
 DETAILS_CHARACTERS: Final = 2000
 """Longer sentences are cut, since gRPC carries them in headers, whose size is limited."""
 
 
-def peer_error(peer: str, code: grpc.StatusCode | None, details: str | None) -> PeerError:
-    """The error for a call to `peer` that ended with this status."""
+def peer_error(peer: str, code: grpc.StatusCode | None, details: str | None, shown: str = "") -> PeerError:
+    """The error for a call to `peer` that ended with this status.
+
+    `shown` is given by whoever connects: it says what this node proved itself with.
+    """
     words = (details or "").strip() or "no reason given"
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         # Only our own servers use this code: the details are the sentence of the error raised there.
@@ -20,6 +24,9 @@ def peer_error(peer: str, code: grpc.StatusCode | None, details: str | None) -> 
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return PeerError(f"{peer} did not accept this node: {words}")
     if code is grpc.StatusCode.UNAVAILABLE:
+        # A connection that breaks later says "Socket closed" as well; only while it is made is TLS the reason.
+        if shown and "failed to connect" in words and (failure := tls_failure(peer, shown, words)) is not None:
+            return failure
         return PeerError(
             f"cannot reach {peer}: {_plain(words)}; check that it is running and that the address is right"
         )
@@ -32,10 +39,10 @@ def peer_error(peer: str, code: grpc.StatusCode | None, details: str | None) -> 
     return PeerError(f"the connection to {peer} failed: {_plain(words)}")
 
 
-def broken(peer: str, why: BaseException | str) -> PeerError:
+def broken(peer: str, why: BaseException | str, shown: str = "") -> PeerError:
     """The error for a stream that broke without a status: `why` in words."""
     if isinstance(why, grpc.aio.AioRpcError):
-        return peer_error(peer, why.code(), why.details())
+        return peer_error(peer, why.code(), why.details(), shown)
     words = why if isinstance(why, str) else (str(why) or type(why).__name__)
     return PeerError(f"the connection to {peer} failed: {_plain(words)}")
 

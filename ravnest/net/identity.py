@@ -15,6 +15,9 @@ from ravnest.errors import PeerError
 from ravnest.net import certificates
 from ravnest.net.certificates import Certificate
 
+AuthContext = Mapping[str, Iterable[bytes]] | None
+"""What gRPC's `context.auth_context()` gives."""
+
 Kind = Literal["invite", "node", "coordinator"]
 
 COORDINATOR_NAME: Final = "coordinator"
@@ -49,8 +52,16 @@ class Callers:
         self._invite_root = invite_root
         self._is_member = is_member
 
-    def identify(self, auth_context: Mapping[str, Iterable[bytes]] | None) -> Identity:
-        """The identity behind gRPC's `context.auth_context()`. PeerError when there is none this swarm vouches for."""
+    def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
+        """Who makes this call. PeerError when the swarm does not know the caller or it may not make the call."""
+        identity = self.identify(auth_context)
+        allowed, reason = may_call(identity, kinds, call)
+        if not allowed:
+            raise PeerError(reason)
+        return identity
+
+    def identify(self, auth_context: AuthContext) -> Identity:
+        """The identity behind the other end of a connection. PeerError when there is none this swarm vouches for."""
         shown = list((auth_context or {}).get("x509_pem_cert", ()))
         if len(shown) != 1:
             raise PeerError("the caller shows no certificate; join the swarm with an invite first")

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, Self
@@ -9,7 +10,7 @@ from typing import Final, Self
 from ravnest.errors import PeerError, RunError
 from ravnest.net import certificates
 from ravnest.net.certificates import Certificate, Key
-from ravnest.net.identity import Callers
+from ravnest.net.identity import AuthContext, Callers, Identity, Kind
 from ravnest.net.invite_key import InviteToken
 from ravnest.net.private_files import make_private_folder, read_private, write_private
 from ravnest.net.tls import TlsKeys
@@ -31,6 +32,7 @@ class NodeIdentity:
         self._keys = TlsKeys(
             certificates.key_pem(key), certificates.certificate_pem(alone), certificates.certificate_pem(alone)
         )
+        self._callers = Callers(alone)
 
     @classmethod
     def new(cls) -> Self:
@@ -84,8 +86,13 @@ class NodeIdentity:
         """What this provider serves and dials with now."""
         return self._keys
 
+    def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
+        """Who makes this call to us. PeerError when it is none of our swarm or may not make the call."""
+        return self._callers.caller(auth_context, kinds, call)
+
     def _take_up(self, certificate: Certificate, authority: Certificate) -> None:
-        identity = Callers(authority).identify_certificate(certificate)
+        callers = Callers(authority)
+        identity = callers.identify_certificate(certificate)
         if identity.kind != "node" or certificate.public_key() != self._key.public_key():
             raise PeerError("the coordinator answered with a certificate for another key; join again")
         self._keys = TlsKeys(
@@ -93,6 +100,7 @@ class NodeIdentity:
             certificates.certificate_pem(certificate),
             certificates.certificate_pem(authority),
         )
+        self._callers = callers
         self.expires_at = certificate.not_valid_after_utc.timestamp()
         self.node_id = identity.name
 

@@ -1,13 +1,18 @@
 """What coordinator and provider serve: the meeting points with the rooms above, and the two gRPC servers."""
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from typing import Final, Protocol
+
+import grpc
 
 from ravnest.errors import PeerError
 from ravnest.net.calls import CallServer, Method
-from ravnest.net.credentials import CHUNK_BYTES, Credentials, same_secret
+from ravnest.net.connection import CHUNK_BYTES
+from ravnest.net.identity import AuthContext, Identity, Kind
 from ravnest.net.link import Control, Link
+from ravnest.net.node_identity import NodeIdentity
+from ravnest.net.tls import server_credentials
 from ravnest.net.v1.control_pb2 import (
     Chunk,
     CoordinatorMessage,
@@ -21,6 +26,9 @@ from ravnest.net.v1.control_pb2 import (
 COORDINATOR_SERVICE: Final = "ravnest.v1.Coordinator"
 PROVIDER_SERVICE: Final = "ravnest.v1.Provider"
 
+WhoCalls = Callable[[AuthContext, Collection[Kind], str], Identity]
+"""Tells who makes a call; PeerError when it is nobody who may."""
+
 
 class CoordinatorHandler(Protocol):
     """What a coordinator does with the calls of its providers.
@@ -30,8 +38,8 @@ class CoordinatorHandler(Protocol):
     stops.
     """
 
-    async def join(self, request: JoinRequest) -> JoinReply:
-        """Admit a provider, or raise a RavnestError that says why not."""
+    async def join(self, identity: Identity, request: JoinRequest) -> JoinReply:
+        """Admit the holder of an invite, or a node that has joined before; a RavnestError says why not."""
 
     async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
         """Speak with a provider; the stream ends when this returns."""
@@ -45,9 +53,6 @@ class CoordinatorHandler(Protocol):
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         """Take an upload in full; `chunks` raises PeerError when it breaks off before its end."""
 
-    def authenticate(self, session: str) -> str | None:
-        """The id of the node that was given this session, or None."""
-
 
 class ProviderHandler(Protocol):
     """What a provider does with the calls of the stage before it."""
@@ -55,31 +60,29 @@ class ProviderHandler(Protocol):
     async def link(self, peer: str, link: Link) -> None:
         """Exchange frames with the stage before; the stream ends when this returns."""
 
-    def authenticate(self, session: str) -> str | None:
-        """The name of the node that may present this session, or None."""
-
 
 class CoordinatorServer(CallServer):
-    """Serves providers on behalf of a coordinator."""
+    """Serves providers on behalf of a coordinator: Join to holders of an invite and to nodes, all else to nodes."""
 
-    def __init__(self, handler: CoordinatorHandler, credentials: Credentials) -> None:
+    def __init__(self, handler: CoordinatorHandler, credentials: grpc.ServerCredentials, who_calls: WhoCalls) -> None:
         super().__init__(credentials)
         self._handler = handler
+        self._who_calls = who_calls
 
     def service(self) -> str:
         return COORDINATOR_SERVICE
 
     def methods(self) -> dict[str, Method]:
         return {
-            "Join": self.unary(JoinRequest, self._handler.join),
-            "Control": self.stream(lambda wire: Control(wire, ProviderMessage), self._handler.control),
-            "Feed": self.stream(Link, self._handler.feed),
-            "Fetch": self.stream(lambda wire: Control(wire, FetchRequest), self._fetch),
-            "Upload": self.stream(lambda wire: Control(wire, Chunk), self._upload),
+            "Join": self.unary("Join", ["invite", "node"], JoinRequest, self._handler.join),
+            "Control": self.stream("Control", lambda wire: Control(wire, ProviderMessage), self._handler.control),
+            "Feed": self.stream("Feed", Link, self._handler.feed),
+            "Fetch": self.stream("Fetch", lambda wire: Control(wire, FetchRequest), self._fetch),
+            "Upload": self.stream("Upload", lambda wire: Control(wire, Chunk), self._upload),
         }
 
-    def authenticate(self, session: str) -> str | None:
-        return self._handler.authenticate(session)
+    def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
+        return self._who_calls(auth_context, kinds, call)
 
     async def _fetch(self, node_id: str, control: Control[Chunk, FetchRequest]) -> None:
         request = await control.receive()
@@ -116,27 +119,30 @@ class CoordinatorServer(CallServer):
 
 
 class ProviderServer(CallServer):
-    """Serves the stage before on behalf of a provider.
+    """Serves the stage before on behalf of a provider, and nobody else.
 
-    `secret` is the swarm's secret, which callers present; it may be set later, when a deployment brings it. While it
-    is None, or when what a caller presents differs from it, the handler's `authenticate` decides.
+    `previous_node` is who holds that stage: a deployment brings it. While it is empty nobody is let in.
     """
 
-    def __init__(self, handler: ProviderHandler, credentials: Credentials, secret: str | None = None) -> None:
-        super().__init__(credentials)
-        self.secret = secret
+    def __init__(self, handler: ProviderHandler, node: NodeIdentity) -> None:
+        super().__init__(server_credentials(node.tls_keys))
+        self.previous_node = ""
+        self._node = node
         self._handler = handler
 
     def service(self) -> str:
         return PROVIDER_SERVICE
 
     def methods(self) -> dict[str, Method]:
-        return {"Link": self.stream(Link, self._handler.link)}
+        return {"Link": self.stream("Link", Link, self._handler.link)}
 
-    def authenticate(self, session: str) -> str | None:
-        if self.secret is not None and same_secret(session, self.secret):
-            return "the stage before"
-        return self._handler.authenticate(session)
+    def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
+        identity = self._node.caller(auth_context, kinds, call)
+        if not self.previous_node:
+            raise PeerError(f"{identity} may not call {call}: no stage comes before the one that is held here, if any")
+        if identity.name != self.previous_node:
+            raise PeerError(f"{identity} may not call {call}: {self.previous_node} holds the stage before")
+        return identity
 
 
 async def split(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from ravnest.errors import PeerError
-from ravnest.net.invite import join_address, split_address
+from ravnest.net.address import join_address, split_address
 from ravnest.net.invite_key import InviteToken, decode_url_safe, encode_url_safe
 
 FINGERPRINT_BYTES: Final = 32

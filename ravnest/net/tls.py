@@ -12,7 +12,7 @@ import grpc
 from grpc import aio
 
 from ravnest.errors import PeerError
-from ravnest.net.credentials import CHANNEL_OPTIONS
+from ravnest.net.connection import CHANNEL_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)

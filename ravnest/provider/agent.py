@@ -19,11 +19,13 @@ import torch
 from ravnest import __version__
 from ravnest.errors import PeerError, RavnestError
 from ravnest.graph.portable import FORMAT_VERSION
+from ravnest.net.address import join_address
 from ravnest.net.client import CoordinatorClient
-from ravnest.net.credentials import Credentials
-from ravnest.net.invite import Invite
 from ravnest.net.link import Control, Link
+from ravnest.net.node_identity import NodeIdentity
+from ravnest.net.pinning import pin_authority
 from ravnest.net.server import ProviderServer
+from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     Deploy,
@@ -38,6 +40,7 @@ from ravnest.net.version import PROTOCOL_VERSION
 from ravnest.provider.deployment import Deployment
 from ravnest.provider.device import choose_device
 from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
+from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.memory import available_bytes, resident_bytes
 
 _PARENT_SECONDS = 2.0
@@ -64,7 +67,7 @@ def run(
         invite = sys.stdin.readline().strip()
         if not invite:
             return 1
-    agent = _Agent(Invite.parse(invite), chosen, memory_bytes, name or "", embedded)
+    agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or "", embedded)
     try:
         return asyncio.run(agent.main(listen_host, listen_port))
     except PeerError:
@@ -81,12 +84,13 @@ def _parent_has_ended() -> bool:
 
 class _Agent:
     def __init__(
-        self, invite: Invite, device: torch.device, memory_bytes: int | None, name: str, embedded: bool
+        self, invite: SwarmInvite, device: torch.device, memory_bytes: int | None, name: str, embedded: bool
     ) -> None:
         self._invite = invite
         self._device = device
         self._memory_bytes = memory_bytes or available_bytes(device)
         self._name = name
+        self._node = NodeIdentity.new()
         self._embedded = embedded
         self._baseline = 0
         self._deployment: Deployment | None = None
@@ -96,41 +100,41 @@ class _Agent:
         self._reason = ""
 
     async def main(self, listen_host: str, listen_port: int) -> int:
-        credentials = Credentials.loopback()
-        server = ProviderServer(self, credentials)
-        port = await server.start(listen_host, listen_port)
-        client = CoordinatorClient(f"{self._invite.host}:{self._invite.port}", credentials)
-        try:
-            reply = await client.join(
-                JoinRequest(
-                    token=self._invite.token,
-                    name=self._name,
-                    address=f"{listen_host}:{port}",
-                    device=str(self._device),
-                    memory_bytes=self._memory_bytes,
-                    threads=torch.get_num_threads(),
-                    version=__version__,
-                    protocol=PROTOCOL_VERSION,
-                    graph_format=FORMAT_VERSION,
-                )
+        authority = await pin_authority(self._invite)
+        async with contextlib.AsyncExitStack() as stack:
+            if self._embedded:
+                self._node = NodeIdentity.new()
+            else:
+                self._node = stack.enter_context(kept_identity(self._invite, authority, self._name))
+            server = ProviderServer(self, self._node)
+            stack.push_async_callback(server.stop)
+            port = await server.start(listen_host, listen_port)
+            about_us = JoinRequest(
+                name=self._name,
+                address=join_address(listen_host, port),
+                device=str(self._device),
+                memory_bytes=self._memory_bytes,
+                threads=torch.get_num_threads(),
+                version=__version__,
+                protocol=PROTOCOL_VERSION,
+                graph_format=FORMAT_VERSION,
             )
+            client, reply = await join(self._invite, authority, self._node, about_us)
+            stack.push_async_callback(client.close)
+            stack.push_async_callback(self._give_up_stage)
             self._say(f"joined {client.address} as {reply.node_id}, lending {self._device}")
             control = await client.control()
             feed = await client.feed()
             self._baseline = resident_bytes()
             return await self._work(server, client, control, feed, reply.heartbeat_seconds)
-        finally:
-            if self._deployment is not None:
-                await self._deployment.close()
-            await client.close()
-            await server.stop()
+
+    async def _give_up_stage(self) -> None:
+        if self._deployment is not None:
+            await self._deployment.close()
 
     async def link(self, peer: str, link: Link) -> None:
         """The stage before dials in; it may do so before the own stage is built."""
         await (await self._next_deployment(None)).serve_previous(link)
-
-    def authenticate(self, session: str) -> str | None:
-        return None
 
     async def _work(
         self,
@@ -184,7 +188,7 @@ class _Agent:
                     await control.send(ProviderMessage(failed=failed))
             elif kind == "start" and self._deployment is not None:
                 try:
-                    await self._deployment.link_next()
+                    await self._deployment.link_next(self._node)
                 except PeerError as error:
                     failed = Failed(deployment=message.start.deployment, kind="link", message=str(error), microbatch=-1)
                     await control.send(ProviderMessage(failed=failed))
@@ -202,7 +206,7 @@ class _Agent:
             self._deployment = None
         self._generation = order.generation
         self._say(f"taking stage {order.stage} of {order.stages}")
-        server.secret = order.link_secret
+        server.previous_node = order.previous_node
         deployment = await Deployment.make(order, client, self._device, self._baseline)
         async with self._deployed:
             self._deployment = deployment

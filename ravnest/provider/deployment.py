@@ -18,6 +18,7 @@ from ravnest.graph.weights import WeightsReader
 from ravnest.net.client import CoordinatorClient, dial_link
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.link import Link
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, LossRecord, Report, UpdateRecord
 from ravnest.provider.memory import peak_bytes
 from ravnest.provider.outbox import FrameOutbox, message_of
@@ -31,12 +32,11 @@ class Deployment:
     def __init__(self, order: Deploy, stage: Stage, outbox: FrameOutbox, baseline_memory_bytes: int) -> None:
         self.name = order.deployment
         self.generation = order.generation
-        self.link_secret = order.link_secret
         self._stage = stage
         self._outbox = outbox
         self._baseline = baseline_memory_bytes
         self._worker = StageWorker(stage, outbox)
-        self._next = (order.next_address, order.link_secret)
+        self._next = (order.next_address, order.next_node)
         self._links: list[Link] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = time.perf_counter()
@@ -83,11 +83,11 @@ class Deployment:
         self._worker.start()
         self._spawn(self._send(self._outbox.to_coordinator, feed))
 
-    async def link_next(self) -> None:
+    async def link_next(self, node: NodeIdentity) -> None:
         """Dials the stage after this one, where there is one; PeerError when it does not answer."""
-        address, secret = self._next
+        address, next_node = self._next
         if address:
-            link = await dial_link(address, secret)
+            link = await dial_link(address, next_node, node)
             self._links.append(link)
             self._spawn(self._send(self._outbox.to_next, link))
             self._spawn(self._read(link, FrameKind.BACKWARD, self._worker.receive_backward))

@@ -283,7 +283,7 @@ def test_a_loss_that_no_parameter_leads_to_is_refused() -> None:
 
 
 def test_a_loss_that_is_a_constant_is_refused() -> None:
-    with pytest.raises((JobError, CaptureError), match="constant|trainable"):
+    with pytest.raises((JobError, CaptureError), match=r"constant|trainable"):
         _capture(ThreeLayers(), lambda outputs, targets: torch.zeros(()))
 
 

@@ -1,40 +1,45 @@
-"""Small handlers and helpers for tests of the transport: both ends in one process, over real sockets."""
+"""Small handlers and helpers for tests of the transport: both ends in one process, over real sockets and mutual TLS."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
 
+from secure_ends import run
+
+from ravnest.coordinator.admission import Admission
 from ravnest.errors import PeerError
 from ravnest.net import (
     Control,
     CoordinatorClient,
     CoordinatorServer,
-    Credentials,
     Frame,
     FrameKind,
     Link,
+    NodeIdentity,
     ProviderServer,
+    SwarmInvite,
     dial_link,
-    same_secret,
 )
+from ravnest.net.identity import Identity
+from ravnest.net.node_identity import joiner_keys
+from ravnest.net.tls import TlsKeys
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinReply, JoinRequest, ProviderMessage
 
-SECRET = "the-swarm-secret"
-TEST_SECONDS = 30.0
+__all__ = ["run"]
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    """Run a test on a loop of its own; a hang is a failure, and so is a task left behind with an error."""
+def a_node(admission: Admission, name: str, folder: Path | None = None) -> NodeIdentity:
+    """A node that has joined the swarm."""
+    node = NodeIdentity.new() if folder is None else NodeIdentity.open(folder)
+    token = admission.invite("127.0.0.1", 1).token
+    admitted = admission.join(Identity("invite", token.id), node.request(), name)
+    node.adopt(admitted.certificate, admission.authority.certificate)
+    return node
 
-    async def bounded() -> None:
-        complaints: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        async with asyncio.timeout(TEST_SECONDS):
-            await test
-        assert not complaints, complaints
 
-    asyncio.run(bounded())
+SWARM = Admission.in_memory()
+BEFORE, CALLED, OTHER = (a_node(SWARM, name) for name in ("before", "called", "other"))
 
 
 class Provider:
@@ -42,6 +47,7 @@ class Provider:
 
     def __init__(self, serve: Callable[[Link], Awaitable[None]]) -> None:
         self.serve = serve
+        self.server: ProviderServer
         self.errors: list[BaseException] = []
         self.over = asyncio.Event()
 
@@ -54,15 +60,14 @@ class Provider:
         finally:
             self.over.set()
 
-    def authenticate(self, session: str) -> str | None:
-        return "before" if same_secret(session, SECRET) else None
-
 
 @asynccontextmanager
 async def provider(serve: Callable[[Link], Awaitable[None]]) -> AsyncIterator[tuple[Provider, str]]:
-    """A running provider and its address."""
+    """A running provider, the node `called`, and its address. The stage before it is on the node `before`."""
     handler = Provider(serve)
-    server = ProviderServer(handler, Credentials.loopback())
+    server = ProviderServer(handler, CALLED)
+    server.previous_node = BEFORE.node_id
+    handler.server = server
     port = await server.start("127.0.0.1", 0)
     try:
         yield handler, f"127.0.0.1:{port}"
@@ -74,7 +79,7 @@ async def provider(serve: Callable[[Link], Awaitable[None]]) -> AsyncIterator[tu
 async def linked(serve: Callable[[Link], Awaitable[None]]) -> AsyncIterator[tuple[Provider, Link]]:
     """A running provider and a link to it."""
     async with provider(serve) as (handler, address):
-        link = await dial_link(address, SECRET)
+        link = await dial_link(address, CALLED.node_id, BEFORE)
         try:
             yield handler, link
         finally:
@@ -83,19 +88,45 @@ async def linked(serve: Callable[[Link], Awaitable[None]]) -> AsyncIterator[tupl
 
 
 class Coordinator:
-    """A coordinator that admits the token "good" and keeps artifacts and uploads in memory."""
+    """A coordinator that keeps artifacts and uploads in memory."""
 
     def __init__(self) -> None:
+        self.admission = Admission.in_memory()
+        self.server = CoordinatorServer(self, self.admission.server_credentials(), self.admission.caller)
+        self.port = 0
+        self.joins = 0
         self.artifacts: dict[str, bytes] = {}
         self.uploads: dict[str, bytes] = {}
         self.upload_errors: list[BaseException] = []
         self.upload_begun = asyncio.Event()
         self.upload_over = asyncio.Event()
+        self._clients: list[CoordinatorClient] = []
 
-    async def join(self, request: JoinRequest) -> JoinReply:
-        if request.token != "good":
-            raise PeerError(f"the token of {request.name} is not valid; ask for a new invite")
-        return JoinReply(node_id="node-1", session="session-1", heartbeat_seconds=2.0)
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def invite(self) -> SwarmInvite:
+        return self.admission.invite("127.0.0.1", self.port)
+
+    def client(self, keys: TlsKeys, shown: str = "what this test showed") -> CoordinatorClient:
+        """A connection with these keys, closed when the test is over."""
+        self._clients.append(CoordinatorClient(self.address, keys, shown))
+        return self._clients[-1]
+
+    def joiner(self, invite: SwarmInvite | None = None) -> CoordinatorClient:
+        """A connection of somebody who holds an invite."""
+        return self.client(joiner_keys((invite or self.invite()).token, self.admission.authority.certificate))
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        await self.server.stop(grace_seconds=0)
+
+    async def join(self, identity: Identity, request: JoinRequest) -> JoinReply:
+        self.joins += 1
+        admitted = self.admission.join(identity, request.certificate_request, request.name)
+        return JoinReply(node_id=admitted.node_id, certificate=admitted.certificate, heartbeat_seconds=2.0)
 
     async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
         while (message := await control.receive()) is not None:
@@ -127,22 +158,16 @@ class Coordinator:
             self.upload_over.set()
         self.uploads[name] = bytes(received)
 
-    def authenticate(self, session: str) -> str | None:
-        return "node-1" if same_secret(session, "session-1") else None
-
 
 @asynccontextmanager
 async def coordinator() -> AsyncIterator[tuple[Coordinator, CoordinatorClient]]:
-    """A running coordinator and a client that has not joined yet."""
+    """A running coordinator, and a connection of the node `node-1` that has joined it."""
     handler = Coordinator()
-    server = CoordinatorServer(handler, Credentials.loopback())
-    port = await server.start("127.0.0.1", 0)
-    client = CoordinatorClient(f"127.0.0.1:{port}")
+    handler.port = await handler.server.start("127.0.0.1", 0)
     try:
-        yield handler, client
+        yield handler, handler.client(a_node(handler.admission, "node-1").tls_keys())
     finally:
-        await client.close()
-        await server.stop(grace_seconds=0)
+        await handler.close()
 
 
 async def echo(link: Link) -> None:

@@ -5,12 +5,21 @@ import hashlib
 import os
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
+import grpc
 import pytest
-from swarm_ends import Coordinator, coordinator, run
+from grpc import aio
+from secure_ends import plain_server
+from swarm_ends import BEFORE, Coordinator, a_node, coordinator, echo, provider, run
 
+from ravnest.coordinator.admission import Admission
 from ravnest.errors import PeerError, RunError
-from ravnest.net import CoordinatorClient, CoordinatorServer, Credentials, Frame, FrameKind, dial_link
+from ravnest.net import CoordinatorClient, Frame, FrameKind, NodeIdentity, dial_link
+from ravnest.net.calls import REQUEST_KEY
+from ravnest.net.identity import COORDINATOR_HOST
+from ravnest.net.node_identity import joiner_keys
+from ravnest.net.tls import open_secure_channel
 from ravnest.net.v1.control_pb2 import JoinRequest, ProviderMessage
 
 
@@ -21,9 +30,12 @@ async def pieces(*data: bytes) -> AsyncIterator[bytes]:
 
 def test_a_provider_joins_and_speaks() -> None:
     async def test() -> None:
-        async with coordinator() as (_, client):
-            reply = await client.join(JoinRequest(token="good", name="desk"))
-            assert (reply.node_id, reply.heartbeat_seconds) == ("node-1", 2.0)
+        async with coordinator() as (handler, _):
+            node = NodeIdentity.new()
+            reply = await handler.joiner().join(JoinRequest(certificate_request=node.request(), name="Désk"))
+            assert (reply.node_id, reply.heartbeat_seconds) == ("d-sk", 2.0)
+            assert node.adopt(reply.certificate, handler.admission.authority.certificate) == "d-sk"
+            client = handler.client(node.tls_keys())
             control = await client.control()
             for number in range(20):
                 message = ProviderMessage()
@@ -32,7 +44,7 @@ def test_a_provider_joins_and_speaks() -> None:
             for number in range(20):
                 answer = await control.receive()
                 assert answer is not None
-                assert answer.start.deployment == f"node-1 {number}"
+                assert answer.start.deployment == f"d-sk {number}"
             link = await client.feed()
             await link.send(Frame(FrameKind.FEED, 5))
             frame = await link.receive()
@@ -48,22 +60,63 @@ def test_a_provider_joins_and_speaks() -> None:
 
 def test_a_refused_join_says_the_coordinators_sentence() -> None:
     async def test() -> None:
-        async with coordinator() as (_, client):
-            with pytest.raises(PeerError, match=r"^the token of désk is not valid; ask for a new invite$"):
-                await client.join(JoinRequest(token="bad", name="désk"))
+        async with coordinator() as (handler, _):
+            with pytest.raises(
+                PeerError, match=r"^the certificate request cannot be used: .*; join again with a new key$"
+            ):
+                await handler.joiner().join(JoinRequest(certificate_request=b"\x00", name="désk"))
 
     run(test())
 
 
-def test_every_call_needs_the_session_of_a_join() -> None:
+def test_a_node_that_has_joined_may_join_again_and_keeps_its_id() -> None:
     async def test() -> None:
-        async with coordinator() as (handler, client):
-            for session, words in (
-                ("", "join first"),
-                ("wrong", "did not accept"),
-                ("bad\nsession", "join first"),
+        async with coordinator() as (_, client):
+            reply = await client.join(JoinRequest(certificate_request=NodeIdentity.new().request(), name="another"))
+            assert reply.node_id == "node-1"
+
+    run(test())
+
+
+def test_a_request_to_join_is_small_or_not_read() -> None:
+    async def test() -> None:
+        async with coordinator() as (handler, _):
+            keys = joiner_keys(handler.invite().token, handler.admission.authority.certificate)
+            with pytest.raises(PeerError, match="takes more than 4096 bytes; shorten its --name"):
+                await handler.client(keys).join(JoinRequest(name="x" * 5000))
+            channel = open_secure_channel(handler.address, keys, COORDINATOR_HOST)
+            call = channel.unary_unary("/ravnest.v1.Coordinator/Join")
+            for metadata, words in (
+                ((), "cannot be read: it is not there"),
+                (((REQUEST_KEY, b"\xff" * 100),), "cannot be read"),
+                (((REQUEST_KEY, bytes(4097)),), "larger than 4096 bytes"),
+                (((REQUEST_KEY, bytes(40_000)),), "metadata"),
             ):
-                client.session = session
+                with pytest.raises(aio.AioRpcError, match=words):
+                    await call(b"", metadata=metadata, timeout=10)
+            # A message may be as large as it likes: it stays where it is.
+            with pytest.raises(aio.AioRpcError, match="it is not there"):
+                await call(bytes(64 << 20), timeout=10)
+            await channel.close()
+            assert handler.joins == 0
+
+    run(test())
+
+
+def test_every_call_needs_the_certificate_of_a_join() -> None:
+    async def test() -> None:
+        async with coordinator() as (handler, _):
+            kicked = a_node(handler.admission, "kicked")
+            handler.admission.tokens.kick("kicked", 0.0)
+            strangers = Admission.in_memory()
+            roots = handler.admission.authority.tls_keys().roots
+            stranger = replace(a_node(strangers, "node-1").tls_keys(), roots=roots)
+            for client, words in (
+                (handler.joiner(), "may not call .*: an invite is good for joining alone"),
+                (handler.client(kicked.tls_keys()), "kicked was thrown out of the swarm"),
+                (handler.client(stranger), "does not accept what this test showed"),
+                (handler.client(handler.admission.authority.tls_keys()), "a node that has joined may, not the coord"),
+            ):
                 for call in (client.control(), client.feed(), client.upload("x", pieces(b"data"))):
                     with pytest.raises(PeerError, match=words):
                         await call
@@ -75,12 +128,26 @@ def test_every_call_needs_the_session_of_a_join() -> None:
     run(test())
 
 
+def test_a_node_that_is_dropped_loses_every_stream_and_learns_why() -> None:
+    async def test() -> None:
+        async with coordinator() as (handler, client):
+            other = handler.client(a_node(handler.admission, "other").tls_keys())
+            control, link, unharmed = await client.control(), await client.feed(), await other.feed()
+            handler.server.drop("node-1", "node-1 was thrown out of the swarm")
+            for receive in (control.receive(), link.receive()):
+                with pytest.raises(PeerError, match=r"^node-1 was thrown out of the swarm$"):
+                    await receive
+            await unharmed.send(Frame(FrameKind.FEED, 5))
+            assert await unharmed.receive() is not None
+
+    run(test())
+
+
 def test_an_artifact_arrives_whole_and_goes_on_from_any_byte() -> None:
     async def test() -> None:
         async with coordinator() as (handler, client):
             data = os.urandom(5_000_001)
             handler.artifacts = {"weights": data, "empty": b""}
-            await client.join(JoinRequest(token="good"))
             chunks = [chunk async for chunk in client.fetch("weights")]
             assert max(len(chunk) for chunk in chunks) == 1 << 20
             assert hashlib.sha256(b"".join(chunks)).digest() == hashlib.sha256(data).digest()
@@ -101,7 +168,6 @@ def test_an_artifact_arrives_whole_and_goes_on_from_any_byte() -> None:
 def test_an_upload_arrives_whole() -> None:
     async def test() -> None:
         async with coordinator() as (handler, client):
-            await client.join(JoinRequest(token="good"))
             data = os.urandom(3_500_000)
             await client.upload("state", pieces(data[:10], b"", data[10:]))
             await client.upload("nothing", pieces())
@@ -113,7 +179,6 @@ def test_an_upload_arrives_whole() -> None:
 def test_a_refused_upload_says_why_and_does_not_hang() -> None:
     async def test() -> None:
         async with coordinator() as (_, client):
-            await client.join(JoinRequest(token="good"))
             with pytest.raises(PeerError, match=r"^the disk is full; free some space$"):
                 await client.upload("state", pieces(b"refuse me", *[bytes(1 << 20)] * 30))
 
@@ -123,7 +188,6 @@ def test_a_refused_upload_says_why_and_does_not_hang() -> None:
 def test_an_upload_that_breaks_off_is_never_taken_for_whole() -> None:
     async def test() -> None:
         async with coordinator() as (handler, client):
-            await client.join(JoinRequest(token="good"))
 
             async def failing() -> AsyncIterator[bytes]:
                 yield b"some"
@@ -141,13 +205,12 @@ def test_an_upload_that_breaks_off_is_never_taken_for_whole() -> None:
 
 def test_a_taken_port_is_a_sentence_with_the_address_and_the_fix() -> None:
     async def test() -> None:
-        first = CoordinatorServer(Coordinator(), Credentials.loopback())
-        port = await first.start("127.0.0.1", 0)
-        second = CoordinatorServer(Coordinator(), Credentials.loopback())
+        first, second = Coordinator(), Coordinator()
+        port = await first.server.start("127.0.0.1", 0)
         with pytest.raises(RunError, match=f"127.0.0.1:{port}.*--listen"):
-            await second.start("127.0.0.1", port)
-        await first.stop(grace_seconds=0)
-        await second.stop(grace_seconds=0)
+            await second.server.start("127.0.0.1", port)
+        await first.close()
+        await second.close()
 
     run(test())
 
@@ -156,25 +219,37 @@ def test_a_freed_port_can_be_had_again() -> None:
     async def test() -> None:
         port = 0
         for _ in range(2):
-            server = CoordinatorServer(Coordinator(), Credentials.loopback())
-            port = await server.start("127.0.0.1", port)
-            client = CoordinatorClient(f"127.0.0.1:{port}")
-            await client.join(JoinRequest(token="good"))
-            await server.stop(grace_seconds=0)
-            await client.close()
+            handler = Coordinator()
+            handler.port = port = await handler.server.start("127.0.0.1", port)
+            await handler.joiner().join(JoinRequest(certificate_request=NodeIdentity.new().request()))
+            await handler.close()
 
     run(test())
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "203.0.113.5", "example.org"])
-def test_plaintext_leaves_this_machine_in_neither_direction(host: str) -> None:
+def test_plaintext_reaches_no_call_even_on_this_machine() -> None:
     async def test() -> None:
-        with pytest.raises(RunError, match="without TLS"):
-            await CoordinatorServer(Coordinator(), Credentials.loopback()).start(host, 0)
-        with pytest.raises(PeerError, match="plaintext"):
-            CoordinatorClient(f"{host}:7700")
-        with pytest.raises(PeerError, match="plaintext"):
-            await dial_link(f"{host}:7700", "session")
+        async with coordinator() as (handler, _), provider(echo) as (served, address):
+            for place, method in ((handler.address, "Coordinator/Join"), (address, "Provider/Link")):
+                async with aio.insecure_channel(place) as channel:
+                    call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/ravnest.v1.{method}")()
+                    with pytest.raises(aio.AioRpcError) as caught:
+                        await call.read()
+                    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert handler.joins == 0 and not served.over.is_set()
+
+    run(test())
+
+
+def test_nothing_is_said_to_a_server_without_tls() -> None:
+    async def test() -> None:
+        async with plain_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+            address = f"127.0.0.1:{port}"
+            client = CoordinatorClient(address, BEFORE.tls_keys(), "the certificate of before")
+            for call in (client.join(JoinRequest()), client.control(), dial_link(address, "called", BEFORE)):
+                with pytest.raises(PeerError, match=f"{address} does not speak TLS"):
+                    await call
+            await client.close()
 
     run(test())
 
@@ -184,8 +259,8 @@ def test_nobody_at_the_address_is_a_sentence() -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
-            client = CoordinatorClient(address, session="session-1")
-            for call in (client.join(JoinRequest()), client.control(), dial_link(address, "secret")):
+            client = CoordinatorClient(address, BEFORE.tls_keys(), "the certificate of before")
+            for call in (client.join(JoinRequest()), client.control(), dial_link(address, "called", BEFORE)):
                 with pytest.raises(PeerError, match=f"cannot reach .*{address}: .*[Rr]efused.*; check"):
                     await call
             await client.close()
@@ -193,10 +268,18 @@ def test_nobody_at_the_address_is_a_sentence() -> None:
     run(test())
 
 
+@pytest.mark.parametrize(("address", "node_id"), [("nowhere", "called"), ("127.0.0.1:7700", "*"), ("a b:1", "called")])
+def test_an_address_or_a_node_that_cannot_be_is_a_peer_error(address: str, node_id: str) -> None:
+    async def test() -> None:
+        with pytest.raises(PeerError, match=r"is not an address|is not the id of a node"):
+            await dial_link(address, node_id, BEFORE)
+
+    run(test())
+
+
 def test_a_closed_client_raises_peer_error_everywhere() -> None:
     async def test() -> None:
         async with coordinator() as (_, client):
-            await client.join(JoinRequest(token="good"))
             control = await client.control()
             receiving = asyncio.create_task(control.receive())
             await asyncio.sleep(0)
@@ -206,7 +289,7 @@ def test_a_closed_client_raises_peer_error_everywhere() -> None:
                 await receiving
             with pytest.raises(PeerError):
                 await control.send(ProviderMessage(ready={"deployment": "x"}))
-            for call in (client.join(JoinRequest(token="good")), client.control(), client.feed()):
+            for call in (client.join(JoinRequest()), client.control(), client.feed()):
                 with pytest.raises(PeerError):
                     await call
 
@@ -216,7 +299,6 @@ def test_a_closed_client_raises_peer_error_everywhere() -> None:
 def test_a_coordinator_that_stops_while_nobody_listens_stops_at_once() -> None:
     async def test() -> None:
         async with coordinator() as (_, client):
-            await client.join(JoinRequest(token="good"))
             control = await client.control()
             link = await client.feed()
         for receive in (control.receive(), link.receive()):

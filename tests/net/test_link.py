@@ -3,15 +3,22 @@
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
+import grpc
 import pytest
 import torch
 from grpc import aio
-from swarm_ends import SECRET, echo, linked, provider, run
+from swarm_ends import BEFORE, CALLED, OTHER, SWARM, a_node, echo, linked, provider, run
 
+from ravnest.coordinator.admission import Admission
 from ravnest.errors import PeerError
 from ravnest.net import Frame, FrameKind, Link, dial_link, encode
-from ravnest.net.calls import SESSION_KEY
+from ravnest.net.identity import node_host
+from ravnest.net.node_identity import joiner_keys
+from ravnest.net.private_files import write_private
+from ravnest.net.tls import channel_credentials, expecting, open_secure_channel
 
 
 def forward(microbatch: int, elements: int = 4) -> Frame:
@@ -210,7 +217,7 @@ def test_cancelling_the_callers_task_ends_the_stream_at_the_other_side() -> None
             linked_up = asyncio.Event()
 
             async def use_link() -> None:
-                link = await dial_link(address, SECRET)
+                link = await dial_link(address, CALLED.node_id, BEFORE)
                 try:
                     linked_up.set()
                     await link.receive()
@@ -257,7 +264,7 @@ def test_a_handler_that_is_cancelled_or_fails_breaks_the_callers_link() -> None:
 def test_a_server_that_stops_breaks_its_links_on_both_sides() -> None:
     async def test() -> None:
         async with provider(echo) as (handler, address):
-            link = await dial_link(address, SECRET)
+            link = await dial_link(address, CALLED.node_id, BEFORE)
             await link.send(forward(1))
             await link.receive()
         assert len(handler.errors) == 1
@@ -269,11 +276,14 @@ def test_a_server_that_stops_breaks_its_links_on_both_sides() -> None:
 
 
 CALLER = """
-import asyncio, os, sys, torch
-from ravnest.net import Frame, FrameKind, dial_link
+import asyncio, os, pathlib, sys
+from ravnest.net import Frame, FrameKind, NodeIdentity, dial_link
+from ravnest.net.certificates import read_certificate
 
 async def main():
-    link = await dial_link(sys.argv[1], sys.argv[2])
+    folder = pathlib.Path(sys.argv[2])
+    node = NodeIdentity.open(folder, read_certificate((folder / "authority").read_bytes()))
+    link = await dial_link(sys.argv[1], "called", node)
     await link.send(Frame(FrameKind.FORWARD, 1))
     await link.receive()
     os.kill(os.getpid(), 9)
@@ -282,10 +292,14 @@ asyncio.run(main())
 """
 
 
-def test_a_caller_killed_in_mid_stream_is_noticed() -> None:
+def test_a_caller_killed_in_mid_stream_is_noticed(tmp_path: Path) -> None:
     async def test() -> None:
         async with provider(echo) as (handler, address):
-            died = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", CALLER, address, SECRET], check=False)
+            write_private(tmp_path / "node.key", BEFORE.tls_keys().key)
+            write_private(tmp_path / "node.pem", BEFORE.tls_keys().certificate)
+            write_private(tmp_path / "authority", BEFORE.tls_keys().roots)
+            command = [sys.executable, "-c", CALLER, address, str(tmp_path)]
+            died = await asyncio.to_thread(subprocess.run, command, check=False)
             assert died.returncode == -9
             await handler.over.wait()
             assert [type(error) for error in handler.errors] == [PeerError]
@@ -294,32 +308,39 @@ def test_a_caller_killed_in_mid_stream_is_noticed() -> None:
     run(test())
 
 
-CALLED = """
-import asyncio, os, sys
-from ravnest.net import Credentials, ProviderServer
+CALLED_SIDE = """
+import asyncio, os, pathlib, sys
+from ravnest.net import NodeIdentity, ProviderServer
+from ravnest.net.certificates import read_certificate
 
 class Dying:
     async def link(self, peer, link):
         await link.receive()
         os.kill(os.getpid(), 9)
-    def authenticate(self, session):
-        return "before"
 
 async def main():
-    print(await ProviderServer(Dying(), Credentials.loopback()).start("127.0.0.1", 0), flush=True)
+    folder = pathlib.Path(sys.argv[1])
+    node = NodeIdentity.open(folder, read_certificate((folder / "authority").read_bytes()))
+    server = ProviderServer(Dying(), node)
+    server.previous_node = "before"
+    print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
 """
 
 
-def test_a_called_side_killed_in_mid_stream_is_noticed() -> None:
+def test_a_called_side_killed_in_mid_stream_is_noticed(tmp_path: Path) -> None:
     async def test() -> None:
-        process = subprocess.Popen([sys.executable, "-c", CALLED], stdout=subprocess.PIPE, text=True)
+        write_private(tmp_path / "node.key", CALLED.tls_keys().key)
+        write_private(tmp_path / "node.pem", CALLED.tls_keys().certificate)
+        write_private(tmp_path / "authority", CALLED.tls_keys().roots)
+        command = [sys.executable, "-c", CALLED_SIDE, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
             port = int(await asyncio.to_thread(process.stdout.readline))
-            link = await dial_link(f"127.0.0.1:{port}", SECRET)
+            link = await dial_link(f"127.0.0.1:{port}", CALLED.node_id, BEFORE)
             await link.send(forward(1))
             with pytest.raises(PeerError, match=f"127.0.0.1:{port}"):
                 await link.receive()
@@ -339,10 +360,8 @@ def test_a_called_side_killed_in_mid_stream_is_noticed() -> None:
 )
 def test_a_bad_frame_costs_its_sender_the_connection(message: bytes) -> None:
     async def test() -> None:
-        async with provider(echo) as (handler, address), aio.insecure_channel(address) as channel:
-            call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream("/ravnest.v1.Provider/Link")(
-                metadata=((SESSION_KEY, SECRET),)
-            )
+        async with provider(echo) as (handler, address), channel_of_before(address) as channel:
+            call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream("/ravnest.v1.Provider/Link")()
             await call.write(message)
             with pytest.raises(aio.AioRpcError, match="bad frame"):
                 await call.read()
@@ -361,10 +380,8 @@ def test_a_bad_frame_ends_the_call_even_when_the_handler_goes_on() -> None:
                 await link.receive()
             await over.wait()
 
-        async with provider(stubborn) as (handler, address), aio.insecure_channel(address) as channel:
-            call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream("/ravnest.v1.Provider/Link")(
-                metadata=((SESSION_KEY, SECRET),)
-            )
+        async with provider(stubborn) as (handler, address), channel_of_before(address) as channel:
+            call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream("/ravnest.v1.Provider/Link")()
             await call.write(b"bad")
             with pytest.raises(aio.AioRpcError, match="bad frame"):
                 await call.read()
@@ -395,24 +412,70 @@ def test_frames_before_the_break_are_still_received() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("session", ["wrong", SECRET + "x", SECRET[:-1]])
-def test_a_link_with_the_wrong_secret_is_refused(session: str) -> None:
+@pytest.mark.parametrize("how", ["another node", "no stage before", "the called node itself"])
+def test_nobody_but_the_stage_before_may_link(how: str) -> None:
     async def test() -> None:
         async with provider(echo) as (handler, address):
-            with pytest.raises(PeerError, match="did not accept this node"):
-                await dial_link(address, session)
+            caller, words = OTHER, "other may not call Link: before holds the stage before"
+            if how == "no stage before":
+                handler.server.previous_node, caller = "", BEFORE
+                words = "before may not call Link: no stage comes before"
+            elif how == "the called node itself":
+                caller, words = CALLED, "called may not call Link: before holds the stage before"
+            with pytest.raises(PeerError, match=f"called at {address} did not accept this node: {words}"):
+                await dial_link(address, CALLED.node_id, caller)
             assert not handler.over.is_set()
 
     run(test())
 
 
-def test_a_link_without_a_secret_is_refused() -> None:
+def test_the_node_before_may_change_with_a_deployment() -> None:
     async def test() -> None:
-        async with provider(echo) as (_, address):
-            with pytest.raises(PeerError, match="no valid session"):
-                await dial_link(address, "")
-            async with aio.insecure_channel(address) as channel:
-                with pytest.raises(aio.AioRpcError, match="no session"):
-                    await channel.stream_stream("/ravnest.v1.Provider/Link")().read()
+        async with provider(echo) as (handler, address):
+            handler.server.previous_node = OTHER.node_id
+            with pytest.raises(PeerError, match="other holds the stage before"):
+                await dial_link(address, CALLED.node_id, BEFORE)
+            link = await dial_link(address, CALLED.node_id, OTHER)
+            link.abort()
+            await link.stream.finished()
 
     run(test())
+
+
+@pytest.mark.parametrize("shown", ["no certificate", "an invite", "another swarm's certificate", "the coordinator's"])
+def test_a_link_without_a_nodes_certificate_is_refused(shown: str) -> None:
+    async def test() -> None:
+        async with provider(echo) as (handler, address):
+            keys, code = BEFORE.tls_keys(), grpc.StatusCode.UNAVAILABLE
+            credentials = grpc.ssl_channel_credentials(keys.roots)
+            if shown == "an invite":
+                token = SWARM.invite("127.0.0.1", 1).token
+                credentials = channel_credentials(joiner_keys(token, SWARM.authority.certificate))
+            elif shown == "another swarm's certificate":
+                credentials = channel_credentials(
+                    replace(a_node(Admission.in_memory(), "before").tls_keys(), roots=keys.roots)
+                )
+            elif shown == "the coordinator's":
+                credentials, code = channel_credentials(SWARM.authority.tls_keys()), grpc.StatusCode.UNAUTHENTICATED
+            async with aio.secure_channel(address, credentials, expecting(node_host("called"))) as channel:
+                call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream("/ravnest.v1.Provider/Link")()
+                with pytest.raises(aio.AioRpcError) as caught:
+                    await call.read()
+                assert caught.value.code() is code
+            assert not handler.over.is_set()
+
+    run(test())
+
+
+def test_a_link_goes_to_the_node_it_is_meant_for_or_nowhere() -> None:
+    async def test() -> None:
+        async with provider(echo) as (handler, address):
+            with pytest.raises(PeerError, match="another node of this swarm than the one expected there"):
+                await dial_link(address, OTHER.node_id, BEFORE)
+            assert not handler.over.is_set()
+
+    run(test())
+
+
+def channel_of_before(address: str) -> aio.Channel:
+    return open_secure_channel(address, BEFORE.tls_keys(), node_host(CALLED.node_id))

@@ -1,0 +1,89 @@
+"""Addresses: `host:port` as text, and which of this machine's addresses others can reach it at."""
+
+import ipaddress
+import re
+import socket
+from typing import Final
+
+from ravnest.errors import PeerError
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `host:port`; an IPv6 host stands in brackets. Raises PeerError for anything else."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not host:
+        raise PeerError(f"{_shown(address)} is not an address: write HOST:PORT")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            raise PeerError(f"{_shown(address)} is not an address: {_shown(host)} is no IPv6 host") from None
+    elif ":" in host:
+        raise PeerError(f"{_shown(address)} is not an address: put the IPv6 host in brackets, as in [::1]:7700")
+    elif not _HOST.fullmatch(host):
+        raise PeerError(f"{_shown(address)} is not an address: {_shown(host)} is no host name")
+    if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
+        raise PeerError(f"{_shown(address)} is not an address: the port must be a number from 1 to 65535")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a server that listens on this host listens on every address of the machine."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def reach(host: str) -> str:
+    """How far away this host can be dialled from: "machine", "network" (a private one) or "internet".
+
+    Names are not looked up: they are taken for what they are given out as, except localhost.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return "machine" if host == "localhost" else "internet"
+    if address.is_loopback:
+        return "machine"
+    return "internet" if address.is_global else "network"
+
+
+def own_address_towards(host: str, port: int) -> str:
+    """The address of this machine that its connections to `host` come from. PeerError when there is no way there.
+
+    The system is asked for the route; nothing is sent.
+    """
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PeerError(f"there is no way from this machine to {host}: {error.strerror or error}") from None
+
+
+def outward_address() -> str:
+    """The address of this machine on the network that leads outwards; 127.0.0.1 when it is on no network."""
+    for elsewhere in _ELSEWHERE:
+        try:
+            return own_address_towards(elsewhere, 9)
+        except PeerError:
+            continue
+    return "127.0.0.1"
+
+
+_ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
+"""Addresses that are nobody's, for examples in documents: the way to them is the way out."""
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_PORT = re.compile(r"[0-9]{1,5}")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")

@@ -1,0 +1,295 @@
+"""What a node may fetch and say follows from the stage it was given, and a node that returns takes its own place."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from swarm_ends import run
+
+from ravnest import __version__
+from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.members import Member
+from ravnest.coordinator.prepare import Artifact
+from ravnest.coordinator.swarm import Swarm
+from ravnest.coordinator.waiting import Changes
+from ravnest.errors import PeerError
+from ravnest.graph.portable import FORMAT_VERSION
+from ravnest.net import Control, CoordinatorClient, Frame, FrameKind, Link, NodeIdentity, SwarmInvite
+from ravnest.net.certificates import Certificate
+from ravnest.net.node_identity import joiner_keys
+from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
+from ravnest.net.version import PROTOCOL_VERSION
+
+
+def about(node: NodeIdentity, name: str = "anna", **changes: object) -> JoinRequest:
+    request = JoinRequest(
+        certificate_request=node.request(),
+        name=name,
+        address="127.0.0.1:7701",
+        version=__version__,
+        protocol=PROTOCOL_VERSION,
+        graph_format=FORMAT_VERSION,
+    )
+    for field, value in changes.items():
+        setattr(request, field, value)
+    return request
+
+
+class Told:
+    """Who is told what happens in the swarm, and remembers it."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, FrameKind]] = []
+        self.gone: list[tuple[str, str]] = []
+        self.changes = Changes()
+
+    def joined(self, member: Member) -> None:
+        pass
+
+    def said(self, node_id: str, message: ProviderMessage) -> None:
+        pass
+
+    def returned(self, node_id: str, frame: Frame) -> None:
+        self.frames.append((node_id, frame.kind))
+        self.changes.notify()
+
+    def vanished(self, node_id: str, reason: str) -> None:
+        self.gone.append((node_id, reason))
+        self.changes.notify()
+
+    async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
+        raise AssertionError("nothing is uploaded here")
+
+
+@dataclasses.dataclass
+class Provider:
+    """A provider in this process."""
+
+    node: NodeIdentity
+    client: CoordinatorClient
+    control: Control[ProviderMessage, CoordinatorMessage]
+    feed: Link
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.swarm = Swarm(Admission.in_memory())
+        self.told = Told()
+        self.swarm.events = self.told
+        self.port = 0
+        self._clients: list[CoordinatorClient] = []
+
+    def invite(self, uses: int = 9) -> SwarmInvite:
+        return self.swarm.admission.invite("127.0.0.1", self.port, uses=uses)
+
+    async def ask(self, invite: SwarmInvite, request: JoinRequest) -> JoinReply:
+        client = self._client(CoordinatorClient(invite.address, joiner_keys(invite.token, self._authority), "this"))
+        return await client.join(request)
+
+    async def provider(self, name: str, node: NodeIdentity | None = None) -> Provider:
+        """Joined and connected."""
+        node = node or NodeIdentity.new()
+        reply = await self.ask(self.invite(), about(node, name))
+        node.adopt(reply.certificate, self._authority)
+        client = self._client(CoordinatorClient(f"127.0.0.1:{self.port}", node.tls_keys(), name))
+        provider = Provider(node, client, await client.control(), await client.feed())
+        await self.swarm.members.changes.until(
+            lambda: any(m.node_id == node.node_id for m in self.swarm.members.connected())
+        )
+        return provider
+
+    async def deploy(
+        self, provider: Provider, stage: int, stages: int, artifact: str = "", generation: int = 1
+    ) -> None:
+        order = Deploy(stage=stage, stages=stages, generation=generation, graph=ArtifactRef(id=artifact))
+        await self.swarm.tell(provider.node.node_id, CoordinatorMessage(deploy=order))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        await self.told.changes.until(condition)
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        await self.swarm.stop("the test is over")
+
+    def _client(self, client: CoordinatorClient) -> CoordinatorClient:
+        self._clients.append(client)
+        return client
+
+    @property
+    def _authority(self) -> Certificate:
+        return self.swarm.admission.authority.certificate
+
+
+@asynccontextmanager
+async def ends() -> AsyncIterator[Ends]:
+    made = Ends()
+    made.port = await made.swarm.start()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def done(microbatch: int, generation: int = 1) -> Frame:
+    return Frame(FrameKind.DONE, microbatch, generation=generation)
+
+
+def result(microbatch: int) -> Frame:
+    return Frame(FrameKind.RESULT, microbatch, generation=1)
+
+
+def test_the_root_ends_microbatches_and_the_leaf_sends_results() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            root, leaf = await swarm.provider("root"), await swarm.provider("leaf")
+            await swarm.deploy(root, 0, 2)
+            await swarm.deploy(leaf, 1, 2)
+            await root.feed.send(done(1))
+            await leaf.feed.send(result(1))
+            await swarm.until(lambda: len(swarm.told.frames) == 2)
+            assert sorted(swarm.told.frames) == [("leaf", FrameKind.RESULT), ("root", FrameKind.DONE)]
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("stage", "frame", "words"),
+    [
+        (1, done(1), "a DONE frame, which is not for stage 1 of 3"),
+        (1, result(1), "a RESULT frame, which is not for stage 1 of 3"),
+        (0, result(1), "a RESULT frame, which is not for stage 0 of 3"),
+        (2, done(1), "a DONE frame, which is not for stage 2 of 3"),
+        (0, Frame(FrameKind.FORWARD, 1, generation=1), "a FORWARD frame"),
+        (None, done(1), "a DONE frame and holds no stage"),
+    ],
+)
+def test_a_stage_that_speaks_for_another_is_dropped_and_named(stage: int | None, frame: Frame, words: str) -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            liar, other = await swarm.provider("liar"), await swarm.provider("other")
+            if stage is not None:
+                await swarm.deploy(liar, stage, 3)
+            await liar.feed.send(frame)
+            await swarm.until(lambda: bool(swarm.told.gone))
+            assert swarm.told.frames == []
+            assert [node for node, _ in swarm.told.gone] == ["liar"] and words in swarm.told.gone[0][1]
+            with pytest.raises(PeerError, match=words):
+                await liar.feed.receive()
+            assert [m.node_id for m in swarm.swarm.members.connected()] == ["other"]
+            other.control.abort()
+
+    run(test())
+
+
+def test_a_frame_of_a_run_that_was_given_up_is_passed_over() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            root = await swarm.provider("root")
+            await swarm.deploy(root, 1, 2, generation=2)
+            await root.feed.send(done(1, generation=1))
+            await swarm.deploy(root, 0, 2, generation=3)
+            await root.feed.send(done(2, generation=3))
+            await swarm.until(lambda: len(swarm.told.frames) == 1)
+            assert swarm.told.gone == []
+
+    run(test())
+
+
+def test_a_node_fetches_what_its_own_order_names_and_nothing_else() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            anna, ben = await swarm.provider("anna"), await swarm.provider("ben")
+            swarm.swarm.artifacts = {
+                name: Artifact(name, "", 3, lambda name=name: iter([name.encode()])) for name in ("of-anna", "of-ben")
+            }
+            await swarm.deploy(anna, 0, 2, "of-anna")
+            await swarm.deploy(ben, 1, 2, "of-ben")
+            assert [chunk async for chunk in anna.client.fetch("of-anna")] == [b"of-anna"]
+            for client, name in ((anna.client, "of-ben"), (ben.client, "of-anna"), (ben.client, "../store.sqlite")):
+                with pytest.raises(PeerError, match=f"there is no artifact '{name}' for"):
+                    async for _ in client.fetch(name):
+                        pass
+
+    run(test())
+
+
+def test_a_node_that_returns_takes_the_place_of_its_old_self() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            first = await swarm.provider("anna")
+            again = await swarm.provider("anna", first.node)
+            assert again.node.node_id == "anna" and swarm.swarm.members.node_ids() == ["anna"]
+            with pytest.raises(PeerError, match="anna has joined again, over another connection"):
+                await first.control.receive()
+            await swarm.until(lambda: swarm.told.gone == [("anna", "anna has joined again, over another connection")])
+            await swarm.deploy(again, 0, 1)
+            message = await again.control.receive()
+            assert message is not None and message.deploy.stages == 1
+
+    run(test())
+
+
+def test_two_machines_of_one_name_are_two_nodes() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            first, second = await swarm.provider("PC"), await swarm.provider("PC")
+            assert (first.node.node_id, second.node.node_id) == ("pc", "pc-2")
+            assert len(swarm.swarm.members.connected()) == 2
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": 99, "version": "9.9"}, "this provider runs Ravnest 9.9 .*; update the older one"),
+        ({"graph_format": 99}, "graph format 99"),
+        ({"address": "nowhere"}, "is not an address"),
+    ],
+)
+def test_a_provider_that_cannot_take_part_does_not_use_the_invite_up(changes: dict[str, object], words: str) -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            invite, node = swarm.invite(uses=1), NodeIdentity.new()
+            with pytest.raises(PeerError, match=words):
+                await swarm.ask(invite, about(node, **changes))
+            assert (await swarm.ask(invite, about(node))).node_id == "anna"
+
+    run(test())
+
+
+def test_a_node_that_has_not_joined_since_the_coordinator_started_is_told_to() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            node = NodeIdentity.new()
+            admission = swarm.swarm.admission
+            caller = admission.caller(
+                {"x509_pem_cert": [joiner_keys(swarm.invite().token, admission.authority.certificate).certificate]},
+                ["invite"],
+                "Join",
+            )
+            node.adopt(admission.join(caller, node.request(), "anna").certificate, admission.authority.certificate)
+            client = CoordinatorClient(f"127.0.0.1:{swarm.port}", node.tls_keys(), "anna")
+            for opening in (client.control, client.feed):
+                stream = await opening()
+                with pytest.raises(PeerError, match="anna has not joined this coordinator yet; join again"):
+                    await stream.receive()
+            await client.close()
+
+    run(test())
+
+
+def test_a_provider_whose_feed_breaks_is_gone_altogether() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            anna = await swarm.provider("anna")
+            anna.feed.abort()
+            await swarm.until(lambda: bool(swarm.told.gone))
+            async with asyncio.timeout(5):
+                with pytest.raises(PeerError):
+                    await anna.control.receive()
+
+    run(test())
