@@ -2,13 +2,12 @@
 
 The share of a stage is what training it cannot do without: its parameters, their gradients, the optimizer's state, the
 older versions of the weights that microbatches in flight still need, and the activations kept for those microbatches.
-The target allows 1.3 times that on top of what a process that imports torch and does nothing else takes.
+The target allows 1.3 times that, on top of what a process takes that imports torch and does nothing else.
 """
 
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,10 @@ from benchmarks.models import GPT, LARGE, Repeated, next_token_loss, token_batch
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.coordinator.prepare import Prepared, prepare
-from ravnest.engine.schedule import flight_limit
-from ravnest.graph.portable import ValueSpec
+from ravnest.graph.partition import split
+from ravnest.graph.portable import PortableGraph, ValueSpec
+from ravnest.monitor.events import read_events
 from ravnest.monitor.summary import StageSummary
-from ravnest.planner.plan import ProviderProfile, StagePlan, plan_cluster
 
 _FACTOR = 1.3
 _BATCH_SIZE = 4
@@ -35,10 +34,12 @@ def main() -> int:
     rows: list[Row] = []
     targets: list[Target] = []
     bare = _bare_import_bytes()
-    say(f"a process that imports torch: {bare / _MB:,.0f} MB")
-    for stages in (3,) if given.quick else (2, 3, 4):
-        found, worst = _measure(stages, bare, steps=3 * stages if given.quick else 6 * stages)
+    say(f"a process that imports torch takes {bare / _MB:,.0f} MB")
+    prepared = prepare(_job(1), 1, None, lambda phase: None)
+    for stages in (2,) if given.quick else (2, 3, 4):
+        found = _measure(stages, prepared, bare)
         rows += found
+        worst = max(float(str(row["factor"])) for row in found)
         targets.append(Target(f"{stages} stages: (peak - bare import of torch) / share", worst, _FACTOR, at_most=True))
     return finish("memory", given, rows, targets)
 
@@ -58,59 +59,52 @@ class Share:
         return self.parameters + self.gradients + self.optimizer + self.versions + self.activations
 
 
-def share_of(stage: StagePlan, prepared: Prepared, in_flight: int) -> Share:
+def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int) -> Share:
     """The share of a stage trained with Adam while `in_flight` microbatches are between forward and backward there."""
-    parameters = sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in stage.graph.parameters)
-    costs, sample = prepared.costs, prepared.captured.sample
-    saved = sum(costs.nodes[n.name].saved_bytes for n in stage.graph.nodes if n.name in costs.nodes)
-    received = sum(_bytes(value, prepared, sample) for value in (*stage.graph.receives, *stage.graph.inputs))
+    parameters = sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in stage.parameters)
+    nodes = prepared.costs.nodes
+    saved = sum(nodes[node.name].saved_bytes for node in stage.nodes if node.name in nodes)
+    received = sum(_bytes(value, prepared) for value in (*stage.receives, *stage.inputs))
     return Share(
         parameters=parameters,
         gradients=parameters,
         optimizer=2 * parameters,
-        # The newest microbatch in flight uses the weights as they are; each older one may need a version of its own.
+        # The newest microbatch in flight uses the weights as they are; each older one needs a version of its own.
         versions=(in_flight - 1) * parameters,
         activations=in_flight * (saved + received),
     )
 
 
-def _measure(stages: int, bare: int, steps: int) -> tuple[list[Row], float]:
-    """A row for each stage, and the worst factor among them."""
-    job = _job(steps)
-    # Cut here as the run will be cut: the same model, on profiles of the same machine.
+def _measure(stages: int, prepared: Prepared, bare: int) -> list[Row]:
+    """A row for each stage of a run that is long enough for as many in flight as there will ever be."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(stages) as swarm:
-        prepared = prepare(job, 1, None, lambda phase: None)
-        summary = swarm.train(job, run=Path(folder, "run"), display=False).summary
-    providers = tuple(ProviderProfile(str(i), "here", stages, 1) for i in range(stages))
-    plan = plan_cluster(prepared.captured.graph, prepared.costs, providers)
-    rows, worst = [], 0.0
-    for planned, ran in zip(plan.stages, summary.clusters[0].stages, strict=True):
-        if planned.parameters != ran.parameters:
-            raise SystemExit(f"stage {ran.stage} was cut elsewhere in the run than here; run the benchmark again")
-        limit = 1 if ran.role == "leaf" else flight_limit(stages, None, None)[0]
-        row, factor = _row(stages, ran, share_of(planned, prepared, limit), bare)
-        say(f"{row['case']}: {factor:.2f} times its share")
-        rows.append(row)
-        worst = max(worst, factor)
-    return rows, worst
+        run = Path(folder, "run")
+        summary = swarm.train(_job(3 * (stages + 1)), run=run, display=False).summary
+        places = next(event["places"] for event in read_events(run / "events.jsonl") if event["kind"] == "planned")
+    rows = []
+    for graph, ran in zip(split(prepared.captured.graph, places), summary.clusters[0].stages, strict=True):
+        # A microbatch's staleness is the number of those that were in flight when its forward ran.
+        share = share_of(graph, prepared, ran.staleness.max + 1)
+        rows.append(_row(stages, ran, share, bare))
+        say(f"{rows[-1]['case']}: {rows[-1]['factor']:.2f} times its share")
+    return rows
 
 
-def _row(stages: int, ran: StageSummary, share: Share, bare: int) -> tuple[Row, float]:
-    factor = (ran.peak_memory_bytes - bare) / share.total
-    row = {
+def _row(stages: int, ran: StageSummary, share: Share, bare: int) -> Row:
+    return {
         "case": f"stage {ran.stage} of {stages} ({ran.role})",
+        "in_flight": ran.staleness.max + 1,
         "parameters_mb": share.parameters / _MB,
         "gradients_mb": share.gradients / _MB,
         "optimizer_mb": share.optimizer / _MB,
         "versions_mb": share.versions / _MB,
         "activations_mb": share.activations / _MB,
         "share_mb": share.total / _MB,
-        "peak_mb": ran.peak_memory_bytes / _MB,
         "bare_torch_mb": bare / _MB,
         "idle_provider_mb": (ran.baseline_memory_bytes or 0) / _MB,
-        "factor": factor,
+        "peak_mb": ran.peak_memory_bytes / _MB,
+        "factor": (ran.peak_memory_bytes - bare) / share.total,
     }
-    return row, factor
 
 
 def _job(steps: int) -> ravnest.Job:
@@ -125,16 +119,16 @@ def _job(steps: int) -> ravnest.Job:
 
 
 def _bare_import_bytes() -> int:
-    """What a fresh process takes that imports torch and does nothing else."""
-    code = "import torch; from ravnest.provider.memory import peak_bytes; print(peak_bytes(torch.device('cpu')))"
+    """The most that a fresh process takes which imports torch and does nothing else."""
+    code = "import torch; print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM:')))"
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return int(shown.stdout)
+    return int(shown.stdout.split()[1]) * 1024
 
 
-def _bytes(value: ValueSpec, prepared: Prepared, sample: Mapping[str, torch.Tensor]) -> int:
-    if value.name in sample:
-        return sample[value.name].nbytes
-    cost = prepared.costs.nodes.get(value.name)
+def _bytes(value: ValueSpec, prepared: Prepared) -> int:
+    sample, cost = prepared.captured.sample.get(value.name), prepared.costs.nodes.get(value.name)
+    if sample is not None:
+        return sample.nbytes
     return cost.output_bytes if cost is not None else 0
 
 

@@ -22,8 +22,8 @@ class GPTSize:
 SMALL = GPTSize(layers=6, width=320, heads=5, vocabulary=4096, context=128)
 """10.0 million parameters when head and embedding are not tied."""
 
-LARGE = GPTSize(layers=10, width=768, heads=12, vocabulary=8192, context=128)
-"""83.6 million parameters when head and embedding are not tied."""
+LARGE = GPTSize(layers=10, width=832, heads=13, vocabulary=8192, context=128)
+"""96.9 million parameters when head and embedding are not tied."""
 
 
 class GPT(nn.Module):

@@ -23,6 +23,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
+_FILE_COLUMNS = 140
 
 Row = Mapping[str, object]
 """One measured case: its name under "case", then figures by name; a row need not have the figures of the others."""
@@ -113,6 +114,8 @@ def _cpu_name() -> str:
 
 def _show(result: Mapping[str, Any]) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_FILE_COLUMNS)
     for title, rows in (("benchmark", result["rows"]), ("targets", result["targets"])):
         if not rows:
             continue

@@ -19,6 +19,7 @@ from ravnest.errors import (
 )
 
 if TYPE_CHECKING:
+    from ravnest.coordinator.session import TrainResult
     from ravnest.job import Job
     from ravnest.settings import Checkpoint, Pipeline
 
@@ -35,11 +36,17 @@ __all__ = [
     "PlanError",
     "RavnestError",
     "RunError",
+    "TrainResult",
     "TrainingError",
     "__version__",
 ]
 
-_LAZY = {"Job": "ravnest.job", "Checkpoint": "ravnest.settings", "Pipeline": "ravnest.settings"}
+_LAZY = {
+    "Job": "ravnest.job",
+    "Checkpoint": "ravnest.settings",
+    "Pipeline": "ravnest.settings",
+    "TrainResult": "ravnest.coordinator.session",
+}
 
 
 def __getattr__(name: str) -> Any:

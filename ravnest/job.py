@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from torch.utils.data import Dataset
 from ravnest.errors import JobError
 from ravnest.settings import Checkpoint, Pipeline, check_whole
 from ravnest.spec import OptimizerSpec, ScheduleSpec, optimizer_refusal, schedule_refusal, split_partial
+
+if TYPE_CHECKING:
+    from ravnest.coordinator.session import TrainResult
 
 Loss = Callable[..., torch.Tensor]
 """Called with (outputs, targets) of a microbatch; gives one number, the mean over the samples."""
@@ -126,13 +129,15 @@ class Job:
         resume: bool = False,
         display: bool = True,
         devices: Sequence[str] = ("auto",),
-    ) -> Any:
+    ) -> "TrainResult":
         """Train on an embedded swarm of `providers` processes on this machine, as `ravnest train` does.
 
         The providers compute on the `devices` in turn (auto, cpu, cuda:0, mps).
 
-        The result says where the run directory is and how the run ended. Raises a RavnestError when the run
-        cannot start or go on; what was saved by then stays in the run directory, and `resume` takes it up.
+        The result says how the run ended (`summary`, as in summary.json) and where the run directory and the trained
+        model are (`run`, `model`). Ctrl-C and SIGTERM end the run in good order: it is saved, and the summary's status
+        is "stopped". Raises a RavnestError when the run cannot start or go on; what was saved by then stays in the run
+        directory, and `resume` takes it up. Progress goes to stderr, unless `display` is False.
         """
         from ravnest.coordinator.embedded import train
 

@@ -107,13 +107,15 @@ class Coordinator:
         self.phase("waiting for providers")
         members = await self._while_well(self._swarm.members.wait_for(providers))
         profiles = tuple(ProviderProfile(m.node_id, m.host, cores, threads) for m in members)
-        plan = await asyncio.to_thread(plan_cluster, prepared.captured.graph, prepared.costs, profiles)
+        graph, host = prepared.captured.graph, self._swarm.host
+        plan = await asyncio.to_thread(plan_cluster, graph, prepared.costs, profiles, host)
         self._limit, why = flight_limit(providers, job.pipeline.in_flight, job.pipeline.max_staleness)
         self._events.emit(
             "planned",
             plan.reason,
             predicted_samples_per_second=plan.predicted_samples_per_second,
             stages=[{"provider": s.node, "role": s.role, "parameters": s.parameters} for s in plan.stages],
+            places=plan.places,
         )
         self._events.emit("in_flight", f"{self._limit} microbatches in flight: {why}", limit=self._limit)
         self.progress.devices = {m.node_id: m.device for m in members}
@@ -249,7 +251,8 @@ class Coordinator:
             self.progress.faults.append(Fault(kind="provider_lost", provider=node_id, cluster=0, at=time.time()))
         if stage is not None or not self._deployed:
             held = "" if stage is None else f", which held stage {stage},"
-            self.fail(TrainingError(f"{node_id}{held} is gone: {reason}; {self._what_now()}"))
+            saved = f"; {self._what_now()}" if self._deployed else ""
+            self.fail(TrainingError(f"{node_id}{held} is gone: {reason}{saved}"))
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         number = name.removeprefix("checkpoint-")

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ravnest.errors import RunError
 from ravnest.graph.batch import samples_in
 from ravnest.graph.capture import Captured, capture
 from ravnest.graph.profile import CostProfile, profile
+from ravnest.graph.update_cost import time_update
 from ravnest.graph.weights import stream_size_bytes, stream_tensors
 from ravnest.job import Job
 from ravnest.planner.plan import StagePlan
@@ -60,6 +61,7 @@ def prepare(
     torch.set_num_threads(threads)
     try:
         costs = profile(captured.graph, captured.weights, captured.sample, samples_in(captured.sample))
+        costs = replace(costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate))
     finally:
         torch.set_num_threads(before)
     return Prepared(job, captured, costs, peeked, restored)

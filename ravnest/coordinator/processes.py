@@ -36,6 +36,7 @@ class ProviderProcesses:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._tell: Callable[[str, str], None] | None = None
+        self._ended: dict[str, str] = {}
         self._invited = False
         self._ending = False
         try:
@@ -43,7 +44,13 @@ class ProviderProcesses:
                 command = [sys.executable, "-m", "ravnest", "join", "-", "--embedded", "--name", _name(number)]
                 command += ["--device", devices[number % len(devices)]]
                 # Its own session: an interrupt typed at the terminal is the coordinator's to handle.
-                process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=environment,
+                    start_new_session=True,
+                )
                 self._processes.append(process)
                 assert process.stdin is not None
                 _pipes.add(process.stdin.fileno())
@@ -82,9 +89,8 @@ class ProviderProcesses:
         """From now on `tell` gets the name of a provider whose process ends by itself, and how it did; at once if one
         already has."""
         self._tell = tell
-        for number, process in enumerate(self._processes):
-            if process.poll() is not None:
-                tell(_name(number), _how(process.returncode))
+        for name, how in list(self._ended.items()):
+            tell(name, how)
 
     def kill(self) -> None:
         """Ends them this instant."""
@@ -93,9 +99,15 @@ class ProviderProcesses:
             process.kill()
 
     def _watch(self, number: int, process: "subprocess.Popen[bytes]") -> None:
-        process.wait()
-        if self._tell is not None and not self._ending:
-            self._tell(_name(number), _how(process.returncode))
+        assert process.stdout is not None
+        # Nothing, or the sentence that says why it cannot go on.
+        with process.stdout as stdout:
+            said = stdout.read().decode(errors="replace").strip()
+        code = process.wait()
+        if not self._ending:
+            self._ended[_name(number)] = said or _how(code)
+            if self._tell is not None:
+                self._tell(_name(number), said or _how(code))
 
     def _end(self) -> None:
         if not self._invited:
@@ -129,7 +141,7 @@ def _how(code: int) -> str:
         return "it was killed, perhaps because the machine ran out of memory"
     if code < 0:
         return f"it was ended by signal {-code}"
-    return "it could not go on; what it said is above" if code else "it ended by itself"
+    return f"it failed with exit code {code}" if code else "it ended by itself"
 
 
 # Processes forked from this one (data loader workers) must not keep the pipes open when this one is killed.

@@ -126,6 +126,7 @@ class Session:
 
     def _work(self, providers: int, threads: int, call: Call) -> Path:
         try:
+            call(self.coordinator.check())
             prepared = self._prepare(providers, threads)
             call(self.coordinator.deploy(prepared, providers, threads, os.cpu_count() or 1))
             self._feed(prepared, call)

@@ -52,6 +52,8 @@ class Swarm:
         """Who is told; a run sets it when it begins. What happens while nobody listens is only kept as membership."""
         self.generation = 0
         """Number of the newest deployment; frames of earlier ones are refused."""
+        self.host = ""
+        """Where the coordinator listens; providers there share its cores."""
         self._server = CoordinatorServer(self, admission.server_credentials(), admission.caller)
         self.members = Members()
         self.artifacts: dict[str, Artifact] = {}
@@ -60,6 +62,7 @@ class Swarm:
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listens; the port, chosen by the system for port 0. RunError when it is taken."""
+        self.host = host
         return await self._server.start(host, port)
 
     async def stop(self, reason: str) -> None:

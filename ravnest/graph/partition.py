@@ -48,7 +48,7 @@ def choose_cuts(graph: PortableGraph, costs: CostProfile, stages: int) -> Cuts:
             f"the model can be cut into at most {possible} stage{'s' if possible > 1 else ''}, not {stages} "
             f"(each stage needs a trainable parameter of its own); use --providers {possible} or fewer"
         )
-    places, cost, traffic = _tables(plan, costs, smallest[: stages - 1])
+    places, cost, traffic = _tables(graph, plan, costs, smallest[: stages - 1])
     best = _shortest(np.where(np.isfinite(cost), cost, np.inf), stages, np.maximum)
     bottleneck = best[0]
     bytes_in = np.where(cost <= bottleneck * _NEAR, traffic[:, None], np.inf)
@@ -155,7 +155,9 @@ def _smallest_stages(plan: Layout) -> list[int]:
     return cuts
 
 
-def _tables(plan: Layout, costs: CostProfile, kept: Sequence[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
+def _tables(
+    graph: PortableGraph, plan: Layout, costs: CostProfile, kept: Sequence[int]
+) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Candidate places (with both ends), seconds of the stage between each two of them, bytes that cross at each.
 
     Of very many places those with the least traffic stay, and `kept`: with them there is always a way.
@@ -166,13 +168,19 @@ def _tables(plan: Layout, costs: CostProfile, kept: Sequence[int]) -> tuple[list
         cuts = sorted({*sorted(cuts, key=lambda c: traffic_at[c])[:_MOST_CUTS], *kept})
     places = [0, *cuts, len(plan.line)]
     traffic = np.array([0.0, *(traffic_at[c] for c in cuts), 0.0])
-    time = np.concatenate([[0.0], np.cumsum([costs.seconds(n.name) for n in plan.line])])[places]
-    owned = np.concatenate([[0], np.cumsum(np.bincount(list(plan.first_use.values()), minlength=len(plan.line)))])[
-        places
-    ]
-    # A stage moves its traffic both ways, once each microbatch.
-    seconds = time[None, :] - time[:, None] + 2 * (traffic[:, None] + traffic[None, :]) / _BYTES_PER_SECOND
-    legal = owned[None, :] > owned[:, None]
+    work, owned = np.zeros(len(plan.line)), np.zeros(len(plan.line))
+    for i, node in enumerate(plan.line):
+        work[i] = costs.seconds(node.name)
+    for parameter in graph.parameters:
+        if (first := plan.first_use.get(parameter.name)) is not None:
+            owned[first] += 1
+            size = torch.Size(parameter.shape).numel() * parameter.dtype.itemsize
+            work[first] += costs.update.parameter_seconds + costs.update.byte_seconds * size
+    time, count = (np.concatenate([[0.0], np.cumsum(values)])[places] for values in (work, owned))
+    # A stage moves its traffic both ways, and makes one update, for each microbatch.
+    moving = 2 * (traffic[:, None] + traffic[None, :]) / _BYTES_PER_SECOND
+    seconds = time[None, :] - time[:, None] + moving + costs.update.step_seconds
+    legal = count[None, :] > count[:, None]
     return places, np.where(legal, seconds, np.inf), traffic
 
 

@@ -6,7 +6,7 @@ its nodes, whichever way the model is cut. Measured once, on the requester's mac
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ravnest.graph import ops
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program, Step
+from ravnest.graph.update_cost import UpdateCost
 
 _BUDGET_SECONDS = 4.0
 _REPETITIONS = 3
@@ -40,6 +41,7 @@ class CostProfile:
     nodes: Mapping[str, NodeCost]
     samples: int
     threads: int
+    update: UpdateCost = field(default_factory=UpdateCost)
 
     def seconds(self, name: str) -> float:
         cost = self.nodes.get(name)

@@ -5,9 +5,14 @@ Pure functions: profiles and costs in, a plan with its predicted number and its 
 
 from dataclasses import dataclass
 
-from ravnest.graph.partition import Cuts, choose_cuts, split
+from ravnest.graph.partition import choose_cuts, split
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.profile import CostProfile
+
+FRAME_SECONDS = 300e-6
+"""Processor time that a frame costs a node beyond its computation: packing, the transport, passing it from thread to
+thread. It hardly depends on the frame's size. Measured by `python -m benchmarks.overhead` on an AMD EPYC at 2.6 GHz;
+other machines of this age differ by less than a factor of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +36,20 @@ class StagePlan:
     parameters: int
     seconds: float
 
+    @property
+    def frames(self) -> int:
+        """Frames that this stage takes or sends for one microbatch."""
+        fed, done = bool(self.graph.inputs), not self.graph.receives
+        return fed + done + 2 * bool(self.graph.receives) + 2 * bool(self.graph.sends)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A cluster in order from root to leaf, with the predicted rate and why it is that."""
 
     stages: tuple[StagePlan, ...]
+    places: tuple[int, ...]
+    """Where the model is cut, as `split` takes it."""
     predicted_samples_per_second: float
     reason: str
 
@@ -48,8 +61,13 @@ def role_of(stage: int, stages: int) -> str:
     return "root" if stage == 0 else "leaf" if stage == stages - 1 else "stem"
 
 
-def plan_cluster(graph: PortableGraph, costs: CostProfile, providers: tuple[ProviderProfile, ...]) -> Plan:
-    """One stage for each provider, in the order given. PlanError when the model has fewer places to cut."""
+def plan_cluster(
+    graph: PortableGraph, costs: CostProfile, providers: tuple[ProviderProfile, ...], coordinator_host: str = ""
+) -> Plan:
+    """One stage for each provider, in the order given. PlanError when the model has fewer places to cut.
+
+    The coordinator takes its part of the cores of its host, where providers are there too.
+    """
     cuts = choose_cuts(graph, costs, len(providers))
     graphs = split(graph, cuts.places)
     stages = tuple(
@@ -63,20 +81,30 @@ def plan_cluster(graph: PortableGraph, costs: CostProfile, providers: tuple[Prov
         )
         for i, (provider, part, seconds) in enumerate(zip(providers, graphs, cuts.stage_seconds, strict=True))
     )
-    rate, limit = _rate(cuts, costs.samples, providers)
-    return Plan(stages, rate, f"{cuts.reason}; {limit} limits it to {rate:.1f} samples/s")
+    seconds, limit = _period(stages, providers, coordinator_host)
+    rate = costs.samples / seconds
+    return Plan(stages, cuts.places, rate, f"{cuts.reason}; {limit} limits it to {rate:.1f} samples/s")
 
 
-def _rate(cuts: Cuts, samples: int, providers: tuple[ProviderProfile, ...]) -> tuple[float, str]:
-    """Samples/s by the slowest stage, or by the busiest host where several stages share its cores."""
-    slowest = max(range(len(providers)), key=lambda i: cuts.stage_seconds[i])
-    seconds, limit = cuts.stage_seconds[slowest], f"stage {slowest}"
+def _period(
+    stages: tuple[StagePlan, ...], providers: tuple[ProviderProfile, ...], coordinator_host: str
+) -> tuple[float, str]:
+    """Seconds from one microbatch to the next: of the slowest stage, or of a host whose cores several processes share.
+
+    A stage's frames are handled by another thread than the one that computes, but Python runs one of them at a time.
+    """
+    slowest = max(stages, key=lambda stage: stage.seconds + stage.frames * FRAME_SECONDS)
+    seconds, limit = slowest.seconds + slowest.frames * FRAME_SECONDS, f"stage {slowest.stage}"
     for host in sorted({p.host for p in providers}):
-        there = [i for i, p in enumerate(providers) if p.host == host]
-        shared = sum(cuts.stage_seconds[i] * providers[i].threads for i in there) / providers[there[0]].cores
-        if shared > seconds:
-            seconds, limit = shared, f"the {providers[there[0]].cores} cores of {host}"
-    return samples / seconds, limit
+        there = [(s, p) for s, p in zip(stages, providers, strict=True) if p.host == host]
+        busy = sum(s.seconds * p.threads + s.frames * FRAME_SECONDS for s, p in there)
+        if host == coordinator_host:
+            fed = sum(bool(stage.graph.inputs) for stage in stages)
+            busy += (fed + 1) * FRAME_SECONDS
+        cores = there[0][1].cores
+        if busy / cores > seconds:
+            seconds, limit = busy / cores, f"the {cores} cores of {host}"
+    return seconds, limit
 
 
 def _count(shape: tuple[int, ...]) -> int:

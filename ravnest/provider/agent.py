@@ -58,22 +58,25 @@ def run(
     name: str | None = None,
     embedded: bool = False,
 ) -> int:
-    """Provides until the run ends; the exit code. A PeerError says why it could not."""
+    """Provides until the run ends; the exit code. A RavnestError says why it could not."""
     leave_out_the_compiler()
     give_memory_back()
-    chosen = choose_device(device)
-    if embedded:
-        # The parent writes the invite once its server listens: by then the slow imports here are done.
-        invite = sys.stdin.readline().strip()
-        if not invite:
-            return 1
-    agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or "", embedded)
     try:
+        chosen = choose_device(device)
+        if embedded:
+            # The parent writes the invite once its server listens: by then the slow imports here are done.
+            invite = sys.stdin.readline().strip()
+            if not invite:
+                return 1
+        agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or "", embedded)
         return asyncio.run(agent.main(listen_host, listen_port))
-    except PeerError:
-        if embedded and _parent_has_ended():
-            return 0
-        raise
+    except RavnestError as error:
+        if not embedded:
+            raise
+        # The parent reads this, and tells the user once what all its providers may say.
+        if not _parent_has_ended():
+            print(error, flush=True)
+        return error.exit_code
 
 
 def _parent_has_ended() -> bool:
@@ -258,8 +261,8 @@ class _Agent:
 
     def _read_parent(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
-            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-            self._finish("the parent process ended")
+            # Nobody is left to finish anything for, or to tell.
+            os._exit(0)
 
     def _finish(self, reason: str) -> None:
         self._reason = reason

@@ -41,10 +41,10 @@ class Deployment:
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = time.perf_counter()
         graph = stage.graph
-        self._expected: Mapping[FrameKind, tuple[ValueSpec, ...]] = {
-            FrameKind.FEED: graph.inputs,
-            FrameKind.FORWARD: graph.receives,
-            FrameKind.BACKWARD: tuple(v for v in graph.sends if v.needs_grad),
+        self._expected: Mapping[FrameKind, Mapping[str, ValueSpec]] = {
+            FrameKind.FEED: {v.name: v for v in graph.inputs},
+            FrameKind.FORWARD: {v.name: v for v in graph.receives},
+            FrameKind.BACKWARD: {v.name: v for v in graph.sends if v.needs_grad},
         }
 
     @classmethod
@@ -161,10 +161,10 @@ class Deployment:
             raise PeerError(f"a {frame.kind.name} frame came where only {kind.name} frames may")
         if frame.generation != self.generation:
             raise PeerError(f"a frame of generation {frame.generation} came, this stage is of {self.generation}")
-        specs = {spec.name: spec for spec in self._expected[kind]}
+        specs, given = self._expected[kind], frame.tensors.keys() | frame.scalars.keys()
         # A gradient may be absent (the value was not used); everything else must be complete.
-        missing = set() if kind is FrameKind.BACKWARD else set(specs) - set(frame.tensors) - set(frame.scalars)
-        foreign = (set(frame.tensors) | set(frame.scalars)) - set(specs)
+        missing = set() if kind is FrameKind.BACKWARD else specs.keys() - given
+        foreign = given - specs.keys()
         if missing or foreign:
             raise PeerError(
                 f"a {kind.name} frame has the wrong values (missing {sorted(missing)}, foreign {sorted(foreign)})"

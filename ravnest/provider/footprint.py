@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any, Final
 
 _COMPILER: Final = "torch._dynamo"
-_KEPT_BYTES: Final = 2 << 20
+_LARGE_BYTES: Final = 2 << 20
+_SPARE_BYTES: Final = 8 << 20
 # From malloc.h of the GNU C library.
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -40,8 +41,8 @@ def give_memory_back() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _SPARE_BYTES)
         mallopt(_M_ARENA_MAX, 1)
 
 

@@ -1,8 +1,9 @@
 """From the engine's thread to the network's loop: what a stage puts out becomes frames, records and uploads."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ from ravnest.graph.weights import stream_tensors
 from ravnest.net.frames import Frame, FrameKind
 
 Upload = Callable[[str, AsyncIterator[bytes]], Coroutine[Any, Any, None]]
+T = TypeVar("T")
 
 
 class FrameOutbox:
@@ -29,16 +31,16 @@ class FrameOutbox:
         self._generation = generation
         self._upload = upload
         self._record_updates = record_updates
-        self._losses: list[LossRecord] = []
-        self._updates: list[Update] = []
-        self._saved: list[int] = []
+        # Filled by the worker's thread, emptied by the loop: to wake the loop for each would hold the worker up.
+        self._losses: deque[LossRecord] = deque()
+        self._updates: deque[Update] = deque()
+        self._saved: deque[int] = deque()
 
     def take_records(self) -> tuple[list[LossRecord], list[Update], list[int]]:
         """Losses, updates and saved checkpoints since the last call."""
-        taken = self._losses, self._updates, self._saved
-        self._losses, self._updates, self._saved = [], [], []
+        # First: what comes while they are taken is news again.
         self.news.clear()
-        return taken
+        return _taken(self._losses), _taken(self._updates), _taken(self._saved)
 
     def forward(self, message: Message) -> None:
         self._put(self.to_next, FrameKind.FORWARD, message)
@@ -53,17 +55,20 @@ class FrameOutbox:
         self._put(self.to_coordinator, FrameKind.RESULT, message)
 
     def trained(self, loss: LossRecord) -> None:
-        self._loop.call_soon_threadsafe(self._add_loss, loss)
+        self._losses.append(loss)
+        if len(self._losses) == 1:
+            self._loop.call_soon_threadsafe(self.news.set)
 
     def updated(self, update: Update) -> None:
         if self._record_updates:
-            self._loop.call_soon_threadsafe(self._updates.append, update)
+            self._updates.append(update)
 
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         # The worker waits here: the tensors are the stage's own, and a copy of them would double its memory.
         name = f"checkpoint-{checkpoint}"
         asyncio.run_coroutine_threadsafe(self._upload(name, _chunks(tensors, metadata)), self._loop).result()
-        self._loop.call_soon_threadsafe(self._add_saved, checkpoint)
+        self._saved.append(checkpoint)
+        self._loop.call_soon_threadsafe(self.news.set)
 
     def failed(self, kind: str, text: str, microbatch: int | None) -> None:
         self._loop.call_soon_threadsafe(self._fail, (kind, text, -1 if microbatch is None else microbatch))
@@ -84,14 +89,6 @@ class FrameOutbox:
         )
         self._loop.call_soon_threadsafe(queue.put_nowait, frame)
 
-    def _add_loss(self, loss: LossRecord) -> None:
-        self._losses.append(loss)
-        self.news.set()
-
-    def _add_saved(self, checkpoint: int) -> None:
-        self._saved.append(checkpoint)
-        self.news.set()
-
     def _fail(self, failure: tuple[str, str, int]) -> None:
         if not self.failure.done():
             self.failure.set_result(failure)
@@ -107,6 +104,14 @@ def message_of(frame: Frame) -> Message:
         checkpoint=frame.checkpoint,
         flush=frame.flush,
     )
+
+
+def _taken(records: deque[T]) -> list[T]:
+    """Everything that is there, out of a queue that another thread may be filling."""
+    taken = []
+    while records:
+        taken.append(records.popleft())
+    return taken
 
 
 async def _chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> AsyncIterator[bytes]:

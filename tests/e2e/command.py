@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -97,7 +97,7 @@ class Running:
 
     def left_behind(self, within_seconds: float = 3.0) -> list[psutil.Process]:
         """What it started and has not ended; whatever is ending already is given a moment."""
-        return psutil.wait_procs(self._family, timeout=within_seconds)[1]
+        return still_there(self._family, within_seconds)
 
     def signal(self, number: signal.Signals, group: bool = False) -> None:
         os.killpg(self.process.pid, number) if group else self.process.send_signal(number)
@@ -110,6 +110,36 @@ class Running:
         chunk = os.read(self.process.stderr.fileno(), 65536)
         self.said += chunk.decode()
         return bool(chunk)
+
+
+def still_there(processes: Iterable[psutil.Process], within_seconds: float) -> list[psutil.Process]:
+    """Those that have not ended in time; one that has ended and whom nobody has asked how is not there any more."""
+    deadline, left = time.monotonic() + within_seconds, list(processes)
+    while left := [process for process in left if _is_alive(process)]:
+        descriptor = _pidfd(left[0])
+        if descriptor is None:
+            continue
+        try:
+            ended, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(descriptor)
+        if not ended:
+            break
+    return left
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _pidfd(process: psutil.Process) -> int | None:
+    try:
+        return os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
 
 
 @contextmanager

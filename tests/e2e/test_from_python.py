@@ -10,9 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from ravnest import RunError
+from ravnest import RunError, TrainResult
 from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.coordinator.session import TrainResult
 from tests.e2e.jobs import Batch, a_job, batches
 from tests.e2e.test_faults import provider_processes
 
@@ -21,7 +20,7 @@ def test_inside_a_running_event_loop_as_a_notebook_has_one(tmp_path: Path, capfd
     before = set(psutil.Process().children(recursive=True))
 
     async def cell() -> TrainResult:
-        result: TrainResult = a_job().train(providers=1, run=tmp_path / "run")
+        result = a_job().train(providers=1, run=tmp_path / "run")
         await asyncio.sleep(0)
         return result
 

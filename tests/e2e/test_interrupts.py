@@ -113,7 +113,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         provider.suspend()
         running.signal(signal.SIGINT)
         running.until("stopping")
-        with within(1.5, "the end"):
+        with within(2.0, "the end"):
             running.signal(signal.SIGINT)
             said = running.to_the_end()
     assert running.process.returncode == 130

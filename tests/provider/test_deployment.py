@@ -64,7 +64,6 @@ def an_order(leave_out: str = "") -> tuple[Deploy, FakeClient]:
         weights=refs["weights"],
         settings_json=settings.to_json(),
         generation=4,
-        link_secret="secret",
     )
     return order, FakeClient(artifacts)
 
