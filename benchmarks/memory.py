@@ -19,6 +19,7 @@ from benchmarks.models import GPT, LARGE, Repeated, next_token_loss, token_batch
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.coordinator.prepare import Prepared, prepare
+from ravnest.engine.schedule import flight_limit
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.monitor.events import read_events
@@ -59,8 +60,11 @@ class Share:
         return self.parameters + self.gradients + self.optimizer + self.versions + self.activations
 
 
-def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int) -> Share:
-    """The share of a stage trained with Adam while `in_flight` microbatches are between forward and backward there."""
+def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int, limit: int) -> Share:
+    """The share of a stage trained with Adam while `in_flight` microbatches are between forward and backward there.
+
+    `limit` microbatches are in flight in the cluster: as many may have arrived here, and wait or are worked on.
+    """
     parameters = sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in stage.parameters)
     nodes = prepared.costs.nodes
     saved = sum(nodes[node.name].saved_bytes for node in stage.nodes if node.name in nodes)
@@ -71,7 +75,7 @@ def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int) -> Share:
         optimizer=2 * parameters,
         # The newest microbatch in flight uses the weights as they are; each older one needs a version of its own.
         versions=(in_flight - 1) * parameters,
-        activations=in_flight * (saved + received),
+        activations=in_flight * saved + limit * received,
     )
 
 
@@ -84,7 +88,7 @@ def _measure(stages: int, prepared: Prepared, bare: int) -> list[Row]:
     rows = []
     for graph, ran in zip(split(prepared.captured.graph, places), summary.clusters[0].stages, strict=True):
         # A microbatch's staleness is the number of those that were in flight when its forward ran.
-        share = share_of(graph, prepared, ran.staleness.max + 1)
+        share = share_of(graph, prepared, ran.staleness.max + 1, flight_limit(stages, None, None)[0])
         rows.append(_row(stages, ran, share, bare))
         say(f"{rows[-1]['case']}: {rows[-1]['factor']:.2f} times its share")
     return rows

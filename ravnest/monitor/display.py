@@ -47,12 +47,13 @@ def open_display(enabled: bool, stream: TextIO) -> Display:
 
 
 class PlainDisplay:
-    """Log lines: one when a phase is new, one for each evaluation, else at most one every five seconds."""
+    """Log lines: one when a phase is new, one for each evaluation, else one every five seconds if there is news."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._phases: set[str] = set()
         self._last_line = -PLAIN_SECONDS
+        self._last_progress = ""
         self._last_eval: dict[str, float] | None = None
         self._elapsed_seconds = 0.0
         self._closed = False
@@ -63,11 +64,12 @@ class PlainDisplay:
         if evaluation is not None and evaluation != self._last_eval:
             self._last_eval = evaluation
             self._line(f"evaluation   {words.measures(evaluation)}")
-        now = monotonic()
-        if snapshot.phase not in self._phases or now - self._last_line >= PLAIN_SECONDS:
+        now, progress = monotonic(), _progress(snapshot)
+        waited = now - self._last_line >= PLAIN_SECONDS and progress != self._last_progress
+        if snapshot.phase not in self._phases or waited:
             self._phases.add(snapshot.phase)
-            self._last_line = now
-            self._line(_progress(snapshot))
+            self._last_line, self._last_progress = now, progress
+            self._line(progress)
 
     def message(self, text: str) -> None:
         self._line(text)

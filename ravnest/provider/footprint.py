@@ -13,9 +13,7 @@ from typing import Any, Final
 
 _COMPILER: Final = "torch._dynamo"
 _LARGE_BYTES: Final = 2 << 20
-_SPARE_BYTES: Final = 8 << 20
 # From malloc.h of the GNU C library.
-_M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 
@@ -42,7 +40,6 @@ def give_memory_back() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _SPARE_BYTES)
         mallopt(_M_ARENA_MAX, 1)
 
 

@@ -134,7 +134,8 @@ def test_a_crash_goes_on_from_the_checkpoint_before_it(swarm: EmbeddedSwarm, tmp
     with pytest.raises(JobError):
         swarm.train(a_job(crash, checkpoint=every_updates(3)), providers=2, run=run, display=False)
     # As a crash of the machine would leave it: without what was saved in good order at the end.
-    newest = sorted((run / "checkpoints").iterdir())[-1]
+    # Which one came before depends on how long the disk takes: one checkpoint is under way at a time.
+    before, newest = sorted((run / "checkpoints").iterdir())[-2:]
     assert newest.name.endswith("7")
     part = newest / "part-0.safetensors"
     part.write_bytes(part.read_bytes()[:-1] + b"?")
@@ -143,7 +144,7 @@ def test_a_crash_goes_on_from_the_checkpoint_before_it(swarm: EmbeddedSwarm, tmp
     events = read_events(run / "events.jsonl")
     [damaged] = [event for event in events if event["kind"] == "checkpoint_damaged"]
     assert damaged["checkpoint"] == newest.name and "part-0.safetensors is damaged" in damaged["reason"]
-    assert "resumed after 6 updates" in [event["reason"] for event in events]
+    assert f"resumed after {int(before.name)} updates" in [event["reason"] for event in events]
 
 
 def test_a_run_with_damaged_checkpoints_only_is_refused(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
