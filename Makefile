@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PROTOS := $(wildcard proto/ravnest/v1/*.proto)
 
-.PHONY: demo test check format proto screenshot clean $(VENV)
+.PHONY: demo test check bench format proto screenshot clean $(VENV)
 
 demo: $(VENV)
 	@$(BIN)/ravnest train examples/digits/job.py --providers 3
@@ -18,6 +18,11 @@ check: $(VENV)/.dev-installed
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy --strict
 	@$(BIN)/lint-imports
+
+# On a machine that does nothing else; a few minutes.
+bench: $(VENV)/.dev-installed
+	@$(BIN)/python -m benchmarks.overhead
+	@$(BIN)/python -m benchmarks.memory
 
 format: $(VENV)/.dev-installed
 	@$(BIN)/ruff format .

@@ -54,7 +54,7 @@ _CORES = os.cpu_count() or 1
 
 CASES = {
     "digits-3": Case(
-        title="digits CNN, batch 64: 3 providers, plain with 1 thread",
+        title="digits CNN, 3 providers vs 1 plain thread",
         job=digits,
         providers=3,
         plain_threads=1,
@@ -63,7 +63,7 @@ CASES = {
         ratio=0.25,
     ),
     "gpt-1": Case(
-        title=f"GPT 10M: 1 provider and plain with {_CORES} threads each",
+        title=f"GPT 10M, 1 provider vs plain, {_CORES} threads each",
         job=gpt,
         providers=1,
         plain_threads=_CORES,
@@ -72,7 +72,7 @@ CASES = {
         ratio=0.9,
     ),
     "gpt-2": Case(
-        title="GPT 10M: 2 providers with 1 thread each, plain with 1 thread",
+        title="GPT 10M, 2 providers of 1 thread vs 1 plain thread",
         job=gpt,
         providers=2,
         plain_threads=1,

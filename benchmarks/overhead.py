@@ -35,7 +35,7 @@ def main() -> int:
                 row, ratio = _compare(case, loops[name], swarm, Path(folder, name), given.quick)
                 rows.append(row)
                 targets.append(Target(f"{case.title}: ratio", ratio, case.ratio))
-    rows.append({"case": "digits CNN, 3 providers: command to first update", "seconds": seconds})
+    rows.append({"case": "digits CNN, 3 providers, first update", "seconds": seconds})
     targets.append(Target("seconds from the command to the first update", seconds, _FIRST_UPDATE_SECONDS, at_most=True))
     return finish("overhead", given, rows, targets)
 
