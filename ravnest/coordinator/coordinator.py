@@ -13,12 +13,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore
+from ravnest.coordinator.deploying import Orders
 from ravnest.coordinator.evaluation import Evaluation
 from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
-from ravnest.coordinator.ledger import Entry, Place
+from ravnest.coordinator.ledger import Entry
 from ravnest.coordinator.members import Member
-from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
+from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.resuming import trained_with
 from ravnest.coordinator.saving import Mark, Saver
 from ravnest.coordinator.swarm import Swarm
@@ -27,22 +29,11 @@ from ravnest.engine.schedule import flight_limit
 from ravnest.errors import PeerError, RavnestError, RunError, TrainingError
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
-from ravnest.monitor.json_lines import JsonLines
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Fault
 from ravnest.net.frames import Frame, FrameKind
-from ravnest.net.v1.control_pb2 import (
-    ArtifactRef,
-    CoordinatorMessage,
-    Deploy,
-    Failed,
-    ProviderMessage,
-    Report,
-    Save,
-    Start,
-    Threads,
-)
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, ProviderMessage, Save, Start, Threads
 from ravnest.planner.plan import Plan, ProviderProfile, plan_cluster
 
 _BETTER_REASON_SECONDS = 0.2
@@ -69,7 +60,7 @@ class Coordinator:
         self._swarm = swarm
         self._run = run
         self._events = events
-        self._metrics = metrics
+        self._recorder = Recorder(progress, metrics)
         self._display = display
         self._ledger = progress.ledger
         self._changes = Changes()
@@ -88,8 +79,6 @@ class Coordinator:
         self._limit = 1
         self._generation = 0
         self._closing = False
-        self._losses_at: dict[int, Place] = {}
-        self._updates_log: JsonLines | None = None
         self.on_failure: Callable[[], None] = lambda: None
         """Called when training cannot go on, for whoever is busy elsewhere and not waiting here."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,7 +111,7 @@ class Coordinator:
         self._stage_of = {s.node: s.stage for s in plan.stages}
         self._inputs_of = [(s.node, tuple(v.name for v in s.graph.inputs)) for s in plan.stages if s.graph.inputs]
         if job.pipeline.record_updates:
-            self._updates_log = JsonLines(self._run.updates_path)
+            self._recorder.record_updates(self._run.updates_path)
         self._saver = Saver(
             CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep),
             job.checkpoint,
@@ -182,8 +171,7 @@ class Coordinator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._saver is not None:
             self._saver.abort()
-        if self._updates_log is not None:
-            self._updates_log.close()
+        self._recorder.close()
 
     def phase(self, text: str) -> None:
         self.progress.phase = text
@@ -209,7 +197,7 @@ class Coordinator:
             self._changes.notify()
         elif kind == "report" and message.report.deployment == self._deployment:
             with self._failing():
-                self._take_report(node_id, message.report)
+                self._recorder.take(node_id, self._stage_of[node_id], message.report)
         elif kind == "saved" and message.saved.deployment == self._deployment:
             self._saved[node_id] = message.saved.checkpoint
             self._changes.notify()
@@ -265,45 +253,27 @@ class Coordinator:
             raise
         if info is not None:
             self._last_info = info
-            self._events.emit(
-                "checkpoint", f"{info.folder.name} is complete", updates=info.updates, samples=info.samples
-            )
+            with self._failing():
+                self._events.emit(
+                    "checkpoint", f"{info.folder.name} is complete", updates=info.updates, samples=info.samples
+                )
             self._changes.notify()
 
     # Deploying.
 
     async def _deploy_stages(self, prepared: Prepared, plan: Plan, members: list[Member], threads: int) -> None:
-        by_id = {m.node_id: m for m in members}
-
-        def artifacts() -> list[tuple[Artifact, Artifact]]:
-            return [(graph_artifact(s), weights_artifact(s, prepared)) for s in plan.stages]
-
-        made = await asyncio.to_thread(artifacts)
-        self._swarm.artifacts = {a.id: a for pair in made for a in pair}
         self._swarm.generation += 1
         self._generation = self._swarm.generation
-        for stage, (graph, weights) in zip(plan.stages, made, strict=True):
-            following = plan.stages[stage.stage + 1] if stage.stage + 1 < len(plan.stages) else None
-            await self._swarm.tell(stage.node, CoordinatorMessage(threads=Threads(threads=threads)))
-            order = Deploy(
-                deployment=self._deployment,
-                stage=stage.stage,
-                stages=len(plan.stages),
-                graph=_reference(graph),
-                weights=_reference(weights),
-                settings_json=stage_settings(prepared.job, stage.stage, len(plan.stages)).to_json(),
-                next_address=by_id[following.node].address if following else "",
-                next_node=following.node if following else "",
-                generation=self._generation,
-                previous_node=plan.stages[stage.stage - 1].node if stage.stage else "",
-            )
-            await self._swarm.tell(stage.node, CoordinatorMessage(deploy=order))
+        orders = await Orders.make(prepared, plan, members, self._deployment, self._generation)
+        self._swarm.artifacts = orders.artifacts
+        for node_id, order in orders.by_node.items():
+            await self._swarm.tell(node_id, CoordinatorMessage(threads=Threads(threads=threads)))
+            await self._swarm.tell(node_id, CoordinatorMessage(deploy=order))
         await self._until(lambda: self._ready >= set(self._stage_of))
         self._swarm.artifacts = {}
         # Only now: a stage dials the one after it, which must be there by then.
-        for stage in plan.stages:
-            start = Start(deployment=self._deployment)
-            await self._swarm.tell(stage.node, CoordinatorMessage(start=start))
+        for node_id in orders.by_node:
+            await self._swarm.tell(node_id, CoordinatorMessage(start=Start(deployment=self._deployment)))
         self._events.emit("deployed", f"{len(plan.stages)} stages are ready")
 
     # Items.
@@ -313,7 +283,7 @@ class Coordinator:
         self.progress.run_clock()
         self.progress.epoch = item.after.epoch
         self._ledger.feed(Entry(item.microbatch, item.samples, item.after, item.completes_update))
-        self._losses_at[item.microbatch] = item.after
+        self._recorder.fed(item.microbatch, item.after)
         sending = self._send(
             item.tensors, item.microbatch, item.samples, checkpoint=self._announced(item), flush=item.flush
         )
@@ -350,11 +320,9 @@ class Coordinator:
             return
         await self._until(lambda: evaluation.outstanding == 0)
         self._evaluation = None
-        self.progress.eval = evaluation.means()
-        self._metrics.write(
-            "eval", samples=self._ledger.samples, updates=self._ledger.updates, values=self.progress.eval
-        )
-        self._events.emit("evaluated", f"on {evaluation.samples} samples", **self.progress.eval)
+        means = evaluation.means()
+        self._recorder.evaluated(means)
+        self._events.emit("evaluated", f"on {evaluation.samples} samples", **means)
         self.phase("training")
 
     def _end_epoch(self, item: EpochEnd) -> None:
@@ -408,25 +376,6 @@ class Coordinator:
         await self._until(lambda: all(self._saved.get(node) == number for node in self._stage_of))
         assert self._last_info is not None
         return self._last_info
-
-    def _take_report(self, node_id: str, report: Report) -> None:
-        self.progress.reports[node_id] = report
-        for record in report.losses:
-            self.progress.losses.append((record.loss, record.samples))
-            place = self._losses_at.pop(record.microbatch, None)
-            if place is not None:
-                values = {"loss": record.loss}
-                self._metrics.write("train", samples=place.samples, updates=place.updates, values=values)
-        if self._updates_log is not None:
-            for update in report.records:
-                self._updates_log.append(
-                    {
-                        "stage": self._stage_of[node_id],
-                        "microbatch": update.microbatch,
-                        "forward_version": update.forward_version,
-                        "version": update.version,
-                    }
-                )
 
     def _take_failure(self, node_id: str, failed: Failed) -> None:
         with self._failing():
@@ -496,7 +445,3 @@ class Coordinator:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _reference(artifact: Artifact) -> ArtifactRef:
-    return ArtifactRef(id=artifact.id, sha256=artifact.sha256, size_bytes=artifact.size_bytes)

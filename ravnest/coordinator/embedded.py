@@ -72,6 +72,7 @@ def train_from_reference(
                 from ravnest.overrides import apply_overrides
 
                 job = apply_overrides(load_job(reference), overrides)
+                interrupts.check()
             result = swarm.train(job, name=name, run=run, resume=resume, display=shown, interrupts=interrupts)
     return 0 if result.summary.status == "finished" else interrupts.exit_code
 

@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM while a run goes on, and a run that fails while the requester's own code keeps it waiting."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +11,9 @@ from typing import Any, Self
 _STEP_SECONDS = 1.0
 """How long a step of the requester's code may go on after an interrupt: most end at once, and a data loader that is
 broken off in the middle of one leaves noise and workers behind."""
+_KNOCK_SECONDS = 0.1
+_KNOCK = signal.SIGURG
+"""Breaks into a call that blocks. Nobody's program ends of it, so one that comes late does no harm."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -25,7 +29,7 @@ class RunOver(BaseException):
 
 
 class Interrupts:
-    """Within its block, SIGINT and SIGTERM raise Interrupted in the main thread.
+    """Within its block, SIGINT, SIGTERM and SIGHUP (a terminal that is closed) raise Interrupted in the main thread.
 
     - One that comes while the run is `stopping` already calls `hurry` and raises once more.
     - Signals that are ignored, or for which the requester's program has a handler of its own, stay as they are.
@@ -39,7 +43,7 @@ class Interrupts:
         self._asked: int | None = None
         self._over = False
         self._in_users_code = False
-        self._waking = False
+        self._heard = threading.Event()
 
     @property
     def exit_code(self) -> int:
@@ -51,6 +55,9 @@ class Interrupts:
             for number, replaced in _REPLACED.items():
                 if replaced(signal.getsignal(number)):
                     self._replace(number, self._on_signal)
+            if signal.SIGINT in self._before:
+                self._replace(_KNOCK, self._on_knock)
+            _active.append(self)
         return self
 
     def __exit__(
@@ -58,6 +65,8 @@ class Interrupts:
     ) -> None:
         while self._before:
             signal.signal(*self._before.popitem())
+        if self in _active:
+            _active.remove(self)
 
     @contextmanager
     def users_code(self) -> Iterator[None]:
@@ -67,15 +76,22 @@ class Interrupts:
         """
         self._in_users_code = True
         try:
-            self._raise_what_is_due()
+            self.check()
             yield
         except Exception:
             # Ctrl-C at a terminal ends a data loader's workers too: that they are gone is not what went wrong.
-            self._raise_what_is_due()
+            self.check()
             raise
         finally:
             self._in_users_code = False
-        self._raise_what_is_due()
+        self.check()
+
+    def check(self) -> None:
+        """Raises what came where it could not be raised: Python drops an exception in a destructor or some imports."""
+        if self._asked is not None:
+            raise Interrupted(self._asked)
+        if self._over:
+            raise RunOver
 
     def wake(self) -> None:
         """The run is over, the requester's code need not finish its step. May be called from any thread."""
@@ -83,11 +99,6 @@ class Interrupts:
         self._break_in()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._waking and number == signal.SIGINT:
-            self._waking = False
-            if self._in_users_code:
-                self._raise_what_is_due()
-            return
         again, self._asked = self._asked is not None, number
         if not again:
             # A data loader raises an error from here when a worker is killed; Ctrl-C at a terminal kills them all.
@@ -110,17 +121,21 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _break_in(self) -> None:
-        if signal.SIGINT in self._before:
-            self._waking = True
-            # A real signal, because nothing else ends a call that blocks.
-            with suppress(ProcessLookupError):
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        self._heard.clear()
+        threading.Thread(target=self._knock, name="ravnest-knock", daemon=True).start()
 
-    def _raise_what_is_due(self) -> None:
-        if self._asked is not None:
-            raise Interrupted(self._asked)
-        if self._over:
-            raise RunOver
+    def _knock(self) -> None:
+        # A real signal, because nothing else ends a call that blocks; and more than one, because a call that begins
+        # just after the signal came and just before Python looks does not end of it.
+        while _KNOCK in self._before and not self._heard.is_set():
+            with suppress(ProcessLookupError):
+                signal.pthread_kill(threading.main_thread().ident or 0, _KNOCK)
+            self._heard.wait(_KNOCK_SECONDS)
+
+    def _on_knock(self, number: int, frame: FrameType | None) -> None:
+        self._heard.set()
+        if self._in_users_code:
+            self.check()
 
 
 def _nothing() -> None:
@@ -131,4 +146,16 @@ _REPLACED: dict[int, Callable[[Any], bool]] = {
     # asyncio's own handler would only cancel a task that is waiting for this very thread.
     signal.SIGINT: lambda handler: handler is not signal.SIG_IGN,
     signal.SIGTERM: lambda handler: handler is signal.SIG_DFL,
+    signal.SIGHUP: lambda handler: handler is signal.SIG_DFL,
 }
+
+# Processes forked from this one (data loader workers) are ended as their owner expects.
+_active: list[Interrupts] = []
+
+
+def _let_go_in_child() -> None:
+    for interrupts in list(_active):
+        interrupts.__exit__(None, None, None)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -45,7 +45,8 @@ def failed(swarm: EmbeddedSwarm, run: Path, job: Any, kind: type[RavnestError], 
         swarm.train(job, run=run, display=False, **options)
     summary = Summary.read(RunPaths(run).summary_path)
     assert (summary.status, summary.reason) == ("failed", str(raised.value))
-    assert read_events(RunPaths(run).events_path)[-1]["kind"] == "failed"
+    told = [event["reason"] for event in read_events(RunPaths(run).events_path) if event["kind"] == "failed"]
+    assert told == [str(raised.value)]
     return raised.value
 
 

@@ -1,0 +1,56 @@
+"""What stages report while they train, on its way to the progress and into the run's curves."""
+
+from pathlib import Path
+
+from ravnest.coordinator.ledger import Place
+from ravnest.coordinator.progress import Progress
+from ravnest.monitor.json_lines import JsonLines
+from ravnest.monitor.metrics import MetricLog
+from ravnest.net.v1.control_pb2 import Report
+
+
+class Recorder:
+    """Takes the stages' reports; RunError when the disk refuses a line."""
+
+    def __init__(self, progress: Progress, metrics: MetricLog) -> None:
+        self._progress = progress
+        self._metrics = metrics
+        self._places: dict[int, Place] = {}
+        self._updates: JsonLines | None = None
+
+    def record_updates(self, path: Path) -> None:
+        """From now on every update of every stage becomes a line of the file at `path`."""
+        self._updates = JsonLines(path)
+
+    def fed(self, microbatch: int, after: Place) -> None:
+        """A microbatch has been fed whose loss will be reported; `after` is where it stands on the curves."""
+        self._places[microbatch] = after
+
+    def take(self, node_id: str, stage: int, report: Report) -> None:
+        """What the provider of a stage reports."""
+        self._progress.reports[node_id] = report
+        for record in report.losses:
+            self._progress.losses.append((record.loss, record.samples))
+            place = self._places.pop(record.microbatch, None)
+            if place is not None:
+                values = {"loss": record.loss}
+                self._metrics.write("train", samples=place.samples, updates=place.updates, values=values)
+        if self._updates is not None:
+            for update in report.records:
+                line = {
+                    "stage": stage,
+                    "microbatch": update.microbatch,
+                    "forward_version": update.forward_version,
+                    "version": update.version,
+                }
+                self._updates.append(line)
+
+    def evaluated(self, values: dict[str, float]) -> None:
+        """An evaluation is complete."""
+        self._progress.eval = values
+        ledger = self._progress.ledger
+        self._metrics.write("eval", samples=ledger.samples, updates=ledger.updates, values=values)
+
+    def close(self) -> None:
+        if self._updates is not None:
+            self._updates.close()
