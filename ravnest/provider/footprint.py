@@ -12,8 +12,10 @@ from types import ModuleType
 from typing import Any, Final
 
 _COMPILER: Final = "torch._dynamo"
-_LARGE_BYTES: Final = 2 << 20
+_LARGE_BYTES: Final = 4 << 20
+_KEPT_BYTES: Final = 256 << 20
 # From malloc.h of the GNU C library.
+_M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8
 
@@ -30,16 +32,18 @@ def leave_out_the_compiler() -> None:
 
 
 def give_memory_back() -> None:
-    """Makes the memory of freed tensors go back to the system, where the C library can be told so.
+    """Makes the memory of large freed tensors go back to the system, where the C library can be told so.
 
     Left to itself it keeps tensors of up to 32 MB, in pieces that the next ones do not fit into, and so takes half as
-    much again as a stage uses. Huge pages make memory that comes fresh from the system cheap.
+    much again as a stage uses. Memory that comes fresh from the system costs a page fault every 4 KiB, so what is
+    smaller is kept at the top of the heap and used again, and huge pages make the rest cheap where they can be had.
     """
     # torch asks for huge pages for what it allocates from 2 MB on.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_ARENA_MAX, 1)
 
 
