@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PROTOS := $(wildcard proto/ravnest/v1/*.proto)
 
-.PHONY: demo test check format proto clean $(VENV)
+.PHONY: demo test check format proto screenshot clean $(VENV)
 
 demo: $(VENV)
 	@$(BIN)/ravnest train examples/digits/job.py --providers 3
@@ -25,6 +25,9 @@ format: $(VENV)/.dev-installed
 
 proto: $(VENV)
 	@$(BIN)/python proto/generate.py
+
+screenshot: $(VENV)
+	@$(BIN)/python docs/make_screenshot.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

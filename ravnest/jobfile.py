@@ -5,7 +5,6 @@ terms: their traceback, without a frame of ours.
 """
 
 import contextlib
-import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -19,9 +18,10 @@ from types import ModuleType
 
 from ravnest.errors import JobError, RavnestError
 from ravnest.job import Job
+from ravnest.reference import parse_reference
 
-_FORMS = "path/to/file.py, file.py:name or package.module:name"
 _PACKAGE_FOLDER = Path(__file__).resolve().parent
+_IN_WORKER = re.compile(r"Caught .* in DataLoader worker process \d+\.\nOriginal (Traceback .*)", re.DOTALL)
 
 
 class JobFileFailed(JobError):  # noqa: N818 (it tells of an event, and JobFileError would say less)
@@ -41,62 +41,21 @@ def load_job(reference: str) -> Job:
 
     The file's folder stays on sys.path, last, so that functions of the file may import its neighbours later.
     """
-    place, name = _split(reference)
-    if place.endswith(".py"):
-        path = _existing(Path(place))
-        module = _guarded(place, lambda: _run_file(path))
-    else:
-        module = _guarded(place, lambda: _import_module(place))
-    return _job_in(module, place, name)
+    found = parse_reference(reference)
+    path = found.path
+    module = _guarded(found.place, lambda: _import_module(found.place) if path is None else _run_file(path))
+    return _job_in(module, found.place, found.name)
 
 
 @contextlib.contextmanager
-def user_errors(place: str) -> Iterator[None]:
-    """Within it, an exception of the user's own code becomes JobFileFailed; errors of Ravnest pass as they are."""
+def users_code(place: str) -> Iterator[None]:
+    """Within it runs the user's code: what that raises becomes JobFileFailed, errors of Ravnest pass as they are."""
     try:
         yield
     except RavnestError:
         raise
     except Exception as error:
-        if not _user_frames(traceback.extract_tb(error.__traceback__), strictly=True):
-            raise
         raise _failed(place, error) from None
-
-
-def _split(reference: str) -> tuple[str, str]:
-    head, colon, tail = reference.rpartition(":")
-    if colon and tail.isidentifier() and head:
-        place, name = head, tail
-    else:
-        place, name = reference, ""
-    if place.endswith(".py"):
-        return place, name or "job"
-    dotted = re.fullmatch(r"\w+(\.\w+)*", place) is not None
-    if Path(place).is_file() or (Path(place).exists() and not dotted):
-        raise JobError(f"{place} is not a Python file: give {_FORMS}")
-    if dotted and name:
-        return place, name
-    if dotted:
-        raise JobError(f"{place} is neither a .py file nor a module with a name: give {_FORMS}{_near(Path(place))}")
-    raise JobError(f"{place} does not exist: give {_FORMS}{_near(Path(place))}")
-
-
-def _existing(path: Path) -> Path:
-    if path.is_file():
-        return path.resolve()
-    if path.is_dir():
-        raise JobError(f"{path} is a folder: give {_FORMS}")
-    raise JobError(f"{path} does not exist: check the path{_near(path)}")
-
-
-def _near(path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f" ({folder} does not exist either)"
-    # Without the suffix, which all have in common and which would make any two names look alike.
-    stems = sorted(found.stem for found in folder.glob("*.py"))
-    matches = difflib.get_close_matches(path.stem, stems, n=3)
-    return f"; near it: {', '.join(str(folder / f'{match}.py') for match in matches)}" if matches else ""
 
 
 def _run_file(path: Path) -> ModuleType:
@@ -165,6 +124,12 @@ def _guarded(place: str, run: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _failed(place: str, error: BaseException) -> JobFileFailed:
+    in_worker = re.match(
+        r"Caught .* in DataLoader worker process \d+\.\nOriginal (Traceback .*)", str(error), re.DOTALL
+    )
+    if in_worker is not None:
+        text = in_worker[1].strip()
+        return JobFileFailed(f"{place} failed with {text.splitlines()[-1]}", f"{_without_libraries(text)}\n")
     told = traceback.TracebackException.from_exception(error)
     _keep_user_frames(told, set())
     return JobFileFailed(_sentence(place, error), "".join(told.format()))
@@ -178,6 +143,19 @@ def _sentence(place: str, error: BaseException) -> str:
         return f"{place} ended the program before its job was read: move that under if __name__ == '__main__'"
     said = str(error).strip().splitlines()
     return f"{place} failed with {type(error).__name__}{': ' + said[0] if said else ''}"
+
+
+def _without_libraries(text: str) -> str:
+    """A traceback in words (a data loader's worker sends no other) without the frames of installed packages."""
+    kept, keeping = [], True
+    for line in text.splitlines():
+        if frame := re.match(r'  File "([^"]+)", line \d+', line):
+            keeping = not _is_installed(frame[1])
+        elif not line.startswith("    "):
+            keeping = True
+        if keeping:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _keep_user_frames(told: traceback.TracebackException, seen: set[int]) -> None:
@@ -198,8 +176,8 @@ def _user_frames(frames: traceback.StackSummary, *, strictly: bool = False) -> l
 
 
 def _is_ours(filename: str) -> bool:
-    # "<frozen ...>" is the import system, "<string>" the constructor that dataclasses writes for Job.
-    if filename.startswith("<"):
+    # The import system, and the constructor that dataclasses writes for Job; a notebook's cells have "<" as well.
+    if filename.startswith("<frozen ") or filename == "<string>":
         return True
     path = Path(filename)
     return path.is_relative_to(_PACKAGE_FOLDER) or path.is_relative_to(Path(importlib.__file__).parent)

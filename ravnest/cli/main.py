@@ -5,7 +5,9 @@ argparse and the like at its top and what is heavy inside `run`, so that help is
 """
 
 import argparse
+import atexit
 import difflib
+import gc
 import os
 import sys
 import traceback
@@ -24,6 +26,8 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 the user can fix it, 130 interrupted, 1 our bug."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    # Nothing is left to collect at the end; looking through all of torch for it would take a second.
+    atexit.register(gc.freeze)
     try:
         chosen = _parser(given).parse_args(given)
         code: int = chosen.run(chosen)
@@ -33,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(getattr(error, "user_traceback", ""))
         sys.stderr.write(f"ravnest: error: {error}\n")
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         sys.stderr.write("ravnest: interrupted\n")
-        return INTERRUPTED
+        code = getattr(interrupt, "exit_code", INTERRUPTED)
+        return code
     except BrokenPipeError:
         # The reader of our output (`| head`) has gone: nothing is left to say, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,8 +23,18 @@ def add_parser(subparsers: "Subparsers") -> None:
         default=2,
         help="how many providers, each with one stage of the model (default: 2)",
     )
-    parser.add_argument("--run", dest="directory", metavar="DIR", type=Path, help="the run directory (default: new)")
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of the run directory")
+    parser.add_argument(
+        "--run",
+        dest="directory",
+        metavar="DIR",
+        type=Path,
+        help="the run directory, new or empty (default: runs/NAME-DATE-TIME)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint of the run directory (default: the newest run of this job)",
+    )
     parser.add_argument(
         "--set",
         dest="overrides",

@@ -7,18 +7,19 @@ disk that is full, each becomes one error that every wait raises from then on; c
 
 import asyncio
 import contextlib
-import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import IO, Any
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
 
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore
 from ravnest.coordinator.evaluation import Evaluation
 from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
-from ravnest.coordinator.ledger import Entry
+from ravnest.coordinator.ledger import Entry, Place
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
 from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.resuming import trained_with
 from ravnest.coordinator.saving import Mark, Saver
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
@@ -26,13 +27,16 @@ from ravnest.engine.schedule import flight_limit
 from ravnest.errors import PeerError, RavnestError, RunError, TrainingError
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
+from ravnest.monitor.json_lines import JsonLines
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
+from ravnest.monitor.summary import Fault
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import (
     ArtifactRef,
     CoordinatorMessage,
     Deploy,
+    Failed,
     ProviderMessage,
     Report,
     Save,
@@ -41,6 +45,8 @@ from ravnest.net.v1.control_pb2 import (
 )
 from ravnest.planner.plan import Plan, ProviderProfile, plan_cluster
 
+_BETTER_REASON_SECONDS = 0.2
+_LOST_NEIGHBOUR_SECONDS = 1.0
 _PREFETCH = 2
 """Microbatches that wait at the root beyond those in flight, so that it never waits for the feeder."""
 _DISPLAY_SECONDS = 0.25
@@ -71,6 +77,9 @@ class Coordinator:
         self._deployment = secrets.token_hex(4)
         self._ready: set[str] = set()
         self._saved: dict[str, int] = {}
+        self._lost: set[str] = set()
+        self._deployed = False
+        self._resumed = progress.ledger.updates > 0
         self._stage_of: dict[str, int] = {}
         self._inputs_of: list[tuple[str, tuple[str, ...]]] = []
         self._saver: Saver | None = None
@@ -79,7 +88,10 @@ class Coordinator:
         self._limit = 1
         self._generation = 0
         self._closing = False
-        self._updates_file: IO[str] | None = None
+        self._losses_at: dict[int, Place] = {}
+        self._updates_log: JsonLines | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when training cannot go on, for whoever is busy elsewhere and not waiting here."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -108,7 +120,7 @@ class Coordinator:
         self._stage_of = {s.node: s.stage for s in plan.stages}
         self._inputs_of = [(s.node, tuple(v.name for v in s.graph.inputs)) for s in plan.stages if s.graph.inputs]
         if job.pipeline.record_updates:
-            self._updates_file = open(self._run.updates_path, "a", encoding="utf-8")  # noqa: SIM115 (closed in `close`)
+            self._updates_log = JsonLines(self._run.updates_path)
         self._saver = Saver(
             CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep),
             job.checkpoint,
@@ -117,11 +129,14 @@ class Coordinator:
                 "aliases": dict(prepared.captured.aliases),
                 "non_persistent": sorted(prepared.captured.not_saved),
                 "stages": providers,
+                **trained_with(job),
             },
+            self._ledger.updates,
         )
         self.phase("deploying stages")
         await self._deploy_stages(prepared, plan, members, threads)
         self.progress.plan = plan
+        self._deployed = True
         self.phase("training")
         return plan
 
@@ -136,6 +151,10 @@ class Coordinator:
         elif isinstance(item, EpochEnd):
             self._end_epoch(item)
 
+    async def check(self) -> None:
+        """Raises what made training impossible, if anything did."""
+        await self._until(lambda: True)
+
     async def finish(self) -> CheckpointInfo:
         """Waits for what is in flight and saves the final state."""
         await self._until(lambda: self._ledger.outstanding == 0)
@@ -144,11 +163,12 @@ class Coordinator:
         return await self._save_now()
 
     async def stop_early(self, timeout_seconds: float) -> CheckpointInfo | None:
-        """Saves if what is in flight can be finished in time; otherwise the last checkpoint stands."""
-        self.phase("stopping")
-        with contextlib.suppress(TimeoutError, RavnestError):
-            async with asyncio.timeout(timeout_seconds):
-                return await self.finish()
+        """Saves if what is in flight can be finished in time, otherwise the last checkpoint of this run stands."""
+        if self._deployed:
+            self.phase("stopping")
+            with contextlib.suppress(TimeoutError, RavnestError):
+                async with asyncio.timeout(timeout_seconds):
+                    return await self.finish()
         return self._last_info
 
     async def close(self) -> None:
@@ -160,12 +180,8 @@ class Coordinator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._saver is not None:
             self._saver.abort()
-        if self._updates_file is not None:
-            self._updates_file.close()
-
-    @property
-    def last_checkpoint(self) -> CheckpointInfo | None:
-        return self._last_info
+        if self._updates_log is not None:
+            self._updates_log.close()
 
     def phase(self, text: str) -> None:
         self.progress.phase = text
@@ -176,38 +192,40 @@ class Coordinator:
         if self._failure is None and not self._closing:
             self._failure = error
             self._changes.notify()
+            self.on_failure()
 
     # What providers do.
 
     def joined(self, member: Member) -> None:
-        self._events.emit("joined", f"{member.node_id} joined with {member.device}", provider=member.node_id)
+        with self._failing():
+            self._events.emit("joined", f"{member.node_id} joined with {member.device}", provider=member.node_id)
 
     def said(self, node_id: str, message: ProviderMessage) -> None:
         kind = message.WhichOneof("body")
         if kind == "ready" and message.ready.deployment == self._deployment:
             self._ready.add(node_id)
             self._changes.notify()
-        elif kind == "report":
-            self._take_report(node_id, message.report)
+        elif kind == "report" and message.report.deployment == self._deployment:
+            with self._failing():
+                self._take_report(node_id, message.report)
         elif kind == "saved" and message.saved.deployment == self._deployment:
             self._saved[node_id] = message.saved.checkpoint
             self._changes.notify()
         elif kind == "failed" and message.failed.deployment == self._deployment:
-            failed = message.failed
-            self._events.emit(
-                "failed", failed.message, provider=node_id, failure=failed.kind, microbatch=failed.microbatch
-            )
-            if failed.kind == "not_finite":
-                self.fail(TrainingError(f"{failed.message}; training stopped, the last good checkpoint is kept"))
-            else:
-                self.fail(TrainingError(f"{node_id} failed: {failed.message}"))
+            self._take_failure(node_id, message.failed)
 
     def returned(self, node_id: str, frame: Frame) -> None:
+        if frame.generation != self._generation:
+            # Of a run before this one, which was given up while this was under way.
+            return
         if frame.kind is FrameKind.DONE:
-            if self._ledger.complete(frame.microbatch) is None:
-                self._events.emit("applied_twice", "a microbatch was reported done twice", microbatch=frame.microbatch)
-            if self.progress.first_update_seconds is None:
-                self._events.emit("first_update", "the first microbatch has passed every stage")
+            with self._failing():
+                if self.progress.first_update_seconds is None:
+                    self._events.emit("first_update", "the first microbatch has passed every stage")
+                if self._ledger.complete(frame.microbatch) is None:
+                    self._events.emit(
+                        "applied_twice", "a microbatch was reported done twice", microbatch=frame.microbatch
+                    )
             self.progress.completed()
             self._changes.notify()
         elif frame.kind is FrameKind.RESULT and self._evaluation is not None:
@@ -215,16 +233,23 @@ class Coordinator:
             self._changes.notify()
 
     def vanished(self, node_id: str, reason: str) -> None:
-        if self._closing:
+        """A provider's stream has ended."""
+        # Whoever started its process knows better why, and says so in a moment.
+        self._spawn(self._after(_BETTER_REASON_SECONDS, lambda: self.lost(node_id, reason)))
+
+    def lost(self, node_id: str, reason: str) -> None:
+        """A provider is gone, and why."""
+        if self._closing or node_id in self._lost:
             return
-        self._events.emit("vanished", reason, provider=node_id)
-        if node_id in self._stage_of:
-            self.fail(
-                TrainingError(
-                    f"{node_id}, which held stage {self._stage_of[node_id]}, is gone ({reason}); "
-                    "continue from the last checkpoint with --resume"
-                )
-            )
+        self._lost.add(node_id)
+        with self._failing():
+            self._events.emit("lost", reason, provider=node_id)
+        stage = self._stage_of.get(node_id)
+        if stage is not None:
+            self.progress.faults.append(Fault(kind="provider_lost", provider=node_id, cluster=0, at=time.time()))
+        if stage is not None or not self._deployed:
+            held = "" if stage is None else f", which held stage {stage},"
+            self.fail(TrainingError(f"{node_id}{held} is gone: {reason}; {self._what_now()}"))
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         number = name.removeprefix("checkpoint-")
@@ -283,10 +308,11 @@ class Coordinator:
     async def _take_batch(self, item: TrainBatch) -> None:
         await self._until(lambda: self._ledger.outstanding < self._limit + _PREFETCH and self._evaluation is None)
         self.progress.run_clock()
-        self.progress.epoch, self.progress.position = item.epoch, item.position
-        self._ledger.feed(Entry(item.microbatch, item.samples, item.epoch, item.position))
+        self.progress.epoch = item.after.epoch
+        self._ledger.feed(Entry(item.microbatch, item.samples, item.after, item.completes_update))
+        self._losses_at[item.microbatch] = item.after
         sending = self._send(
-            item.tensors, item.microbatch, item.samples, checkpoint=self._announced(item), flush=item.last
+            item.tensors, item.microbatch, item.samples, checkpoint=self._announced(item), flush=item.flush
         )
         # Shielded: an interrupt between two stages would leave a microbatch that can never be completed.
         await asyncio.shield(asyncio.create_task(sending))
@@ -294,18 +320,13 @@ class Coordinator:
     def _announced(self, item: TrainBatch) -> int:
         """The number of the checkpoint to be taken with this microbatch, or 0."""
         assert self._saver is not None
-        accumulate = self.progress.accumulate
-        updates = (item.microbatch + 1) // accumulate
-        if (item.microbatch + 1) % accumulate:
-            return 0
-        why = self._saver.due(updates)
+        why = self._saver.due(item.after.updates) if item.completes_update else None
         if why is None:
             return 0
-        samples = self._ledger.samples + self._ledger.outstanding_samples
-        counts = {**self._ledger.counts(), "fed": item.microbatch + 1, "completed": item.microbatch + 1, "lost": 0}
-        self._saver.begin(Mark(item.microbatch + 1, updates, samples, item.epoch, item.position, counts))
+        number = item.microbatch + 1
+        self._saver.begin(Mark(number, item.after, self._ledger.counts()))
         self._events.emit("checkpoint_begun", why, microbatch=item.microbatch)
-        return item.microbatch + 1
+        return number
 
     async def _take_evaluation(self, item: EvalBatch) -> None:
         if self._evaluation is None:
@@ -328,16 +349,17 @@ class Coordinator:
         self._evaluation = None
         self.progress.eval = evaluation.means()
         self._metrics.write(
-            "eval", samples=self._ledger.samples, updates=self.progress.updates, values=self.progress.eval
+            "eval", samples=self._ledger.samples, updates=self._ledger.updates, values=self.progress.eval
         )
         self._events.emit("evaluated", f"on {evaluation.samples} samples", **self.progress.eval)
         self.phase("training")
 
     def _end_epoch(self, item: EpochEnd) -> None:
-        if item.whole:
+        self.progress.epoch_batches = item.batches
+        if item.samples is not None:
             self.progress.epoch_samples = item.samples
-        self.progress.epoch, self.progress.position = item.epoch + 1, 0
-        self._events.emit("epoch", f"epoch {item.epoch + 1} has been fed", samples=item.samples)
+        self._ledger.end_epoch(item.after)
+        self._events.emit("epoch", f"epoch {item.after.epoch} has been fed", samples=item.after.samples)
 
     async def _send(
         self,
@@ -371,14 +393,11 @@ class Coordinator:
     # Saving and reporting.
 
     async def _save_now(self) -> CheckpointInfo:
-        assert self._saver is not None
-        await self._until(lambda: self._saver is None or not self._saver.under_way)
-        progress, number = self.progress, self._ledger.completed + 1
-        updates = -(-self._ledger.completed // progress.accumulate)
-        self._saver.begin(
-            Mark(number, updates, self._ledger.samples, progress.epoch, progress.position, self._ledger.counts())
-        )
-        self._last_info = None
+        saver = self._saver
+        assert saver is not None
+        await self._until(lambda: not saver.under_way)
+        number = self._ledger.completed + 1
+        saver.begin(Mark(number, self._ledger.applied, self._ledger.counts()))
         for node_id in self._stage_of:
             order = Save(deployment=self._deployment, checkpoint=number)
             await self._swarm.tell(node_id, CoordinatorMessage(save=order))
@@ -388,23 +407,41 @@ class Coordinator:
         return self._last_info
 
     def _take_report(self, node_id: str, report: Report) -> None:
-        if report.deployment != self._deployment:
-            return
         self.progress.reports[node_id] = report
         for record in report.losses:
             self.progress.losses.append((record.loss, record.samples))
-            self._metrics.write(
-                "train", samples=self._ledger.samples, updates=record.microbatch + 1, values={"loss": record.loss}
-            )
-        if self._updates_file is not None:
+            place = self._losses_at.pop(record.microbatch, None)
+            if place is not None:
+                values = {"loss": record.loss}
+                self._metrics.write("train", samples=place.samples, updates=place.updates, values=values)
+        if self._updates_log is not None:
             for update in report.records:
-                line = {
-                    "stage": self._stage_of[node_id],
-                    "microbatch": update.microbatch,
-                    "forward_version": update.forward_version,
-                    "version": update.version,
-                }
-                self._updates_file.write(json.dumps(line) + "\n")
+                self._updates_log.append(
+                    {
+                        "stage": self._stage_of[node_id],
+                        "microbatch": update.microbatch,
+                        "forward_version": update.forward_version,
+                        "version": update.version,
+                    }
+                )
+
+    def _take_failure(self, node_id: str, failed: Failed) -> None:
+        with self._failing():
+            self._events.emit(
+                "stage_failed", failed.message, provider=node_id, failure=failed.kind, microbatch=failed.microbatch
+            )
+        if failed.kind == "not_finite":
+            self.fail(TrainingError(f"{failed.message}; {self._what_now()}"))
+            return
+        error = TrainingError(f"{node_id} failed: {failed.message}; {self._what_now()}")
+        # A stage that lost its neighbour says so before the neighbour's own end is noticed, which is the better reason.
+        seconds = _LOST_NEIGHBOUR_SECONDS if failed.kind == "link" else 0.0
+        self._spawn(self._after(seconds, lambda: self.fail(error)))
+
+    def _what_now(self) -> str:
+        if self._last_info is None and not self._resumed:
+            return "nothing had been saved yet"
+        return "the last good checkpoint is kept, continue from it with --resume"
 
     async def _show(self) -> None:
         """Keeps the display and the summary fresh while the run goes on."""
@@ -439,6 +476,18 @@ class Coordinator:
             task.cancel()
             failed.cancel()
             await asyncio.gather(task, failed, return_exceptions=True)
+
+    async def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        await asyncio.sleep(seconds)
+        action()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What the disk refuses while a provider is heard ends the run, not the provider's stream."""
+        try:
+            yield
+        except RunError as error:
+            self.fail(error)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -9,14 +9,18 @@ listens, and end when that pipe does.
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.loop import NetworkLoop
 from ravnest.coordinator.processes import ProviderProcesses
+from ravnest.monitor.run_directory import check_run
+from ravnest.monitor.snapshot import Snapshot
+from ravnest.reference import parse_reference
 
 if TYPE_CHECKING:
     from ravnest.coordinator.session import TrainResult
@@ -35,8 +39,9 @@ def train(
     devices: Sequence[str] = ("auto",),
 ) -> "TrainResult":
     """Trains the job on `providers` processes of this machine; raises a RavnestError when it cannot go on."""
-    with EmbeddedSwarm(providers, devices) as swarm:
-        return swarm.train(job, run=run, resume=resume, display=display)
+    check_run(None if run is None else Path(run), job_name="job", resume=resume)
+    with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
+        return swarm.train(job, run=run, resume=resume, display=display, interrupts=interrupts)
 
 
 def train_from_reference(
@@ -49,16 +54,22 @@ def train_from_reference(
     display: bool,
     devices: Sequence[str] = ("auto",),
 ) -> int:
-    """`ravnest train`: the same for a job file. The exit code: 0 when it finished, 130 when it was interrupted."""
-    with EmbeddedSwarm(providers, devices) as swarm:
-        # Only now: the providers import torch while this process does.
-        from ravnest.jobfile import load_job
-        from ravnest.overrides import apply_overrides
-
-        job = apply_overrides(load_job(reference), overrides)
+    """`ravnest train`: the same for a job file. The exit code: 0 when it finished, 130 or 143 when it was interrupted
+    (SIGINT, SIGTERM)."""
+    # What can be told without torch is told before anything is started.
+    name = parse_reference(reference).title
+    check_run(run, job_name=name, resume=resume)
+    with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
         shown = _display(enabled=True, plain=not display)
-        result = swarm.train(job, name=_job_name(reference), run=run, resume=resume, display=shown)
-    return 0 if result.summary.status == "finished" else 130
+        with closing(shown):
+            shown.show(Snapshot(phase=f"starting {providers} providers", title=name))
+            # Only now: the providers import torch while this process does.
+            from ravnest.jobfile import load_job
+            from ravnest.overrides import apply_overrides
+
+            job = apply_overrides(load_job(reference), overrides)
+            result = swarm.train(job, name=name, run=run, resume=resume, display=shown, interrupts=interrupts)
+    return 0 if result.summary.status == "finished" else interrupts.exit_code
 
 
 class EmbeddedSwarm:
@@ -88,6 +99,7 @@ class EmbeddedSwarm:
         run: str | PathLike[str] | None = None,
         resume: bool = False,
         display: "bool | Display" = True,
+        interrupts: Interrupts | None = None,
     ) -> "TrainResult":
         """Trains the job on the first `providers` of the swarm (None: all); a RavnestError when it cannot go on."""
         from ravnest.coordinator.session import Session
@@ -97,12 +109,15 @@ class EmbeddedSwarm:
         shown = _display(enabled=display, plain=False) if isinstance(display, bool) else display
         path = None if run is None else Path(run)
         with ExitStack() as stack:
+            if interrupts is None:
+                interrupts = stack.enter_context(Interrupts())
+            interrupts.hurry = self._processes.kill
             stack.callback(shown.close)
-            session = Session(swarm, job, name, path, resume, shown, self._processes.take_start_time())
+            session = Session(swarm, job, name, path, resume, shown, interrupts, self._processes.take_start_time())
             stack.callback(session.close)
             loop.call(session.coordinator.start())
             stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
-            self._processes.on_death(lambda error: loop.soon(session.coordinator.fail, error))
+            self._processes.on_death(lambda name, how: loop.soon(session.coordinator.lost, name, how))
             threads = max(1, (os.cpu_count() or 1) // count)
             return session.train(count, threads, loop.call)
 
@@ -127,10 +142,3 @@ def _display(*, enabled: bool, plain: bool) -> "Display":
     from ravnest.monitor.display import PlainDisplay, open_display
 
     return PlainDisplay(sys.stderr) if plain else open_display(enabled, sys.stderr)
-
-
-def _job_name(reference: str) -> str:
-    """`examples/digits/job.py:name` -> digits: a file called job.py is best known by its folder."""
-    place = Path(reference.partition(":")[0])
-    stem = place.stem if place.suffix == ".py" else place.name
-    return place.resolve().parent.name if stem == "job" and place.suffix == ".py" else stem

@@ -4,35 +4,58 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the data a run stands between two updates: a run that is resumed goes on from here."""
+
+    epoch: int = 0
+    position: int = 0
+    """Microbatches of that epoch that have been used."""
+    microbatches: int = 0
+    """Microbatches that have been used in all."""
+    updates: int = 0
+    samples: int = 0
+    data_state: str = ""
+    """The state of the data's own random generator at the start of the epoch; empty where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """One microbatch that has been fed: how many samples it has, and where in the data it stands."""
+    """One microbatch that has been fed, and where the run stands once it has been applied."""
 
     microbatch: int
     samples: int
-    epoch: int
-    position: int
-    """How many microbatches of its epoch have been fed once this one is."""
+    after: Place
+    completes_update: bool = True
+    """Whether an update is applied with it; the gradients of the others are only summed."""
 
 
 class Ledger:
     """Counts microbatches. `completed` is in order: stages apply microbatches in the order they were fed."""
 
-    def __init__(self, *, completed: int = 0, samples: int = 0, replayed: int = 0) -> None:
+    def __init__(self, start: Place = Place()) -> None:  # noqa: B008 (a frozen value)
         """A new ledger, or one that goes on from a checkpoint: what was in flight then is fed again."""
-        self.fed = completed
-        self.completed = completed
-        self.samples = samples
-        self.replayed = replayed
+        self.fed = start.microbatches
+        self.completed = start.microbatches
+        self.samples = start.samples
+        self.replayed = 0
         self.applied_twice = 0
+        self._applied = start
+        self._epoch_end: Place | None = None
         self._open: dict[int, Entry] = {}
+
+    @property
+    def applied(self) -> Place:
+        """Where the run stands with what has been applied to the weights."""
+        end = self._epoch_end
+        return end if end is not None and end.microbatches == self._applied.microbatches else self._applied
+
+    @property
+    def updates(self) -> int:
+        return self._applied.updates
 
     @property
     def outstanding(self) -> int:
         return len(self._open)
-
-    @property
-    def outstanding_samples(self) -> int:
-        return sum(entry.samples for entry in self._open.values())
 
     def feed(self, entry: Entry) -> None:
         assert entry.microbatch not in self._open, "a microbatch is fed once"
@@ -47,7 +70,13 @@ class Ledger:
             return None
         self.completed += 1
         self.samples += entry.samples
+        if entry.completes_update:
+            self._applied = entry.after
         return entry
+
+    def end_epoch(self, place: Place) -> None:
+        """All of an epoch has been fed: once its last microbatch is applied, the run stands at `place`."""
+        self._epoch_end = place
 
     def counts(self) -> dict[str, int]:
         """The ledger as the summary shows it; `lost` are those fed and never completed."""

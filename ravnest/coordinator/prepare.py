@@ -1,7 +1,7 @@
 """From a job to something that can be deployed: captured, profiled, and later cut for the providers that came."""
 
+import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ravnest.coordinator.checkpoints import CheckpointContents
-from ravnest.coordinator.feeder import first_batches
+from ravnest.coordinator.feeder import Guard, first_batches
+from ravnest.coordinator.resuming import resumed_metadata
 from ravnest.engine.schedule import flight_limit
 from ravnest.engine.settings import StageSettings
 from ravnest.errors import RunError
@@ -18,7 +19,6 @@ from ravnest.graph.capture import Captured, capture
 from ravnest.graph.profile import CostProfile, profile
 from ravnest.graph.weights import stream_size_bytes, stream_tensors
 from ravnest.job import Job
-from ravnest.jobfile import user_errors
 from ravnest.planner.plan import StagePlan
 
 
@@ -44,11 +44,16 @@ class Artifact:
     open: Callable[[], Iterator[bytes]]
 
 
-def prepare(job: Job, threads: int, restored: CheckpointContents | None, on_phase: Callable[[str], None]) -> Prepared:
+def prepare(
+    job: Job,
+    threads: int,
+    restored: CheckpointContents | None,
+    on_phase: Callable[[str], None],
+    guard: Guard = contextlib.nullcontext,
+) -> Prepared:
     """Captures and profiles the job's model; CaptureError or JobError names what stands in the way."""
     on_phase("capturing the model")
-    with user_errors("train_data"):
-        peeked = first_batches(job)
+    peeked = first_batches(job, guard)
     captured = capture(job.model, job.loss, job.metrics, peeked)
     on_phase("profiling the model")
     before = torch.get_num_threads()
@@ -114,7 +119,7 @@ def _stage_tensors(plan: StagePlan, prepared: Prepared) -> tuple[dict[str, torch
             tensors[f"optim:{spec.key}:{name}"] = value
     for spec in plan.graph.states:
         tensors[f"weight:{spec.key}"] = _saved(restored.buffers, spec.key, spec.shape)
-    return tensors, _merged(restored.metadata)
+    return tensors, resumed_metadata(restored.metadata, restored.manifest["state"], prepared.job)
 
 
 def _saved(saved: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -124,12 +129,3 @@ def _saved(saved: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...]) 
             f"the checkpoint does not fit the model: {key} is missing or has another shape; resume with the same model"
         )
     return tensor
-
-
-def _merged(parts: list[dict[str, str]]) -> dict[str, str]:
-    """The plain values of all parts as one: a resumed run may be cut otherwise than the saved one."""
-    values: dict[str, Any] = {}
-    for part in parts:
-        values.update(json.loads(part["optimizer"])["values"])
-    first = json.loads(parts[0]["optimizer"])
-    return {**parts[0], "optimizer": json.dumps({"values": values, "groups": first["groups"]})}

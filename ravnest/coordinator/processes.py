@@ -1,6 +1,7 @@
 """The processes of an embedded swarm's providers: the same command a remote machine runs, started and ended here."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from ravnest.errors import PlanError, RavnestError, TrainingError
+from ravnest.errors import PlanError
 
 _END_SECONDS = 1.5
 
@@ -24,6 +25,8 @@ class ProviderProcesses:
         self._started: float | None = time.perf_counter()
         cores = os.cpu_count() or 1
         most = 4 * cores + 16
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise PlanError(f"providers is {count!r}: give a whole number of at least 1")
         if count > most:
             raise PlanError(
                 f"{count} providers are too many for the {cores} cores here; use --providers {most} or fewer"
@@ -32,15 +35,18 @@ class ProviderProcesses:
         # Set before torch is imported there: its thread pools are sized once.
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._tell: Callable[[RavnestError], None] | None = None
+        self._tell: Callable[[str, str], None] | None = None
+        self._invited = False
         self._ending = False
         try:
             for number in range(count):
-                command = [sys.executable, "-m", "ravnest", "join", "-", "--embedded", "--name", f"provider-{number}"]
+                command = [sys.executable, "-m", "ravnest", "join", "-", "--embedded", "--name", _name(number)]
                 command += ["--device", devices[number % len(devices)]]
                 # Its own session: an interrupt typed at the terminal is the coordinator's to handle.
                 process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
                 self._processes.append(process)
+                assert process.stdin is not None
+                _pipes.add(process.stdin.fileno())
                 threading.Thread(target=self._watch, args=(number, process), daemon=True).start()
         except BaseException:
             self._end()
@@ -65,40 +71,76 @@ class ProviderProcesses:
 
     def invite(self, invite: str) -> None:
         """Gives every provider the invite, through its standard input: a command line is there for all to see."""
+        self._invited = True
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):
                 process.stdin.write(f"{invite}\n".encode())
                 process.stdin.flush()
 
-    def on_death(self, tell: Callable[[RavnestError], None]) -> None:
-        """From now on `tell` gets an error when a provider's process ends by itself, at once if one already has."""
+    def on_death(self, tell: Callable[[str, str], None]) -> None:
+        """From now on `tell` gets the name of a provider whose process ends by itself, and how it did; at once if one
+        already has."""
         self._tell = tell
         for number, process in enumerate(self._processes):
             if process.poll() is not None:
-                tell(_ended(number, process))
+                tell(_name(number), _how(process.returncode))
+
+    def kill(self) -> None:
+        """Ends them this instant."""
+        self._ending = True
+        for process in self._processes:
+            process.kill()
 
     def _watch(self, number: int, process: "subprocess.Popen[bytes]") -> None:
         process.wait()
         if self._tell is not None and not self._ending:
-            self._tell(_ended(number, process))
+            self._tell(_name(number), _how(process.returncode))
 
     def _end(self) -> None:
+        if not self._invited:
+            # They are still importing, have nothing to finish, and would read their pipe only afterwards.
+            self.kill()
         self._ending = True
-        for process in self._processes:
-            if process.stdin is not None:
+        try:
+            for process in self._processes:
+                assert process.stdin is not None
+                _pipes.discard(process.stdin.fileno() if not process.stdin.closed else -1)
                 with suppress(OSError):
                     process.stdin.close()
-        deadline = time.monotonic() + _END_SECONDS
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            deadline = time.monotonic() + _END_SECONDS
+            for process in self._processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            # An interrupt may come here too.
+            for process in self._processes:
                 process.kill()
+            for process in self._processes:
                 process.wait()
 
 
-def _ended(number: int, process: "subprocess.Popen[bytes]") -> RavnestError:
-    code = process.returncode
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return TrainingError(f"provider-{number} ended ({how}); continue from the last checkpoint with --resume")
+def _name(number: int) -> str:
+    return f"provider-{number}"
+
+
+def _how(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "it was killed, perhaps because the machine ran out of memory"
+    if code < 0:
+        return f"it was ended by signal {-code}"
+    return "it could not go on; what it said is above" if code else "it ended by itself"
+
+
+# Processes forked from this one (data loader workers) must not keep the pipes open when this one is killed.
+_pipes: set[int] = set()
+
+
+def _let_go_in_child() -> None:
+    for descriptor in _pipes:
+        with suppress(OSError):
+            os.close(descriptor)
+    _pipes.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from ravnest.coordinator.ledger import Ledger
 from ravnest.monitor import summary as written
 from ravnest.monitor.snapshot import Snapshot, StageView
-from ravnest.monitor.summary import ClusterSummary, StageSummary, Staleness, Status, Summary
+from ravnest.monitor.summary import ClusterSummary, Fault, StageSummary, Staleness, Status, Summary
 from ravnest.net.v1.control_pb2 import Report
 from ravnest.planner.plan import Plan
 
 _RATE_SECONDS = 5.0
+_HALT_SECONDS = 2.0
 _LOSSES = 50
 
 
@@ -24,15 +25,17 @@ class Progress:
     title: str
     epochs: int
     ledger: Ledger
-    accumulate: int
     started: float = field(default_factory=time.perf_counter)
     started_at: float = field(default_factory=time.time)
     phase: str = "starting"
     epoch: int = 0
-    position: int = 0
+    """The epoch that is being fed, counted from 0."""
     epoch_samples: int | None = None
-    """Samples in an epoch, once one has been seen whole."""
-    updates: int = 0
+    """Samples in an epoch: as the data promises, and once one has been seen whole, as counted."""
+    epoch_batches: int | None = None
+    """Microbatches in an epoch, as far as known."""
+    samples_limit: int | None = None
+    """Samples after which `max_updates` ends the run."""
     eval: dict[str, float] | None = None
     plan: Plan | None = None
     devices: Mapping[str, str] = field(default_factory=dict)
@@ -41,8 +44,9 @@ class Progress:
     training_started: float | None = None
     training_seconds: float = 0.0
     samples_at_start: int = 0
+    faults: list[Fault] = field(default_factory=list)
     losses: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
-    _recent: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.perf_counter(), 0)]))
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -59,9 +63,8 @@ class Progress:
         now = time.perf_counter()
         if self.first_update_seconds is None:
             self.first_update_seconds = now - self.started
-        self.updates = self.ledger.completed // self.accumulate
         self._recent.append((now, self.ledger.samples))
-        while now - self._recent[0][0] > _RATE_SECONDS:
+        while len(self._recent) > 2 and now - self._recent[0][0] > _RATE_SECONDS:
             self._recent.popleft()
 
     def pause_clock(self) -> None:
@@ -87,10 +90,13 @@ class Progress:
         if len(self._recent) < 2 or self._recent[-1][0] <= self._recent[0][0]:
             return self.samples_per_second()
         (first, before), (last, after) = self._recent[0], self._recent[-1]
-        return (after - before) / (last - first)
+        now = time.perf_counter()
+        # A run that has come to a halt must not go on showing the rate it had.
+        return (after - before) / ((now if now - last > _HALT_SECONDS else last) - first)
 
     def samples_total(self) -> int | None:
-        return None if self.epoch_samples is None else self.epoch_samples * self.epochs
+        total = None if self.epoch_samples is None else self.epoch_samples * self.epochs
+        return total if self.samples_limit is None else min(self.samples_limit, total or self.samples_limit)
 
     def snapshot(self) -> Snapshot:
         rate, total = self.recent_samples_per_second(), self.samples_total()
@@ -100,7 +106,7 @@ class Progress:
             epochs=self.epochs,
             samples_done=self.ledger.samples,
             samples_total=total,
-            updates=self.updates,
+            updates=self.ledger.updates,
             train_loss=self.train_loss,
             eval=self.eval,
             samples_per_second=rate,
@@ -116,6 +122,10 @@ class Progress:
         stages = tuple(self._stages())
         samples = self.ledger.samples
         rate = self.samples_per_second()
+        counts = self.ledger.counts()
+        if status == "running":
+            # What is in flight is not lost yet.
+            counts["lost"] = 0
         cluster = ClusterSummary(id=0, samples=samples, samples_per_second=rate, stages=stages)
         return Summary(
             status=status,
@@ -128,17 +138,18 @@ class Progress:
             train_loss=self.train_loss,
             eval=self.eval or {},
             clusters=(cluster,) if stages else (),
-            ledger=written.Ledger(**self.ledger.counts()),
-            updates=self.updates,
+            ledger=written.Ledger(**counts),
+            faults=tuple(self.faults),
+            updates=self.ledger.updates,
             started_at=self.started_at,
             first_update_seconds=self.first_update_seconds,
             model=model,
         )
 
     def _epochs_done(self) -> float:
-        if self.epoch_samples:
-            return round(self.ledger.samples / self.epoch_samples, 4)
-        return float(self.epoch)
+        place = self.ledger.applied
+        part = place.position / self.epoch_batches if self.epoch_batches else 0.0
+        return round(place.epoch + min(1.0, part), 4)
 
     def _stages(self) -> list[StageSummary]:
         if self.plan is None:

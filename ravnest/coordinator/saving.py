@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore, PendingCheckpoint
+from ravnest.coordinator.ledger import Place
 from ravnest.settings import Checkpoint
 
 
@@ -20,17 +21,29 @@ class Mark:
     """Where the run stands at a checkpoint."""
 
     checkpoint: int
-    updates: int
-    samples: int
-    epoch: int
-    position: int
+    place: Place
     ledger: Mapping[str, Any]
+
+
+def place_of(info: CheckpointInfo) -> Place:
+    """Where a run that is resumed from this checkpoint goes on."""
+    return Place(
+        epoch=info.epoch,
+        position=info.position,
+        microbatches=int(info.manifest["ledger"]["completed"]),
+        updates=info.updates,
+        samples=info.samples,
+        data_state=str(info.state.get("data_state", "")),
+    )
 
 
 class Saver:
     """The checkpoints of one run. At most one is under way."""
 
-    def __init__(self, store: CheckpointStore, settings: Checkpoint, stages: int, state: Mapping[str, Any]) -> None:
+    def __init__(
+        self, store: CheckpointStore, settings: Checkpoint, stages: int, state: Mapping[str, Any], updates: int = 0
+    ) -> None:
+        """`state` goes into every checkpoint; `updates` is how many the run begins with."""
         self._store = store
         self._settings = settings
         self._stages = stages
@@ -39,7 +52,7 @@ class Saver:
         self._pending: PendingCheckpoint | None = None
         self._parts = 0
         self._last_time = time.monotonic()
-        self._last_updates = 0
+        self._last_updates = updates
 
     @property
     def under_way(self) -> bool:
@@ -63,7 +76,7 @@ class Saver:
         self._mark = mark
         self._parts = 0
         self._last_time = time.monotonic()
-        self._last_updates = mark.updates
+        self._last_updates = mark.place.updates
 
     async def part(self, checkpoint: int, stage: int, chunks: AsyncIterator[bytes]) -> CheckpointInfo | None:
         """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses."""
@@ -76,14 +89,17 @@ class Saver:
         self._parts += 1
         if self._parts < self._stages:
             return None
+        place = mark.place
+        # What was fed beyond the checkpoint is fed again by a run that goes on from it.
+        counts = {**mark.ledger, "fed": place.microbatches, "completed": place.microbatches, "lost": 0}
         info = await asyncio.to_thread(
             pending.commit,
-            updates=mark.updates,
-            samples=mark.samples,
-            epoch=mark.epoch,
-            position=mark.position,
-            ledger=mark.ledger,
-            state=self._state,
+            updates=place.updates,
+            samples=place.samples,
+            epoch=place.epoch,
+            position=place.position,
+            ledger=counts,
+            state={**self._state, "data_state": place.data_state},
         )
         self._pending = self._mark = None
         return info

@@ -9,17 +9,26 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from ravnest.coordinator.checkpoints import CheckpointContents, CheckpointInfo, CheckpointStore, load_checkpoint
+from ravnest.coordinator.checkpoints import (
+    CheckpointContents,
+    CheckpointInfo,
+    CheckpointStore,
+    DamagedCheckpoint,
+    load_checkpoint,
+)
 from ravnest.coordinator.coordinator import Coordinator
+from ravnest.coordinator.data_order import epoch_size
 from ravnest.coordinator.feeder import Feeder
-from ravnest.coordinator.ledger import Ledger
+from ravnest.coordinator.interrupts import Interrupts, RunOver
+from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.prepare import Prepared, prepare, static_tensors
 from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.saving import place_of
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import RavnestError, RunError
+from ravnest.graph.batch import samples_in
 from ravnest.graph.partition import most_stages
 from ravnest.job import Job
-from ravnest.jobfile import user_errors
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.export import fuse, write_model
@@ -30,6 +39,9 @@ from ravnest.monitor.summary import Status, Summary
 Call = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine on the network's loop and gives its result."""
 
+_METRICS_SECONDS = {True: 30.0, False: 1.0}
+"""How long the last of the curves are waited for, by whether the run has finished."""
+
 _STOP_SECONDS = 2.5
 """How long an interrupted run may take to finish what is in flight: the whole stop must fit in five seconds."""
 
@@ -39,7 +51,9 @@ class TrainResult:
     """How a run ended, and where everything is."""
 
     summary: Summary
+    """What summary.json says: status, reason, samples, losses, evaluation, stages, ledger."""
     run: Path
+    """The run directory."""
     model: Path | None
     """The fused model.safetensors, where one was written."""
 
@@ -48,43 +62,56 @@ class Session:
     """A run that has its directory and its coordinator. Everything here happens on the requester's thread."""
 
     def __init__(
-        self, swarm: Swarm, job: Job, name: str, path: Path | None, resume: bool, display: Display, started: float
+        self,
+        swarm: Swarm,
+        job: Job,
+        name: str,
+        path: Path | None,
+        resume: bool,
+        display: Display,
+        interrupts: Interrupts,
+        started: float,
     ) -> None:
         """Opens the run directory; RunError when it cannot be used. `started` is when the command was given."""
         self._job = job
         self._display = display
+        self._interrupts = interrupts
+        self._orderly = False
+        self._feeder: Feeder | None = None
         self._run = RunDirectory.open(path, job_name=name, resume=resume)
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._run.close)
             self._events = EventLog(self._run.events_path)
+            opened.callback(self._events.close)
             self._metrics = MetricLog(self._run.metrics_path, self._run.tensorboard_path, display.message)
+            opened.callback(lambda: self._metrics.close(_METRICS_SECONDS[self._orderly]))
             self._info = self._checkpoint() if resume else None
-            done = 0 if self._info is None else int(self._info.manifest["ledger"]["completed"])
-            ledger = Ledger(completed=done, samples=0 if self._info is None else self._info.samples)
-            self._progress = Progress(name, job.epochs, ledger, job.pipeline.accumulate, started=started)
+            self._start = Place() if self._info is None else place_of(self._info)
+            ledger = Ledger(self._start)
+            self._progress = Progress(name, job.epochs, ledger, started=started, epoch=self._start.epoch)
             self._progress.samples_at_start = ledger.samples
             self.coordinator = Coordinator(swarm, self._run, self._events, self._metrics, self._progress, display)
-            self._events.emit("started", "resumed from a checkpoint" if resume else "a new run", updates=self._updates)
-        except BaseException:
-            self._run.close()
-            raise
-        self._display.message(f"run directory: {self._run.path}")
+            self.coordinator.on_failure = interrupts.wake
+            reason = "a new run" if self._info is None else f"resumed after {self._start.updates} updates"
+            self._events.emit("started", reason, updates=self._start.updates)
+            self.coordinator.phase("preparing")
+            display.message(f"run directory: {self._run.path}")
+            self._opened = opened.pop_all()
 
     def train(self, providers: int, threads: int, call: Call) -> TrainResult:
         """The whole run. However it ends, summary.json says how; a RavnestError is raised again after that."""
-        model: Path | None = None
+        model: Path | None
         try:
-            prepared = self._prepare(providers, threads)
-            call(self.coordinator.deploy(prepared, providers, threads, os.cpu_count() or 1))
-            self._feed(prepared, call)
-            info = call(self.coordinator.finish())
-            model = self._write_model(info)
-            summary = self._end("finished", "all epochs are done", model)
+            model = self._work(providers, threads, call)
+            summary = self._end("finished", self._finished(), model)
+            self._orderly = True
         except KeyboardInterrupt:
-            info = call(self.coordinator.stop_early(_STOP_SECONDS))
-            model = self._write_model(info) if info is not None else None
-            kept = "saved" if info is not None else "nothing was saved yet"
-            summary = self._end("stopped", f"interrupted; {kept}", model)
+            summary, model = self._stop(call)
         except RavnestError as error:
+            # Where it is the requester's data that failed, the swarm is well and what it has learnt is worth keeping.
+            info = call(self.coordinator.stop_early(_STOP_SECONDS))
+            if info is not None:
+                self._display.message(f"saved after {info.updates} updates; continue with --resume")
             self._end("failed", str(error), None)
             raise
         except Exception as error:
@@ -94,53 +121,89 @@ class Session:
         return TrainResult(summary, self._run.path, model)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._events.close()
-        self._run.close()
+        self._opened.close()
 
-    @property
-    def _updates(self) -> int:
-        return 0 if self._info is None else self._info.updates
+    def _work(self, providers: int, threads: int, call: Call) -> Path:
+        try:
+            prepared = self._prepare(providers, threads)
+            call(self.coordinator.deploy(prepared, providers, threads, os.cpu_count() or 1))
+            self._feed(prepared, call)
+            return self._write_model(call(self.coordinator.finish()))
+        except RunOver:
+            call(self.coordinator.check())
+            raise
 
     def _checkpoint(self) -> CheckpointInfo:
-        store = CheckpointStore(
-            self._run.checkpoints_path,
-            self._job.checkpoint.keep,
-            lambda damaged: self._events.emit("checkpoint_damaged", damaged.reason, checkpoint=damaged.folder.name),
-        )
-        info = store.latest()
+        damaged: list[DamagedCheckpoint] = []
+        info = CheckpointStore(self._run.checkpoints_path, self._job.checkpoint.keep, damaged.append).latest()
+        for item in damaged:
+            self._events.emit("checkpoint_damaged", item.reason, checkpoint=item.folder.name)
+            instead = f"going on from {info.folder.name}" if info is not None else "there is none before it"
+            self._display.message(f"skipped a damaged checkpoint, {instead}: {item.reason}")
         if info is None:
             raise RunError(f"{self._run.path} has no good checkpoint to resume from; start afresh in another --run")
         return info
 
     def _prepare(self, providers: int, threads: int) -> Prepared:
         restored: CheckpointContents | None = None if self._info is None else load_checkpoint(self._info)
-        prepared = prepare(self._job, threads, restored, self.coordinator.phase)
+        prepared = prepare(self._job, threads, restored, self.coordinator.phase, self._interrupts.users_code)
         possible = most_stages(prepared.captured.graph)
         self._events.emit(
             "captured", f"{len(prepared.captured.graph.nodes)} operators, at most {possible} stages", stages=possible
         )
         write_model(self._run.static_path, static_tensors(prepared.captured))
+        self._promise(prepared)
         return prepared
+
+    def _promise(self, prepared: Prepared) -> None:
+        """How much there is to do, as far as the data tells: the display shows it and how long it will take."""
+        batch = samples_in(prepared.captured.sample)
+        size = epoch_size(self._job.train_data, batch)
+        if size is not None:
+            self._progress.epoch_batches, self._progress.epoch_samples = size
+        if self._job.max_updates is not None:
+            left = max(0, self._job.max_updates - self._start.updates) * self._job.pipeline.accumulate
+            self._progress.samples_limit = self._start.samples + left * batch
 
     def _feed(self, prepared: Prepared, call: Call) -> None:
         captured = prepared.captured
-        feeder = Feeder(
+        self._feeder = Feeder(
             self._job,
             captured.structure,
             captured.graph.inputs,
             lambda item: call(self.coordinator.take(item)),
             prepared.peeked,
+            self._interrupts.users_code,
         )
-        info = self._info
-        completed = self._progress.ledger.completed
-        with user_errors("the job's data"):
-            if info is None:
-                feeder.run()
-            elif info.epoch < self._job.epochs:
-                feeder.run(first_epoch=info.epoch, skip=info.position, microbatch=completed)
-            else:
-                feeder.evaluate()
+        self._feeder.run(self._start)
+
+    def _finished(self) -> str:
+        if self._progress.ledger.completed == self._start.microbatches:
+            return "all of it had been done before; evaluated again"
+        most = self._job.max_updates
+        reached = most is not None and self._progress.ledger.updates >= most
+        return f"max_updates={most} is reached" if reached else "all epochs are done"
+
+    def _stop(self, call: Call) -> tuple[Summary, Path | None]:
+        """The orderly end of a run that was interrupted. A second interrupt ends it at once, and is raised."""
+        self._interrupts.stopping = True
+        model: Path | None = None
+        try:
+            if self._feeder is not None:
+                self._feeder.abandon()
+            info = call(self.coordinator.stop_early(_STOP_SECONDS))
+            if info is not None:
+                model = self._write_model(info)
+            last = info or self._info
+            reason = "interrupted before there was anything to save"
+            if last is not None:
+                reason = f"interrupted; saved after {last.updates} updates, continue with --resume"
+        except KeyboardInterrupt:
+            self._end("stopped", "interrupted twice; checkpoints written before stand", None)
+            raise
+        except Exception as error:
+            reason = f"interrupted; {error}"
+        return self._end("stopped", reason, model), model
 
     def _write_model(self, info: CheckpointInfo) -> Path:
         """The fused model under the user's own names."""

@@ -6,7 +6,7 @@ back (`restore`).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,8 +129,9 @@ class Stage:
         self._versions.release(pending.version)
         self._forward_version = pending.version.number
         count = len(pending.leaves)
-        self._add(dict(zip(pending.version.leaves, found[count:], strict=True)))
-        return {n: g for n, g in zip(pending.leaves, found[:count], strict=True) if g is not None}
+        back = {n: g for n, g in zip(pending.leaves, found[:count], strict=True) if g is not None}
+        self._add(dict(zip(pending.version.leaves, found[count:], strict=True)), back.values())
+        return back
 
     def update(self, microbatch: int, *, flush: bool = False) -> Update | None:
         """Applies the gradients of the last backward, where they complete an update; `flush` applies what is summed so
@@ -196,15 +197,20 @@ class Stage:
             self._schedule.load_state_dict(schedule)
         self._versions.current.number = version
 
-    def _add(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+    def _add(self, gradients: Mapping[str, torch.Tensor | None], sent: Iterable[torch.Tensor]) -> None:
+        # autograd may hand out one tensor as the gradient of two values, or one that repeats a single number: what is
+        # summed or clipped in place must be memory of its own, and not what is on its way to the stage before.
+        taken = {g.untyped_storage().data_ptr() for g in sent}
         for name, gradient in gradients.items():
             if gradient is None:
                 continue
             if name in self._sums:
                 self._sums[name].add_(gradient)
-            else:
-                # Kept beyond this backward only when summing: then it must be memory of its own, not a view.
-                self._sums[name] = gradient if self.settings.accumulate == 1 else gradient.clone()
+                continue
+            memory = gradient.untyped_storage().data_ptr()
+            own = self.settings.accumulate == 1 and memory not in taken and 0 not in gradient.stride()
+            self._sums[name] = gradient if own else gradient.clone(memory_format=torch.contiguous_format)
+            taken.add(memory)
         self._summed += 1
 
     def _apply(self) -> None:

@@ -31,8 +31,9 @@ def written_names(node: Node) -> list[str]:
 
 
 def _references_at(node: Node, position: int) -> list[str]:
-    if position >= len(node.args):
-        return []
-    argument = node.args[position]
+    if position < len(node.args):
+        argument = node.args[position]
+    else:
+        argument = node.kwargs.get(ops.argument_name(node.op, position))
     items = argument if isinstance(argument, tuple) else (argument,)
     return [item.name for item in items if isinstance(item, Ref)]

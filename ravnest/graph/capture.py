@@ -7,6 +7,9 @@ of training.
 """
 
 import contextlib
+import io
+import itertools
+import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +52,7 @@ def capture(
 
     CaptureError names the line of the user's code that cannot be captured; JobError what is wrong with the data.
     """
+    _refuse_shared_memory(model)
     structure = Structure.of(batches[0])
     flat = [structure.flatten(batch) for batch in batches]
     sample = {name: tensor.clone() for name, tensor in flat[0].items()}
@@ -58,7 +62,7 @@ def capture(
         whole.train()
         exported = _export(whole, _at_least_two(sample), _free_sizes(flat))
     graph, tensors = lower(exported, tuple(sample), ("loss", *metrics), trained=_trained_names(model))
-    keys, aliases = _state_names(model)
+    keys, aliases = _state_names(model, tensors)
     weights = {key: tensor.detach() for key, tensor in tensors.items()}
     graph = _with_gradients(graph, weights, sample)
     _compare(graph, weights, sample, expected, metrics)
@@ -111,11 +115,12 @@ def _evaluate(
     whole: _Whole, sample: Mapping[str, torch.Tensor], metrics: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     """One plain evaluation of the model on the sample: what the graph must reproduce, and a first check of the user's
-    code."""
+    code. Buffers are lent as copies, for models that change them even in evaluation."""
     whole.eval()
+    buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
     try:
         with torch.no_grad():
-            results = whole(*[t.clone() for t in sample.values()])
+            results = torch.func.functional_call(whole, buffers, tuple(t.clone() for t in sample.values()))
     except Exception as error:
         raise CaptureError(
             f"the model fails on the first batch of train_data: {type(error).__name__}: {error}{_user_line(error)}; "
@@ -153,16 +158,35 @@ def _free_sizes(flat: Sequence[Mapping[str, torch.Tensor]]) -> tuple[dict[int, A
 
 def _export(whole: _Whole, tensors: tuple[torch.Tensor, ...], free: tuple[dict[int, Any], ...]) -> Any:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _quiet():
             return torch.export.export(whole, tensors, dynamic_shapes=(free,), strict=False)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
-            f"the model cannot be captured{_user_line(error)}: {reason[:300]}; the path through the model must not "
-            "depend on the values in a tensor: use torch.where or a mask in place of `if`, and avoid .item(), "
-            ".tolist() and numpy in forward"
+            f"the model cannot be captured{_user_line(error)}: {reason[:300]}; {_advice(error)}"
         ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch prints whole graphs beside the error it raises; the error is all a user needs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _advice(error: Exception) -> str:
+    if "data" in type(error).__name__.lower() or "data-dependent" in str(error):
+        return (
+            "the path through the model must not depend on the values in a tensor: use torch.where or a mask in place "
+            "of `if`, and avoid .item(), .tolist() and numpy in forward"
+        )
+    return "use plain torch operators there, on whole tensors and without numpy, .item() or .tolist()"
 
 
 def _user_line(error: BaseException) -> str:
@@ -185,15 +209,31 @@ def _trained_names(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
 
 
-def _state_names(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The model's own state_dict, and which of its names are second names for a tensor: name -> the graph's key for it.
-
-    torch.export keeps one name of a tied weight, the last; the same choice is made here.
-    """
+def _state_names(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The model's own state_dict, and which of its names are second names for a tensor: name -> the graph's key for
+    it."""
     state = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
-    owner = {id(tensor): name for name, tensor in state.items()}
+    owner = {id(tensor): name for name, tensor in reversed(state.items())}
+    owner.update({id(tensor): key for key, tensor in tensors.items()})
     aliases = {name: owner[id(tensor)] for name, tensor in state.items() if owner[id(tensor)] != name}
     return state, aliases
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """CaptureError for two parameters over one memory: PyTorch would update it twice, a swarm each on its own."""
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in model.named_parameters()
+        if p.numel()
+    )
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise CaptureError(
+                f"the parameters {first} and {second} are two parameters over the same memory; tie them by assigning "
+                "the parameter itself, as in head.weight = embedding.weight"
+            )
 
 
 def _with_gradients(
@@ -209,7 +249,8 @@ def _with_gradients(
         for step in program.train_steps:
             step.call(env)
             result = env[program.slot(step.node.name)]
-            needs[step.node.name] = isinstance(result, torch.Tensor) and result.requires_grad
+            # A view taken under no_grad claims to require a gradient, yet nothing leads back from it.
+            needs[step.node.name] = step.node.grad and isinstance(result, torch.Tensor) and result.requires_grad
             for slot in step.frees:
                 env[slot] = None
     if graph.loss is not None and not needs.get(graph.loss, False):

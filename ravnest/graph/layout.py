@@ -43,19 +43,35 @@ def layout(graph: PortableGraph) -> Layout:
                 last_use[name] = i
             if name in parameters:
                 first_use.setdefault(name, i)
+    # Metrics are read at the end, where the loss is, wherever the value was computed.
+    for name in graph.metrics.values():
+        if name in place or name in parameters:
+            last_use[name] = len(line)
+        if name in parameters:
+            first_use.setdefault(name, len(line) - 1)
     forbidden = _forbidden(graph, line, place, last_use)
     if graph.loss in place:
         forbidden |= set(range(place[graph.loss] + 1, len(line)))
     made = {**place, **first_use}
+    begins: dict[int, list[str]] = {}
+    ends: dict[int, list[str]] = {}
+    for name, last in last_use.items():
+        if made[name] < last:
+            begins.setdefault(made[name] + 1, []).append(name)
+            ends.setdefault(last + 1, []).append(name)
     cuts, crossing = [], {}
+    open_now: dict[str, ValueSpec | None] = {}
     for cut in range(1, len(line)):
+        open_now.update({name: specs[name] if name in place else parameters[name] for name in begins.get(cut, ())})
+        for name in ends.get(cut, ()):
+            del open_now[name]
         if cut in forbidden:
             continue
-        names = [n for n, last in last_use.items() if made[n] < cut <= last]
-        values = [specs[n] if n in place else parameters[n] for n in names]
-        if any(v is not None and v.needs_grad for v in values):
+        values = [v for v in open_now.values() if v is not None]
+        sendable = len(values) == len(open_now) and not any(v.dtype is not None and v.dtype.is_complex for v in values)
+        if sendable and any(v.needs_grad for v in values):
             cuts.append(cut)
-            crossing[cut] = tuple(v for v in values if v is not None)
+            crossing[cut] = tuple(values)
     return Layout(line, shared, tuple(cuts), crossing, first_use)
 
 
@@ -106,5 +122,8 @@ def _forbidden(
             group = aliases.group(name)
             if group not in states:
                 spans.append((min(members[group]), i))
+    for name in graph.metrics.values():
+        if aliases.group(name) in uses:
+            uses[aliases.group(name)].append(len(line) - 1)
     spans += [(min(found), max(found)) for found in uses.values()]
     return {cut for start, end in spans for cut in range(start + 1, end + 1)}

@@ -4,8 +4,10 @@ Sub-graphs that export makes for `torch.no_grad()` are laid out flat, checks tha
 every operator is looked up in the allow-list, with the user's line in the message when it is not there.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,11 @@ _INSTEAD = {
     "aten.empty.memory_format": "aten.zeros.default",
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
+}
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)')
+_TORCH_HOME = str(Path(torch.__file__).parent)
+_INSTEAD_OF_READING = {
+    "aten.item.default": "leave the number in its tensor: without .item(), float() and int() the same line works"
 }
 
 
@@ -75,6 +82,7 @@ class _Lowering:
     def _read_placeholders(self, exported: Any, input_names: tuple[str, ...], trained: frozenset[str]) -> None:
         placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
         free_names = iter(input_names)
+        known: dict[int, WeightSpec] = {}
         for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
             if spec.kind == InputKind.USER_INPUT:
                 name = next(free_names)
@@ -89,11 +97,16 @@ class _Lowering:
                 tensor = exported.state_dict[spec.target]
             else:
                 tensor = exported.constants[spec.target]
+            if id(tensor) in known:
+                # A tied weight is listed under each of its names; it stays one weight, under the first.
+                self._env[node] = Ref(known[id(tensor)].name)
+                continue
             if spec.kind == InputKind.PARAMETER and key.startswith("@") and tensor.requires_grad:
                 raise CaptureError(
                     f"{key[1:]} is trainable, but it is part of the loss or a metric; move it into the model"
                 )
             weight = WeightSpec(self._fresh(node.name), key, tensor.dtype, tuple(tensor.shape))
+            known[id(tensor)] = weight
             self.weights[key] = tensor
             self._env[node] = Ref(weight.name)
             is_trained = spec.kind == InputKind.PARAMETER and key in trained
@@ -124,7 +137,7 @@ class _Lowering:
         if op is None or not ops.is_allowed(op):
             raise CaptureError(
                 f"the model uses the operator {op or target}{_line(node)}, which a provider may not run; "
-                "replace it by operators of torch (docs/portable-graph.md lists them)"
+                + _INSTEAD_OF_READING.get(op or "", "replace it by operators of torch (docs/portable-graph.md lists them)")
             )
         kwargs = {k: self._argument(v) for k, v in node.kwargs.items() if not (k == "pin_memory" and not v)}
         if op in _INSTEAD.values():
@@ -150,7 +163,7 @@ class _Lowering:
         for placeholder, argument in zip(placeholders, arguments, strict=True):
             self._env[placeholder] = self._argument(argument)
         outer = self._outputs
-        results = self._read_nodes(inner, grad and bool(enabled))
+        results = self._read_nodes(inner, bool(enabled))
         self._outputs = outer
         self._env[node] = results
 
@@ -168,11 +181,16 @@ class _Lowering:
         raise CaptureError(f"the model passes a {type(value).__name__} to an operator, which has no portable form")
 
     def _fresh(self, name: str) -> str:
-        fresh, n = name, 1
-        while fresh in self._names:
-            fresh, n = f"{name}_{n}", n + 1
-        self._names.add(fresh)
-        return fresh
+        return _untaken(name, self._names)
+
+
+def _untaken(name: str, taken: set[str]) -> str:
+    """The name, with a number where it is taken; taken from now on."""
+    fresh, n = name, 1
+    while fresh in taken:
+        fresh, n = f"{name}_{n}", n + 1
+    taken.add(fresh)
+    return fresh
 
 
 def _value_spec(name: str, node: FxNode) -> ValueSpec | None:
@@ -185,8 +203,11 @@ def _value_spec(name: str, node: FxNode) -> ValueSpec | None:
 
 
 def _line(node: FxNode) -> str:
-    lines = [s.strip() for s in (node.meta.get("stack_trace") or "").splitlines() if s.strip().startswith("File ")]
-    return f" ({lines[-1]})" if lines else ""
+    """` at file:line (code)` of the call in the user's code, or in a library's where that is all there is."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    outside = [f for f in frames if not f[0].startswith(_TORCH_HOME)]
+    own = [f for f in outside if "site-packages" not in f[0]] or outside or frames
+    return " at {}:{} (`{}`)".format(*own[-1]) if own else ""
 
 
 def _live(graph: PortableGraph) -> PortableGraph:
@@ -227,7 +248,8 @@ def _inputs_kept(graph: PortableGraph) -> PortableGraph:
     changed = [v for v in graph.inputs if aliases.group(v.name) in written]
     if not changed:
         return graph
-    renamed = {v.name: f"{v.name}_copy" for v in changed}
+    taken = {*graph.given_names(), *(n.name for n in graph.nodes)}
+    renamed = {v.name: _untaken(f"{v.name}_copy", taken) for v in changed}
     copies = [
         Node(renamed[v.name], "aten.clone.default", (Ref(v.name),), output=replace(v, name=renamed[v.name]))
         for v in changed

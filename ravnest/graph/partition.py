@@ -1,6 +1,7 @@
 """Cuts a model into contiguous stages: where (by measured cost), and into what graphs."""
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,15 +32,7 @@ class Cuts:
 
 def most_stages(graph: PortableGraph) -> int:
     """Into how many stages the model can be cut at most: each must own a trained parameter."""
-    plan = layout(graph)
-    owned = sorted(plan.first_use.values())
-    count, start = 1, 0
-    for cut in plan.cuts:
-        here = any(start <= place < cut for place in owned)
-        after = any(place >= cut for place in owned)
-        if here and after:
-            count, start = count + 1, cut
-    return count
+    return len(_smallest_stages(layout(graph))) + 1
 
 
 def choose_cuts(graph: PortableGraph, costs: CostProfile, stages: int) -> Cuts:
@@ -48,13 +41,14 @@ def choose_cuts(graph: PortableGraph, costs: CostProfile, stages: int) -> Cuts:
     PlanError where the model has fewer places to cut than asked for; it says how many stages are possible.
     """
     plan = layout(graph)
-    possible = most_stages(graph)
+    smallest = _smallest_stages(plan)
+    possible = len(smallest) + 1
     if stages > possible:
         raise PlanError(
             f"the model can be cut into at most {possible} stage{'s' if possible > 1 else ''}, not {stages} "
             f"(each stage needs a trainable parameter of its own); use --providers {possible} or fewer"
         )
-    places, cost, traffic = _tables(plan, costs)
+    places, cost, traffic = _tables(plan, costs, smallest[: stages - 1])
     best = _shortest(np.where(np.isfinite(cost), cost, np.inf), stages, np.maximum)
     bottleneck = best[0]
     bytes_in = np.where(cost <= bottleneck * _NEAR, traffic[:, None], np.inf)
@@ -147,12 +141,31 @@ def _direct_inputs(plan: Layout, line: tuple[Node, ...]) -> set[str]:
     return wanted
 
 
-def _tables(plan: Layout, costs: CostProfile) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Candidate places (with both ends), seconds of the stage between each two of them, bytes that cross at each."""
+def _smallest_stages(plan: Layout) -> list[int]:
+    """The cuts that make as many stages as there can be: each as soon as the stage before it owns a parameter."""
+    owned = sorted(plan.first_use.values())
+    cuts: list[int] = []
+    start = 0
+    for cut in plan.cuts:
+        here = bisect_left(owned, cut) > bisect_left(owned, start)
+        after = bool(owned) and owned[-1] >= cut
+        if here and after:
+            cuts.append(cut)
+            start = cut
+    return cuts
+
+
+def _tables(
+    plan: Layout, costs: CostProfile, kept: Sequence[int]
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """Candidate places (with both ends), seconds of the stage between each two of them, bytes that cross at each.
+
+    Of very many places those with the least traffic stay, and `kept`: with them there is always a way.
+    """
     cuts = list(plan.cuts)
     traffic_at = {c: sum(_value_bytes(v, costs) for v in plan.crossing[c]) for c in cuts}
     if len(cuts) > _MOST_CUTS:
-        cuts = sorted(sorted(cuts, key=lambda c: traffic_at[c])[:_MOST_CUTS])
+        cuts = sorted({*sorted(cuts, key=lambda c: traffic_at[c])[:_MOST_CUTS], *kept})
     places = [0, *cuts, len(plan.line)]
     traffic = np.array([0.0, *(traffic_at[c] for c in cuts), 0.0])
     time = np.concatenate([[0.0], np.cumsum([costs.seconds(n.name) for n in plan.line])])[places]

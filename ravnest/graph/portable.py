@@ -251,7 +251,7 @@ def _argument_from_json(data: Any, depth: int = 0) -> Argument:
             return Device()
         if kind == "dtype":
             return dtype_named(value)
-        if kind == "memory_format" and value in _MEMORY_FORMATS:
+        if kind == "memory_format" and isinstance(value, str) and value in _MEMORY_FORMATS:
             return _MEMORY_FORMATS[value]
         if kind == "layout" and value == "strided":
             return torch.strided

@@ -95,15 +95,17 @@ class _Trial:
 
     def __init__(self, step: Step, args: list[Any], kwargs: dict[str, Any]) -> None:
         function = ops.resolve(step.node.op)
+        self._grad = step.node.grad
         start = time.perf_counter()
-        with torch.set_grad_enabled(step.node.grad):
+        with torch.set_grad_enabled(self._grad):
             self._result = function(*args, **kwargs)
         self.forward_seconds = time.perf_counter() - start
 
     def backward(self, leaves: list[torch.Tensor]) -> float:
         results = self._result if isinstance(self._result, tuple | list) else [self._result]
         wanted = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
-        if not wanted or not leaves:
+        # A view taken under no_grad claims to require a gradient and has none.
+        if not self._grad or not wanted or not leaves:
             return 0.0
         ones = [torch.ones_like(r) for r in wanted]
         start = time.perf_counter()

@@ -36,11 +36,12 @@ class Program:
             self._slots[node.name] = len(self._slots)
         aliases = Aliases(graph)
         states = {aliases.group(s.name) for s in graph.states}
-        self._sent = [v.name for v in graph.sends]
-        self._scored = ([graph.loss] if graph.loss else []) + list(graph.metrics.values())
+        losses = [graph.loss] if graph.loss else []
+        self._trained = [*(v.name for v in graph.sends), *losses]
+        self._evaluated = [*self._trained, *graph.metrics.values()]
         evaluation = [evaluation_form(n, lambda name: aliases.group(name) in states) for n in graph.nodes]
-        self._train = self._steps(graph.nodes, [*self._sent, *([graph.loss] if graph.loss else [])])
-        self._evaluate = self._steps(evaluation, [*self._sent, *self._scored])
+        self._train = self._steps(graph.nodes, self._trained)
+        self._evaluate = self._steps(evaluation, self._evaluated)
 
     def run(
         self,
@@ -63,8 +64,8 @@ class Program:
             step.call(env)
             for slot in step.frees:
                 env[slot] = None
-        wanted = self._sent + self._scored
-        return {name: env[self._slots[name]] for name in wanted if env[self._slots[name]] is not None}
+        # In training the loss alone: whatever else came back with a gradient would be trained on.
+        return {name: env[self._slots[name]] for name in (self._trained if train else self._evaluated)}
 
     def environment(self, values: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> list[Any]:
         """The slots at the start of a run; GraphError where something the graph needs is not given."""

@@ -55,12 +55,12 @@ def draws_random_numbers(node: Node) -> bool:
         return False
     name = ops.short_name(node.op)
     if "dropout" in name:
-        return node.args[1] != 0 and _argument(node, 2, "train", False) is not False
+        return _argument(node, 1, "p", None) != 0 and _argument(node, 2, "train", False) is not False
     if name == "scaled_dot_product_attention":
         return _argument(node, 4, "dropout_p", 0.0) != 0
     if name in _RECURRENT:
         shift = 1 if node.op.endswith(".data") else 0
-        return node.args[5 + shift] != 0 and node.args[6 + shift] is not False
+        return _argument(node, 5 + shift, "dropout", None) != 0 and _argument(node, 6 + shift, "train", None) is not False
     return True
 
 

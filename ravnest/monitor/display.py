@@ -82,8 +82,13 @@ class PlainDisplay:
         self._closed = True
 
     def _line(self, text: str) -> None:
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             print(f"[{self._elapsed_seconds:7.1f} s] {words.printable(text)}", file=self._stream, flush=True)
+        except OSError:
+            # Whoever read this has gone (`| head`, a closed terminal); the run goes on without an audience.
+            self._closed = True
 
 
 class QuietDisplay:

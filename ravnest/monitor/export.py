@@ -48,12 +48,15 @@ def write_model(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[s
     from safetensors.torch import save_file
 
     with replacing(path) as temporary:
+        mode = temporary.stat().st_mode
         try:
             save_file(
                 {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
                 temporary,
                 metadata={"format": "pt", **(metadata or {})},
             )
+            # The library lets nobody but the owner read its files; a model is as open as everything else in the run.
+            temporary.chmod(mode)
         except SafetensorError as error:
             # The library tells what the disk said as text alone.
             reason = "the disk is full" if "os error 28" in str(error) else str(error)

@@ -1,8 +1,10 @@
 """The live picture of a run on a terminal: a progress bar, the numbers that matter, and a line per stage."""
 
 import atexit
+import contextlib
 import io
 import re
+import threading
 from collections import deque
 from pathlib import Path
 from typing import Final
@@ -28,52 +30,46 @@ class LiveDisplay:
     """Draws on `console`, in place, whenever `show` is called; no thread of its own.
 
     The terminal gets its cursor back at `finish`, at `close`, when drawing fails, and at the latest when the
-    interpreter exits. Whatever else prints meanwhile appears above the picture.
+    interpreter exits. Whatever else prints meanwhile appears above the picture. A terminal that has gone away is no
+    reason to end a run: nothing is shown from then on. May be used from any thread.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console if console is not None else Console(highlight=False)
         self._live: Live | None = None
+        self._lock = threading.RLock()
         self._closed = False
         self._messages: deque[Text] = deque(maxlen=_KEPT_MESSAGES)
         self._snapshot: Snapshot | None = None
         self._summary: Summary | None = None
 
     def show(self, snapshot: Snapshot) -> None:
-        if self._closed:
-            return
-        self._snapshot = snapshot
-        picture = _picture(snapshot, max_stages=max(1, self._console.height - _LINES_AROUND_STAGES))
-        try:
-            if self._live is None:
-                self._live = Live(picture, console=self._console, auto_refresh=False, transient=True)
-                atexit.register(self.close)
-                self._live.start(refresh=True)
-            else:
-                self._live.update(picture, refresh=True)
-        except BaseException:
-            self.close()
-            raise
+        with self._lock:
+            if not self._closed:
+                self._snapshot = snapshot
+                self._draw(_picture(snapshot, max_stages=max(1, self._console.height - _LINES_AROUND_STAGES)))
 
     def message(self, text: str) -> None:
         line = Text(words.printable(text))
         self._messages.append(line)
         if not self._closed:
-            self._console.print(line)
+            self._print(line)
 
     def finish(self, summary: Summary) -> None:
         if self._closed:
             return
         self._summary = summary
         self.close()
-        self._console.print(self._last_picture())
+        self._print(self._last_picture())
 
     def close(self) -> None:
-        self._closed = True
-        live, self._live = self._live, None
-        if live is not None:
-            atexit.unregister(self.close)
-            live.stop()
+        with self._lock:
+            self._closed = True
+            live, self._live = self._live, None
+            if live is not None:
+                atexit.unregister(self.close)
+                with contextlib.suppress(OSError):
+                    live.stop()
 
     def export_svg(self, path: Path, title: str = "ravnest") -> None:
         """Saves the messages and the newest picture as an SVG of the same width, for documentation."""
@@ -91,6 +87,26 @@ class LiveDisplay:
         # Fonts come from the reader's machine: a picture in a README should load nothing from elsewhere.
         picture = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
         write_atomic(path, picture)
+
+    def _draw(self, picture: RenderableType) -> None:
+        try:
+            if self._live is None:
+                self._live = Live(picture, console=self._console, auto_refresh=False, transient=True)
+                atexit.register(self.close)
+                self._live.start(refresh=True)
+            else:
+                self._live.update(picture, refresh=True)
+        except OSError:
+            self.close()
+        except BaseException:
+            self.close()
+            raise
+
+    def _print(self, picture: RenderableType) -> None:
+        try:
+            self._console.print(picture)
+        except OSError:
+            self.close()
 
     def _last_picture(self) -> RenderableType:
         parts: list[RenderableType] = []

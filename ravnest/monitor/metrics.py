@@ -72,11 +72,15 @@ class MetricLog:
             self._queue.put(_Scalars(at, samples, _prefix(kind, labels), dict(values)))
         self._lines.append(record)
 
-    def close(self) -> None:
-        """Returns when everything written has reached its files; may be called again."""
+    def close(self, timeout_seconds: float = 30.0) -> None:
+        """Returns when everything written has reached its files; may be called again.
+
+        TensorBoard is not waited for beyond the time: an interrupt that hits an import can leave Python's lock of that
+        module taken for good, and the thread would wait for it.
+        """
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join()
+            self._thread.join(timeout_seconds)
             self._thread = None
         self._lines.close()
 

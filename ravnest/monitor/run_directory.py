@@ -1,5 +1,6 @@
 """The run directory: where a run keeps everything it leaves behind, held by one coordinator at a time."""
 
+import errno
 import fcntl
 import os
 import re
@@ -11,7 +12,7 @@ from typing import Self
 from ravnest.errors import RunError
 from ravnest.monitor.files import read_error, remove_temporaries, write_atomic, write_error
 
-__all__ = ["RunDirectory", "RunPaths", "existing_run", "lock_holder", "write_atomic"]
+__all__ = ["RunDirectory", "RunPaths", "check_run", "existing_run", "lock_holder", "write_atomic"]
 
 RUNS_FOLDER = Path("runs")
 
@@ -89,10 +90,7 @@ class RunDirectory(RunPaths):
         run = cls(path, _locked(RunPaths(path)))
         try:
             # Asked only now: while another process holds the run, "in use" is the more helpful answer.
-            if run.holds_a_run() and not resume:
-                raise RunError(f"{path} already holds a run; continue it with --resume or choose another --run.")
-            if resume and not run.holds_a_checkpoint():
-                raise RunError(f"{path} has no checkpoint to resume; start afresh in another --run without --resume.")
+            _check_whose(run, resume=resume)
             try:
                 remove_temporaries(path)
                 run.checkpoints_path.mkdir(exist_ok=True)
@@ -117,6 +115,31 @@ class RunDirectory(RunPaths):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_run(path: Path | None, *, job_name: str, resume: bool) -> None:
+    """RunError where `RunDirectory.open` would refuse what is there; changes nothing, so that it can be asked early."""
+    if path is None:
+        if resume:
+            _newest_run(job_name)
+        return
+    run = RunPaths(path)
+    if path.is_dir():
+        process = lock_holder(run)
+        if process is not None:
+            raise _in_use(run, process)
+        _check_whose(run, resume=resume)
+    if resume or path.is_dir():
+        _check_usable(run, resume=resume)
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise write_error(path, NotADirectoryError(errno.ENOTDIR, f"{place} is not a folder"))
+    if not os.access(place, os.W_OK | os.X_OK):
+        read_only = os.statvfs(place).f_flag & os.ST_RDONLY
+        number = errno.EROFS if read_only else errno.EACCES
+        raise write_error(path, OSError(number, os.strerror(number)))
 
 
 def existing_run(path: Path) -> RunPaths:
@@ -194,6 +217,17 @@ def _check_usable(run: RunPaths, *, resume: bool) -> None:
         raise RunError(f"{run.path} holds other files and no run; choose an empty or new folder for --run.")
 
 
+def _in_use(run: RunPaths, process: int) -> RunError:
+    return RunError(f"run {run.path} is in use by process {process}; stop it or choose another --run.")
+
+
+def _check_whose(run: RunPaths, *, resume: bool) -> None:
+    if run.holds_a_run() and not resume:
+        raise RunError(f"{run.path} already holds a run; continue it with --resume or choose another --run.")
+    if resume and not run.holds_a_checkpoint():
+        raise RunError(f"{run.path} has no checkpoint to resume; start afresh in another --run without --resume.")
+
+
 # Processes forked from this one (data loader workers) must not keep the lock alive when this one is killed.
 _held_descriptors: set[int] = set()
 
@@ -219,7 +253,7 @@ def _locked(run: RunPaths) -> int:
     except BlockingIOError:
         pid = _pid_in(descriptor)
         os.close(descriptor)
-        raise RunError(f"run {run.path} is in use by process {pid}; stop it or choose another --run.") from None
+        raise _in_use(run, pid) from None
     except OSError as error:
         os.close(descriptor)
         raise write_error(run.lock_path, error) from error

@@ -88,9 +88,10 @@ def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
     specs = b""
     size = 0
     for name, tensor in frame.tensors.items():
-        tensor = on_host(name, tensor)
+        shape = tensor.shape
+        tensor, order = on_host(name, tensor)
         held.append(tensor)
-        specs += _spec_bytes(name, WIRE_DTYPES[tensor.dtype], tensor.shape)
+        specs += _spec_bytes(name, WIRE_DTYPES[tensor.dtype], shape, order)
         pieces.append(tensor_bytes(tensor))
         nbytes = tensor.nbytes
         size += nbytes
@@ -201,7 +202,10 @@ def _decode_tensors(
             )
         if offset + nbytes > available:
             raise PeerError(f"a frame is cut short inside its tensor {name!r}: {available} bytes of {offset + nbytes}")
-        tensors[name] = tensor_view(name, data, start + offset, dtype, shape)
+        order = tuple(spec.order)
+        if order and sorted(order) != list(range(len(shape))):
+            raise PeerError(f"the tensor {name!r} of a frame says its {len(shape)} dimensions lie in the order {order}")
+        tensors[name] = tensor_view(name, data, start + offset, dtype, shape, order)
         offset += nbytes
         offset += -offset % ALIGNMENT_BYTES
     return tensors, offset
@@ -245,9 +249,9 @@ def _header_bytes(frame: Frame) -> bytes:
 # A protobuf message is the concatenation of its fields, so the part of the header that repeats from frame to frame
 # (the specs of the same tensors, microbatch after microbatch) is serialised once.
 @functools.lru_cache(maxsize=4096)
-def _spec_bytes(name: str, dtype: int, shape: torch.Size) -> bytes:
+def _spec_bytes(name: str, dtype: int, shape: torch.Size, order: tuple[int, ...]) -> bytes:
     _check_own_name(name)
-    spec = frame_pb2.TensorSpec(name=name, dtype=dtype, shape=shape)  # type: ignore[arg-type]
+    spec = frame_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, order=order)  # type: ignore[arg-type]
     return frame_pb2.FrameHeader(tensors=[spec]).SerializeToString()
 
 

@@ -35,10 +35,13 @@ TORCH_DTYPES: Final[dict[int, tuple[torch.dtype, int]]] = {
 """The way back: the number on the wire, to the element type and its size in bytes."""
 
 
-def on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as dense, contiguous CPU memory: itself where it already is that, otherwise a copy.
+def on_host(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The tensor as dense, contiguous CPU memory (itself where it already is that), and its dimensions in the order
+    of that memory; none where that is the order of its shape.
 
-    Raises PeerError for a tensor that cannot travel: an element type off the table, or one that is not dense.
+    A transposed or channels-last tensor stays that on the other side: operators choose their kernels by it, and a
+    model cut there must compute bit for bit what the whole model does. Raises PeerError for a tensor that cannot
+    travel: an element type off the table, or one that is not dense.
     """
     if tensor.dtype not in WIRE_DTYPES:
         raise PeerError(
@@ -51,9 +54,14 @@ def on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.detach().cpu()
     if tensor.is_neg():
         tensor = tensor.detach().resolve_neg()
-    if not tensor.is_contiguous():
-        tensor = tensor.detach().contiguous()
-    return tensor
+    if tensor.is_contiguous():
+        return tensor, ()
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
+    # An expanded tensor (stride 0) has no order worth keeping.
+    if 0 in strides or order == tuple(range(len(order))):
+        return tensor.detach().contiguous(), ()
+    return tensor.detach().permute(order).contiguous(), order
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes | ctypes.Array[ctypes.c_char]:
@@ -63,11 +71,13 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes | ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
-def tensor_view(name: str, data: bytes, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def tensor_view(
+    name: str, data: bytes, offset: int, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] = ()
+) -> torch.Tensor:
     """A tensor over the bytes of `data` from `offset` on, which the caller has checked to be there. No copy.
 
-    The tensor keeps `data` alive. Raises PeerError for bool values that are neither 0 nor 1, since operators may
-    do anything at all with those.
+    `order` is that of `on_host`, a permutation of the dimensions. The tensor keeps `data` alive. Raises PeerError for
+    bool values that are neither 0 nor 1, since operators may do anything at all with those.
     """
     count = math.prod(shape)
     if count == 0:
@@ -75,7 +85,9 @@ def tensor_view(name: str, data: bytes, offset: int, dtype: torch.dtype, shape: 
     flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
     if dtype is torch.bool and flat.view(torch.uint8).max().item() > 1:
         raise PeerError(f"the tensor {name!r} of a frame says it is bool but holds bytes other than 0 and 1")
-    return flat.view(shape)
+    if not order:
+        return flat.view(shape)
+    return flat.view([shape[dimension] for dimension in order]).permute([order.index(d) for d in range(len(order))])
 
 
 def _dtype_names() -> str:

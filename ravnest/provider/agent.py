@@ -9,6 +9,7 @@ One asyncio loop speaks with the network; one thread per deployment owns torch. 
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import sys
 from typing import Any
@@ -41,6 +42,7 @@ from ravnest.provider.device import choose_device
 from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.memory import available_bytes, resident_bytes
 
+_PARENT_SECONDS = 2.0
 _REPORT_SECONDS = 0.2
 """Least time between two reports: losses come one a microbatch and would otherwise go out one by one."""
 
@@ -64,7 +66,18 @@ def run(
         if not invite:
             return 1
     agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or "", embedded)
-    return asyncio.run(agent.main(listen_host, listen_port))
+    try:
+        return asyncio.run(agent.main(listen_host, listen_port))
+    except PeerError:
+        if embedded and _parent_has_ended():
+            return 0
+        raise
+
+
+def _parent_has_ended() -> bool:
+    """Whether the parent is gone, or going: it stops listening a moment before it closes the pipe."""
+    readable, _, _ = select.select([sys.stdin], [], [], _PARENT_SECONDS)
+    return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
 
 
 def _warm_up() -> None:
@@ -86,6 +99,7 @@ class _Agent:
         self._embedded = embedded
         self._baseline = 0
         self._deployment: Deployment | None = None
+        self._generation = 0
         self._deployed = asyncio.Condition()
         self._finished = asyncio.Event()
         self._reason = ""
@@ -172,10 +186,10 @@ class _Agent:
                 try:
                     await self._deploy(message.deploy, server, client, feed)
                     await control.send(ProviderMessage(ready=Ready(deployment=message.deploy.deployment)))
-                except RavnestError as error:
-                    failed = Failed(
-                        deployment=message.deploy.deployment, kind="deploy", message=str(error), microbatch=-1
-                    )
+                except Exception as error:
+                    # Out of memory, say: whatever it is, the coordinator is to know why there is no stage.
+                    text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+                    failed = Failed(deployment=message.deploy.deployment, kind="deploy", message=text, microbatch=-1)
                     await control.send(ProviderMessage(failed=failed))
             elif kind == "start" and self._deployment is not None:
                 try:
@@ -195,6 +209,7 @@ class _Agent:
         if self._deployment is not None:
             await self._deployment.close()
             self._deployment = None
+        self._generation = order.generation
         self._say(f"taking stage {order.stage} of {order.stages}")
         server.previous_node = order.previous_node
         deployment = await Deployment.make(order, client, self._device, self._baseline)
@@ -205,6 +220,9 @@ class _Agent:
 
     async def _take_feed(self, feed: Link) -> None:
         while (frame := await feed.receive()) is not None:
+            if frame.generation < self._generation:
+                # Of a run that was given up: it was under way when the new stage came.
+                continue
             if self._deployment is None:
                 raise PeerError("the coordinator fed a provider that holds no stage")
             self._deployment.take_feed(frame)

@@ -137,6 +137,8 @@ class Deployment:
 
     async def close(self) -> None:
         """Ends the worker and the links."""
+        # Whoever waits for news of this stage should look for the next one, and not only at its next heartbeat.
+        self.news.set()
         await asyncio.to_thread(self._worker.stop)
         for task in self._tasks:
             task.cancel()

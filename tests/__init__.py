@@ -1,0 +1,1 @@
+"""What the promises of Ravnest are checked with; `tests.wan` is also used by the benchmarks."""

@@ -1,0 +1,123 @@
+"""The command line as a user meets it: a process of its own, what it says, and what it leaves behind."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+COMMAND = (sys.executable, "-m", "ravnest")
+PATIENCE_SECONDS = 60.0
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+def ravnest(*words: str | Path, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs the command to its end; none of the processes it started is there afterwards."""
+    with Running(*words, folder=folder) as running:
+        output = running.to_the_end()
+    assert running.process.returncode is not None
+    return subprocess.CompletedProcess(running.words, running.process.returncode, running.out, output)
+
+
+class Running:
+    """`ravnest` at work, in a process group of its own as a shell's job has. What it says on stderr can be waited for."""
+
+    def __init__(self, *words: str | Path, folder: Path) -> None:
+        self.words = [*COMMAND, *map(str, words)]
+        self.process = subprocess.Popen(
+            self.words,
+            cwd=folder,
+            env=environment(PYTHONUNBUFFERED="1"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        self.said = ""
+        self.out = ""
+        self._family: set[psutil.Process] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.family()
+            self.process.kill()
+            self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+        left = self.left_behind()
+        for process in left:
+            process.kill()
+        if kind is None:
+            assert not left, f"left behind: {left}"
+
+    def until(self, words: str) -> str:
+        """Waits until `words` have been said; what was said up to then."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while words not in self.said:
+            if not self._read(deadline):
+                raise AssertionError(f"{words!r} was never said, but: {self.said}")
+        self.family()
+        return self.said
+
+    def to_the_end(self) -> str:
+        """Waits for its end; all it said."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._read(deadline):
+            self.family()
+        assert self.process.stdout is not None
+        self.out += self.process.stdout.read().decode()
+        self.process.wait(PATIENCE_SECONDS)
+        return self.said
+
+    def family(self) -> set[psutil.Process]:
+        """Every process it has started so far, as far as they were seen."""
+        try:
+            self._family |= set(psutil.Process(self.process.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            pass
+        return self._family
+
+    def providers(self) -> list[psutil.Process]:
+        return [process for process in self.family() if "--embedded" in process.cmdline()]
+
+    def left_behind(self, within_seconds: float = 3.0) -> list[psutil.Process]:
+        """What it started and has not ended; whatever is ending already is given a moment."""
+        return psutil.wait_procs(self._family, timeout=within_seconds)[1]
+
+    def signal(self, number: signal.Signals, group: bool = False) -> None:
+        os.killpg(self.process.pid, number) if group else self.process.send_signal(number)
+
+    def _read(self, deadline: float) -> bool:
+        assert self.process.stderr is not None
+        ready, _, _ = select.select([self.process.stderr], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"nothing more was said in time, after: {self.said}")
+        chunk = os.read(self.process.stderr.fileno(), 65536)
+        self.said += chunk.decode()
+        return bool(chunk)
+
+
+@contextmanager
+def within(seconds: float, what: str) -> Iterator[None]:
+    """Fails when the block takes longer."""
+    started = time.monotonic()
+    yield
+    took = time.monotonic() - started
+    assert took <= seconds, f"{what} took {took:.1f} s, longer than {seconds} s"

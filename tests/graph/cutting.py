@@ -1,0 +1,121 @@
+"""Runs a captured model, whole or cut, without engine and network: what comes out must not depend on the cuts."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from ravnest.graph.capture import Captured, capture
+from ravnest.graph.partition import split
+from ravnest.graph.portable import PortableGraph
+from ravnest.graph.program import Program
+from ravnest.net.frames import Frame, FrameKind, decode, encode
+from tests.exactness.plain_loop import copied
+from tests.models import ZOO, Kind, Made
+from tests.odd_models import ODD
+
+ALL: dict[str, Kind] = {**ZOO, **ODD}
+
+
+@dataclass(frozen=True)
+class Example:
+    made: Made
+    captured: Captured
+
+    @property
+    def graph(self) -> PortableGraph:
+        return self.captured.graph
+
+
+@cache
+def example(name: str) -> Example:
+    """A model of the zoo with its capture; made once, and changed by nobody."""
+    made = ALL[name].make(batches=3)
+    return Example(made, capture(made.model, made.loss, made.metrics, made.batches[:2]))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    loss: torch.Tensor
+    metrics: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+    """By key; only those that are there."""
+    states: dict[str, torch.Tensor]
+
+
+def run(found: Captured, places: Sequence[int], batch: Any, *, train: bool = True, microbatch: int = 0) -> Outcome:
+    """One microbatch through the stages cut at `places`: forward, and in training backward.
+
+    Graphs travel as JSON and values as frames, as they do between machines.
+    """
+    graphs = [PortableGraph.from_json(stage.to_json()) for stage in split(found.graph, places)]
+    tensors = found.structure.flatten(copied(batch))
+    stages: list[_Ran] = []
+    values: dict[str, Any] = {}
+    with kept_generator():
+        for graph in graphs:
+            stages.append(_Ran.of(graph, found, {**tensors, **_sent(values)}, train, microbatch))
+            values = stages[-1].results
+    leaf = graphs[-1]
+    loss = values[str(leaf.loss)]
+    metrics = {} if train else {name: values[value] for name, value in leaf.metrics.items()}
+    gradients: dict[str, torch.Tensor] = {}
+    if train:
+        back = {str(leaf.loss): torch.ones(())}
+        for stage in reversed(stages):
+            back = _sent(stage.backward(back, gradients))
+    states = {s.key: stage.weights[s.name] for stage in stages for s in stage.graph.states}
+    return Outcome(loss.detach(), metrics, gradients, states)
+
+
+@contextmanager
+def kept_generator() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+@dataclass
+class _Ran:
+    """One stage after its forward."""
+
+    graph: PortableGraph
+    given: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    results: dict[str, Any]
+
+    @classmethod
+    def of(cls, graph: PortableGraph, found: Captured, values: dict[str, Any], train: bool, microbatch: int) -> "_Ran":
+        weights = {w.name: found.weights[w.key].clone() for w in graph.weights}
+        given = {v.name: values[v.name] for v in (*graph.inputs, *graph.receives)}
+        if train:
+            for parameter in graph.parameters:
+                weights[parameter.name].requires_grad_()
+            for value in graph.receives:
+                if value.needs_grad:
+                    given[value.name].requires_grad_()
+        with torch.set_grad_enabled(train):
+            results = Program(graph).run(given, weights, train=train, microbatch=microbatch)
+        return cls(graph, given, weights, results)
+
+    def backward(self, back: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        leaves = {v.name: self.given[v.name] for v in self.graph.receives if v.needs_grad}
+        leaves.update({p.name: self.weights[p.name] for p in self.graph.parameters})
+        found = torch.autograd.grad(
+            [self.results[name] for name in back], list(leaves.values()), list(back.values()), allow_unused=True
+        )
+        by_name = {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+        for parameter in self.graph.parameters:
+            if parameter.name in by_name:
+                assert parameter.key not in gradients, f"{parameter.key} is owned by two stages"
+                gradients[parameter.key] = by_name.pop(parameter.name)
+        return by_name
+
+
+def _sent(values: dict[str, Any]) -> dict[str, Any]:
+    tensors = {n: v.detach() for n, v in values.items() if isinstance(v, torch.Tensor)}
+    scalars = {n: v for n, v in values.items() if not isinstance(v, torch.Tensor)}
+    frame = decode(encode(Frame(FrameKind.FORWARD, 0, tensors=tensors, scalars=scalars)))
+    return {**frame.tensors, **frame.scalars}

@@ -1,0 +1,142 @@
+"""Lines and losses in virtual time: what happens to frames, with no clock, no socket and no thread.
+
+Everything here is told the time. The switch tells it the machine's clock; a test tells it whatever it likes.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from tests.wan.packets import Frame
+
+Step = Callable[[float, Frame], None]
+"""What happens to a frame at a moment, in seconds."""
+
+_QUEUE_SECONDS: Final = 0.1
+_QUEUE_LEAST_BYTES: Final = 64 * 1024
+_CHUNK_SECONDS: Final = 0.001
+
+
+def transmission_seconds(size_bytes: int, rate_mbps: float) -> float:
+    """How long a line of this rate is busy with so many bytes."""
+    return size_bytes * 8e-6 / rate_mbps
+
+
+def default_queue_bytes(rate_mbps: float) -> int:
+    """The room in front of a line whose owner asked for nothing else: 100 ms of its rate, at least 64 KiB."""
+    return max(_QUEUE_LEAST_BYTES, int(rate_mbps * 1e6 / 8 * _QUEUE_SECONDS))
+
+
+def chunk_bytes(*rates_mbps: float | None) -> float:
+    """The largest burst that may cross lines of these rates in one piece: 1 ms of the slowest."""
+    return min((rate * 1e6 / 8 * _CHUNK_SECONDS for rate in rates_mbps if rate is not None), default=math.inf)
+
+
+def survivors(frame: Frame, loss: float, chance: random.Random) -> Iterator[Frame]:
+    """What is left of a frame when each of its segments is lost with probability `loss`."""
+    first = 0
+    for segment in range(frame.segments):
+        if chance.random() < loss:
+            if segment > first:
+                yield frame.part(first, segment)
+            first = segment + 1
+    if first < frame.segments:
+        yield frame.part(first, frame.segments)
+
+
+class Agenda:
+    """What is to happen to which frame, and when; steps of the same moment in the order they were entered.
+
+    Most steps are not seen from outside: a frame that leaves an uplink has its path's delay before it. Such a step is
+    entered with `unseen_seconds`, for which it may wait until something else is due; its own moment stays what it is.
+    That saves the switch many a wake-up.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[float, int, Step, Frame]] = []
+        self._latest: list[tuple[float, float]] = []  # when each step must be done at the latest, and its moment
+        self._order = itertools.count()
+        self._ran_until = -math.inf
+
+    def at(self, moment: float, step: Step, frame: Frame, unseen_seconds: float = 0.0) -> None:
+        if moment <= self._ran_until:
+            moment = math.nextafter(self._ran_until, math.inf)
+        heapq.heappush(self._steps, (moment, next(self._order), step, frame))
+        heapq.heappush(self._latest, (moment + unseen_seconds, moment))
+
+    def due(self) -> float | None:
+        """When `run` must be called at the latest, or None when nothing is waiting."""
+        latest = self._latest
+        while latest and latest[0][1] <= self._ran_until:
+            heapq.heappop(latest)
+        return latest[0][0] if latest else None
+
+    def run(self, now: float) -> None:
+        """Does all that is due, each step told its own moment: being called late shifts nothing that follows."""
+        steps = self._steps
+        while steps and steps[0][0] <= now:
+            moment, _, step, frame = heapq.heappop(steps)
+            self._ran_until = moment
+            step(moment, frame)
+        self._ran_until = max(self._ran_until, now)
+
+
+class Line:
+    """Sends frames one after another at a rate, with a drop-tail queue in front; without a rate it only passes them on.
+
+    A change of rate holds from the next frame that starts. What finds no room is dropped and counted.
+    """
+
+    def __init__(
+        self, agenda: Agenda, forward: Step, unseen_seconds: Callable[[Frame], float] = lambda frame: 0.0
+    ) -> None:
+        """`forward` gets every frame once it is through, and does nothing with it that is seen for `unseen_seconds`."""
+        self._agenda = agenda
+        self._forward = forward
+        self._unseen_seconds = unseen_seconds
+        self._queue: deque[Frame] = deque()
+        self._rate_mbps: float | None = None
+        self._room_bytes = 0
+        self.queued_bytes = 0
+        self.dropped_packets = 0
+
+    def set(self, rate_mbps: float | None, queue_bytes: int | None) -> None:
+        self._rate_mbps = rate_mbps
+        if rate_mbps is not None:
+            self._room_bytes = queue_bytes if queue_bytes is not None else default_queue_bytes(rate_mbps)
+
+    def busy_seconds(self, frame: Frame) -> float:
+        """How long the line will be busy with a frame, the wait before that not counted."""
+        return 0.0 if self._rate_mbps is None else transmission_seconds(frame.size_bytes, self._rate_mbps)
+
+    def offer(self, now: float, frame: Frame) -> None:
+        if not self._queue:
+            if self._rate_mbps is None:
+                self._forward(now, frame)
+            else:
+                # An idle line takes a frame at once, however small its queue is.
+                self._queue.append(frame)
+                self.queued_bytes = frame.size_bytes
+                self._send(now)
+            return
+        fits = frame.fitting(self._room_bytes - self.queued_bytes)
+        if fits is not frame:
+            self.dropped_packets += frame.segments - (fits.segments if fits else 0)
+        if fits is not None:
+            self._queue.append(fits)
+            self.queued_bytes += fits.size_bytes
+
+    def _send(self, now: float) -> None:
+        frame = self._queue[0]
+        self._agenda.at(now + self.busy_seconds(frame), self._sent, frame, self._unseen_seconds(frame))
+
+    def _sent(self, now: float, frame: Frame) -> None:
+        self._queue.popleft()
+        self.queued_bytes -= frame.size_bytes
+        if self._queue:
+            self._send(now)
+        self._forward(now, frame)
