@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 Tensor = torch.Tensor
+ADAMW = partial(torch.optim.AdamW, lr=2e-3)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Kind:
     """A random batch of that many samples."""
     loss: Callable[..., Tensor]
     metrics: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
-    optimizer: Any = partial(torch.optim.AdamW, lr=2e-3)
+    optimizer: Any = ADAMW
     schedule: Any = None
     accumulate: int = 1
     batch_size: int = 4
@@ -152,7 +153,7 @@ class Recurrent(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden, _ = self.first(self.embedding(tokens))
         hidden, _ = self.second(hidden)
-        return self.head(hidden[:, -1])
+        return self.head(hidden.mean(dim=1))
 
 
 class UNet(nn.Module):
@@ -304,7 +305,14 @@ def _gpt2() -> nn.Module:
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=32, n_positions=16, n_embd=16, n_layer=3, n_head=2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1
+            vocab_size=32,
+            n_positions=16,
+            n_embd=16,
+            n_layer=3,
+            n_head=2,
+            resid_pdrop=0.1,
+            embd_pdrop=0.1,
+            attn_pdrop=0.1,
         )
     )
 
@@ -388,8 +396,8 @@ ZOO: dict[str, Kind] = {
     "resnet": Kind(ResidualNet, _images(10), F.cross_entropy, optimizer=_MOMENTUM, schedule=_COSINE),
     "gpt_tied": Kind(TiedGPT, _tokens, next_token_loss, accumulate=2),
     "hf_gpt2": Kind(_gpt2, _token_dict, next_token_loss),
-    # Traced, transformers gives Llama's attention a mask; run plainly, a flag that picks another kernel. The two agree to
-    # rounding, and Adam makes a whole step of a gradient that is nothing but rounding: eps keeps such steps small.
+    # Traced, transformers gives Llama's attention a mask; run plainly, a flag that picks another kernel. The two agree
+    # to rounding, and Adam makes a whole step of a gradient that is nothing but rounding: eps keeps such steps small.
     "hf_llama": Kind(
         _llama,
         _token_dict,
@@ -400,7 +408,9 @@ ZOO: dict[str, Kind] = {
     "hf_bert": Kind(_bert, _masked, logits_loss),
     "hf_vit": Kind(_vit, _images(5), logits_loss, accumulate=2),
     "lstm": Kind(
-        partial(Recurrent, nn.LSTM), lambda n: (torch.randint(0, 20, (n, 7)), torch.randint(0, 5, (n,))), F.cross_entropy
+        partial(Recurrent, nn.LSTM),
+        lambda n: (torch.randint(0, 20, (n, 7)), torch.randint(0, 5, (n,))),
+        F.cross_entropy,
     ),
     "gru": Kind(
         partial(Recurrent, nn.GRU),

@@ -247,6 +247,8 @@ ODD: dict[str, Kind] = {
     "Drops": _odd(Drops, lambda size: (torch.randn(size, 3, 6, 6), torch.randn(size, 8)), F.mse_loss),
     "OneLayerFourTimes": _odd(OneLayerFourTimes, _tokens, _token_loss),
     "Translator": _odd(
-        Translator, lambda size: ((torch.randn(size, 5, 8), torch.randn(size, 4, 8)), torch.randn(size, 4, 8)), F.mse_loss
+        Translator,
+        lambda size: ((torch.randn(size, 5, 8), torch.randn(size, 4, 8)), torch.randn(size, 4, 8)),
+        F.mse_loss,
     ),
 }

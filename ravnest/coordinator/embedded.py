@@ -8,8 +8,10 @@ listens, and end when that pipe does.
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +23,8 @@ from ravnest.coordinator.processes import ProviderProcesses
 from ravnest.monitor.run_directory import check_run
 from ravnest.monitor.snapshot import Snapshot
 from ravnest.reference import parse_reference
+
+_SHOW_SECONDS = 0.25
 
 if TYPE_CHECKING:
     from ravnest.coordinator.session import TrainResult
@@ -62,12 +66,12 @@ def train_from_reference(
     with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
         shown = _display(enabled=True, plain=not display)
         with closing(shown):
-            shown.show(Snapshot(phase=f"starting {providers} providers", title=name))
-            # Only now: the providers import torch while this process does.
-            from ravnest.jobfile import load_job
-            from ravnest.overrides import apply_overrides
+            with _showing(shown, f"starting {providers} provider{'s' if providers > 1 else ''}", name):
+                # Only now: the providers import torch while this process does.
+                from ravnest.jobfile import load_job
+                from ravnest.overrides import apply_overrides
 
-            job = apply_overrides(load_job(reference), overrides)
+                job = apply_overrides(load_job(reference), overrides)
             result = swarm.train(job, name=name, run=run, resume=resume, display=shown, interrupts=interrupts)
     return 0 if result.summary.status == "finished" else interrupts.exit_code
 
@@ -136,6 +140,26 @@ class EmbeddedSwarm:
             self._stack.callback(lambda: loop.call_quietly(swarm.stop("the run is over")))
             self._processes.invite(invite.line)
         return self._loop, self._swarm
+
+
+@contextmanager
+def _showing(display: "Display", phase: str, title: str) -> Iterator[None]:
+    """Shows that something goes on while this thread is busy importing torch and running the job file."""
+    over, started = threading.Event(), time.perf_counter()
+
+    def show() -> None:
+        while True:
+            display.show(Snapshot(phase=phase, title=title, elapsed_seconds=time.perf_counter() - started))
+            if over.wait(_SHOW_SECONDS):
+                return
+
+    thread = threading.Thread(target=show, name="ravnest-start", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _display(*, enabled: bool, plain: bool) -> "Display":

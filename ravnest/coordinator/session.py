@@ -95,6 +95,7 @@ class Session:
             reason = "a new run" if self._info is None else f"resumed after {self._start.updates} updates"
             self._events.emit("started", reason, updates=self._start.updates)
             self.coordinator.phase("preparing")
+            self._progress.summary("running", "preparing").write(self._run)
             display.message(f"run directory: {self._run.path}")
             self._opened = opened.pop_all()
 

@@ -18,6 +18,9 @@ from ravnest.errors import GraphError, TrainingError
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program
 
+_MOST_PIECES = 8
+_PIECE_BYTES = 8 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
@@ -65,6 +68,7 @@ class Stage:
         self._optimizer = settings.optimizer_spec().build(list(self._versions.masters.values()))
         schedule = settings.schedule_spec()
         self._schedule = None if schedule is None else schedule.build(self._optimizer)
+        self._pieces = _pieces(self._versions.masters)
         self._pending: dict[int, _Pending] = {}
         self._sums: dict[str, torch.Tensor] = {}
         self._summed = 0
@@ -216,27 +220,53 @@ class Stage:
     def _apply(self) -> None:
         self._versions.begin_update()
         masters = self._versions.masters
-        for name, master in masters.items():
-            gradient = self._sums.get(name)
-            if gradient is not None and self._summed > 1:
+        if self._summed > 1:
+            for gradient in self._sums.values():
                 gradient.div_(self._summed)
-            master.grad = gradient
+        if self.settings.clip_value is not None or self.settings.clip_norm is not None:
+            self._clip(masters)
+        for piece in self._pieces:
+            for name in piece:
+                masters[name].grad = self._sums.pop(name, None)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        if self._schedule is not None:
+            self._schedule.step()
+        self._summed = 0
+        self._versions.finish_update()
+
+    def _clip(self, masters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Clips the summed gradients in place, all together: a norm is over all of them."""
+        for name, master in masters.items():
+            master.grad = self._sums.get(name)
         if self.settings.clip_value is not None:
             torch.nn.utils.clip_grad_value_(masters.values(), self.settings.clip_value)
         if self.settings.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(masters.values(), self.settings.clip_norm)
-        self._optimizer.step()
-        if self._schedule is not None:
-            self._schedule.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._sums.clear()
-        self._summed = 0
-        self._versions.finish_update()
 
     def _here(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device != self.device:
             return value.to(self.device, non_blocking=True)
         return value
+
+
+def _pieces(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The parameters' names, small ones first, in a few pieces of about equal size.
+
+    An optimizer makes values as large as the parameter at hand, Adam two of them. Stepping piece by piece, and letting
+    the gradients of each piece go, makes room for those: the stage takes hardly more than at the end of a backward.
+    """
+    least = max(_PIECE_BYTES, sum(p.nbytes for p in parameters.values()) // _MOST_PIECES)
+    pieces: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(parameters, key=lambda n: parameters[n].nbytes):
+        if size >= least:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(name)
+        size += parameters[name].nbytes
+    return pieces
 
 
 def _is_plain(value: Any) -> bool:

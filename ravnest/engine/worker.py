@@ -121,7 +121,7 @@ class StageWorker:
         elif task is Task.EVALUATE:
             self._evaluate(message)
         else:
-            self._save(message.checkpoint)
+            self._save(message.checkpoint, "after the last update")
 
     def _forward(self, message: Message) -> None:
         results = self._stage.forward(message.microbatch, message.values)
@@ -150,12 +150,18 @@ class StageWorker:
         if update is not None:
             self._count(update)
         if message.checkpoint:
-            self._save(message.checkpoint)
+            self._save(message.checkpoint, f"after microbatch {message.microbatch}")
         if self._is_root:
             self._outbox.done(replace(message, values={}))
 
-    def _save(self, checkpoint: int) -> None:
+    def _save(self, checkpoint: int, when: str) -> None:
         tensors, metadata = self._stage.state()
+        for name, tensor in tensors.items():
+            if name.startswith("param:") and not torch.isfinite(tensor).all():
+                raise _NotFiniteError(
+                    f"the parameter {name.removeprefix('param:')} is not finite {when}, so it is not saved; "
+                    "lower the learning rate or set pipeline.clip_norm"
+                )
         self._outbox.save(checkpoint, tensors, metadata)
 
     def _count(self, update: Update) -> None:
@@ -182,4 +188,4 @@ class StageWorker:
 
 
 class _NotFiniteError(RavnestError):
-    """The loss of a microbatch is not a finite number."""
+    """The loss of a microbatch or a parameter is not a finite number."""

@@ -60,6 +60,7 @@ def samples_in(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], specs: tuple[ValueSpec, ...], where: str) -> None:
     """JobError when a batch does not fit what was captured: it names the tensor, both shapes and the fix."""
+    free: dict[str, tuple[str, int]] = {}
     for spec in specs:
         tensor = tensors[spec.name]
         fits = len(spec.shape) == tensor.dim() and all(
@@ -72,6 +73,13 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], specs: tuple[ValueSpec, ..
                 f"{where}: {spec.name} has shape {have or 'scalar'}, the model was captured for {wanted or 'scalar'}; "
                 "pad or crop the data to one shape (a size may vary if it differs within the first two batches)"
             )
+        for size, count in zip(spec.shape, tensor.shape, strict=True):
+            other, equal = free.setdefault(size, (spec.name, count)) if isinstance(size, str) else ("", count)
+            if count != equal:
+                raise JobError(
+                    f"{where}: {spec.name} has the size {count} where {other} has {equal}, "
+                    "which were equal in the first batch; give each sample its target"
+                )
         if tensor.dtype != spec.dtype:
             raise JobError(
                 f"{where}: {spec.name} is {str(tensor.dtype).removeprefix('torch.')}, but the first batch had "

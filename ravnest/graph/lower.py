@@ -137,7 +137,9 @@ class _Lowering:
         if op is None or not ops.is_allowed(op):
             raise CaptureError(
                 f"the model uses the operator {op or target}{_line(node)}, which a provider may not run; "
-                + _INSTEAD_OF_READING.get(op or "", "replace it by operators of torch (docs/portable-graph.md lists them)")
+                + _INSTEAD_OF_READING.get(
+                    op or "", "replace it by operators of torch (docs/portable-graph.md lists them)"
+                )
             )
         kwargs = {k: self._argument(v) for k, v in node.kwargs.items() if not (k == "pin_memory" and not v)}
         if op in _INSTEAD.values():

@@ -155,9 +155,7 @@ def _smallest_stages(plan: Layout) -> list[int]:
     return cuts
 
 
-def _tables(
-    plan: Layout, costs: CostProfile, kept: Sequence[int]
-) -> tuple[list[int], np.ndarray, np.ndarray]:
+def _tables(plan: Layout, costs: CostProfile, kept: Sequence[int]) -> tuple[list[int], np.ndarray, np.ndarray]:
     """Candidate places (with both ends), seconds of the stage between each two of them, bytes that cross at each.
 
     Of very many places those with the least traffic stay, and `kept`: with them there is always a way.

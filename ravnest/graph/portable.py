@@ -184,6 +184,10 @@ def check(graph: PortableGraph) -> None:
         known.add(name)
     for node in graph.nodes:
         ops.resolve(node.op)
+        for position, keyword in ops.device_arguments(node.op):
+            device = node.args[position] if position < len(node.args) else node.kwargs.get(keyword)
+            if device is not None and not isinstance(device, Device):
+                raise GraphError(f"node {node.name!r} of the portable graph names a device; a stage chooses its own")
         for reference in node.references():
             if reference not in known:
                 raise GraphError(f"node {node.name!r} of the portable graph uses {reference!r} before it exists")

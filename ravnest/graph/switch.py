@@ -60,7 +60,9 @@ def draws_random_numbers(node: Node) -> bool:
         return _argument(node, 4, "dropout_p", 0.0) != 0
     if name in _RECURRENT:
         shift = 1 if node.op.endswith(".data") else 0
-        return _argument(node, 5 + shift, "dropout", None) != 0 and _argument(node, 6 + shift, "train", None) is not False
+        return (
+            _argument(node, 5 + shift, "dropout", None) != 0 and _argument(node, 6 + shift, "train", None) is not False
+        )
     return True
 
 

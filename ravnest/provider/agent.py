@@ -39,6 +39,7 @@ from ravnest.net.v1.control_pb2 import (
 from ravnest.net.version import PROTOCOL_VERSION
 from ravnest.provider.deployment import Deployment
 from ravnest.provider.device import choose_device
+from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.memory import available_bytes, resident_bytes
 
@@ -58,8 +59,9 @@ def run(
     embedded: bool = False,
 ) -> int:
     """Provides until the run ends; the exit code. A PeerError says why it could not."""
+    leave_out_the_compiler()
+    give_memory_back()
     chosen = choose_device(device)
-    _warm_up()
     if embedded:
         # The parent writes the invite once its server listens: by then the slow imports here are done.
         invite = sys.stdin.readline().strip()
@@ -78,13 +80,6 @@ def _parent_has_ended() -> bool:
     """Whether the parent is gone, or going: it stops listening a moment before it closes the pipe."""
     readable, _, _ = select.select([sys.stdin], [], [], _PARENT_SECONDS)
     return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
-
-
-def _warm_up() -> None:
-    """Takes one step of an optimizer: torch imports a good part of itself only then, which had better not be later."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=0.1).step()
 
 
 class _Agent:

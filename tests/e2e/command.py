@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,7 +31,7 @@ def ravnest(*words: str | Path, folder: Path) -> "subprocess.CompletedProcess[st
 
 
 class Running:
-    """`ravnest` at work, in a process group of its own as a shell's job has. What it says on stderr can be waited for."""
+    """`ravnest` at work, in a process group of its own as a shell's job has; what it says on stderr can be awaited."""
 
     def __init__(self, *words: str | Path, folder: Path) -> None:
         self.words = [*COMMAND, *map(str, words)]
@@ -88,10 +88,8 @@ class Running:
 
     def family(self) -> set[psutil.Process]:
         """Every process it has started so far, as far as they were seen."""
-        try:
+        with suppress(psutil.NoSuchProcess):
             self._family |= set(psutil.Process(self.process.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            pass
         return self._family
 
     def providers(self) -> list[psutil.Process]:

@@ -6,14 +6,12 @@ What is about the job rather than about processes goes through a shared swarm, w
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ravnest import CaptureError, JobError, PlanError, RavnestError, RunError, TrainingError
@@ -22,7 +20,7 @@ from ravnest.jobfile import JobFileFailed, load_job
 from ravnest.monitor.events import read_events
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import Summary
-from tests.e2e.jobs import Batch, Net, a_job, a_job_file, a_net, batches, every_updates, samples
+from tests.e2e.jobs import Batch, Net, a_job, a_job_file, batches, every_updates, samples
 
 
 def refused(error: RavnestError, *says: str) -> None:

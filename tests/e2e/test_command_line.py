@@ -1,12 +1,10 @@
 """`ravnest train` as a user meets it: mistakes told at once and in one sentence, a run from its start to the model."""
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.command import COMMAND, Running, environment, ravnest, within
@@ -66,7 +64,9 @@ def test_an_unknown_setting_suggests_the_near_one(tmp_path: Path) -> None:
 
 
 def test_a_run_from_its_start_to_the_model(tmp_path: Path) -> None:
-    a_job_file(tmp_path, eval_data="batches", epochs="2", schedule="partial(torch.optim.lr_scheduler.StepLR, step_size=4)")
+    a_job_file(
+        tmp_path, eval_data="batches", epochs="2", schedule="partial(torch.optim.lr_scheduler.StepLR, step_size=4)"
+    )
     done = ravnest("train", "job.py", "--providers", "2", "--set", "epochs=3", "--run", "first", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [re.sub(r"^\[ +[\d.]+ s\] ", "", line) for line in done.stderr.splitlines()]
@@ -75,7 +75,9 @@ def test_a_run_from_its_start_to_the_model(tmp_path: Path) -> None:
     for start in ("capturing the model", "training   epoch 1/3", "evaluation   loss", "Finished in", "model: first/"):
         assert any(line.startswith(start) for line in lines), (start, lines)
     assert "\x1b" not in done.stderr
-    a_net().load_state_dict({f"layers.{name}": value for name, value in load_file(tmp_path / "first/model.safetensors").items()})
+    a_net().load_state_dict(
+        {f"layers.{name}": value for name, value in load_file(tmp_path / "first/model.safetensors").items()}
+    )
     again = ravnest("train", "job.py", "--providers", "1", "--run", "first", folder=tmp_path)
     told(again, "first already holds a run", "--resume")
 

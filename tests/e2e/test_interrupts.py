@@ -3,17 +3,12 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.monitor.events import read_events
 from tests.e2e.command import Running, within
-from tests.e2e.jobs import a_job, a_job_file, batches, every_updates
+from tests.e2e.jobs import a_job_file
 
 BLOCKING = """
 def block(words):
@@ -55,8 +50,6 @@ def start(folder: Path, **fields: str) -> Running:
     return Running("train", "job.py", "--providers", "1", "--run", "run", folder=folder)
 
 
-
-
 def test_ctrl_c_while_the_data_blocks_saves_what_was_learnt(tmp_path: Path) -> None:
     with start(tmp_path, data="blocking") as running:
         running.until("the data blocks")
@@ -94,7 +87,7 @@ def test_sigterm_while_training_stops_as_cleanly(tmp_path: Path) -> None:
     [
         ({"model": "Blocking()"}, "the model blocks", "stopped"),
         ({"eval_data": "blocking_evaluation"}, "the evaluation blocks", "stopped"),
-        ({}, "starting 1 providers", None),
+        ({}, "starting 1 provider", None),
     ],
     ids=["capturing", "evaluating", "starting"],
 )

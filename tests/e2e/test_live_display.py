@@ -61,7 +61,11 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert re.search(r"training {2}epoch 1/2 .* left {2}\d+(\.\d)? s elapsed", text)
     assert re.search(r"━+.*\d+/128 samples", text)
     assert re.search(r"loss \d\.\d+ .* samples/s .* updates", text)
-    for row in (r"stage +provider +device +params +busy +staleness +memory", r"0 root +provider-\d", r"1 leaf +provider-\d"):
+    for row in (
+        r"stage +provider +device +params +busy +staleness +memory",
+        r"0 root +provider-\d",
+        r"1 leaf +provider-\d",
+    ):
         assert re.search(row, text), row
     # At the end: what came of it.
     end = text[text.rindex("Finished in") :]

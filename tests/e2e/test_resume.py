@@ -106,7 +106,9 @@ def test_an_interrupted_run_ends_as_one_that_was_not(swarm: EmbeddedSwarm, tmp_p
     assert second.summary.eval == pytest.approx(whole.summary.eval, rel=1e-5)
     assert difference(whole.model, second.model) <= 1e-6
     curve = [(m["samples"], m["updates"]) for m in read_metrics(run / "metrics.jsonl") if m["kind"] == "train"]
-    assert curve == [(m["samples"], m["updates"]) for m in read_metrics(tmp_path / "whole/metrics.jsonl") if m["kind"] == "train"]
+    assert curve == [
+        (m["samples"], m["updates"]) for m in read_metrics(tmp_path / "whole/metrics.jsonl") if m["kind"] == "train"
+    ]
 
 
 def test_gradients_summed_but_not_applied_are_computed_again(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
@@ -199,9 +201,7 @@ def test_another_optimizer_or_another_model_is_refused(swarm: EmbeddedSwarm, tmp
     run = tmp_path / "run"
     swarm.train(a_job(), providers=2, run=run, display=False)
     with pytest.raises(RunError, match="was trained with AdamW and its state does not fit SGD"):
-        swarm.train(
-            a_job(optimizer=partial(torch.optim.SGD, lr=0.1)), providers=2, run=run, resume=True, display=False
-        )
+        swarm.train(a_job(optimizer=partial(torch.optim.SGD, lr=0.1)), providers=2, run=run, resume=True, display=False)
     wider = a_net()
     wider.layers[0] = nn.Linear(6, 16, bias=False)
     wider.layers[2] = nn.Linear(16, 24)

@@ -117,5 +117,12 @@ def test_recorded_updates_tell_the_staleness_of_each(run: Path) -> None:
 
 
 def test_nothing_unknown_lies_in_the_run_directory(run: Path) -> None:
-    known = {"summary.json", "events.jsonl", "metrics.jsonl", "updates.jsonl", "model.safetensors", "static.safetensors"}
+    known = {
+        "summary.json",
+        "events.jsonl",
+        "metrics.jsonl",
+        "updates.jsonl",
+        "model.safetensors",
+        "static.safetensors",
+    }
     assert {path.name for path in run.iterdir()} == known | {"checkpoints", "tensorboard", "lock"}

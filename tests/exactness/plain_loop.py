@@ -8,6 +8,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +37,9 @@ def replayed_draws(seed: int, microbatch: int) -> Iterator[None]:
         for name, draws in _DRAWING.items():
             stack.enter_context(patch.object(F, name, seeded(getattr(F, name), draws)))
         for name in ("lstm", "gru"):
-            stack.enter_context(patch.object(torch._VF, name, seeded(getattr(torch._VF, name), _recurrent_draws), create=True))
+            stack.enter_context(
+                patch.object(torch._VF, name, seeded(getattr(torch._VF, name), _recurrent_draws), create=True)
+            )
         yield
 
 
@@ -51,13 +54,20 @@ def copied(batch: Any) -> Any:
     return copy.deepcopy(batch)
 
 
-def train_plainly(kind: Kind, made: Made, *, seed: int = 0, clip_norm: float | None = None) -> nn.Module:
-    """The model after one pass over its batches, trained the way everybody writes it."""
+def train_plainly(
+    kind: Kind, made: Made, *, seed: int = 0, clip_norm: float | None = None, optimizer: Any = None
+) -> nn.Module:
+    """The model after one pass over its batches, trained the way everybody writes it.
+
+    `optimizer` in place of the kind's own means: that one, with neither schedule nor accumulation.
+    """
+    if optimizer is not None:
+        kind = replace(kind, optimizer=optimizer, schedule=None, accumulate=1)
     model = copy.deepcopy(made.model)
     model.train()
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = kind.optimizer(parameters)
-    schedule = None if kind.schedule is None else kind.schedule(optimizer)
+    stepper = kind.optimizer(parameters)
+    schedule = None if kind.schedule is None else kind.schedule(stepper)
     with kept_generator():
         for number, batch in enumerate(made.batches):
             inputs, targets = copied(batch)
@@ -67,10 +77,10 @@ def train_plainly(kind: Kind, made: Made, *, seed: int = 0, clip_norm: float | N
             if (number + 1) % kind.accumulate == 0:
                 if clip_norm is not None:
                     nn.utils.clip_grad_norm_(parameters, clip_norm)
-                optimizer.step()
+                stepper.step()
                 if schedule is not None:
                     schedule.step()
-                optimizer.zero_grad()
+                stepper.zero_grad()
     return model
 
 

@@ -283,7 +283,7 @@ def test_a_loss_that_no_parameter_leads_to_is_refused() -> None:
 
 
 def test_a_loss_that_is_a_constant_is_refused() -> None:
-    with pytest.raises((JobError, CaptureError), match="constant|trainable"):
+    with pytest.raises((JobError, CaptureError), match=r"constant|trainable"):
         _capture(ThreeLayers(), lambda outputs, targets: torch.zeros(()))
 
 
@@ -378,5 +378,3 @@ def _tensors(batch: Any) -> list[Tensor]:
         return [batch]
     items = batch.values() if isinstance(batch, dict) else batch
     return [tensor for item in items for tensor in _tensors(item)]
-
-

@@ -62,7 +62,14 @@ def test_an_operator_off_the_list_is_refused() -> None:
     for op in (
         *("aten.from_file.default", "aten.as_strided.default", "aten.set_.source_Tensor", "aten.empty.memory_format"),
         *("aten.resize_.default", "prims.add.default", "os.system", "py.eval", "py.getattr", "__import__"),
-        *("aten.linear", "aten.linear.nonsense", "aten.linear.default.x", "aten.__class__.default", "", "aten..default"),
+        *(
+            "aten.linear",
+            "aten.linear.nonsense",
+            "aten.linear.default.x",
+            "aten.__class__.default",
+            "",
+            "aten..default",
+        ),
     ):
         with pytest.raises(GraphError):
             _altered(lambda data, op=op: data["nodes"][0].update(op=op))
@@ -88,6 +95,16 @@ def test_an_operator_off_the_list_is_refused() -> None:
         (lambda d: d["nodes"][0]["args"].append({"device": "cuda:0"}), "unknown form"),
         (lambda d: d["nodes"][0]["args"].append({"dtype": "object"}), "not a tensor type"),
         (lambda d: d["nodes"][0]["args"].append({"dtype": ["float32"]}), "not a tensor type"),
+        (
+            lambda d: d["nodes"][0].update(op="aten.ones.default", args=[[2]], kwargs={"device": "meta"}),
+            "names a device; a stage chooses its own",
+        ),
+        (
+            lambda d: d["nodes"][0].update(
+                op="aten.to.device", args=[{"ref": "inputs"}, "cuda:7", {"dtype": "float32"}]
+            ),
+            "names a device; a stage chooses its own",
+        ),
         (lambda d: d["nodes"][0].update(name="a b"), "not a name"),
         (lambda d: d["nodes"][0].update(name="__import__('os')"), "not a name"),
         (lambda d: d["nodes"][0].update(seed=-1), "not a size"),
@@ -115,7 +132,8 @@ def test_a_malformed_graph_is_refused_with_the_reason(alter: Any, reason: str) -
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "1", '"x"', b"\xff\xfe\x00", "[" * 100_000, '{"format":' * 5_000, "9" * 5_000, "NaN"]
+    "text",
+    ["", "{", "[]", "null", "1", '"x"', b"\xff\xfe\x00", "[" * 100_000, '{"format":' * 5_000, "9" * 5_000, "NaN"],
 )
 def test_a_text_that_is_no_graph_is_refused(text: str | bytes) -> None:
     with pytest.raises(GraphError):

@@ -122,7 +122,9 @@ def test_a_missing_value_is_refused_by_name() -> None:
         Program(graph).run({}, {}, train=True)
 
 
-@pytest.mark.parametrize("op", ["aten.dropout.default", "aten.lstm.input", "aten.batch_norm.default", "aten.add_.Tensor"])
+@pytest.mark.parametrize(
+    "op", ["aten.dropout.default", "aten.lstm.input", "aten.batch_norm.default", "aten.add_.Tensor"]
+)
 def test_an_operator_without_its_arguments_does_not_break_the_reading_of_the_graph(op: str) -> None:
     Program(PortableGraph((Node("x", op),), loss="x"))
 

@@ -1,0 +1,264 @@
+"""A pipeline of workers in one process, without a network: what comes out of one is given to the next by hand."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from queue import Empty, Queue
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ravnest.engine.messages import LossRecord, Message
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.stage import Stage, Update
+from ravnest.engine.worker import StageWorker
+from ravnest.graph.capture import Captured, capture
+from ravnest.graph.layout import layout
+from ravnest.graph.partition import split
+from ravnest.spec import OptimizerSpec
+from tests.e2e.jobs import a_net, accuracy, batches
+
+PATIENCE_SECONDS = 20.0
+
+
+@cache
+def captured() -> Captured:
+    return capture(a_net(), F.cross_entropy, {"accuracy": accuracy}, batches([8, 5]))
+
+
+class Box:
+    """An Outbox that keeps what it is given, in order."""
+
+    def __init__(self) -> None:
+        self.things: Queue[tuple[str, Any]] = Queue()
+        self.saved: dict[int, dict[str, torch.Tensor]] = {}
+        self.updates: list[Update] = []
+        self.losses: list[LossRecord] = []
+
+    def forward(self, message: Message) -> None:
+        self.things.put(("forward", message))
+
+    def backward(self, message: Message) -> None:
+        self.things.put(("backward", message))
+
+    def trained(self, loss: LossRecord) -> None:
+        self.losses.append(loss)
+
+    def updated(self, update: Update) -> None:
+        self.updates.append(update)
+
+    def done(self, message: Message) -> None:
+        self.things.put(("done", message))
+
+    def evaluated(self, message: Message) -> None:
+        self.things.put(("evaluated", message))
+
+    def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        self.saved[checkpoint] = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.things.put(("saved", checkpoint))
+
+    def failed(self, kind: str, text: str, microbatch: int | None) -> None:
+        self.things.put(("failed", (kind, text, microbatch)))
+
+    def next(self, kind: str) -> Any:
+        """The next thing, which must be of this kind."""
+        found, thing = self.things.get(timeout=PATIENCE_SECONDS)
+        assert found == kind, (found, thing)
+        return thing
+
+    def nothing(self) -> bool:
+        try:
+            self.things.get(timeout=0.05)
+        except Empty:
+            return True
+        return False
+
+
+Pair = tuple[StageWorker, Box]
+Make = Callable[..., list[Pair]]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Workers of as many stages as asked for, root first; all are ended afterwards."""
+    started: list[StageWorker] = []
+
+    def made(stages: int, *, lr: float = 0.1, **settings: Any) -> list[Pair]:
+        found = captured()
+        # Behind the layers that have parameters.
+        graphs = split(found.graph, layout(found.graph).cuts[1::2][: stages - 1])
+        pairs = []
+        for number, graph in enumerate(graphs):
+            options = {"in_flight": 1, **settings}
+            told = StageSettings(
+                optimizer=OptimizerSpec("SGD", {"lr": lr}).to_json(), stage=number, stages=stages, **options
+            )
+            weights = {spec.key: found.weights[spec.key].clone() for spec in graph.weights}
+            box = Box()
+            pairs.append((StageWorker(Stage(graph, weights, told), box), box))
+            started.append(pairs[-1][0])
+        for worker, _ in pairs:
+            worker.start()
+        return pairs
+
+    yield made
+    for worker in started:
+        worker.stop()
+
+
+def message(number: int, batch: Any, names: tuple[str, ...] = ("inputs", "targets"), **more: Any) -> Message:
+    values = dict(zip(("inputs", "targets"), batch, strict=True))
+    return Message(number, {name: values[name] for name in names}, samples=len(batch[1]), **more)
+
+
+def inputs_of(worker: StageWorker) -> tuple[str, ...]:
+    return tuple(value.name for value in worker._stage.graph.inputs)
+
+
+def feed(pairs: list[Pair], number: int, batch: Any, **more: Any) -> None:
+    for worker, _ in pairs:
+        if names := inputs_of(worker):
+            worker.feed(message(number, batch, names, **more))
+
+
+def test_one_stage_trains_as_a_plain_loop(make: Make) -> None:
+    [(worker, box)] = make(1)
+    model = a_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number, (features, labels) in enumerate(batches([8, 8, 3])):
+        worker.feed(message(number, (features, labels)))
+        assert box.next("done").microbatch == number
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(features), labels)
+        loss.backward()
+        optimizer.step()
+        assert box.losses[-1].loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    worker.save(9)
+    assert box.next("saved") == 9
+    for name, value in model.state_dict().items():
+        assert torch.allclose(box.saved[9][f"param:{name}"], value, atol=1e-6), name
+
+
+def test_two_stages_pass_a_microbatch_forth_and_back(make: Make) -> None:
+    (root, root_box), (leaf, leaf_box) = make(2)
+    batch = batches([8])[0]
+    feed([(root, root_box), (leaf, leaf_box)], 0, batch, checkpoint=1)
+    leaf.receive_forward(root_box.next("forward"))
+    gradient = leaf_box.next("backward")
+    root.receive_backward(gradient)
+    # Each saves right after applying the microbatch the checkpoint was announced with.
+    assert leaf_box.next("saved") == root_box.next("saved") == 1
+    assert root_box.next("done").microbatch == 0
+    assert root_box.updates == [Update(0, 0, 1)] and leaf_box.updates == [Update(0, 0, 1)]
+    assert root.counters.updates == leaf.counters.updates == 1
+
+
+def test_targets_may_come_before_or_after_the_activations(make: Make) -> None:
+    (root, root_box), (leaf, leaf_box) = make(2)
+    for number, first in enumerate(("targets", "activations")):
+        batch = batches([8])[0]
+        root.feed(message(number, batch, inputs_of(root)))
+        activations = root_box.next("forward")
+        targets = message(number, batch, inputs_of(leaf))
+        if first == "targets":
+            leaf.feed(targets)
+            assert leaf_box.nothing()
+            leaf.receive_forward(activations)
+        else:
+            leaf.receive_forward(activations)
+            assert leaf_box.nothing()
+            leaf.feed(targets)
+        root.receive_backward(leaf_box.next("backward"))
+        assert root_box.next("done").microbatch == number
+
+
+def test_a_root_holds_forwards_back_at_its_limit_and_takes_backwards_first(make: Make) -> None:
+    (root, root_box), (leaf, leaf_box) = make(2, in_flight=2)
+    data = batches([8] * 4)
+    for number, batch in enumerate(data):
+        root.feed(message(number, batch, inputs_of(root)))
+    sent = [root_box.next("forward"), root_box.next("forward")]
+    assert root_box.nothing(), "two are in flight"
+    for forward, batch in zip(sent, data, strict=False):
+        leaf.receive_forward(forward)
+        leaf.feed(message(forward.microbatch, batch, inputs_of(leaf)))
+        root.receive_backward(leaf_box.next("backward"))
+        assert root_box.next("done").microbatch == forward.microbatch
+        assert root_box.next("forward").microbatch == forward.microbatch + 2
+    # The second was computed before the first was applied: one update lies between.
+    assert [update.staleness for update in root_box.updates] == [0, 1]
+    assert root.counters.staleness == {0: 1, 1: 1}
+
+
+def test_gradients_are_averaged_over_the_microbatches_of_an_update(make: Make) -> None:
+    [(worker, box)] = make(1, accumulate=2)
+    data = batches([8] * 3)
+    for number, batch in enumerate(data):
+        worker.feed(message(number, batch, flush=number == 2))
+        box.next("done")
+    assert [(update.microbatch, update.version) for update in box.updates] == [(1, 1), (2, 2)]
+    model = a_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for group in (data[:2], data[2:]):
+        optimizer.zero_grad()
+        for features, labels in group:
+            (F.cross_entropy(model(features), labels) / len(group)).backward()
+        optimizer.step()
+    worker.save(1)
+    box.next("saved")
+    for name, value in model.state_dict().items():
+        assert torch.allclose(box.saved[1][f"param:{name}"], value, atol=1e-6), name
+
+
+def test_an_evaluation_changes_nothing_and_gives_loss_and_metrics(make: Make) -> None:
+    [(worker, box)] = make(1)
+    features, labels = batches([5])[0]
+    worker.feed(message(-1, (features, labels), train=False))
+    result = box.next("evaluated")
+    with torch.no_grad():
+        logits = a_net()(features)
+    assert result.microbatch == -1
+    assert result.values == pytest.approx(
+        {"loss": float(F.cross_entropy(logits, labels)), "accuracy": float(accuracy(logits, labels))}, rel=1e-5
+    )
+    assert worker.counters.updates == 0 and box.updates == []
+
+
+def test_a_loss_that_is_not_finite_stops_the_worker_and_applies_nothing(make: Make) -> None:
+    [(worker, box)] = make(1)
+    worker.feed(message(4, (torch.full((8, 6), float("inf")), torch.zeros(8, dtype=torch.long))))
+    kind, text, microbatch = box.next("failed")
+    assert (kind, microbatch) == ("not_finite", 4)
+    assert text.startswith("the loss of microbatch 4 is nan; lower the learning rate")
+    assert box.updates == []
+    worker.feed(message(5, batches([8])[0]))
+    assert box.nothing(), "it takes no more work"
+
+
+def test_parameters_that_are_not_finite_are_not_saved(make: Make) -> None:
+    [(worker, box)] = make(1, lr=3e38)
+    features, labels = batches([8])[0]
+    # The loss is finite; the step that follows from it is not.
+    worker.feed(message(0, (features * 1e4, labels), checkpoint=3))
+    kind, text, _ = box.next("failed")
+    assert kind == "not_finite"
+    assert "is not finite after microbatch 0, so it is not saved; lower the learning rate" in text
+    assert box.saved == {}
+
+
+def test_an_error_of_torch_is_told_with_its_microbatch(make: Make) -> None:
+    [(worker, box)] = make(1)
+    worker.feed(message(2, (torch.zeros(8, 6), torch.full((8,), 99))))
+    kind, text, microbatch = box.next("failed")
+    assert (kind, microbatch) == ("error", 2)
+    assert "Target 99 is out of bounds" in text
+
+
+def test_a_worker_that_waits_can_be_stopped(make: Make) -> None:
+    [(worker, box)] = make(1)
+    worker.feed(message(0, batches([8])[0]))
+    box.next("done")
+    worker.stop(timeout_seconds=5)
+    assert not worker._thread.is_alive()
+    assert 0 < worker.counters.busy_seconds < 60

@@ -1,0 +1,145 @@
+"""With several microbatches in flight, training is delayed gradient descent: exactly that, with the delays recorded.
+
+A run writes for every update of every stage which version of its weights the forward had used. A small simulation in
+plain PyTorch repeats just these delays on the whole model, in one process, and must end with the same weights.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.func import functional_call
+
+from ravnest import Job, Pipeline
+from ravnest.coordinator.embedded import EmbeddedSwarm
+from tests.exactness.plain_loop import copied, kept_generator, replayed_draws, train_plainly, worst_difference
+from tests.models import ZOO, Made
+
+STAGES = 3
+UPDATES = 40
+SGD = partial(torch.optim.SGD, lr=0.05)
+ADAM = partial(torch.optim.Adam, lr=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "pipeline"),
+    [
+        ("cnn", SGD, Pipeline(record_updates=True)),
+        ("cnn", ADAM, Pipeline(in_flight=4, record_updates=True)),
+        ("gpt_tied", SGD, Pipeline(in_flight=4, record_updates=True)),
+        ("gpt_tied", ADAM, Pipeline(record_updates=True)),
+        ("unet", SGD, Pipeline(in_flight=4, max_staleness=1, record_updates=True)),
+    ],
+    ids=["cnn-sgd-default", "cnn-adam-4", "tied-sgd-4", "tied-adam-default", "unet-sgd-bounded"],
+)
+def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
+    swarm: EmbeddedSwarm,
+    tmp_path: Path,
+    name: str,
+    optimizer: Any,
+    pipeline: Pipeline,
+    record_property: Callable[[str, object], None],
+) -> None:
+    made = ZOO[name].make(batches=UPDATES)
+    run = _train(swarm, made, optimizer, pipeline, tmp_path)
+    delays = _recorded(run)
+    most = max(version - 1 - forward for stage in delays for forward, version in stage)
+    limit = (STAGES + 1 if pipeline.in_flight is None else pipeline.in_flight) - 1
+    if pipeline.max_staleness is not None:
+        limit = min(limit, pipeline.max_staleness)
+    assert 1 <= most <= limit, "the run must have been really asynchronous, and within its bounds"
+    simulated = _simulate(made, optimizer, _owners(run), delays)
+    have = copy.deepcopy(made.model)
+    have.load_state_dict(load_file(run / "model.safetensors"))
+    worst, where = worst_difference(have.state_dict(), simulated.state_dict())
+    record_property("worst_relative_difference", worst)
+    record_property("most_stale", most)
+    assert worst <= 1e-6, f"{where} is off by {worst:.1e}"
+    fresh = train_plainly(ZOO[name], made, optimizer=optimizer)
+    assert worst_difference(have.state_dict(), fresh.state_dict())[0] > 1e-4, "delays must have made a difference"
+
+
+def test_no_staleness_allowed_is_a_plain_loop_whatever_is_in_flight(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    made = ZOO["gpt_tied"].make(batches=UPDATES)
+    pipeline = Pipeline(in_flight=8, max_staleness=0, record_updates=True)
+    run = _train(swarm, made, SGD, pipeline, tmp_path)
+    assert all(version - 1 == forward for stage in _recorded(run) for forward, version in stage)
+    have = copy.deepcopy(made.model)
+    have.load_state_dict(load_file(run / "model.safetensors"))
+    plain = train_plainly(ZOO["gpt_tied"], made, optimizer=SGD)
+    assert worst_difference(have.state_dict(), plain.state_dict())[0] <= 1e-6
+
+
+def _train(swarm: EmbeddedSwarm, made: Made, optimizer: Any, pipeline: Pipeline, run: Path) -> Path:
+    job = Job(
+        model=made.model,
+        loss=made.loss,
+        metrics=made.metrics,
+        train_data=made.batches,
+        optimizer=optimizer,
+        pipeline=pipeline,
+    )
+    return swarm.train(job, providers=STAGES, run=run, display=False).run
+
+
+def _recorded(run: Path) -> list[list[tuple[int, int]]]:
+    """For every stage, and every microbatch in order: the version its forward used and the one its update made."""
+    stages: list[dict[int, tuple[int, int]]] = [{} for _ in range(STAGES)]
+    for line in (run / "updates.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        stage = stages[record["stage"]]
+        assert record["microbatch"] not in stage, "an update is recorded once"
+        stage[record["microbatch"]] = (record["forward_version"], record["version"])
+    for stage in stages:
+        assert list(stage) == list(range(UPDATES)), "every microbatch is applied, in the order it was fed"
+        assert [version for _, version in stage.values()] == list(range(1, UPDATES + 1))
+    return [list(stage.values()) for stage in stages]
+
+
+def _owners(run: Path) -> list[set[str]]:
+    """The parameters of every stage, as its part of the checkpoint names them."""
+    (newest,) = sorted((run / "checkpoints").iterdir())[-1:]
+    owners = []
+    for stage in range(STAGES):
+        with safe_open(newest / f"part-{stage}.safetensors", framework="pt") as part:
+            owners.append({key.removeprefix("param:") for key in part.keys() if key.startswith("param:")})  # noqa: SIM118
+    return owners
+
+
+def _simulate(made: Made, optimizer: Any, owners: list[set[str]], delays: list[list[tuple[int, int]]]) -> nn.Module:
+    """Delayed gradient descent: each microbatch sees, stage by stage, the weights of the version it was given."""
+    model = copy.deepcopy(made.model).train()
+    named = dict(model.named_parameters())
+    assert sorted(named) == sorted(name for names in owners for name in names)
+    histories: list[list[Mapping[str, torch.Tensor]]] = []
+    optimizers = []
+    for names in owners:
+        histories.append([{name: named[name].detach().clone() for name in names}])
+        optimizers.append(optimizer([named[name] for name in sorted(names)]))
+    buffers = dict(model.named_buffers())
+    with kept_generator():
+        for microbatch, batch in enumerate(made.batches):
+            inputs, targets = copied(batch)
+            weights = {
+                name: tensor.clone().requires_grad_()
+                for history, stage in zip(histories, delays, strict=True)
+                for name, tensor in history[stage[microbatch][0]].items()
+            }
+            with replayed_draws(0, microbatch):
+                outputs = functional_call(model, {**weights, **buffers}, (inputs,))
+                loss = made.loss(outputs, targets)
+            gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+            for names, history, stepper in zip(owners, histories, optimizers, strict=True):
+                for name in names:
+                    named[name].grad = gradients[name]
+                stepper.step()
+                history.append({name: named[name].detach().clone() for name in names})
+    return model

@@ -1,0 +1,122 @@
+"""What a stage puts out on its own thread arrives on the network's loop, as frames and in order."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import torch
+
+from ravnest.engine.messages import LossRecord, Message
+from ravnest.engine.stage import Update
+from ravnest.errors import PeerError
+from ravnest.graph.weights import WeightsReader
+from ravnest.net.frames import Frame, FrameKind
+from ravnest.provider.outbox import FrameOutbox, message_of
+
+
+def on_a_loop(test: Callable[[FrameOutbox], Awaitable[None]], record_updates: bool = True) -> list[bytes]:
+    """Runs `test` with an outbox; what was uploaded."""
+    uploaded: list[bytes] = []
+
+    async def upload(name: str, chunks: AsyncIterator[bytes]) -> None:
+        if name == "checkpoint-13":
+            raise PeerError("the coordinator is gone")
+        uploaded.append(b"".join([chunk async for chunk in chunks]))
+
+    async def run() -> None:
+        await test(FrameOutbox(7, upload, record_updates))
+
+    asyncio.run(run())
+    return uploaded
+
+
+def a_message(number: int = 3) -> Message:
+    return Message(number, {"hidden": torch.ones(2), "size": 4}, samples=2, checkpoint=5, flush=True)
+
+
+def test_each_kind_goes_its_own_way_and_keeps_its_order() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        def work() -> None:
+            for number in range(3):
+                outbox.forward(a_message(number))
+            outbox.backward(a_message())
+            outbox.done(a_message())
+            outbox.evaluated(a_message())
+
+        await asyncio.to_thread(work)
+        frames = [await outbox.to_next.get() for _ in range(3)]
+        assert [frame.microbatch for frame in frames] == [0, 1, 2]
+        assert {frame.kind for frame in frames} == {FrameKind.FORWARD}
+        assert (await outbox.to_previous.get()).kind is FrameKind.BACKWARD
+        assert [(await outbox.to_coordinator.get()).kind for _ in range(2)] == [FrameKind.DONE, FrameKind.RESULT]
+
+    on_a_loop(test)
+
+
+def test_a_message_is_the_same_at_the_other_end() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        await asyncio.to_thread(outbox.forward, a_message())
+        frame: Frame = await outbox.to_next.get()
+        assert frame.generation == 7
+        found, sent = message_of(frame), a_message()
+        assert torch.equal(found.values["hidden"], sent.values["hidden"])
+        assert found.values["size"] == 4
+        fields = ("microbatch", "train", "samples", "checkpoint", "flush")
+        assert [getattr(found, name) for name in fields] == [getattr(sent, name) for name in fields]
+
+    on_a_loop(test)
+
+
+def test_saving_returns_when_the_state_has_been_taken() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        await asyncio.to_thread(outbox.save, 12, {"param:weight": torch.arange(3.0)}, {"version": "4"})
+        await asyncio.wait_for(outbox.news.wait(), 10)
+        assert outbox.take_records()[2] == [12]
+        assert not outbox.news.is_set()
+
+    [data] = on_a_loop(test)
+    reader = WeightsReader(len(data))
+    reader.feed(data)
+    tensors, metadata = reader.finish()
+    assert tensors["param:weight"].tolist() == [0.0, 1.0, 2.0] and metadata["version"] == "4"
+
+
+def test_a_state_that_nobody_took_is_the_workers_problem() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        with pytest.raises(PeerError, match="the coordinator is gone"):
+            await asyncio.to_thread(outbox.save, 13, {"param:weight": torch.ones(1)}, {})
+        assert outbox.take_records()[2] == []
+
+    on_a_loop(test)
+
+
+def test_losses_are_news_and_updates_are_recorded_only_if_asked_for() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        def work() -> None:
+            outbox.trained(LossRecord(0, 1.5, 8))
+            outbox.updated(Update(0, 0, 1))
+
+        await asyncio.to_thread(work)
+        await asyncio.wait_for(outbox.news.wait(), 10)
+        await asyncio.sleep(0)
+        losses, updates, _ = outbox.take_records()
+        assert losses == [LossRecord(0, 1.5, 8)]
+        recorded.append(updates)
+        assert outbox.take_records() == ([], [], [])
+
+    recorded: list[list[Update]] = []
+    on_a_loop(test, record_updates=True)
+    on_a_loop(test, record_updates=False)
+    assert recorded == [[Update(0, 0, 1)], []]
+
+
+def test_the_first_failure_is_the_one_that_counts() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        def work() -> None:
+            outbox.failed("not_finite", "the loss is nan", 4)
+            outbox.failed("error", "and then everything else", None)
+
+        await asyncio.to_thread(work)
+        assert await outbox.failure == ("not_finite", "the loss is nan", 4)
+
+    on_a_loop(test)
