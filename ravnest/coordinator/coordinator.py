@@ -106,7 +106,7 @@ class Coordinator:
         job = prepared.job
         self.phase("waiting for providers")
         members = await self._while_well(self._swarm.members.wait_for(providers))
-        profiles = tuple(ProviderProfile(m.node_id, m.host, cores, threads) for m in members)
+        profiles = tuple(ProviderProfile(m.node_id, m.host, m.threads or cores, m.threads or threads) for m in members)
         graph, host = prepared.captured.graph, self._swarm.host
         plan = await asyncio.to_thread(plan_cluster, graph, prepared.costs, profiles, host)
         self._limit, why = flight_limit(providers, job.pipeline.in_flight, job.pipeline.max_staleness)
@@ -199,6 +199,7 @@ class Coordinator:
     # What providers do.
 
     def joined(self, member: Member) -> None:
+        self._lost.discard(member.node_id)
         with self._failing():
             self._events.emit("joined", f"{member.node_id} joined with {member.device}", provider=member.node_id)
 
@@ -249,7 +250,7 @@ class Coordinator:
         stage = self._stage_of.get(node_id)
         if stage is not None:
             self.progress.faults.append(Fault(kind="provider_lost", provider=node_id, cluster=0, at=time.time()))
-        if stage is not None or not self._deployed:
+        if stage is not None or not (self._deployed or self._swarm.open_to_more):
             held = "" if stage is None else f", which held stage {stage},"
             saved = f"; {self._what_now()}" if self._deployed else ""
             self.fail(TrainingError(f"{node_id}{held} is gone: {reason}{saved}"))
@@ -284,7 +285,8 @@ class Coordinator:
         self._generation = self._swarm.generation
         for stage, (graph, weights) in zip(plan.stages, made, strict=True):
             following = plan.stages[stage.stage + 1] if stage.stage + 1 < len(plan.stages) else None
-            await self._swarm.tell(stage.node, CoordinatorMessage(threads=Threads(threads=threads)))
+            if not by_id[stage.node].threads:
+                await self._swarm.tell(stage.node, CoordinatorMessage(threads=Threads(threads=threads)))
             order = Deploy(
                 deployment=self._deployment,
                 stage=stage.stage,
