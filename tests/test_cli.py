@@ -63,7 +63,7 @@ def test_python_dash_m_is_the_same_command_line() -> None:
     ("arguments", "says"),
     [
         (["trian", "job.py"], "there is no command 'trian'; did you mean train?"),
-        (["frobnicate"], "there is no command 'frobnicate'; the commands are train, join"),
+        (["frobnicate"], "there is no command 'frobnicate'; the commands are train, serve, join"),
         ([], "COMMAND"),
         (["train"], "JOB"),
         (["train", "job.py", "--providers", "0"], "'0' is not a whole number of at least 1"),
@@ -71,6 +71,13 @@ def test_python_dash_m_is_the_same_command_line() -> None:
         (["join"], "INVITE"),
         (["join", "ravnest://x", "--memory", "much"], "'much' is not a size: write it as 8GB"),
         (["join", "ravnest://x", "--listen", "7000"], "'7000' is not an address"),
+        (["serve", "job.py"], "--listen"),
+        (["serve", "job.py", "--listen", "0.0.0.0:7700", "--advertise", "here"], "'here' is not an address"),
+        (["serve", "job.py", "--listen", "0.0.0.0:7700", "--providers", "0"], "'0' is not a whole number"),
+        (["invite", "run", "--new", "--hours", "-1"], "'-1' is not a number of hours"),
+        (["invite", "run", "--new", "--hours", "nan"], "'nan' is not a number of hours"),
+        (["invite", "run", "--new", "--revoke", "x"], "not allowed with argument"),
+        (["kick", "run"], "NODE"),
     ],
 )
 def test_a_wrong_command_line_is_a_sentence_and_exit_code_2(

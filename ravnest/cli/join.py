@@ -19,7 +19,9 @@ def add_parser(subparsers: "Subparsers") -> None:
         help="lend this machine to a coordinator",
         description="Lend this machine: join the coordinator of an invite and hold one stage of its model.",
     )
-    parser.add_argument("invite", metavar="INVITE", help="the line that the coordinator printed, ravnest://...")
+    parser.add_argument(
+        "invite", metavar="INVITE", help="what the coordinator printed, ravnest://...; - reads it from standard input"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
     parser.add_argument(
         "--memory",
@@ -31,10 +33,15 @@ def add_parser(subparsers: "Subparsers") -> None:
         "--listen",
         metavar="HOST:PORT",
         type=host_and_port,
-        default=("127.0.0.1", 0),
-        help="address for neighbouring stages; port 0 takes a free one (default: 127.0.0.1:0)",
+        help="address for neighbouring stages; port 0 takes a free one (default: 0.0.0.0:0, every address)",
     )
-    parser.add_argument("--name", help="what to call this provider (default: the coordinator chooses)")
+    parser.add_argument(
+        "--advertise",
+        metavar="HOST:PORT",
+        type=host_and_port,
+        help="where neighbouring stages reach this machine (default: the address it reaches the coordinator from)",
+    )
+    parser.add_argument("--name", help="what to call this provider (default: this machine's name)")
     # A provider that `ravnest train` started ends with its parent and leaves the talking to it.
     parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -44,13 +51,12 @@ def run(args: argparse.Namespace) -> int:
     """Provide until the coordinator ends the run; raises a RavnestError when that cannot be done."""
     from ravnest.provider import agent
 
-    host, port = args.listen
     return agent.run(
         args.invite,
         device=args.device,
         memory_bytes=args.memory,
-        listen_host=host,
-        listen_port=port,
+        listen=args.listen,
+        advertise=args.advertise,
         name=args.name,
         embedded=args.embedded,
     )

@@ -19,7 +19,7 @@ def add_parser(subparsers: "Subparsers") -> None:
     parser.add_argument(
         "--providers",
         metavar="N",
-        type=_count,
+        type=whole_number,
         default=2,
         help="how many providers, each with one stage of the model (default: 2)",
     )
@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def _count(text: str) -> int:
+def whole_number(text: str) -> int:
+    """A number of at least 1; raises ArgumentTypeError for anything else."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

@@ -4,19 +4,19 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
-
-import grpc
+from typing import TYPE_CHECKING, Self
 
 from ravnest.coordinator.tokens import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES, TokenStore
+from ravnest.errors import RunError
+from ravnest.monitor.run_directory import RunPaths, existing_run
 from ravnest.net.authority import SwarmAuthority
 from ravnest.net.certificates import certificate_der, key_id, request_key
 from ravnest.net.identity import AuthContext, Callers, Identity, Kind
 from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.tls import TlsKeys, server_credentials
 
-IDENTITY_FOLDER: Final = "identity"
-STORE_FILE: Final = "store.sqlite"
+if TYPE_CHECKING:
+    import grpc
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,16 @@ class Admission:
     @classmethod
     def open(cls, run: Path) -> Self:
         """The admission of the run in this folder, made at the first call. RunError when it cannot be kept there."""
-        return cls(SwarmAuthority.open(run / IDENTITY_FOLDER), TokenStore(run / STORE_FILE))
+        paths = RunPaths(run)
+        return cls(SwarmAuthority.open(paths.identity_path), TokenStore(paths.store_path))
+
+    @classmethod
+    def of_run(cls, run: Path) -> Self:
+        """The admission of a run that was served, for another process than the coordinator's. RunError for others."""
+        paths = existing_run(run)
+        if not paths.store_path.exists():
+            raise RunError(f"{run} has no invites: it was not begun with `ravnest serve`")
+        return cls.open(run)
 
     @classmethod
     def in_memory(cls) -> Self:
@@ -63,7 +72,7 @@ class Admission:
         token = self.tokens.create(self._clock(), uses, lifetime_seconds, note)
         return SwarmInvite(host, port, token, self.authority.fingerprint)
 
-    def server_credentials(self) -> grpc.ServerCredentials:
+    def server_credentials(self) -> "grpc.ServerCredentials":
         """For the coordinator's port: nodes of the swarm and holders of live invites get through the handshake."""
         return server_credentials(self._server_keys)
 

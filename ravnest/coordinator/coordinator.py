@@ -95,7 +95,7 @@ class Coordinator:
         job = prepared.job
         self.phase("waiting for providers")
         members = await self._while_well(self._swarm.members.wait_for(providers))
-        profiles = tuple(ProviderProfile(m.node_id, m.host, cores, threads) for m in members)
+        profiles = tuple(ProviderProfile(m.node_id, m.host, m.threads or cores, m.threads or threads) for m in members)
         graph, host = prepared.captured.graph, self._swarm.host
         plan = await asyncio.to_thread(plan_cluster, graph, prepared.costs, profiles, host)
         self._limit, why = flight_limit(providers, job.pipeline.in_flight, job.pipeline.max_staleness)
@@ -187,6 +187,7 @@ class Coordinator:
     # What providers do.
 
     def joined(self, member: Member) -> None:
+        self._lost.discard(member.node_id)
         with self._failing():
             self._events.emit("joined", f"{member.node_id} joined with {member.device}", provider=member.node_id)
 
@@ -237,7 +238,7 @@ class Coordinator:
         stage = self._stage_of.get(node_id)
         if stage is not None:
             self.progress.faults.append(Fault(kind="provider_lost", provider=node_id, cluster=0, at=time.time()))
-        if stage is not None or not self._deployed:
+        if stage is not None or not (self._deployed or self._swarm.open_to_more):
             held = "" if stage is None else f", which held stage {stage},"
             saved = f"; {self._what_now()}" if self._deployed else ""
             self.fail(TrainingError(f"{node_id}{held} is gone: {reason}{saved}"))
@@ -266,8 +267,10 @@ class Coordinator:
         self._generation = self._swarm.generation
         orders = await Orders.make(prepared, plan, members, self._deployment, self._generation)
         self._swarm.artifacts = orders.artifacts
+        chooses_itself = {member.node_id for member in members if member.threads}
         for node_id, order in orders.by_node.items():
-            await self._swarm.tell(node_id, CoordinatorMessage(threads=Threads(threads=threads)))
+            if node_id not in chooses_itself:
+                await self._swarm.tell(node_id, CoordinatorMessage(threads=Threads(threads=threads)))
             await self._swarm.tell(node_id, CoordinatorMessage(deploy=order))
         await self._until(lambda: self._ready >= set(self._stage_of))
         self._swarm.artifacts = {}
@@ -357,9 +360,11 @@ class Coordinator:
             try:
                 await self._swarm.feed_frame(node_id, frame)
             except PeerError as error:
-                # `vanished` may tell more; give its message the chance to come first.
-                await asyncio.sleep(0)
-                raise self._failure or TrainingError(f"{node_id} cannot be fed: {error}") from None
+                # Why it is gone is told in a moment, and says more.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOST_NEIGHBOUR_SECONDS):
+                        await self._until(lambda: False)
+                raise TrainingError(f"{node_id} cannot be fed: {error}") from None
 
     # Saving and reporting.
 

@@ -7,11 +7,8 @@ listens, and end when that pipe does.
 """
 
 import os
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +17,9 @@ from typing import TYPE_CHECKING, Self
 from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.loop import NetworkLoop
 from ravnest.coordinator.processes import ProviderProcesses
+from ravnest.coordinator.starting import choose_display, showing
 from ravnest.monitor.run_directory import check_run
-from ravnest.monitor.snapshot import Snapshot
 from ravnest.reference import parse_reference
-
-_SHOW_SECONDS = 0.25
 
 if TYPE_CHECKING:
     from ravnest.coordinator.session import TrainResult
@@ -64,9 +59,9 @@ def train_from_reference(
     name = parse_reference(reference).title
     check_run(run, job_name=name, resume=resume)
     with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
-        shown = _display(enabled=True, plain=not display)
+        shown = choose_display(enabled=True, plain=not display)
         with closing(shown):
-            with _showing(shown, f"starting {providers} provider{'s' if providers > 1 else ''}", name):
+            with showing(shown, f"starting {providers} provider{'s' if providers > 1 else ''}", name):
                 # Only now: the providers import torch while this process does.
                 from ravnest.jobfile import load_job
                 from ravnest.overrides import apply_overrides
@@ -111,7 +106,7 @@ class EmbeddedSwarm:
 
         count = self._processes.count if providers is None else min(providers, self._processes.count)
         loop, swarm = self._open()
-        shown = _display(enabled=display, plain=False) if isinstance(display, bool) else display
+        shown = choose_display(enabled=display, plain=False) if isinstance(display, bool) else display
         path = None if run is None else Path(run)
         with ExitStack() as stack:
             if interrupts is None:
@@ -134,36 +129,10 @@ class EmbeddedSwarm:
 
             self._loop = self._stack.enter_context(NetworkLoop())
             admission = Admission.in_memory()
-            self._swarm = Swarm(admission)
+            self._swarm = Swarm(admission, open_to_more=False)
             port = self._loop.call(self._swarm.start())
             invite = admission.invite("127.0.0.1", port, uses=self._processes.count, lifetime_seconds=None)
             loop, swarm = self._loop, self._swarm
             self._stack.callback(lambda: loop.call_quietly(swarm.stop("the run is over")))
             self._processes.invite(invite.line)
         return self._loop, self._swarm
-
-
-@contextmanager
-def _showing(display: "Display", phase: str, title: str) -> Iterator[None]:
-    """Shows that something goes on while this thread is busy importing torch and running the job file."""
-    over, started = threading.Event(), time.perf_counter()
-
-    def show() -> None:
-        while True:
-            display.show(Snapshot(phase=phase, title=title, elapsed_seconds=time.perf_counter() - started))
-            if over.wait(_SHOW_SECONDS):
-                return
-
-    thread = threading.Thread(target=show, name="ravnest-start", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _display(*, enabled: bool, plain: bool) -> "Display":
-    from ravnest.monitor.display import PlainDisplay, open_display
-
-    return PlainDisplay(sys.stderr) if plain else open_display(enabled, sys.stderr)

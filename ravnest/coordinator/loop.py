@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -46,7 +46,25 @@ class NetworkLoop:
         with suppress(RavnestError, asyncio.CancelledError):
             self.call(work)
 
+    @contextmanager
+    def running(self, work: Coroutine[Any, Any, None]) -> Iterator[None]:
+        """A coroutine that goes on in the background, to the end of the block at most."""
+        task = self.call(_started(work))
+        try:
+            yield
+        finally:
+            self.call_quietly(_ended(task))
+
     def soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Calls a function on the loop; nothing happens when the loop is over."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
+
+
+async def _started(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    return asyncio.create_task(work)
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

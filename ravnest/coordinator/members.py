@@ -21,6 +21,8 @@ class Member:
     address: str
     device: str
     memory_bytes: int
+    threads: int = 0
+    """What it computes with on a machine of its own; 0 where that is the coordinator's to say."""
     control: Control[CoordinatorMessage, ProviderMessage] | None = None
     feed: Link | None = None
 
@@ -59,6 +61,10 @@ class Members:
     def put(self, member: Member) -> None:
         """A provider has joined; one that returns takes the place of what it was before."""
         self._members[member.node_id] = member
+
+    def remove(self, node_id: str) -> None:
+        self._members.pop(node_id, None)
+        self.changes.notify()
 
     def node_ids(self) -> list[str]:
         return list(self._members)

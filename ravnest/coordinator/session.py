@@ -66,19 +66,22 @@ class Session:
         swarm: Swarm,
         job: Job,
         name: str,
-        path: Path | None,
+        path: Path | RunDirectory | None,
         resume: bool,
         display: Display,
         interrupts: Interrupts,
         started: float,
     ) -> None:
-        """Opens the run directory; RunError when it cannot be used. `started` is when the command was given."""
+        """Opens the run directory, unless it is open; RunError when it cannot be used.
+
+        `started` is when the command was given.
+        """
         self._job = job
         self._display = display
         self._interrupts = interrupts
         self._orderly = False
         self._feeder: Feeder | None = None
-        self._run = RunDirectory.open(path, job_name=name, resume=resume)
+        self._run = path if isinstance(path, RunDirectory) else RunDirectory.open(path, job_name=name, resume=resume)
         with contextlib.ExitStack() as opened:
             opened.callback(self._run.close)
             self._events = EventLog(self._run.events_path)

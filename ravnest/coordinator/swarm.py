@@ -45,9 +45,11 @@ class SwarmEvents(Protocol):
 class Swarm:
     """A server and its members. Made and used on the network's loop."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, *, open_to_more: bool = True) -> None:
         """`admission` says who gets in; it is closed when the swarm stops."""
         self.admission = admission
+        self.open_to_more = open_to_more
+        """Whether somebody else may come in the place of a provider that leaves before it has a stage."""
         self.events: SwarmEvents | None = None
         """Who is told; a run sets it when it begins. What happens while nobody listens is only kept as membership."""
         self.generation = 0
@@ -75,6 +77,14 @@ class Swarm:
         await self._server.stop()
         self.admission.close()
 
+    def expel(self, node_id: str, reason: str = "") -> None:
+        """Ends every stream of a node that was thrown out, and forgets it."""
+        because = f" ({reason})" if reason else ""
+        self.members.remove(node_id)
+        self._server.drop(
+            node_id, f"{node_id} was thrown out of the swarm{because}; ask the requester for a new invite"
+        )
+
     async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
         """Says something to a provider; PeerError when it is gone."""
         control = self.members[node_id].control
@@ -96,7 +106,7 @@ class Swarm:
         check_version(request)
         split_address(request.address)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
-        member = Member(admitted.node_id, request.address, request.device, request.memory_bytes)
+        member = Member(admitted.node_id, request.address, request.device, request.memory_bytes, request.threads)
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
@@ -108,9 +118,11 @@ class Swarm:
         member = self.members[node_id]
         member.control = control
         self.members.changes.notify()
-        reason = "it ended its connection"
+        reason, left = "it ended its connection", ""
         try:
             while (message := await control.receive()) is not None:
+                if message.HasField("leaving"):
+                    left = f"it left: {message.leaving.reason}"
                 if self.events is not None:
                     self.events.said(node_id, message)
         except PeerError as error:
@@ -118,7 +130,7 @@ class Swarm:
         finally:
             member.control = None
             if self.events is not None:
-                self.events.vanished(node_id, reason)
+                self.events.vanished(node_id, left or reason)
             self.members.changes.notify()
 
     async def feed(self, node_id: str, link: Link) -> None:

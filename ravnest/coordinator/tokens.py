@@ -47,6 +47,17 @@ class Joined:
     new: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that has joined, and the token it did so with. `kicked_at` None: it was not thrown out."""
+
+    node_id: str
+    token_id: str
+    joined_at: float
+    kicked_at: float | None
+    kick_reason: str
+
+
 def admit(token: Token | None, now: float, returning: bool = False) -> tuple[bool, str]:
     """Whether somebody with this token may join, and why.
 
@@ -173,12 +184,39 @@ class TokenStore:
                 (now, reason, node_id),
             )
             if found.rowcount == 0:
-                raise RunError(f"there is no node {node_id} in this run; `ravnest status` lists those there are")
+                raise RunError(f"there is no node {node_id} in this run; `ravnest invite` lists those there are")
 
     def is_member(self, node_id: str) -> bool:
         """Whether this node has joined and was not thrown out."""
         with self._used() as connection:
             return _is_member(connection, node_id)
+
+    def nodes(self) -> list[Node]:
+        """Every node that ever joined, oldest first."""
+        with self._used() as connection:
+            rows = connection.execute(
+                "SELECT node_id, token_id, joined_at, kicked_at, kick_reason FROM nodes ORDER BY joined_at, node_id"
+            ).fetchall()
+        return [Node(*row) for row in rows]
+
+    def kicked(self) -> dict[str, str]:
+        """Those who were thrown out, and why."""
+        with self._used() as connection:
+            query = "SELECT node_id, kick_reason FROM nodes WHERE kicked_at IS NOT NULL"
+            return dict(connection.execute(query).fetchall())
+
+    def advertise(self, host: str, port: int) -> None:
+        """Keep the address that invites name, for invites made by other processes."""
+        with self._used() as connection:
+            connection.execute("INSERT OR REPLACE INTO coordinator (id, host, port) VALUES (0, ?, ?)", (host, port))
+
+    def advertised(self) -> tuple[str, int]:
+        """The address that invites name. RunError while the coordinator has not listened yet."""
+        with self._used() as connection:
+            row = connection.execute("SELECT host, port FROM coordinator").fetchone()
+        if row is None:
+            raise RunError("this run's coordinator has never listened; start it with `ravnest serve`")
+        return str(row[0]), int(row[1])
 
     @contextmanager
     def _used(self) -> Iterator[sqlite3.Connection]:
@@ -203,6 +241,7 @@ _TABLES: Final = (
         node_id TEXT PRIMARY KEY, key_id TEXT NOT NULL UNIQUE, token_id TEXT NOT NULL, joined_at REAL NOT NULL,
         kicked_at REAL, kick_reason TEXT NOT NULL DEFAULT ''
     )""",
+    "CREATE TABLE IF NOT EXISTS coordinator (id INTEGER PRIMARY KEY, host TEXT NOT NULL, port INTEGER NOT NULL)",
 )
 
 

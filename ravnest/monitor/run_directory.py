@@ -57,11 +57,26 @@ class RunPaths:
         return self.path / "tensorboard"
 
     @property
+    def identity_path(self) -> Path:
+        """The key and certificate of a swarm's authority: whoever has them is the swarm."""
+        return self.path / "identity"
+
+    @property
+    def store_path(self) -> Path:
+        """Invites, and the nodes that have joined with them."""
+        return self.path / "store.sqlite"
+
+    @property
     def lock_path(self) -> Path:
         return self.path / "lock"
 
     def holds_a_run(self) -> bool:
         return any(path.exists() for path in (self.summary_path, self.events_path, self.checkpoints_path))
+
+    def was_served_in_vain(self) -> bool:
+        """Whether a coordinator has listened for this run and nothing was trained: it keeps who has joined, no more."""
+        trained = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        return self.identity_path.is_dir() and not trained and not self.holds_a_checkpoint()
 
     def holds_a_checkpoint(self) -> bool:
         return any(self.checkpoints_path.glob("[0-9]*/checkpoint.json"))
@@ -213,7 +228,9 @@ def _check_usable(run: RunPaths, *, resume: bool) -> None:
             names = set()
     except OSError as error:
         raise write_error(run.path, error) from error
-    if names - {run.lock_path.name} and not run.holds_a_run():
+    store = run.store_path.name
+    before_the_first_run = {run.lock_path.name, run.identity_path.name, store, f"{store}-wal", f"{store}-shm"}
+    if names - before_the_first_run and not run.holds_a_run():
         raise RunError(f"{run.path} holds other files and no run; choose an empty or new folder for --run.")
 
 
@@ -222,7 +239,8 @@ def _in_use(run: RunPaths, process: int) -> RunError:
 
 
 def _check_whose(run: RunPaths, *, resume: bool) -> None:
-    if run.holds_a_run() and not resume:
+    # Whom a coordinator has let in stays in, also when the job then turned out to be wrong.
+    if run.holds_a_run() and not resume and not run.was_served_in_vain():
         raise RunError(f"{run.path} already holds a run; continue it with --resume or choose another --run.")
     if resume and not run.holds_a_checkpoint():
         raise RunError(f"{run.path} has no checkpoint to resume; start afresh in another --run without --resume.")

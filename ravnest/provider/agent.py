@@ -9,9 +9,11 @@ One asyncio loop speaks with the network; one thread per deployment owns torch. 
 import asyncio
 import contextlib
 import os
+import platform
 import select
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ import torch
 from ravnest import __version__
 from ravnest.errors import PeerError, RavnestError
 from ravnest.graph.portable import FORMAT_VERSION
-from ravnest.net.address import join_address
+from ravnest.net.address import is_wildcard, join_address, own_address_towards
 from ravnest.net.client import CoordinatorClient
 from ravnest.net.link import Control, Link
 from ravnest.net.node_identity import NodeIdentity
@@ -43,6 +45,8 @@ from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.memory import available_bytes, resident_bytes
 
+_FIRST_TELL_SECONDS = 2.0
+_TELL_SECONDS = 10.0
 _PARENT_SECONDS = 2.0
 _REPORT_SECONDS = 0.2
 """Least time between two reports: losses come one a microbatch and would otherwise go out one by one."""
@@ -53,8 +57,8 @@ def run(
     *,
     device: str = "auto",
     memory_bytes: int | None = None,
-    listen_host: str = "127.0.0.1",
-    listen_port: int = 0,
+    listen: tuple[str, int] | None = None,
+    advertise: tuple[str, int] | None = None,
     name: str | None = None,
     embedded: bool = False,
 ) -> int:
@@ -63,13 +67,13 @@ def run(
     give_memory_back()
     try:
         chosen = choose_device(device)
-        if embedded:
-            # The parent writes the invite once its server listens: by then the slow imports here are done.
+        if invite == "-":
+            # The parent of an embedded provider writes it once its server listens: the slow imports are done by then.
             invite = sys.stdin.readline().strip()
-            if not invite:
+            if embedded and not invite:
                 return 1
-        agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or "", embedded)
-        return asyncio.run(agent.main(listen_host, listen_port))
+        agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or platform.node(), embedded)
+        return asyncio.run(agent.main(listen or ("127.0.0.1" if embedded else "0.0.0.0", 0), advertise))
     except RavnestError as error:
         if not embedded:
             raise
@@ -102,7 +106,7 @@ class _Agent:
         self._finished = asyncio.Event()
         self._reason = ""
 
-    async def main(self, listen_host: str, listen_port: int) -> int:
+    async def main(self, listen: tuple[str, int], advertise: tuple[str, int] | None) -> int:
         authority = await pin_authority(self._invite)
         async with contextlib.AsyncExitStack() as stack:
             if self._embedded:
@@ -111,13 +115,14 @@ class _Agent:
                 self._node = stack.enter_context(kept_identity(self._invite, authority, self._name))
             server = ProviderServer(self, self._node)
             stack.push_async_callback(server.stop)
-            port = await server.start(listen_host, listen_port)
+            port = await server.start(*listen)
             about_us = JoinRequest(
                 name=self._name,
-                address=join_address(listen_host, port),
+                address=self._address(listen[0], port, advertise),
                 device=str(self._device),
                 memory_bytes=self._memory_bytes,
-                threads=torch.get_num_threads(),
+                # Several share this machine where it is embedded: its coordinator knows how many.
+                threads=0 if self._embedded else torch.get_num_threads(),
                 version=__version__,
                 protocol=PROTOCOL_VERSION,
                 graph_format=FORMAT_VERSION,
@@ -125,11 +130,19 @@ class _Agent:
             client, reply = await join(self._invite, authority, self._node, about_us)
             stack.push_async_callback(client.close)
             stack.push_async_callback(self._give_up_stage)
-            self._say(f"joined {client.address} as {reply.node_id}, lending {self._device}")
+            self._say(f"joined {client.address} as {reply.node_id}, lending {self._device} at {about_us.address}")
             control = await client.control()
             feed = await client.feed()
             self._baseline = resident_bytes()
             return await self._work(server, client, control, feed, reply.heartbeat_seconds)
+
+    def _address(self, listen_host: str, port: int, given: tuple[str, int] | None) -> str:
+        """Where neighbouring stages reach this node."""
+        if given is not None:
+            return join_address(given[0], given[1] or port)
+        if is_wildcard(listen_host):
+            return join_address(own_address_towards(self._invite.host, self._invite.port), port)
+        return join_address(listen_host, port)
 
     async def _give_up_stage(self) -> None:
         if self._deployment is not None:
@@ -154,12 +167,16 @@ class _Agent:
             asyncio.create_task(self._report(control, heartbeat_seconds)),
             asyncio.create_task(self._finished.wait()),
         ]
+        if not self._embedded:
+            tasks.append(asyncio.create_task(self._tell_progress()))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if self._finished.is_set():
+                self._say(f"leaving the swarm: {self._reason}")
                 with contextlib.suppress(PeerError, TimeoutError):
                     async with asyncio.timeout(1):
                         await control.send(ProviderMessage(leaving=Leaving(reason=self._reason)))
+                        await control.close()
                 return 0
             failures = [error for task in done if (error := task.exception()) is not None]
             if failures and not self._embedded:
@@ -200,7 +217,8 @@ class _Agent:
             elif kind == "threads":
                 torch.set_num_threads(max(1, message.threads.threads))
             elif kind == "stop":
-                self._say(f"the coordinator ends the run: {message.stop.reason}")
+                trained = 0 if self._deployment is None else self._deployment.samples
+                self._say(f"ended: {message.stop.reason}; this machine trained on {trained:,} samples")
                 return
 
     async def _deploy(self, order: Deploy, server: ProviderServer, client: CoordinatorClient, feed: Link) -> None:
@@ -208,7 +226,7 @@ class _Agent:
             await self._deployment.close()
             self._deployment = None
         self._generation = order.generation
-        self._say(f"taking stage {order.stage} of {order.stages}")
+        self._say(f"taking stage {order.stage + 1} of {order.stages}")
         server.previous_node = order.previous_node
         deployment = await Deployment.make(order, client, self._device, self._baseline)
         async with self._deployed:
@@ -250,6 +268,21 @@ class _Agent:
             await self._deployed.wait_for(lambda: self._deployment not in (None, other_than))
         assert self._deployment is not None
         return self._deployment
+
+    async def _tell_progress(self) -> None:
+        """Says now and then how fast it goes, while it does."""
+        told: Deployment | None = None
+        samples, since, pause = 0, time.monotonic(), _FIRST_TELL_SECONDS
+        while True:
+            deployment = await self._next_deployment(None)
+            if deployment is not told:
+                told, samples, since, pause = deployment, 0, time.monotonic(), _FIRST_TELL_SECONDS
+            await asyncio.sleep(pause)
+            if deployment is self._deployment and deployment.samples > samples:
+                now = time.monotonic()
+                rate = (deployment.samples - samples) / (now - since)
+                self._say(f"training {rate:,.0f} samples/s, {deployment.samples:,} samples so far")
+                samples, since, pause = deployment.samples, now, _TELL_SECONDS
 
     def _watch_for_the_end(self) -> None:
         loop = asyncio.get_running_loop()

@@ -75,6 +75,11 @@ class Deployment:
         return self._outbox.failure
 
     @property
+    def samples(self) -> int:
+        """Samples this stage has trained on so far."""
+        return self._outbox.samples
+
+    @property
     def news(self) -> asyncio.Event:
         return self._outbox.news
 

@@ -27,6 +27,8 @@ class FrameOutbox:
         self.failure: asyncio.Future[tuple[str, str, int]] = asyncio.get_running_loop().create_future()
         self.news = asyncio.Event()
         """Set when there are losses or saved checkpoints to report."""
+        self.samples = 0
+        """Samples that have gone back through the stage. The engine's thread counts, anybody may look."""
         self._loop = asyncio.get_running_loop()
         self._generation = generation
         self._upload = upload
@@ -46,9 +48,11 @@ class FrameOutbox:
         self._put(self.to_next, FrameKind.FORWARD, message)
 
     def backward(self, message: Message) -> None:
+        self.samples += message.samples
         self._put(self.to_previous, FrameKind.BACKWARD, message)
 
     def done(self, message: Message) -> None:
+        self.samples += message.samples
         self._put(self.to_coordinator, FrameKind.DONE, message)
 
     def evaluated(self, message: Message) -> None:

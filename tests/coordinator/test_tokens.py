@@ -199,3 +199,32 @@ def test_other_tables_of_the_store_are_left_alone(tmp_path: Path) -> None:
     TokenStore(path).close()
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT node_id FROM members").fetchall() == [("anna",)]
+
+
+def test_another_process_sees_the_address_the_nodes_and_who_was_thrown_out(tmp_path: Path) -> None:
+    mine, other = TokenStore(tmp_path / "store.sqlite"), TokenStore(tmp_path / "store.sqlite")
+    with pytest.raises(RunError, match="has never listened; start it with `ravnest serve`"):
+        other.advertised()
+    mine.advertise("203.0.113.5", 7700)
+    mine.advertise("train.example.org", 7701)
+    assert other.advertised() == ("train.example.org", 7701)
+    token = mine.create(NOW)
+    for number in (1, 2):
+        mine.redeem(token.id, f"key-{number}", "anna", NOW + number)
+    assert [(node.node_id, node.token_id, node.kicked_at) for node in other.nodes()] == [
+        ("anna", token.id, None),
+        ("anna-2", token.id, None),
+    ]
+    other.kick("anna-2", NOW + 5, "too slow")
+    assert mine.kicked() == {"anna-2": "too slow"} and mine.nodes()[1].kicked_at == NOW + 5
+
+
+def test_only_a_run_that_was_served_has_an_admission(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(RunError, match="has no invites: it was not begun with `ravnest serve`"):
+        Admission.of_run(tmp_path)
+    made = Admission.open(tmp_path)
+    again = Admission.of_run(tmp_path)
+    assert again.authority.fingerprint == made.authority.fingerprint
+    made.close()
+    again.close()

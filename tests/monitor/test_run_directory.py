@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ravnest.errors import RunError
-from ravnest.monitor.run_directory import RunDirectory, RunPaths, existing_run, lock_holder
+from ravnest.monitor.run_directory import RunDirectory, RunPaths, check_run, existing_run, lock_holder
 
 
 def hold_a_checkpoint(path: Path) -> None:
@@ -145,3 +145,25 @@ def test_what_is_no_run_cannot_be_read_as_one(tmp_path: Path) -> None:
         existing_run(tmp_path / "nowhere")
     with pytest.raises(RunError, match="is not a run directory"):
         existing_run(tmp_path)
+
+
+def test_the_swarm_of_a_run_that_never_trained_is_used_again(tmp_path: Path) -> None:
+    for name in ("lock", "store.sqlite", "store.sqlite-wal", "store.sqlite-shm"):
+        (tmp_path / name).touch()
+    (tmp_path / "identity").mkdir()
+    for _ in range(2):
+        check_run(tmp_path, job_name="digits", resume=False)
+        with RunDirectory.open(tmp_path, job_name="digits", resume=False) as run:
+            for path in (run.events_path, run.summary_path):
+                path.write_text("{}")
+            run.metrics_path.touch()
+
+
+@pytest.mark.parametrize("trained", ["metrics.jsonl", "checkpoints/0000000010/checkpoint.json"])
+def test_a_served_run_that_has_trained_is_refused_without_resume(tmp_path: Path, trained: str) -> None:
+    (tmp_path / "identity").mkdir()
+    (tmp_path / "events.jsonl").touch()
+    (tmp_path / trained).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / trained).write_text("{}")
+    with pytest.raises(RunError, match="already holds a run; continue it with --resume"):
+        RunDirectory.open(tmp_path, job_name="digits", resume=False)

@@ -12,6 +12,7 @@ from ravnest import __version__
 from ravnest.coordinator.admission import Admission
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Artifact
+from ravnest.coordinator.reception import announce, watch_for_kicks
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
 from ravnest.errors import PeerError
@@ -291,5 +292,51 @@ def test_a_provider_whose_feed_breaks_is_gone_altogether() -> None:
             async with asyncio.timeout(5):
                 with pytest.raises(PeerError):
                     await anna.control.receive()
+
+    run(test())
+
+
+def test_a_node_that_was_thrown_out_elsewhere_is_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ravnest.coordinator.reception._LOOK_SECONDS", 0.02)
+
+    async def test() -> None:
+        async with ends() as swarm:
+            anna, ben = await swarm.provider("anna"), await swarm.provider("ben")
+            watching = asyncio.create_task(watch_for_kicks(swarm.swarm))
+            swarm.swarm.admission.tokens.kick("anna", 0.0, "sent nonsense")
+            for stream in (anna.control, anna.feed):
+                with pytest.raises(PeerError, match=r"anna was thrown out of the swarm \(sent nonsense\); ask"):
+                    await stream.receive()
+            await swarm.until(lambda: [node for node, _ in swarm.told.gone] == ["anna"])
+            assert swarm.swarm.members.node_ids() == ["ben"]
+            with pytest.raises(PeerError, match="anna was thrown out of the swarm"):
+                await anna.client.control()
+            with pytest.raises(PeerError, match="anna has not joined"):
+                await swarm.swarm.tell("anna", CoordinatorMessage())
+            assert ben.control.stream.error is None
+            watching.cancel()
+
+    run(test())
+
+
+def test_who_comes_and_goes_is_told_with_how_many_there_are() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            told: list[str] = []
+            telling = asyncio.create_task(announce(swarm.swarm, 1, told.append))
+            anna = await swarm.provider("anna")
+            await swarm.provider("ben")
+            await anna.control.send(ProviderMessage(leaving={"reason": "signal SIGINT"}))
+            await anna.control.close()
+            await anna.client.close()
+            await swarm.until(lambda: bool(swarm.told.gone))
+            await asyncio.sleep(0)
+            assert swarm.told.gone == [("anna", "it left: signal SIGINT")]
+            assert told == [
+                "anna joined with : 1 of 1 providers",
+                "ben joined with : 2 providers, 1 needed",
+                "anna left: 1 of 1 providers",
+            ]
+            telling.cancel()
 
     run(test())

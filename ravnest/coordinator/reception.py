@@ -1,0 +1,51 @@
+"""What a coordinator does at its door while it runs: says who comes and goes, and shows out who was thrown out."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from ravnest.coordinator.swarm import Swarm
+from ravnest.errors import RunError
+
+_LOOK_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
+
+
+async def watch_for_kicks(swarm: Swarm) -> None:
+    """Ends the streams of nodes that `ravnest kick` has thrown out, for ever.
+
+    That command is another process, which leaves its word in the store: it is looked at once a second.
+    """
+    while True:
+        await asyncio.sleep(_LOOK_SECONDS)
+        try:
+            kicked = await asyncio.to_thread(swarm.admission.tokens.kicked)
+        except RunError:
+            # What a provider asks for next fails with the same error and reaches the user that way.
+            log.exception("cannot tell who was thrown out")
+            continue
+        for node_id in swarm.members.node_ids():
+            if node_id in kicked:
+                swarm.expel(node_id, kicked[node_id])
+
+
+async def announce(swarm: Swarm, wanted: int, tell: Callable[[str], None]) -> None:
+    """Tells of each provider that has joined or left, and how many there are of those that are wanted, for ever."""
+    known: dict[str, str] = {}
+
+    def present() -> dict[str, str]:
+        return {member.node_id: member.device for member in swarm.members.connected()}
+
+    def changed() -> bool:
+        return present().keys() != known.keys()
+
+    while True:
+        await swarm.members.changes.until(changed)
+        now = present()
+        count = f"{len(now)} of {wanted} providers" if len(now) <= wanted else f"{len(now)} providers, {wanted} needed"
+        for node_id in now.keys() - known.keys():
+            tell(f"{node_id} joined with {now[node_id]}: {count}")
+        for node_id in known.keys() - now.keys():
+            tell(f"{node_id} left: {count}")
+        known = now

@@ -1,0 +1,130 @@
+"""The coordinator of a real swarm: listens for providers elsewhere, and trains the job when enough have joined.
+
+The same coordinator and the same providers as in the embedded swarm; here the providers come by themselves, with an
+invite. Who they are is kept in the run directory, so that a coordinator that is started again knows its swarm.
+"""
+
+import os
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ravnest.coordinator.interrupts import Interrupts
+from ravnest.coordinator.loop import NetworkLoop
+from ravnest.coordinator.starting import choose_display, showing
+from ravnest.monitor.run_directory import RunDirectory, check_run
+from ravnest.reference import parse_reference
+
+if TYPE_CHECKING:
+    from ravnest.coordinator.session import TrainResult
+    from ravnest.job import Job
+    from ravnest.monitor.display import Display
+    from ravnest.net.swarm_invite import SwarmInvite
+
+HostPort = tuple[str, int]
+
+
+def serve_from_reference(
+    reference: str,
+    *,
+    listen: HostPort,
+    advertise: HostPort | None,
+    providers: int,
+    run: Path | None,
+    resume: bool,
+    overrides: list[str],
+    display: bool,
+) -> int:
+    """`ravnest serve`. The exit code: 0 when the run finished, 130 or 143 when it was interrupted."""
+    name = parse_reference(reference).title
+    check_run(run, job_name=name, resume=resume)
+    with Interrupts() as interrupts, ExitStack() as stack:
+        folder = stack.enter_context(RunDirectory.open(run, job_name=name, resume=resume))
+        shown = stack.enter_context(closing(choose_display(enabled=True, plain=not display)))
+        started = time.perf_counter()
+        swarm = stack.enter_context(ServedSwarm(folder, listen, advertise, providers, shown))
+        # Before anything is shown: a live display takes what is printed for lines of its own.
+        print(f"invite: ravnest join {swarm.invite.line}", flush=True)
+        with showing(shown, "loading the job", name):
+            from ravnest.jobfile import load_job
+            from ravnest.overrides import apply_overrides
+
+            job = apply_overrides(load_job(reference), overrides)
+            interrupts.check()
+        result = swarm.train(job, name, resume, interrupts, started)
+    return 0 if result.summary.status == "finished" else interrupts.exit_code
+
+
+class ServedSwarm:
+    """A coordinator that listens, with one new invite. At the end of the block its providers are told to stop."""
+
+    def __init__(
+        self, run: RunDirectory, listen: HostPort, advertise: HostPort | None, providers: int, display: "Display"
+    ) -> None:
+        """Listens; RunError when the address cannot be had. `display` is told who comes and goes."""
+        from ravnest.coordinator.admission import Admission
+        from ravnest.coordinator.reception import announce, watch_for_kicks
+        from ravnest.coordinator.swarm import Swarm
+
+        self._run = run
+        self._providers = providers
+        self._display = display
+        self._ended = "the coordinator has ended"
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            admission = Admission.open(run.path)
+            stack.callback(admission.close)
+            self._swarm = Swarm(admission)
+            self._loop = stack.enter_context(NetworkLoop())
+            port = self._loop.call(self._swarm.start(*listen))
+            stack.callback(lambda: self._loop.call_quietly(self._swarm.stop(self._ended)))
+            host, port = _advertised(listen[0], port, advertise, display)
+            admission.tokens.advertise(host, port)
+            self.invite: SwarmInvite = admission.invite(host, port, note="made by ravnest serve")
+            stack.enter_context(self._loop.running(watch_for_kicks(self._swarm)))
+            stack.enter_context(self._loop.running(announce(self._swarm, providers, display.message)))
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._ended = "the run has failed" if isinstance(error, Exception) else "the coordinator was stopped"
+        self._stack.close()
+
+    def train(self, job: "Job", name: str, resume: bool, interrupts: Interrupts, started: float) -> "TrainResult":
+        """Trains the job on the first providers that have joined; a RavnestError when it cannot go on."""
+        from ravnest.coordinator.session import Session
+
+        loop = self._loop
+        with ExitStack() as stack:
+            session = Session(self._swarm, job, name, self._run, resume, self._display, interrupts, started)
+            stack.callback(session.close)
+            loop.call(session.coordinator.start())
+            stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
+            # These threads are for measuring the model here; a provider elsewhere knows its own.
+            result = session.train(self._providers, os.cpu_count() or 1, loop.call)
+        self._ended = f"the run has {result.summary.status}"
+        return result
+
+
+def _advertised(listen_host: str, port: int, given: HostPort | None, display: "Display") -> HostPort:
+    """The address for the invite; the display is told where it does not reach far."""
+    from ravnest.net.address import is_wildcard, join_address, outward_address, reach
+
+    if given is not None:
+        return given[0], given[1] or port
+    host = outward_address() if is_wildcard(listen_host) else listen_host
+    how_far = reach(host)
+    if how_far != "internet":
+        where = "of this machine alone" if how_far == "machine" else "of a private network"
+        display.message(
+            f"warning: {host} is an address {where}: nobody outside of it can join with this invite; to invite others, "
+            f"let your router forward port {port} to this machine and give --advertise {join_address('PUBLIC', port)}"
+        )
+    return host, port

@@ -1,0 +1,210 @@
+"""A swarm of real processes on addresses of their own: one `ravnest serve`, several `ravnest join`, and an invite."""
+
+import json
+import re
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.jobfile import load_job
+from ravnest.net.swarm_invite import SwarmInvite
+from tests.e2e.command import Running, ravnest, within
+from tests.e2e.jobs import a_job_file
+
+pytestmark = pytest.mark.timeout(300)
+
+
+class Swarm:
+    """One `ravnest serve` and the `ravnest join`s that a test starts; all end with the test."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self._stack = stack
+        self._addresses = iter(range(3, 250))
+
+    def serve(self, *words: str, port: int = 0) -> tuple[Running, SwarmInvite]:
+        """The coordinator, once it has printed its invite."""
+        command = ("serve", "job.py", "--listen", f"127.0.0.2:{port}", "--run", "run", *words)
+        running = self._stack.enter_context(Running(*command, folder=self.folder))
+        assert running.process.stdout is not None
+        line = running.process.stdout.readline().decode()
+        if not line:
+            raise AssertionError(running.to_the_end())
+        assert line.startswith("invite: ravnest join ravnest://127.0.0.2:"), line
+        return running, SwarmInvite.parse(line.removeprefix("invite: ravnest join "))
+
+    def join(self, invite: SwarmInvite, name: str) -> Running:
+        """A provider on an address of its own."""
+        words = ("join", invite.line, "--name", name, "--listen", f"127.0.0.{next(self._addresses)}:0")
+        return self._stack.enter_context(Running(*words, folder=self.folder))
+
+    def new_invite(self, *words: str) -> SwarmInvite:
+        made = ravnest("invite", "run", "--new", *words, folder=self.folder)
+        assert made.returncode == 0, made.stderr
+        return SwarmInvite.parse(made.stdout.removeprefix("invite: ravnest join "))
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    # Six processes may be importing torch at once here.
+    monkeypatch.setattr("tests.e2e.command.PATIENCE_SECONDS", 150.0)
+    with ExitStack() as stack:
+        yield Swarm(tmp_path, stack)
+
+
+def refused(provider: Running, *words: str) -> None:
+    """It ends with code 2 and one sentence, in which these words are."""
+    said = provider.to_the_end()
+    assert provider.process.returncode == 2, said
+    assert re.fullmatch(r"(joined .*\n)?ravnest: error: .*\n", said), said
+    assert all(word in said for word in words), said
+
+
+def ended_well(running: Running) -> str:
+    said = running.to_the_end()
+    assert running.process.returncode == 0, said
+    assert "Traceback" not in said and "error" not in said, said
+    return said
+
+
+def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
+    machines: Swarm, swarm: EmbeddedSwarm, tmp_path: Path
+) -> None:
+    path = a_job_file(tmp_path, eval_data="batches", epochs="3", pipeline="ravnest.Pipeline(in_flight=1)")
+    alone = swarm.train(load_job(str(path)), providers=3, run=tmp_path / "embedded", display=False)
+
+    serving, invite = machines.serve("--providers", "3")
+    providers = [machines.join(invite, name) for name in ("Anna's PC", "ben", "ben")]
+    for provider in providers:
+        said = ended_well(provider)
+        assert re.search(r"^joined 127\.0\.0\.2:\d+ as \S+, lending cpu at 127\.0\.0\.\d:\d+$", said, re.M), said
+        assert re.search(r"^taking stage [123] of 3$", said, re.M), said
+        assert said.endswith("ended: the run has finished; this machine trained on 192 samples\n"), said
+    said = ended_well(serving)
+    assert serving.out == "", "more than the invite was printed"
+    assert "warning: 127.0.0.2 is an address of this machine alone" in said
+    assert re.search(r"\] ben joined with cpu: [123] of 3 providers\n", said), said
+    assert invite.token.encode() not in said
+
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"] == "finished"
+    stages = summary["clusters"][0]["stages"]
+    assert sorted(stage["provider"] for stage in stages) == ["anna-s-pc", "ben", "ben-2"]
+    assert summary["eval"]["loss"] == pytest.approx(alone.summary.eval["loss"], abs=1e-6)
+    assert alone.model is not None
+    ours, theirs = load_file(tmp_path / "run/model.safetensors"), load_file(alone.model)
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= 1e-6
+
+    private = [tmp_path / "run/store.sqlite", *(tmp_path / "run/identity").iterdir()]
+    private += [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
+    assert len(list((tmp_path / "data").rglob("node.key"))) == 3
+
+
+def test_an_invite_that_is_no_longer_good_is_refused_with_one_sentence(machines: Swarm) -> None:
+    a_job_file(machines.folder)
+    serving, invite = machines.serve("--providers", "9")
+    expired = machines.new_invite("--hours", "0.0001")
+    revoked = machines.new_invite()
+    assert ravnest("invite", "run", "--revoke", revoked.token.id, folder=machines.folder).returncode == 0
+    once = machines.new_invite("--uses", "1")
+    anna = machines.join(once, "anna")
+    anna.until("joined")
+    ended = [machines.join(bad, name) for bad, name in ((expired, "x"), (revoked, "y"), (once, "z"))]
+    elsewhere = machines.join(replace(invite, fingerprint=bytes(32)), "w")
+    for provider in ended[:2]:
+        refused(provider, "does not accept this invite: it has expired, was revoked", "ask the requester for a new")
+    refused(ended[2], f"the invite {once.token.id} has been used up; ask the requester for a new invite")
+    refused(elsewhere, "is not the swarm the invite is for; nothing was sent to it")
+    listed = ravnest("invite", "run", folder=machines.folder).stdout
+    for token, state in ((expired.token, "expired"), (revoked.token, "revoked"), (once.token, "0 uses left")):
+        assert re.search(rf"^{token.id}  {state} ", listed, re.M), listed
+        assert token.secret.hex() not in listed and token.encode() not in listed
+    assert re.search(rf"^{once.token.id} .*\n  anna  joined ", listed, re.M), listed
+
+    # Who is in stays in, and may come back: a certificate outlives the invite that it was issued for.
+    anna.signal(signal.SIGINT)
+    assert ended_well(anna).endswith("leaving the swarm: signal SIGINT\n")
+    serving.until("] anna left: 0 of 9 providers")
+    back = machines.join(once, "anna")
+    back.until("joined 127.0.0.2")
+    assert " as anna, " in back.said
+    serving.until("] anna joined with cpu: 1 of 9 providers")
+    with within(10, "the end of the coordinator"):
+        serving.signal(signal.SIGINT)
+        serving.to_the_end()
+    assert serving.process.returncode == 130
+    assert "ended: the " in ended_well(back)
+
+
+def test_a_node_that_is_kicked_is_out_and_the_swarm_goes_on_without_it(machines: Swarm) -> None:
+    a_job_file(machines.folder)
+    serving, invite = machines.serve("--providers", "2")
+    ben = machines.join(invite, "ben")
+    serving.until("ben joined with cpu: 1 of 2 providers")
+    kicked = ravnest("kick", "run", "ben", "--reason", "too slow", folder=machines.folder)
+    assert (kicked.returncode, kicked.stderr) == (0, "")
+    with within(4, "the end of the one that was kicked"):
+        refused(ben, "ben was thrown out of the swarm (too slow); ask the requester for a new invite")
+    serving.until("ben left: 0 of 2 providers")
+    refused(machines.join(invite, "ben"), "ben was thrown out of the swarm; ask the requester for a new invite")
+    others = [machines.join(invite, name) for name in ("anna", "cid")]
+    ended_well(serving)
+    for other in others:
+        assert "taking stage" in ended_well(other)
+    summary = json.loads((machines.folder / "run/summary.json").read_text())
+    assert {s["provider"] for s in summary["clusters"][0]["stages"]} == {"anna", "cid"}
+    nobody = ravnest("kick", "run", "dora", folder=machines.folder)
+    assert (nobody.returncode, nobody.stdout) == (2, "")
+    assert nobody.stderr.startswith("ravnest: error: there is no node dora in this run")
+
+
+def test_a_coordinator_that_is_started_again_knows_its_swarm(machines: Swarm) -> None:
+    a_job_file(
+        machines.folder,
+        before="endless = __import__('itertools').cycle",
+        data="lambda: endless(batches)",
+        checkpoint="ravnest.Checkpoint(every_updates=5, every_seconds=None)",
+    )
+    serving, invite = machines.serve()
+    anna = machines.join(invite, "anna")
+    anna.until("training ")
+    serving.signal(signal.SIGINT)
+    said = serving.to_the_end()
+    assert serving.process.returncode == 130 and "continue with --resume" in said, said
+    assert "ended: the run has stopped" in ended_well(anna)
+    assert ravnest("invite", "run", "--revoke", invite.token.id, folder=machines.folder).returncode == 0
+
+    again, fresh = machines.serve("--resume", "--set", "max_updates=1000000", port=invite.port)
+    assert fresh.fingerprint == invite.fingerprint and fresh.address == invite.address
+    anna = machines.join(invite, "anna")
+    anna.until("training ")
+    assert " as anna, " in anna.said
+    # A provider that leaves while it holds a stage ends the run with a sentence, and what was learnt is kept.
+    anna.signal(signal.SIGTERM)
+    assert "leaving the swarm: signal SIGTERM" in ended_well(anna)
+    said = again.to_the_end()
+    assert again.process.returncode == 2
+    assert re.search(r"^ravnest: error: anna, which held stage 0, is gone: it left: .*--resume\n", said, re.M), said
+
+
+@pytest.mark.parametrize("command", [("invite", "--new"), ("invite",), ("kick", "anna")])
+def test_a_run_that_was_never_served_has_no_invites(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    name, *rest = command
+    for place, words in (
+        ("run", "run has no invites: it was not begun with `ravnest serve`"),
+        ("nowhere", "no run at"),
+    ):
+        done = ravnest(name, place, *rest, folder=tmp_path)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
