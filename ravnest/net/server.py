@@ -10,16 +10,14 @@ from ravnest.errors import PeerError
 from ravnest.net.calls import CallServer, Method
 from ravnest.net.connection import CHUNK_BYTES
 from ravnest.net.identity import AuthContext, Identity, Kind
-from ravnest.net.link import Control, Link
+from ravnest.net.link import Control, Link, RelayEnd
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.tls import server_credentials
 from ravnest.net.v1.control_pb2 import (
     Chunk,
-    CoordinatorMessage,
     FetchRequest,
     JoinReply,
     JoinRequest,
-    ProviderMessage,
     UploadReply,
 )
 
@@ -35,17 +33,23 @@ class CoordinatorHandler(Protocol):
 
     A RavnestError raised by any method reaches the provider as a PeerError with the same sentence. When a provider
     vanishes, the handler's `receive` and `send` raise PeerError; the handler itself is cancelled only when the server
-    stops.
+    stops. A `connection` carries the link its `label` names, for a while.
     """
 
-    async def join(self, identity: Identity, request: JoinRequest) -> JoinReply:
-        """Admit the holder of an invite, or a node that has joined before; a RavnestError says why not."""
+    async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
+        """Admit the holder of an invite, or a node that has joined before; a RavnestError says why not.
 
-    async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
-        """Speak with a provider; the stream ends when this returns."""
+        `seen_host` is where the call comes from.
+        """
 
-    async def feed(self, node_id: str, link: Link) -> None:
-        """Exchange frames with a provider; the stream ends when this returns."""
+    async def control(self, node_id: str, connection: Link) -> None:
+        """Speak with a provider; the connection ends when this returns."""
+
+    async def feed(self, node_id: str, connection: Link) -> None:
+        """Exchange frames with a provider; the connection ends when this returns."""
+
+    async def relay(self, node_id: str, end: RelayEnd) -> None:
+        """Pass messages on between this node and the other end of the link it names; ends when this returns."""
 
     def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
         """The bytes of an artifact from `offset` on, in pieces of any size."""
@@ -55,10 +59,10 @@ class CoordinatorHandler(Protocol):
 
 
 class ProviderHandler(Protocol):
-    """What a provider does with the calls of the stage before it."""
+    """What a provider does with the calls of the stages next to its own."""
 
-    async def link(self, peer: str, link: Link) -> None:
-        """Exchange frames with the stage before; the stream ends when this returns."""
+    async def link(self, peer: str, connection: Link) -> None:
+        """Exchange frames with a neighbouring stage; the connection ends when this returns."""
 
 
 class CoordinatorServer(CallServer):
@@ -75,8 +79,9 @@ class CoordinatorServer(CallServer):
     def methods(self) -> dict[str, Method]:
         return {
             "Join": self.unary("Join", ["invite", "node"], JoinRequest, self._handler.join),
-            "Control": self.stream("Control", lambda wire: Control(wire, ProviderMessage), self._handler.control),
+            "Control": self.stream("Control", Link, self._handler.control),
             "Feed": self.stream("Feed", Link, self._handler.feed),
+            "Relay": self.stream("Relay", RelayEnd, self._handler.relay),
             "Fetch": self.stream("Fetch", lambda wire: Control(wire, FetchRequest), self._fetch),
             "Upload": self.stream("Upload", lambda wire: Control(wire, Chunk), self._upload),
         }
@@ -119,14 +124,14 @@ class CoordinatorServer(CallServer):
 
 
 class ProviderServer(CallServer):
-    """Serves the stage before on behalf of a provider, and nobody else.
+    """Serves the stages next to a provider's own, and nobody else.
 
-    `previous_node` is who holds that stage: a deployment brings it. While it is empty nobody is let in.
+    `neighbours` are the nodes that hold those: a deployment brings them. While there are none nobody is let in.
     """
 
     def __init__(self, handler: ProviderHandler, node: NodeIdentity) -> None:
         super().__init__(server_credentials(node.tls_keys))
-        self.previous_node = ""
+        self.neighbours: Collection[str] = ()
         self._node = node
         self._handler = handler
 
@@ -138,10 +143,9 @@ class ProviderServer(CallServer):
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
         identity = self._node.caller(auth_context, kinds, call)
-        if not self.previous_node:
-            raise PeerError(f"{identity} may not call {call}: no stage comes before the one that is held here, if any")
-        if identity.name != self.previous_node:
-            raise PeerError(f"{identity} may not call {call}: {self.previous_node} holds the stage before")
+        if identity.name not in self.neighbours:
+            who = " and ".join(sorted(self.neighbours)) or "nobody"
+            raise PeerError(f"{identity} may not call {call}: {who} may, as the stages next to the one here are held")
         return identity
 
 
