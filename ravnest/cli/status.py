@@ -1,6 +1,7 @@
 """`ravnest status RUN`: how a run stands, read from its run directory while it goes on or afterwards."""
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -10,7 +11,7 @@ from typing import Any, TextIO
 from ravnest.monitor import words
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.run_directory import RunPaths, existing_run, lock_holder
-from ravnest.monitor.summary import StageSummary, Summary
+from ravnest.monitor.summary import Summary
 
 SHOWN_EVENTS = 8
 
@@ -87,6 +88,8 @@ def _print(paths: RunPaths, summary: Summary | None, process: int | None, events
         if any(cluster.stages for cluster in summary.clusters):
             console.print()
             console.print(_stages(summary))
+            for link in _links(summary):
+                console.print(Text.assemble((f"{'link':<14}", "dim"), words.printable(link)), soft_wrap=True)
     if events:
         console.print()
         for event in events[-SHOWN_EVENTS:]:
@@ -102,9 +105,7 @@ def _stages(summary: Summary) -> Any:
         table.add_column(title, no_wrap=True)
     for title in ("params", "busy", "staleness", "peak memory"):
         table.add_column(title, no_wrap=True, justify="right")
-    table.add_column("link to the next", no_wrap=True)
     for cluster in summary.clusters:
-        following = {stage.stage - 1: stage.provider for stage in cluster.stages}
         for stage in cluster.stages:
             cells = (
                 str(cluster.id),
@@ -115,19 +116,21 @@ def _stages(summary: Summary) -> Any:
                 f"{stage.busy_fraction:.0%}",
                 f"{stage.staleness.mean:.1f} max {stage.staleness.max}",
                 words.size(stage.peak_memory_bytes),
-                _route(stage, following.get(stage.stage, "")),
             )
             table.add_row(*(Text(words.printable(cell)) for cell in cells))
     return table
 
 
-def _route(stage: StageSummary, following: str) -> str:
-    """How the link to the next stage runs."""
-    for link in stage.links:
-        if link.to == following:
-            again = f", {words.count(link.connections)} connections" if link.connections > 1 else ""
-            return (link.route or "down") + again
-    return ""
+def _links(summary: Summary) -> list[str]:
+    """How the link from each stage to the next runs."""
+    lines = []
+    for cluster in summary.clusters:
+        for stage, following in itertools.pairwise(cluster.stages):
+            for link in stage.links:
+                if link.to == following.provider:
+                    again = f", connected {words.count(link.connections)} times" if link.connections > 1 else ""
+                    lines.append(f"{stage.provider} to {link.to}: {link.route or 'down'}{again}")
+    return lines
 
 
 def _event(event: Event) -> Any:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,12 +33,15 @@ def ravnest(*words: str | Path, folder: Path) -> "subprocess.CompletedProcess[st
 class Running:
     """`ravnest` at work, in a process group of its own as a shell's job has; what it says on stderr can be awaited."""
 
-    def __init__(self, *words: str | Path, folder: Path) -> None:
-        self.words = [*COMMAND, *map(str, words)]
+    def __init__(
+        self, *words: str | Path, folder: Path, on: Callable[[list[str]], Sequence[str]] = list, **variables: str
+    ) -> None:
+        """`on` turns the command into one that runs elsewhere, on a host of a lab say."""
+        self.words = list(on([*COMMAND, *map(str, words)]))
         self.process = subprocess.Popen(
             self.words,
             cwd=folder,
-            env=environment(PYTHONUNBUFFERED="1"),
+            env=environment(PYTHONUNBUFFERED="1", **variables),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -12,6 +12,7 @@ from ravnest.monitor.summary import (
     ClusterSummary,
     Fault,
     Ledger,
+    StageLink,
     StageSummary,
     Staleness,
     Summary,
@@ -28,7 +29,7 @@ CONTRACT = {
     "ledger": "fed completed replayed lost applied_twice",
     "faults": "kind provider cluster at recovered_seconds",
 }
-EXTRA = {"": {"started_at", "first_update_seconds", "updates", "model"}, "stages": {"baseline_memory_bytes"}}
+EXTRA = {"": {"started_at", "first_update_seconds", "updates", "model"}, "stages": {"baseline_memory_bytes", "links"}}
 
 
 def a_summary(**changes: object) -> Summary:
@@ -41,6 +42,7 @@ def a_summary(**changes: object) -> Summary:
         peak_memory_bytes=99,
         busy_fraction=0.5,
         updates=3,
+        links=(StageLink(to="p2", route="relayed", connections=2, bytes_sent=5, bytes_received=6),),
         staleness=Staleness(mean=1.5, p95=2.0, max=3),
         bytes_sent=1,
         bytes_received=2,

@@ -1,0 +1,192 @@
+"""A swarm across the internet, as far as this machine can be one: a coordinator and five providers on hosts of their
+own, at 100 Mbit/s and 20 to 60 ms of each other, two of them behind routers that let nobody in."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path as FilePath
+from typing import Any
+
+import pytest
+
+from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.jobfile import load_job
+from ravnest.monitor.events import read_events
+from ravnest.net.swarm_invite import SwarmInvite
+from tests.e2e.command import Running, ravnest
+from tests.wan import Host, Lab, Path
+from tests.wan.needs import need_lab
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("wan-swarm")]
+
+ROOT = FilePath(__file__).resolve().parents[2]
+PROVIDERS = ("p1", "p2", "p3", "p4", "p5")
+BEHIND_A_ROUTER = ("p2", "p3")
+
+DIGITS = """
+import ravnest
+from dataclasses import replace
+from ravnest.jobfile import load_job
+
+job = replace(load_job({example!r}), epochs=2, pipeline=ravnest.Pipeline(in_flight=1))
+"""
+
+GPT = """
+import sys
+from functools import partial
+
+import torch
+
+import ravnest
+
+sys.path.insert(0, {root!r})
+from benchmarks.models import GPT, GPTSize, next_token_loss, token_batches
+
+SIZE = GPTSize(layers=5, width=48, heads=4, vocabulary=128, context=32)
+torch.manual_seed(0)
+job = ravnest.Job(
+    model=GPT(SIZE),
+    loss=next_token_loss,
+    train_data=token_batches(SIZE, 4) * {times},
+    optimizer=partial(torch.optim.AdamW, lr=3e-3),
+    max_updates={updates},
+    epochs=1000,
+    pipeline=ravnest.Pipeline(in_flight=1),
+)
+"""
+
+
+class Internet:
+    """The hosts, and the commands that run on them."""
+
+    def __init__(self, lab: Lab, folder: FilePath, stack: ExitStack) -> None:
+        self.lab = lab
+        self.folder = folder
+        self._stack = stack
+
+    def train(self, job: str) -> tuple[Running, list[Running]]:
+        """`ravnest serve` on its host and a `ravnest join` on each of the others."""
+        home = self.lab.host("home")
+        (self.folder / "job.py").write_text(job)
+        words = ("serve", "job.py", "--listen", f"{home.address}:7700", "--providers", "5", "--run", "run")
+        serving = self._stack.enter_context(Running(*words, folder=self.folder, on=home.command))
+        assert serving.process.stdout is not None
+        line = serving.process.stdout.readline().decode()
+        invite = SwarmInvite.parse(line.removeprefix("invite: ravnest join "))
+        joined = []
+        for name in PROVIDERS:
+            host = self.lab.host(name)
+            data = {"XDG_DATA_HOME": str(self.folder / name), "XDG_CACHE_HOME": str(self.folder / name)}
+            command = Running("join", invite.line, "--name", name, folder=self.folder, on=host.command, **data)
+            joined.append(self._stack.enter_context(command))
+        return serving, joined
+
+    def summary(self) -> dict[str, Any]:
+        shown = ravnest("status", "run", "--json", folder=self.folder)
+        assert shown.returncode == 0, shown.stderr
+        summary = json.loads(shown.stdout)
+        assert isinstance(summary, dict)
+        return summary
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in read_events(self.folder / "run/events.jsonl") if event["kind"] == kind]
+
+
+@pytest.fixture
+def internet(tmp_path: FilePath) -> Iterator[Internet]:
+    need_lab()
+    hosts = [Host(name, up_mbps=100, down_mbps=100, nat=name in BEHIND_A_ROUTER) for name in ("home", *PROVIDERS)]
+    away = {("home", name): Path(delay_ms=10 + 5 * number) for number, name in enumerate(PROVIDERS)}
+    back = {(name, "home"): path for (_, name), path in away.items()}
+    with Lab(hosts, default=Path(delay_ms=20), paths={**away, **back}) as lab, ExitStack() as stack:
+        yield Internet(lab, tmp_path, stack)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Six processes import torch at once here.
+    monkeypatch.setattr("tests.e2e.command.PATIENCE_SECONDS", 200.0)
+
+
+def stages(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    found = summary["clusters"][0]["stages"]
+    assert isinstance(found, list)
+    return found
+
+
+def ended_well(running: Running) -> str:
+    said = running.to_the_end()
+    assert running.process.returncode == 0, said
+    assert "Traceback" not in said, said
+    return said
+
+
+def test_five_providers_two_behind_routers_train_digits_to_the_loss_of_the_embedded_swarm(
+    internet: Internet, swarm: EmbeddedSwarm, tmp_path: FilePath
+) -> None:
+    job = DIGITS.format(example=str(ROOT / "examples/digits/job.py"))
+    serving, joined = internet.train(job)
+    said = ended_well(serving)
+    for provider in joined:
+        assert "ended: the run has finished" in ended_well(provider)
+    summary = internet.summary()
+    assert summary["status"] == "finished", said
+    assert summary["ledger"]["fed"] == summary["ledger"]["completed"] == 44
+
+    assert [stage["provider"] for stage in stages(summary)] == list(PROVIDERS)
+    routes = {(stage["provider"], link["to"]): link["route"] for stage in stages(summary) for link in stage["links"]}
+    expected = {("p1", "p2"): "direct", ("p2", "p3"): "relayed", ("p3", "p4"): "direct", ("p4", "p5"): "direct"}
+    assert routes == {pair: route for (a, b), route in expected.items() for pair in ((a, b), (b, a))}
+    told = ravnest("status", "run", folder=internet.folder).stdout
+    assert "p2 to p3: relayed\n" in told and "p1 to p2: direct\n" in told, told
+
+    alone = swarm.train(load_job(str(tmp_path / "job.py")), providers=4, run=tmp_path / "alone", display=False)
+    assert summary["eval"]["loss"] == pytest.approx(alone.summary.eval["loss"], rel=1e-5)
+    assert summary["eval"]["accuracy"] == pytest.approx(alone.summary.eval["accuracy"])
+
+
+def test_a_link_that_is_cut_for_five_seconds_loses_and_repeats_nothing(
+    internet: Internet, swarm: EmbeddedSwarm, tmp_path: FilePath
+) -> None:
+    serving, joined = internet.train(GPT.format(root=str(ROOT), times=4, updates=60))
+    joined[0].until("training ")
+    cut = [("p3", "p4"), ("p2", "home")]  # a direct link; and a provider's way to the coordinator, and its relay
+    for pair in cut:
+        internet.lab.cut(*pair)
+    time.sleep(5)
+    for pair in cut:
+        internet.lab.heal(*pair)
+    said = ended_well(serving)
+    for provider in joined:
+        assert "ended: the run has finished" in ended_well(provider)
+    summary = internet.summary()
+    assert summary["status"] == "finished", said
+    assert summary["ledger"] == {"fed": 60, "completed": 60, "replayed": 0, "lost": 0, "applied_twice": 0}
+    assert [stage["updates"] for stage in stages(summary)] == [60] * 5
+    assert internet.events("applied_twice") == [] and internet.events("lost") == []
+
+    alone = swarm.train(load_job(str(tmp_path / "job.py")), providers=4, run=tmp_path / "alone", display=False)
+    assert summary["train_loss"] == pytest.approx(alone.summary.train_loss, rel=1e-5)
+
+
+def test_a_host_whose_every_connection_is_reset_goes_on_over_new_ones(internet: Internet) -> None:
+    serving, joined = internet.train(GPT.format(root=str(ROOT), times=4, updates=100000))
+    joined[0].until("training ")
+    before = internet.summary()["updates"]
+    # As a router does that was restarted.
+    internet.lab.host("p4").run(["ss", "-K", "state", "established"], check=True, capture_output=True)
+    deadline = time.monotonic() + 120
+    while internet.summary()["updates"] < before + 20:
+        assert time.monotonic() < deadline, serving.said
+        time.sleep(1)
+    serving.signal(signal.SIGINT)
+    serving.to_the_end()
+    summary = internet.summary()
+    assert internet.events("lost") == [] and summary["ledger"]["applied_twice"] == 0
+    assert {event["provider"] for event in internet.events("reconnected")} == {"p4"}
+    connections = {stage["provider"]: [link["connections"] for link in stage["links"]] for stage in stages(summary)}
+    assert all(count > 1 for count in connections["p4"]) and connections["p1"] == [1], connections
+    for provider in joined:
+        ended_well(provider)
