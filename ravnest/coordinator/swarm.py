@@ -11,7 +11,7 @@ from typing import Protocol
 from ravnest.coordinator.admission import Admission
 from ravnest.coordinator.members import Member, Members, check_version
 from ravnest.coordinator.prepare import Artifact
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net.address import split_address
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
@@ -159,12 +159,11 @@ class Swarm:
         order = self._orders.get(node_id)
         found = self.artifacts.get(artifact)
         if found is None or order is None or artifact not in (order.graph.id, order.weights.id):
-            raise PeerError(f"there is no artifact {artifact!r} for {node_id} here")
-        passed = 0
-        for chunk in found.open():
-            if passed + len(chunk) > offset:
-                yield chunk[max(0, offset - passed) :]
-            passed += len(chunk)
+            raise RefusedError(f"there is no artifact {artifact!r} for {node_id} here")
+        if offset > found.size_bytes:
+            raise RefusedError(f"the artifact {artifact!r} has {found.size_bytes} bytes and no byte {offset}")
+        for chunk in found.open(offset):
+            yield chunk
 
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         if self.events is None:

@@ -81,6 +81,9 @@ CHANNEL_OPTIONS: Final = [
     # One connection per channel: otherwise channels of one process to the same address share a connection, and
     # closing one peer's channel would not close its connection.
     ("grpc.use_local_subchannel_pool", 1),
+    # gRPC's own pauses grow to two minutes: whoever waits for a connection to come back has pauses of its own.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
 ]
 
 SERVER_OPTIONS: Final = [

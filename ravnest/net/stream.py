@@ -75,7 +75,7 @@ class ByteStream:
             if self._ended:
                 return None
             if self.error is not None:
-                raise PeerError(str(self.error))
+                raise type(self.error)(str(self.error))
             self._receiver_wake = self._loop.create_future()
             await self._receiver_wake
         message = self._incoming.popleft()

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import grpc
 from grpc import aio
 
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net.failures import DETAILS_CHARACTERS, broken, peer_error
 
 END: Final = b""
@@ -65,7 +65,7 @@ class CallerWire:
         if message is aio.EOF or message == END:
             return None
         if message.startswith(REFUSED):
-            raise PeerError(message[len(REFUSED) :][:DETAILS_CHARACTERS].decode(errors="replace"))
+            raise RefusedError(message[len(REFUSED) :][:DETAILS_CHARACTERS].decode(errors="replace"))
         return bytes(message)
 
     async def write(self, message: bytes) -> None:
