@@ -175,6 +175,7 @@ class Coordinator:
 
     def phase(self, text: str) -> None:
         self.progress.phase = text
+        self.progress.fetching = {}
         self._display.show(self.progress.snapshot())
 
     def fail(self, error: RavnestError) -> None:
@@ -195,7 +196,11 @@ class Coordinator:
         kind = message.WhichOneof("body")
         if kind == "ready" and message.ready.deployment == self._deployment:
             self._ready.add(node_id)
+            self._fetched(node_id, 1.0)
             self._changes.notify()
+        elif kind == "fetching" and message.fetching.deployment == self._deployment and node_id in self._stage_of:
+            fetching = message.fetching
+            self._fetched(node_id, min(1.0, fetching.received_bytes / max(1, fetching.total_bytes)))
         elif kind == "report" and message.report.deployment == self._deployment:
             with self._failing():
                 self._recorder.take(node_id, self._stage_of[node_id], message.report)
@@ -278,6 +283,12 @@ class Coordinator:
         for node_id in orders.by_node:
             await self._swarm.tell(node_id, CoordinatorMessage(start=Start(deployment=self._deployment)))
         self._events.emit("deployed", f"{len(plan.stages)} stages are ready")
+
+    def _fetched(self, node_id: str, share: float) -> None:
+        """How much of its stage a provider has. Nothing is shown of stages that are there in no time."""
+        if self.progress.fetching or share < 1:
+            before = self.progress.fetching or {node: float(node in self._ready) for node in self._stage_of}
+            self.progress.fetching = before | {node_id: share}
 
     # Items.
 

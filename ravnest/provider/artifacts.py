@@ -102,6 +102,7 @@ class Artifacts:
     ) -> SinkT:
         """Feeds the sink with what is kept and then with the rest, which is kept as well."""
         digest, from_disk, fetched = hashlib.sha256(), 0, 0
+        own = kept is not None and kept.size_bytes > 0
 
         def take(data: bytes) -> int:
             digest.update(data)
@@ -109,7 +110,8 @@ class Artifacts:
             return len(data)
 
         def read_on(kept: KeptArtifact) -> int:
-            return take(kept.read(from_disk))
+            data = kept.read(from_disk)
+            return take(data) if data else 0
 
         try:
             while kept is not None and (size := await _in_thread(read_on, kept)):
@@ -126,7 +128,7 @@ class Artifacts:
             if kept is not None:
                 kept.discard()
             # No verdict on the coordinator where some of the bytes were this machine's own.
-            if not from_disk:
+            if not own:
                 raise
             progress.kept_bytes -= from_disk
             progress.fetched_bytes -= fetched
