@@ -23,6 +23,7 @@ from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.resuming import trained_with
 from ravnest.coordinator.saving import Mark, Saver
+from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
 from ravnest.engine.schedule import flight_limit
@@ -107,6 +108,9 @@ class Coordinator:
             places=plan.places,
         )
         self._events.emit("in_flight", f"{self._limit} microbatches in flight: {why}", limit=self._limit)
+        if self._swarm.state is not None:
+            await asyncio.to_thread(self._swarm.state.planned, [s.node for s in plan.stages])
+            await asyncio.to_thread(self._swarm.state.reached, self._position())
         self.progress.devices = {m.node_id: m.device for m in members}
         self._stage_of = {s.node: s.stage for s in plan.stages}
         self._inputs_of = [(s.node, tuple(v.name for v in s.graph.inputs)) for s in plan.stages if s.graph.inputs]
@@ -422,8 +426,14 @@ class Coordinator:
                 since = 0.0
                 try:
                     self.progress.summary("running", self.progress.phase).write(self._run)
+                    if self._swarm.state is not None and self._stage_of:
+                        await asyncio.to_thread(self._swarm.state.reached, self._position())
                 except RunError as error:
                     self.fail(error)
+
+    def _position(self) -> Position:
+        ledger = self._ledger
+        return Position(ledger.fed, ledger.completed, ledger.updates, ledger.samples, time.time())
 
     # Waiting.
 

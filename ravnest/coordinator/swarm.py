@@ -11,6 +11,7 @@ from typing import Protocol
 from ravnest.coordinator.admission import Admission
 from ravnest.coordinator.members import Member, Members, check_version
 from ravnest.coordinator.prepare import Artifact
+from ravnest.coordinator.state import SwarmState
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.address import split_address
 from ravnest.net.frames import Frame, FrameKind
@@ -52,6 +53,8 @@ class Swarm:
         """Whether somebody else may come in the place of a provider that leaves before it has a stage."""
         self.events: SwarmEvents | None = None
         """Who is told; a run sets it when it begins. What happens while nobody listens is only kept as membership."""
+        self.state: SwarmState | None = None
+        """What is kept for a coordinator that is started again; None where the swarm ends with its process."""
         self.generation = 0
         """Number of the newest deployment; frames of earlier ones are refused."""
         self.host = ""
