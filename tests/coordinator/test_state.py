@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from ravnest.cli import status
-from ravnest.coordinator.members import Member, Members
+from ravnest.coordinator.members import Member
 from ravnest.coordinator.reception import remember
 from ravnest.coordinator.state import KnownMember, Listening, Position, Seen, SwarmState, known_from_before
 from ravnest.coordinator.store import SCHEMA_VERSION, Store
 from ravnest.coordinator.tokens import TokenStore
+from ravnest.coordinator.waiting import Changes
 from ravnest.errors import RunError
 from ravnest.monitor.run_directory import RunDirectory
 
@@ -114,8 +115,18 @@ def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
             super().connected(present, now)
             loop.call_soon_threadsafe(written.set)
 
+    class FakeMembers:
+        """Those whom the test has put there."""
+
+        def __init__(self) -> None:
+            self.there: list[Member] = []
+            self.changes = Changes()
+
+        def connected(self) -> list[Member]:
+            return self.there
+
     class FakeSwarm:
-        members = Members()
+        members = FakeMembers()
 
     async def test() -> None:
         nonlocal loop, written
@@ -123,10 +134,7 @@ def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
         swarm: Any = FakeSwarm()
         state = Kept(tmp_path / "store.sqlite")
         keeping = asyncio.create_task(remember(swarm, state))
-        anna = Member("anna", ANNA.address, "cuda:0", 1)
-        there: Any = object()
-        anna.control = anna.feed = there
-        swarm.members.put(anna)
+        swarm.members.there = [Member("anna", ANNA.address, "cuda:0", 1)]
         swarm.members.changes.notify()
         await written.wait()
         first = state.members()[0]
@@ -134,7 +142,7 @@ def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
         while state.members()[0].seen_at == first.seen_at:
             written.clear()
             await written.wait()
-        anna.control = None
+        swarm.members.there = []
         swarm.members.changes.notify()
         while state.members()[0].connected:
             written.clear()
