@@ -8,7 +8,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -57,8 +57,10 @@ class Store:
         self._lock = threading.Lock()
         try:
             if path != IN_MEMORY:
-                # Before SQLite makes it: its journals take over the mode of the file.
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                # Before SQLite makes it: its journals take over the mode of the file. One that is there is not opened
+                # here: closing it again would drop the locks of this process's other connections to it.
+                with suppress(FileExistsError):
+                    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
                 path.chmod(0o600)
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False

@@ -5,6 +5,8 @@ import asyncio
 import json
 import sqlite3
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,32 @@ def test_a_node_that_was_thrown_out_is_not_waited_for(tmp_path: Path) -> None:
     assert known_from_before(state.members()) == "" == known_from_before([])
     state.connected([Seen(f"p{number}", "", "cpu", 1) for number in range(20)], NOW)
     assert known_from_before(state.members()).startswith("knows p0, p1, p10, p11, p12, p13, p14 and 13 others from")
+    tokens.close()
+    state.close()
+
+
+def test_what_two_connections_write_is_there_for_other_processes(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    tokens = TokenStore(path)
+    state = SwarmState(path)
+
+    def seen_elsewhere() -> tuple[int, int]:
+        program = (
+            "import sqlite3, sys\n"
+            "store = sqlite3.connect(sys.argv[1])\n"
+            "for table in ('tokens', 'members'):\n"
+            "    print(store.execute(f'SELECT COUNT(*) FROM {table}').fetchone()[0])\n"
+            "store.close()\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+        found = done.stdout.split()
+        return int(found[0]), int(found[1])
+
+    # A process that thinks it is the last to close the store removes its journal: whoever still writes there is lost.
+    for number in range(1, 4):
+        tokens.create(NOW)
+        state.connected([Seen(f"p{count}", "", "cpu", 1) for count in range(number)], NOW)
+        assert seen_elsewhere() == (number, number)
     tokens.close()
     state.close()
 
