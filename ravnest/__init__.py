@@ -14,6 +14,7 @@ from ravnest.errors import (
     PeerError,
     PlanError,
     RavnestError,
+    RefusedError,
     RunError,
     TrainingError,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Pipeline",
     "PlanError",
     "RavnestError",
+    "RefusedError",
     "RunError",
     "TrainResult",
     "TrainingError",

@@ -1,6 +1,7 @@
 """The command line: help at once, one sentence for a mistake, and exit codes that scripts can rely on."""
 
 import argparse
+import re
 import subprocess
 import sys
 from typing import NoReturn
@@ -71,7 +72,7 @@ def test_python_dash_m_is_the_same_command_line() -> None:
         (["join"], "INVITE"),
         (["join", "ravnest://x", "--memory", "much"], "'much' is not a size: write it as 8GB"),
         (["join", "ravnest://x", "--listen", "7000"], "'7000' is not an address"),
-        (["serve", "job.py"], "--listen"),
+        (["join", "ravnest://x", "--cache", "none"], "'none' is not a size"),
         (["serve", "job.py", "--listen", "0.0.0.0:7700", "--advertise", "here"], "'here' is not an address"),
         (["serve", "job.py", "--listen", "0.0.0.0:7700", "--providers", "0"], "'0' is not a whole number"),
         (["invite", "run", "--new", "--hours", "-1"], "'-1' is not a number of hours"),
@@ -89,6 +90,11 @@ def test_a_wrong_command_line_is_a_sentence_and_exit_code_2(
     told = capsys.readouterr().err
     assert says in told
     assert "Traceback" not in told
+
+
+def test_a_new_run_is_served_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "job.py"]) == 2
+    assert re.fullmatch(r"ravnest: error: say where to wait .* --listen HOST:PORT, .*\n", capsys.readouterr().err)
 
 
 def test_a_users_mistake_is_one_line_without_a_traceback(

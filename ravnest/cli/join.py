@@ -46,6 +46,13 @@ def add_parser(subparsers: "Subparsers") -> None:
         action="store_true",
         help="do not listen: links run over connections that this machine makes (found out by itself otherwise)",
     )
+    parser.add_argument(
+        "--cache",
+        metavar="SIZE",
+        type=cache_bytes,
+        help="how much of stages to keep on this disk, so that they need not be fetched again; 0 keeps nothing "
+        "(default: 20GiB, and no more than half of the free space)",
+    )
     parser.add_argument("--name", help="what to call this provider (default: this machine's name)")
     # A provider that `ravnest train` started ends with its parent and leaves the talking to it.
     parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
@@ -64,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         advertise=args.advertise,
         name=args.name,
         outbound_only=args.outbound_only,
+        cache_bytes=args.cache,
         embedded=args.embedded,
     )
 
@@ -76,6 +84,11 @@ def memory_bytes(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write it as 8GB, 512MB or 4GiB")
     return size
+
+
+def cache_bytes(text: str) -> int:
+    """Bytes as in `memory_bytes`, or 0; raises ArgumentTypeError for anything else."""
+    return 0 if text.strip() == "0" else memory_bytes(text)
 
 
 def host_and_port(text: str) -> tuple[str, int]:

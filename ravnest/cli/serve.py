@@ -24,8 +24,8 @@ def add_parser(subparsers: "Subparsers") -> None:
         "--listen",
         metavar="HOST:PORT",
         type=host_and_port,
-        required=True,
-        help="where to wait for providers, such as 0.0.0.0:7700 for every address of this machine",
+        help="where to wait for providers, such as 0.0.0.0:7700 for every address of this machine (default, with "
+        "--resume alone: where it was before)",
     )
     parser.add_argument(
         "--advertise",
@@ -37,8 +37,8 @@ def add_parser(subparsers: "Subparsers") -> None:
         "--providers",
         metavar="N",
         type=whole_number,
-        default=1,
-        help="begin when this many have joined, each with one stage of the model (default: 1)",
+        help="begin when this many have joined, each with one stage of the model (default: 1; with --resume as many as "
+        "before)",
     )
     parser.add_argument(
         "--run",
@@ -66,6 +66,11 @@ def add_parser(subparsers: "Subparsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve, train and return the exit code; raises a RavnestError when the run cannot start or go on."""
+    if args.listen is None and not args.resume:
+        from ravnest.errors import RunError
+
+        raise RunError("say where to wait for providers with --listen HOST:PORT, such as --listen 0.0.0.0:7700")
+
     from ravnest.coordinator.serve import serve_from_reference
 
     return serve_from_reference(

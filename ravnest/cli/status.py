@@ -5,13 +5,18 @@ import itertools
 import json
 import sys
 import time
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ravnest.monitor import words
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.run_directory import RunPaths, existing_run, lock_holder
 from ravnest.monitor.summary import Summary
+
+if TYPE_CHECKING:
+    from ravnest.coordinator.state import KnownMember
 
 SHOWN_EVENTS = 8
 
@@ -33,11 +38,30 @@ def run(args: argparse.Namespace) -> int:
     summary = Summary.read(paths.summary_path) if paths.summary_path.exists() else None
     process = lock_holder(paths)
     events = read_events(paths.events_path)
+    members = _members(paths)
     if args.json:
-        print(json.dumps(_as_json(paths, summary, process, events), indent=2))
+        record = _as_json(paths, summary, process, events)
+        if members is not None:
+            record["members"] = [asdict(member) | {"connected": _connected(member, process)} for member in members]
+        print(json.dumps(record, indent=2))
     else:
-        _print(paths, summary, process, events, sys.stdout)
+        _print(paths, summary, process, members or [], events, sys.stdout)
     return 0
+
+
+def _members(paths: RunPaths) -> "list[KnownMember] | None":
+    """Who has been in the swarm of a run that was served; None for any other run."""
+    if not paths.store_path.exists():
+        return None
+    from ravnest.coordinator.state import SwarmState
+
+    with closing(SwarmState(paths.store_path)) as state:
+        return state.members()
+
+
+def _connected(member: "KnownMember", process: int | None) -> bool:
+    # A coordinator that was killed could not say that everybody is gone.
+    return member.connected and process is not None
 
 
 def _state(summary: Summary | None, process: int | None) -> tuple[str, str]:
@@ -62,7 +86,14 @@ def _as_json(paths: RunPaths, summary: Summary | None, process: int | None, even
     }
 
 
-def _print(paths: RunPaths, summary: Summary | None, process: int | None, events: list[Event], stream: TextIO) -> None:
+def _print(
+    paths: RunPaths,
+    summary: Summary | None,
+    process: int | None,
+    members: "list[KnownMember]",
+    events: list[Event],
+    stream: TextIO,
+) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -90,10 +121,36 @@ def _print(paths: RunPaths, summary: Summary | None, process: int | None, events
             console.print(_stages(summary))
             for link in _links(summary):
                 console.print(Text.assemble((f"{'link':<14}", "dim"), words.printable(link)), soft_wrap=True)
+    if members:
+        console.print()
+        # Addresses are there to be copied: wider than the terminal is better than cut.
+        console.print(_member_table(members, process), soft_wrap=True)
     if events:
         console.print()
         for event in events[-SHOWN_EVENTS:]:
             console.print(_event(event), soft_wrap=True)
+
+
+def _member_table(members: "list[KnownMember]", process: int | None) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="dim", padding=(0, 1), pad_edge=False)
+    for title in ("member", "now", "device", "memory", "address", "last stage"):
+        table.add_column(title, no_wrap=True)
+    for member in members:
+        ago = max(0.0, time.time() - member.seen_at)
+        now = "connected" if _connected(member, process) else f"last seen {words.duration(ago)} ago"
+        cells = (
+            member.node_id,
+            "thrown out" if member.kicked else now,
+            member.device,
+            words.size(member.memory_bytes),
+            member.address,
+            "" if member.stage is None else str(member.stage),
+        )
+        table.add_row(*(Text(words.printable(cell)) for cell in cells))
+    return table
 
 
 def _stages(summary: Summary) -> Any:

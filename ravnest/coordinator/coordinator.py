@@ -23,6 +23,7 @@ from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.resuming import trained_with
 from ravnest.coordinator.saving import Mark, Saver
+from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
 from ravnest.engine.schedule import flight_limit
@@ -107,6 +108,9 @@ class Coordinator:
             places=plan.places,
         )
         self._events.emit("in_flight", f"{self._limit} microbatches in flight: {why}", limit=self._limit)
+        if self._swarm.state is not None:
+            await asyncio.to_thread(self._swarm.state.planned, [s.node for s in plan.stages])
+            await asyncio.to_thread(self._swarm.state.reached, self._position())
         self.progress.devices = {m.node_id: m.device for m in members}
         self._stage_of = {s.node: s.stage for s in plan.stages}
         self._inputs_of = [(s.node, tuple(v.name for v in s.graph.inputs)) for s in plan.stages if s.graph.inputs]
@@ -175,6 +179,7 @@ class Coordinator:
 
     def phase(self, text: str) -> None:
         self.progress.phase = text
+        self.progress.fetching = {}
         self._display.show(self.progress.snapshot())
 
     def fail(self, error: RavnestError) -> None:
@@ -195,7 +200,11 @@ class Coordinator:
         kind = message.WhichOneof("body")
         if kind == "ready" and message.ready.deployment == self._deployment:
             self._ready.add(node_id)
+            self._fetched(node_id, 1.0)
             self._changes.notify()
+        elif kind == "fetching" and message.fetching.deployment == self._deployment and node_id in self._stage_of:
+            fetching = message.fetching
+            self._fetched(node_id, min(1.0, fetching.received_bytes / max(1, fetching.total_bytes)))
         elif kind == "report" and message.report.deployment == self._deployment:
             with self._failing():
                 self._recorder.take(node_id, self._stage_of[node_id], message.report)
@@ -294,6 +303,12 @@ class Coordinator:
         for node_id in orders.by_node:
             await self._swarm.tell(node_id, CoordinatorMessage(start=Start(deployment=self._deployment)))
         self._events.emit("deployed", f"{len(plan.stages)} stages are ready")
+
+    def _fetched(self, node_id: str, share: float) -> None:
+        """How much of its stage a provider has. Nothing is shown of stages that are there in no time."""
+        if self.progress.fetching or share < 1:
+            before = self.progress.fetching or {node: float(node in self._ready) for node in self._stage_of}
+            self.progress.fetching = before | {node_id: share}
 
     # Items.
 
@@ -427,8 +442,14 @@ class Coordinator:
                 since = 0.0
                 try:
                     self.progress.summary("running", self.progress.phase).write(self._run)
+                    if self._swarm.state is not None and self._stage_of:
+                        await asyncio.to_thread(self._swarm.state.reached, self._position())
                 except RunError as error:
                     self.fail(error)
+
+    def _position(self) -> Position:
+        ledger = self._ledger
+        return Position(ledger.fed, ledger.completed, ledger.updates, ledger.samples, time.time())
 
     # Waiting.
 

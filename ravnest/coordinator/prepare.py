@@ -18,7 +18,7 @@ from ravnest.graph.batch import samples_in
 from ravnest.graph.capture import Captured, capture
 from ravnest.graph.profile import CostProfile, profile
 from ravnest.graph.update_cost import time_update
-from ravnest.graph.weights import stream_size_bytes, stream_tensors
+from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
 from ravnest.job import Job
 from ravnest.planner.plan import StagePlan
 
@@ -37,12 +37,12 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Bytes that a provider fetches: their name, hash and size, and how to produce them from any offset."""
+    """Bytes that a provider fetches: their name, hash and size, and how to produce them from a byte on."""
 
     id: str
     sha256: str
     size_bytes: int
-    open: Callable[[], Iterator[bytes]]
+    open: Callable[[int], Iterator[bytes]]
 
 
 def prepare(
@@ -87,20 +87,19 @@ def stage_settings(job: Job, stage: int, stages: int) -> StageSettings:
 
 def graph_artifact(plan: StagePlan) -> Artifact:
     text = plan.graph.to_json().encode()
-    return Artifact(f"graph-{plan.stage}", hashlib.sha256(text).hexdigest(), len(text), lambda: iter([text]))
+    return _artifact(
+        f"graph-{plan.stage}", hashlib.sha256(text).hexdigest(), len(text), lambda offset: iter([text[offset:]])
+    )
 
 
 def weights_artifact(plan: StagePlan, prepared: Prepared) -> Artifact:
     """The stage's weights, as the model has them or as a checkpoint left them, with optimizer state in that case."""
     tensors, metadata = _stage_tensors(plan, prepared)
-    digest = hashlib.sha256()
-    for chunk in stream_tensors(tensors, metadata):
-        digest.update(chunk)
-    return Artifact(
+    return _artifact(
         f"weights-{plan.stage}",
-        digest.hexdigest(),
+        content_hash(stream_tensors(tensors, metadata)),
         stream_size_bytes(tensors, metadata),
-        lambda: stream_tensors(tensors, metadata),
+        lambda offset: stream_tensors(tensors, metadata, offset_bytes=offset),
     )
 
 
@@ -108,6 +107,11 @@ def static_tensors(captured: Captured) -> dict[str, torch.Tensor]:
     """Entries of the model's state_dict that training never changes."""
     constants = {c.key: captured.weights[c.key] for c in captured.graph.constants if c.key not in captured.not_saved}
     return {**constants, **captured.static}
+
+
+def _artifact(name: str, sha256: str, size_bytes: int, open_at: Callable[[int], Iterator[bytes]]) -> Artifact:
+    # By content: a transfer that is taken up again after another deployment must not go on with that one's bytes.
+    return Artifact(f"{name}-{sha256[:16]}", sha256, size_bytes, open_at)
 
 
 def _stage_tensors(plan: StagePlan, prepared: Prepared) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

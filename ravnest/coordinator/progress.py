@@ -16,6 +16,8 @@ from ravnest.planner.plan import Plan
 _RATE_SECONDS = 5.0
 _HALT_SECONDS = 2.0
 _LOSSES = 50
+_SHARES = 6
+"""Of so many providers each one's share is told."""
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Progress:
     started: float = field(default_factory=time.perf_counter)
     started_at: float = field(default_factory=time.time)
     phase: str = "starting"
+    fetching: dict[str, float] = field(default_factory=dict)
+    """While stages are deployed: which share of its stage each provider has, in the order of the stages."""
     epoch: int = 0
     """The epoch that is being fed, counted from 0."""
     epoch_samples: int | None = None
@@ -102,6 +106,7 @@ class Progress:
         rate, total = self.recent_samples_per_second(), self.samples_total()
         return Snapshot(
             phase=self.phase,
+            detail=shares_in_words(self.fetching),
             epoch=min(self.epoch + 1, self.epochs) if self.plan else 0,
             epochs=self.epochs,
             samples_done=self.ledger.samples,
@@ -204,6 +209,15 @@ class Progress:
             updates=stage.updates,
             samples_per_second=rate,
         )
+
+
+def shares_in_words(shares: Mapping[str, float]) -> str:
+    """Like "anna 43 %, ben 100 %"; of many, how many are done and who has the longest way to go."""
+    if len(shares) <= _SHARES:
+        return ", ".join(f"{node} {int(100 * share)} %" for node, share in shares.items())
+    left = sorted((share, node) for node, share in shares.items() if share < 1)
+    slowest = ", ".join(f"{node} {int(100 * share)} %" for share, node in left[: _SHARES // 2])
+    return f"{len(shares) - len(left)} of {len(shares)}" + (f", {slowest}" if slowest else "")
 
 
 def _percentile(counts: list[int], share: float) -> float:

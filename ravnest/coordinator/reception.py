@@ -1,13 +1,18 @@
-"""What a coordinator does at its door while it runs: says who comes and goes, and shows out who was thrown out."""
+"""What a coordinator does at its door while it runs: says who comes and goes, remembers it, and shows out who was
+thrown out."""
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Callable
 
+from ravnest.coordinator.state import Seen, SwarmState
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import RunError
 
 _LOOK_SECONDS = 1.0
+_SEEN_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +33,29 @@ async def watch_for_kicks(swarm: Swarm) -> None:
         for node_id in swarm.members.node_ids():
             if node_id in kicked:
                 swarm.expel(node_id, kicked[node_id])
+
+
+async def remember(swarm: Swarm, state: SwarmState) -> None:
+    """Keeps in the store who is connected, at each change and every few seconds, for ever."""
+    known: dict[str, Seen] = {}
+
+    def present() -> dict[str, Seen]:
+        return {m.node_id: Seen(m.node_id, m.address, m.device, m.memory_bytes) for m in swarm.members.connected()}
+
+    def changed() -> bool:
+        return present() != known
+
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEEN_SECONDS if known else None):
+                await swarm.members.changes.until(changed)
+        now = present()
+        try:
+            await asyncio.to_thread(state.connected, list(now.values()), time.time())
+        except RunError:
+            # A disk that is full ends the run by what else cannot be written.
+            log.exception("cannot keep who is connected")
+        known = now
 
 
 async def announce(swarm: Swarm, wanted: int, tell: Callable[[str], None]) -> None:

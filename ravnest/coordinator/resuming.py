@@ -41,8 +41,9 @@ def resumed_metadata(parts: list[dict[str, str]], saved_with: Mapping[str, Any],
             )
         groups, schedule = _with_arguments(groups, schedule, _defaults(before), _defaults(now))
         groups, schedule = _with_schedule(groups, schedule, saved_with["schedule"], job.schedule_spec)
-    optimizer = json.dumps({"values": values, "groups": groups})
-    return {**parts[0], "optimizer": optimizer, "schedule": json.dumps(schedule)}
+    # Sorted: the same state is the same text, and so the same artifact to providers, however the stages were cut.
+    optimizer = json.dumps({"values": values, "groups": groups}, sort_keys=True)
+    return {**parts[0], "optimizer": optimizer, "schedule": json.dumps(schedule, sort_keys=True)}
 
 
 def _defaults(spec: OptimizerSpec) -> dict[str, Any]:

@@ -6,7 +6,7 @@ invite. Who they are is kept in the run directory, so that a coordinator that is
 
 import os
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Self
 from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.loop import NetworkLoop
 from ravnest.coordinator.starting import choose_display, showing
+from ravnest.errors import RunError
 from ravnest.monitor.run_directory import RunDirectory, check_run
 from ravnest.reference import parse_reference
 
 if TYPE_CHECKING:
     from ravnest.coordinator.session import TrainResult
+    from ravnest.coordinator.state import SwarmState
     from ravnest.job import Job
     from ravnest.monitor.display import Display
     from ravnest.net.swarm_invite import SwarmInvite
@@ -29,15 +31,18 @@ HostPort = tuple[str, int]
 def serve_from_reference(
     reference: str,
     *,
-    listen: HostPort,
+    listen: HostPort | None,
     advertise: HostPort | None,
-    providers: int,
+    providers: int | None,
     run: Path | None,
     resume: bool,
     overrides: list[str],
     display: bool,
 ) -> int:
-    """`ravnest serve`. The exit code: 0 when the run finished, 130 or 143 when it was interrupted."""
+    """`ravnest serve`. The exit code: 0 when the run finished, 130 or 143 when it was interrupted.
+
+    `listen`, `advertise` and `providers` are None for what they were when the run was served before.
+    """
     name = parse_reference(reference).title
     check_run(run, job_name=name, resume=resume)
     with Interrupts() as interrupts, ExitStack() as stack:
@@ -61,30 +66,56 @@ class ServedSwarm:
     """A coordinator that listens, with one new invite. At the end of the block its providers are told to stop."""
 
     def __init__(
-        self, run: RunDirectory, listen: HostPort, advertise: HostPort | None, providers: int, display: "Display"
+        self,
+        run: RunDirectory,
+        listen: HostPort | None,
+        advertise: HostPort | None,
+        providers: int | None,
+        display: "Display",
     ) -> None:
-        """Listens; RunError when the address cannot be had. `display` is told who comes and goes."""
+        """Listens; RunError when the address cannot be had. `display` is told who is known, who comes and who goes."""
         from ravnest.coordinator.admission import Admission
-        from ravnest.coordinator.reception import announce, watch_for_kicks
+        from ravnest.coordinator.reception import announce, remember, watch_for_kicks
+        from ravnest.coordinator.state import Listening, SwarmState, known_from_before
         from ravnest.coordinator.swarm import Swarm
 
         self._run = run
-        self._providers = providers
         self._display = display
         self._ended = "the coordinator has ended"
         self._stack = ExitStack()
         with ExitStack() as stack:
             admission = Admission.open(run.path)
             stack.callback(admission.close)
+            state = SwarmState(run.store_path)
+            stack.callback(state.close)
+            state.nobody_connected()
+            before = state.listening()
+            if listen is None:
+                if before is None:
+                    raise RunError(f"{run.path} was never served; say where to listen with --listen HOST:PORT")
+                listen = before.host, before.port
+            self._providers = providers or len(state.plan()) or 1
             self._swarm = Swarm(admission)
+            self._swarm.state = state
             self._loop = stack.enter_context(NetworkLoop())
             port = self._loop.call(self._swarm.start(*listen))
             stack.callback(lambda: self._loop.call_quietly(self._swarm.stop(self._ended)))
-            host, port = _advertised(listen[0], port, advertise, display)
-            admission.tokens.advertise(host, port)
-            self.invite: SwarmInvite = admission.invite(host, port, note="made by ravnest serve")
+            listening = Listening(listen[0], port, advertise is not None)
+            if before is not None and before.advertised and before.port == port and advertise is None:
+                # What the requester said of its router holds on: so do the invites and addresses that others have.
+                advertise, listening = admission.tokens.advertised(), before
+            host, advertised_port = _advertised(listen[0], port, advertise, display)
+            if before is not None and (host, advertised_port) != (was := admission.tokens.advertised()):
+                display.message(_moved(was, (host, advertised_port)))
+            admission.tokens.advertise(host, advertised_port)
+            state.listens(listening)
+            self.invite: SwarmInvite = admission.invite(host, advertised_port, note="made by ravnest serve")
+            if known := known_from_before(state.members()):
+                display.message(known)
             stack.enter_context(self._loop.running(watch_for_kicks(self._swarm)))
-            stack.enter_context(self._loop.running(announce(self._swarm, providers, display.message)))
+            stack.enter_context(self._loop.running(announce(self._swarm, self._providers, display.message)))
+            stack.callback(lambda: _all_gone(state))
+            stack.enter_context(self._loop.running(remember(self._swarm, state)))
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -101,7 +132,12 @@ class ServedSwarm:
         """Trains the job on the first providers that have joined; a RavnestError when it cannot go on."""
         from ravnest.coordinator.session import Session
 
-        loop = self._loop
+        loop, state = self._loop, self._swarm.state
+        position = None if state is None else state.position()
+        if resume and position is not None:
+            self._display.message(
+                f"it had come to {position.updates} updates before; what no checkpoint has is trained again"
+            )
         with ExitStack() as stack:
             session = Session(self._swarm, job, name, self._run, resume, self._display, interrupts, started)
             stack.callback(session.close)
@@ -111,6 +147,22 @@ class ServedSwarm:
             result = session.train(self._providers, os.cpu_count() or 1, loop.call)
         self._ended = f"the run has {result.summary.status}"
         return result
+
+
+def _all_gone(state: "SwarmState") -> None:
+    # Whatever ended the run is the better reason than a disk that is full now.
+    with suppress(RunError):
+        state.connected([], time.time())
+
+
+def _moved(was: HostPort, now: HostPort) -> str:
+    from ravnest.net.address import join_address
+
+    return (
+        f"warning: this coordinator was at {join_address(*was)} and is at {join_address(*now)} now: invites and "
+        "providers of before do not find it; give --listen and --advertise as they were, or send everybody the new "
+        "invite"
+    )
 
 
 def _advertised(listen_host: str, port: int, given: HostPort | None, display: "Display") -> HostPort:

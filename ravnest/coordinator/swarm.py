@@ -13,6 +13,7 @@ from ravnest.coordinator.members import Member, Members, check_version
 from ravnest.coordinator.prepare import Artifact
 from ravnest.coordinator.reachability import Reach, find_reach
 from ravnest.coordinator.relay import Relay
+from ravnest.coordinator.state import SwarmState
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.address import split_address
 from ravnest.net.frames import Frame, FrameKind
@@ -63,6 +64,8 @@ class Swarm:
         """Whether somebody else may come in the place of a provider that leaves before it has a stage."""
         self.events: SwarmEvents | None = None
         """Who is told; a run sets it when it begins. What happens while nobody listens is only kept as membership."""
+        self.state: SwarmState | None = None
+        """What is kept for a coordinator that is started again; None where the swarm ends with its process."""
         self.generation = 0
         """Number of the newest deployment; frames of earlier ones are refused."""
         self.host = ""
@@ -235,11 +238,10 @@ class Swarm:
         found = self.artifacts.get(artifact)
         if found is None or order is None or artifact not in (order.graph.id, order.weights.id):
             raise RefusedError(f"there is no artifact {artifact!r} for {node_id} here")
-        passed = 0
-        for chunk in found.open():
-            if passed + len(chunk) > offset:
-                yield chunk[max(0, offset - passed) :]
-            passed += len(chunk)
+        if offset > found.size_bytes:
+            raise RefusedError(f"the artifact {artifact!r} has {found.size_bytes} bytes and no byte {offset}")
+        for chunk in found.open(offset):
+            yield chunk
 
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         if self.events is None:

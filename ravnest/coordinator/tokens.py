@@ -5,16 +5,13 @@ write to it at any time (`ravnest invite --revoke`, `ravnest kick`): everything 
 takes microseconds, and so counts from the next handshake or call on.
 """
 
-import os
 import sqlite3
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from ravnest.coordinator.store import IN_MEMORY, Store
 from ravnest.errors import PeerError, RunError
 from ravnest.net.certificates import Certificate, certificate_der, read_certificate
 from ravnest.net.identity import as_node_id
@@ -22,9 +19,6 @@ from ravnest.net.invite_key import InviteToken
 
 DEFAULT_USES: Final = 100
 DEFAULT_LIFETIME_SECONDS: Final = 7 * 86400.0
-
-IN_MEMORY: Final = Path(":memory:")
-"""The store of a swarm that ends with its process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +76,11 @@ class TokenStore:
     """The tables of one swarm. Every method may be called from any thread; RunError when the store cannot be used."""
 
     def __init__(self, path: Path = IN_MEMORY) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        try:
-            if path != IN_MEMORY:
-                # Before SQLite makes it: its journals take over the mode of the file.
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-                path.chmod(0o600)
-            self._connection = sqlite3.connect(
-                path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
-        except (OSError, sqlite3.Error) as error:
-            raise self._unusable(error) from None
-        with self._used() as connection:
-            connection.execute("PRAGMA journal_mode = WAL")
-            for table in _TABLES:
-                connection.execute(table)
+        self._store = Store(path)
 
     def close(self) -> None:
         """Let go of the file; may be called again."""
-        with self._lock:
-            self._connection.close()
+        self._store.close()
 
     def create(
         self,
@@ -115,7 +93,7 @@ class TokenStore:
         token = InviteToken.new()
         root = certificate_der(token.root(now))
         expires_at = None if lifetime_seconds is None else now + lifetime_seconds
-        with self._used() as connection:
+        with self._store.used() as connection:
             connection.execute(
                 "INSERT INTO tokens (id, root, uses_left, expires_at, created_at, note) VALUES (?, ?, ?, ?, ?, ?)",
                 (token.id, root, uses, expires_at, now, note),
@@ -124,7 +102,7 @@ class TokenStore:
 
     def revoke(self, token_id: str, now: float) -> None:
         """Let nobody join with this token any more; those who have joined stay. RunError when there is no such one."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             found = connection.execute(
                 "UPDATE tokens SET revoked_at = COALESCE(revoked_at, ?) WHERE id = ?", (now, token_id)
             )
@@ -133,13 +111,13 @@ class TokenStore:
 
     def tokens(self) -> list[Token]:
         """Every token there ever was, oldest first."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             rows = connection.execute(f"SELECT {_TOKEN_FIELDS} FROM tokens ORDER BY created_at, id").fetchall()
         return [Token(*row) for row in rows]
 
     def live_roots(self, now: float) -> list[Certificate]:
         """What a handshake may be made with now. A token that is used up stays: its joins may still be repeated."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             rows = connection.execute(
                 "SELECT root FROM tokens WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > ?) "
                 "ORDER BY created_at, id",
@@ -149,7 +127,7 @@ class TokenStore:
 
     def root(self, token_id: str) -> Certificate | None:
         """The root of a token, live or not; None when there is no such token."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             row = connection.execute("SELECT root FROM tokens WHERE id = ?", (token_id,)).fetchone()
         return None if row is None else read_certificate(row[0])
 
@@ -158,7 +136,7 @@ class TokenStore:
 
         A key that has joined before gets the node id it had, and uses nothing up.
         """
-        with self._used() as connection, _transaction(connection):
+        with self._store.transaction() as connection:
             row = connection.execute(f"SELECT {_TOKEN_FIELDS} FROM tokens WHERE id = ?", (token_id,)).fetchone()
             known = connection.execute("SELECT node_id FROM nodes WHERE key_id = ?", (key_id,)).fetchone()
             if known is not None and not _is_member(connection, known[0]):
@@ -178,7 +156,7 @@ class TokenStore:
 
     def kick(self, node_id: str, now: float, reason: str = "") -> None:
         """Throw a node out for good: its certificate counts no more. RunError when there is no such node."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             found = connection.execute(
                 "UPDATE nodes SET kicked_at = COALESCE(kicked_at, ?), kick_reason = ? WHERE node_id = ?",
                 (now, reason, node_id),
@@ -188,12 +166,12 @@ class TokenStore:
 
     def is_member(self, node_id: str) -> bool:
         """Whether this node has joined and was not thrown out."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             return _is_member(connection, node_id)
 
     def nodes(self) -> list[Node]:
         """Every node that ever joined, oldest first."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             rows = connection.execute(
                 "SELECT node_id, token_id, joined_at, kicked_at, kick_reason FROM nodes ORDER BY joined_at, node_id"
             ).fetchall()
@@ -201,60 +179,25 @@ class TokenStore:
 
     def kicked(self) -> dict[str, str]:
         """Those who were thrown out, and why."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             query = "SELECT node_id, kick_reason FROM nodes WHERE kicked_at IS NOT NULL"
             return dict(connection.execute(query).fetchall())
 
     def advertise(self, host: str, port: int) -> None:
         """Keep the address that invites name, for invites made by other processes."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             connection.execute("INSERT OR REPLACE INTO coordinator (id, host, port) VALUES (0, ?, ?)", (host, port))
 
     def advertised(self) -> tuple[str, int]:
         """The address that invites name. RunError while the coordinator has not listened yet."""
-        with self._used() as connection:
+        with self._store.used() as connection:
             row = connection.execute("SELECT host, port FROM coordinator").fetchone()
         if row is None:
             raise RunError("this run's coordinator has never listened; start it with `ravnest serve`")
         return str(row[0]), int(row[1])
 
-    @contextmanager
-    def _used(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                yield self._connection
-            except sqlite3.Error as error:
-                raise self._unusable(error) from None
 
-    def _unusable(self, error: Exception) -> RunError:
-        return RunError(f"the store {self._path} cannot be used: {error}; check its owner and the free space")
-
-
-_BUSY_SECONDS: Final = 5.0
 _TOKEN_FIELDS: Final = "id, uses_left, expires_at, revoked_at, created_at, note"
-_TABLES: Final = (
-    """CREATE TABLE IF NOT EXISTS tokens (
-        id TEXT PRIMARY KEY, root BLOB NOT NULL, uses_left INTEGER, expires_at REAL, revoked_at REAL,
-        created_at REAL NOT NULL, note TEXT NOT NULL
-    )""",
-    """CREATE TABLE IF NOT EXISTS nodes (
-        node_id TEXT PRIMARY KEY, key_id TEXT NOT NULL UNIQUE, token_id TEXT NOT NULL, joined_at REAL NOT NULL,
-        kicked_at REAL, kick_reason TEXT NOT NULL DEFAULT ''
-    )""",
-    "CREATE TABLE IF NOT EXISTS coordinator (id INTEGER PRIMARY KEY, host TEXT NOT NULL, port INTEGER NOT NULL)",
-)
-
-
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    # IMMEDIATE: another process cannot use up the same token between our look at it and our writing.
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.execute("COMMIT")
 
 
 def _is_member(connection: sqlite3.Connection, node_id: str) -> bool:

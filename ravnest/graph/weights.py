@@ -42,17 +42,21 @@ _METADATA_KEY: Final = "__metadata__"
 
 
 def stream_tensors(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, chunk_bytes: int = 1 << 20
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    chunk_bytes: int = 1 << 20,
+    offset_bytes: int = 0,
 ) -> Iterator[bytes]:
-    """Yields a valid safetensors file in chunks of `chunk_bytes` (the last may be shorter).
+    """Yields a valid safetensors file in chunks of `chunk_bytes` (the last may be shorter), from a byte of it on.
 
+    The same names, values and metadata are the same bytes, in whatever order they are given and wherever they lie.
     At most one tensor at a time is made contiguous or brought to the CPU; the values are read as the stream
     is consumed, so whoever goes on training must hand in a snapshot. A dtype safetensors cannot hold is a
     GraphError.
     """
-    assert chunk_bytes > 0
+    assert chunk_bytes > 0 and offset_bytes >= 0
     buffer = bytearray()
-    for piece in _pieces(tensors, metadata or {}):
+    for piece in _pieces(tensors, metadata or {}, offset_bytes):
         while piece:
             if not buffer and len(piece) >= chunk_bytes:
                 yield bytes(piece[:chunk_bytes])
@@ -177,12 +181,16 @@ class _Entry:
     end: int
 
 
-def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    yield memoryview(_header(tensors, metadata))
+def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], skip: int) -> Iterator[memoryview]:
+    header = _header(tensors, metadata)
+    yield memoryview(header)[skip:]
+    skip = max(0, skip - len(header))
     for name in _order(tensors):
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-        if flat.numel():
-            yield flat.view(torch.uint8).numpy().data
+        size = tensors[name].numel() * tensors[name].itemsize
+        if size > skip:
+            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+            yield flat.view(torch.uint8).numpy().data[skip:]
+        skip = max(0, skip - size)
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -191,7 +199,7 @@ def _order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    described: dict[str, object] = {_METADATA_KEY: dict(metadata)} if metadata else {}
+    described: dict[str, object] = {_METADATA_KEY: dict(sorted(metadata.items()))} if metadata else {}
     begin = 0
     for name in _order(tensors):
         tensor = tensors[name]

@@ -110,7 +110,7 @@ class QuietDisplay:
 
 
 def _progress(snapshot: Snapshot) -> str:
-    parts = [snapshot.phase]
+    parts = [f"{snapshot.phase}: {snapshot.detail}" if snapshot.detail else snapshot.phase]
     if snapshot.epoch and snapshot.epochs:
         parts.append(f"epoch {snapshot.epoch}/{snapshot.epochs}")
     if snapshot.samples_done:

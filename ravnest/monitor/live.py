@@ -140,6 +140,8 @@ def _title(snapshot: Snapshot) -> RenderableType:
         left.append(words.printable(snapshot.title), style="bold")
         left.append("  ")
     left.append(snapshot.phase, style="cyan")
+    if snapshot.detail:
+        left.append(f": {words.printable(snapshot.detail)}")
     if snapshot.epoch and snapshot.epochs:
         left.append(f"  epoch {snapshot.epoch}/{snapshot.epochs}")
     right = Text(f"{words.duration(snapshot.elapsed_seconds)} elapsed", style="dim")

@@ -63,7 +63,7 @@ class RunPaths:
 
     @property
     def store_path(self) -> Path:
-        """Invites, and the nodes that have joined with them."""
+        """Of a run that is served: invites, the nodes that have joined with them, and what is known of each."""
         return self.path / "store.sqlite"
 
     @property

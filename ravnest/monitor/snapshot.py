@@ -28,6 +28,9 @@ class Snapshot:
     phase: str
     """What the run is doing, as the user reads it: "starting providers", "training", …"""
 
+    detail: str = ""
+    """How far the phase is, where it tells: "anna 43 %, ben 100 %"."""
+
     epoch: int = 0
     """The epoch that is being trained, counted from 1; 0 before the first."""
 

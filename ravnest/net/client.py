@@ -1,11 +1,11 @@
 """The dialling side: a provider's line to the coordinator, and a stage's link to the stage after it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
 from grpc import aio
 
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net.address import split_address
 from ravnest.net.calls import ACCEPTED_KEY, LINK_KEY, REQUEST_KEY
 from ravnest.net.connection import JOIN_BYTES, JOIN_TIMEOUT_SECONDS
@@ -69,14 +69,14 @@ class CoordinatorClient:
         """A connection for a link between stages that the coordinator passes on to the other end."""
         return Link(await self._dial("Relay", link))
 
-    async def fetch(self, artifact: str, offset: int = 0) -> AsyncIterator[bytes]:
+    async def fetch(self, artifact: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
         """The bytes of an artifact from `offset` on. Leaving the loop early ends the transfer."""
         control: Control[FetchRequest, Chunk] = Control(await self._dial("Fetch"), Chunk)
         try:
             await control.send(FetchRequest(artifact=artifact, offset=offset))
             while (chunk := await control.receive()) is not None:
                 if chunk.offset != offset:
-                    raise PeerError(f"{self._peer} sent {artifact!r} from byte {chunk.offset}, not {offset}")
+                    raise RefusedError(f"{self._peer} sent {artifact!r} from byte {chunk.offset}, not {offset}")
                 offset += len(chunk.data)
                 yield chunk.data
         finally:

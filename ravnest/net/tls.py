@@ -71,7 +71,9 @@ def tls_failure(peer: str, shown: str, details: str | None) -> PeerError | None:
     words = details or ""
     for fragment, sentence in _TLS_FAILURES:
         if fragment in words:
-            return RefusedError(sentence.format(peer=peer, shown=shown))
+            # A connection that closes early may also be a machine that is just being restarted.
+            kind = PeerError if sentence == _REFUSED else RefusedError
+            return kind(sentence.format(peer=peer, shown=shown))
     return None
 
 

@@ -43,8 +43,11 @@ from ravnest.net.v1.control_pb2 import (
     Saved,
 )
 from ravnest.net.version import PROTOCOL_VERSION
+from ravnest.provider.artifact_cache import ArtifactCache
+from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.deployment import Deployment
 from ravnest.provider.device import choose_device
+from ravnest.provider.fetching import FetchLine, fetching
 from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.memory import available_bytes, resident_bytes
@@ -67,9 +70,13 @@ def run(
     advertise: tuple[str, int] | None = None,
     name: str | None = None,
     outbound_only: bool = False,
+    cache_bytes: int | None = None,
     embedded: bool = False,
 ) -> int:
-    """Provides until the run ends; the exit code. A RavnestError says why it could not."""
+    """Provides until the run ends; the exit code. A RavnestError says why it could not.
+
+    `cache_bytes` is how much of stages may be kept on the disk; 0: nothing, None: a bound that leaves room for others.
+    """
     leave_out_the_compiler()
     give_memory_back()
     try:
@@ -79,7 +86,9 @@ def run(
             invite = sys.stdin.readline().strip()
             if embedded and not invite:
                 return 1
-        agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or platform.node(), embedded)
+        # Several embedded providers and their coordinator share a machine, which has it all in memory already.
+        cache = None if embedded else ArtifactCache.of_user(cache_bytes)
+        agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or platform.node(), cache, embedded)
         listen = listen or ("127.0.0.1" if embedded else "0.0.0.0", 0)
         return asyncio.run(agent.main(None if outbound_only else listen, advertise))
     except RavnestError as error:
@@ -107,14 +116,22 @@ class _LetGoError(Exception):
 
 class _Agent:
     def __init__(
-        self, invite: SwarmInvite, device: torch.device, memory_bytes: int | None, name: str, embedded: bool
+        self,
+        invite: SwarmInvite,
+        device: torch.device,
+        memory_bytes: int | None,
+        name: str,
+        cache: ArtifactCache | None,
+        embedded: bool,
     ) -> None:
         self._invite = invite
         self._device = device
         self._memory_bytes = memory_bytes or available_bytes(device)
         self._name = name
         self._node = NodeIdentity.new()
+        self._cache = cache
         self._embedded = embedded
+        self._fetch_line = None if embedded else FetchLine(sys.stderr)
         self._baseline = 0
         self._deployment: Deployment | None = None
         self._generation = 0
@@ -275,7 +292,11 @@ class _Agent:
             self._generation = order.generation
             self._say(f"taking stage {order.stage + 1} of {order.stages}")
             self._server.neighbours = {n.node for n in (order.previous, order.next) if n.node}
-            deployment = await Deployment.make(order, stay.client, self._node, self._device, self._baseline)
+            artifacts = Artifacts(stay.client, self._cache, self._say)
+            async with fetching(order, stay.control, self._fetch_line) as progress:
+                deployment = await Deployment.make(
+                    order, stay.client, self._node, self._device, self._baseline, artifacts, progress
+                )
             async with self._deployed:
                 self._deployment = deployment
                 self._deployed.notify_all()
@@ -357,5 +378,6 @@ class _Agent:
         self._finished.set()
 
     def _say(self, text: str) -> None:
-        if not self._embedded:
+        if self._fetch_line is not None:
+            self._fetch_line.interrupt()
             print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
 """One stage on this provider: fetched, built, linked to its neighbours, reported on, and taken down again."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
@@ -21,7 +20,9 @@ from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.resumable import ResumableLink
-from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, LossRecord, Report, UpdateRecord
+from ravnest.net.v1.control_pb2 import Deploy, LossRecord, Report, UpdateRecord
+from ravnest.provider.artifacts import Artifacts
+from ravnest.provider.fetching import FetchProgress
 from ravnest.provider.memory import peak_bytes
 from ravnest.provider.outbox import FrameOutbox, message_of
 from ravnest.provider.stage_link import StageLink, link_of
@@ -62,15 +63,19 @@ class Deployment:
         node: NodeIdentity,
         device: torch.device,
         baseline_memory_bytes: int,
+        artifacts: Artifacts,
+        progress: FetchProgress,
     ) -> "Deployment":
         """Fetches what the order names and builds the stage; GraphError or PeerError says why it cannot be."""
         settings = StageSettings.from_json(order.settings_json)
-        text = await _fetch_text(client, order.graph)
-        weights, metadata = await _fetch_weights(client, order.weights)
+        text = await artifacts.get(order.graph, lambda: _GraphText(order.graph.size_bytes), progress)
+        reader = await artifacts.get(order.weights, lambda: WeightsReader(order.weights.size_bytes), progress)
+        weights, metadata = reader.finish()
+        del reader  # It holds every tensor, and the stage gives them up one by one.
         outbox = FrameOutbox(order.generation, partial(upload, client), settings.record_updates)
 
         def build() -> Stage:
-            graph = PortableGraph.from_json(text)
+            graph = PortableGraph.from_json(b"".join(text.parts))
             stage = Stage(graph, {w.key: weights.pop(f"weight:{w.key}") for w in graph.weights}, settings, device)
             if "version" in metadata:
                 stage.restore(_optimizer_state(weights), metadata)
@@ -225,32 +230,16 @@ class Deployment:
             self.failure.set_result(("link", str(error), -1))
 
 
-async def _fetch_text(client: CoordinatorClient, ref: ArtifactRef) -> bytes:
-    if ref.size_bytes > _MAX_GRAPH_BYTES:
-        raise GraphError(f"the stage's graph has {ref.size_bytes} bytes, more than {_MAX_GRAPH_BYTES}")
-    digest, parts, size = hashlib.sha256(), [], 0
-    async for chunk in client.fetch(ref.id):
-        size += len(chunk)
-        if size > ref.size_bytes:
-            raise PeerError(f"the artifact {ref.id} is larger than the {ref.size_bytes} bytes announced")
-        digest.update(chunk)
-        parts.append(chunk)
-    _verify(ref, digest.hexdigest())
-    return b"".join(parts)
+class _GraphText:
+    """The text of a graph, as it comes."""
 
+    def __init__(self, size_bytes: int) -> None:
+        if size_bytes > _MAX_GRAPH_BYTES:
+            raise GraphError(f"the stage's graph has {size_bytes} bytes, more than {_MAX_GRAPH_BYTES}")
+        self.parts: list[bytes] = []
 
-async def _fetch_weights(client: CoordinatorClient, ref: ArtifactRef) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    reader, digest = WeightsReader(ref.size_bytes), hashlib.sha256()
-    async for chunk in client.fetch(ref.id):
-        digest.update(chunk)
-        reader.feed(chunk)
-    _verify(ref, digest.hexdigest())
-    return reader.finish()
-
-
-def _verify(ref: ArtifactRef, found: str) -> None:
-    if found != ref.sha256:
-        raise PeerError(f"the artifact {ref.id} arrived damaged (its sha256 is {found[:12]}…, not {ref.sha256[:12]}…)")
+    def feed(self, chunk: bytes) -> None:
+        self.parts.append(chunk)
 
 
 def _optimizer_state(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -122,3 +122,12 @@ def test_faults_are_in_the_summary(clock: Clock) -> None:
     fault = Fault(kind="provider_lost", provider="provider-1", cluster=0, at=clock.now)
     progress.faults.append(fault)
     assert progress.summary("failed", "").faults == (fault,)
+
+
+def test_how_far_the_stages_are_is_told_for_each_or_for_the_slowest(clock: Clock) -> None:
+    progress = a_progress(clock)
+    assert progress.snapshot().detail == ""
+    progress.fetching = {"anna": 0.4399, "ben": 1.0}
+    assert progress.snapshot().detail == "anna 43 %, ben 100 %"
+    progress.fetching = {f"p{number}": min(1.0, number / 10) for number in range(20)}
+    assert progress.snapshot().detail == "10 of 20, p0 0 %, p1 10 %, p2 20 %"

@@ -45,6 +45,13 @@ def test_the_same_arguments_change_nothing() -> None:
     assert resumed(parts(group), sgd(lr=0.1, momentum=0.9), sgd(lr=0.1, momentum=0.9)) == (group, None)
 
 
+def test_the_same_state_is_the_same_text_however_it_was_cut() -> None:
+    group = {"lr": 0.1, "momentum": 0.9}
+    saved, job = parts(group, schedule={"a": 1, "b": 2}), sgd(lr=0.1, momentum=0.9)
+    turned = parts(dict(reversed(group.items())), schedule={"b": 2, "a": 1})[::-1]
+    assert resumed_metadata(saved, trained_with(job), job) == resumed_metadata(turned, trained_with(job), job)
+
+
 def test_changed_arguments_are_the_jobs() -> None:
     group = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0}
     found, _ = resumed(parts(group), sgd(lr=0.1, momentum=0.9), sgd(lr=0.01, weight_decay=0.5))

@@ -1,5 +1,6 @@
 """A swarm of real processes on addresses of their own: one `ravnest serve`, several `ravnest join`, and an invite."""
 
+import hashlib
 import json
 import re
 import signal
@@ -29,9 +30,10 @@ class Swarm:
         self._stack = stack
         self._addresses = iter(range(3, 250))
 
-    def serve(self, *words: str, port: int = 0) -> tuple[Running, SwarmInvite]:
-        """The coordinator, once it has printed its invite."""
-        command = ("serve", "job.py", "--listen", f"127.0.0.2:{port}", "--run", "run", *words)
+    def serve(self, *words: str, port: int | None = 0) -> tuple[Running, SwarmInvite]:
+        """The coordinator, once it has printed its invite; port None: where it was before."""
+        listen = () if port is None else ("--listen", f"127.0.0.2:{port}")
+        command = ("serve", "job.py", *listen, "--run", "run", *words)
         running = self._stack.enter_context(Running(*command, folder=self.folder))
         assert running.process.stdout is not None
         line = running.process.stdout.readline().decode()
@@ -54,6 +56,7 @@ class Swarm:
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Six processes may be importing torch at once here.
     monkeypatch.setattr("tests.e2e.command.PATIENCE_SECONDS", 150.0)
     with ExitStack() as stack:
@@ -105,9 +108,11 @@ def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= 1e-6
 
     private = [tmp_path / "run/store.sqlite", *(tmp_path / "run/identity").iterdir()]
-    private += [path for path in (tmp_path / "data").rglob("*") if path.is_file()]
+    private += [path for name in ("data", "cache") for path in (tmp_path / name).rglob("*") if path.is_file()]
     assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
     assert len(list((tmp_path / "data").rglob("node.key"))) == 3
+    kept = [path for path in (tmp_path / "cache/ravnest/artifacts").iterdir() if path.name != "lock"]
+    assert len(kept) == 6 and all(hashlib.sha256(path.read_bytes()).hexdigest() == path.name for path in kept)
 
 
 def test_an_invite_that_is_no_longer_good_is_refused_with_one_sentence(machines: Swarm) -> None:
@@ -195,6 +200,40 @@ def test_a_coordinator_that_is_started_again_knows_its_swarm(machines: Swarm) ->
     said = again.to_the_end()
     assert again.process.returncode == 2
     assert re.search(r"^ravnest: error: anna, which held stage 0, is gone: it left: .*--resume\n", said, re.M), said
+
+
+def test_a_coordinator_that_was_killed_is_taken_up_by_the_next(machines: Swarm) -> None:
+    a_job_file(
+        machines.folder,
+        before="endless = __import__('itertools').cycle",
+        data="lambda: endless(batches)",
+        checkpoint="ravnest.Checkpoint(every_updates=5, every_seconds=None)",
+    )
+    serving, invite = machines.serve("--providers", "2", "--advertise", "127.0.0.2:0")
+    providers = [machines.join(invite, name) for name in ("anna", "ben")]
+    for provider in providers:
+        provider.until("training ")
+    seen = ravnest("status", "run", folder=machines.folder).stdout
+    assert re.search(r"^anna +connected +cpu .* 127\.0\.0\.3:\d+ +[01] *$", seen, re.M), seen
+    # The machine of the coordinator and those of the providers lose their power.
+    for running in (serving, *providers):
+        running.signal(signal.SIGKILL)
+        running.to_the_end()
+    seen = ravnest("status", "run", folder=machines.folder).stdout
+    assert "connected" not in seen and re.search(r"^ben +last seen .* ago +cpu ", seen, re.M), seen
+
+    again, fresh = machines.serve("--resume", "--set", "max_updates=1000000", port=None)
+    assert fresh.address == invite.address and fresh.fingerprint == invite.fingerprint
+    again.until("] knows ")
+    assert re.search(r"\] knows (anna and ben|ben and anna) from before: waiting for them to come back\n", again.said)
+    providers = [machines.join(invite, name) for name in ("ben", "anna")]
+    for provider in providers:
+        provider.until("training ")
+    assert re.search(r"\] it had come to \d+ updates before; ", again.until("] training")), again.said
+    again.signal(signal.SIGINT)
+    assert "saved after" in again.to_the_end() and again.process.returncode == 130
+    for provider in providers:
+        assert "ended: the run has stopped" in ended_well(provider)
 
 
 @pytest.mark.parametrize("command", [("invite", "--new"), ("invite",), ("kick", "anna")])

@@ -85,6 +85,30 @@ def test_we_read_what_the_library_writes(tensors: dict[str, torch.Tensor], chunk
     assert metadata == {"step": "3"}
 
 
+@settings(deadline=None, max_examples=60)
+@given(tensors=tensor_maps(), share=st.floats(0, 1), chunk_bytes=st.integers(1, 200))
+def test_the_stream_goes_on_from_any_byte(tensors: dict[str, torch.Tensor], share: float, chunk_bytes: int) -> None:
+    whole = b"".join(stream_tensors(tensors, {"step": "3"}))
+    offset = round(share * len(whole))
+    rest = b"".join(stream_tensors(tensors, {"step": "3"}, chunk_bytes, offset))
+    assert rest == whole[offset:]
+
+
+def test_tensors_before_the_byte_asked_for_are_not_touched() -> None:
+    # A tensor on the meta device has no values to read.
+    tensors = {"a": torch.empty(1000, device="meta"), "b": torch.arange(5, dtype=torch.int16)}
+    size = stream_size_bytes(tensors)
+    assert b"".join(stream_tensors(tensors, offset_bytes=size - 6)) == tensors["b"][2:].numpy().tobytes()
+
+
+def test_the_same_content_has_the_same_hash_whatever_its_order_and_layout() -> None:
+    tensors = {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(3), "n": torch.arange(4)}
+    again = {"n": torch.arange(8)[:4], "b": torch.ones(6)[::2], "w": torch.arange(12.0).view(3, 4).t().contiguous().t()}
+    assert content_hash(stream_tensors(tensors, {"version": "7", "optimizer": "{}"})) == content_hash(
+        stream_tensors(again, {"optimizer": "{}", "version": "7"})
+    )
+
+
 def test_strided_tied_and_gradient_tensors_are_written_by_value() -> None:
     base = torch.arange(12.0, requires_grad=True)
     tensors = {"transposed": base.view(3, 4).t(), "slice": base[2::3], "again": base, "twice": base}

@@ -231,6 +231,22 @@ def test_plain_lines_never_spam(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "training   epoch 3/10   8,912/14,370 samples   loss 0.2134   1,245 samples/s" in lines[1]
 
 
+def test_how_far_a_phase_is_is_shown_with_it_and_is_no_new_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(display_module, "monotonic", lambda: now)
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    for number in range(101):
+        now += 0.1
+        display.show(Snapshot(phase="deploying stages", detail=f"anna {number} %"))
+    lines = stream.getvalue().splitlines()
+    assert len(lines) in (2, 3) and lines[0].endswith("deploying stages: anna 0 %")
+    live, drawn = a_live_display()
+    live.show(Snapshot(phase="deploying stages", detail="anna 43 %, ben 100 %"))
+    assert "deploying stages: anna 43 %, ben 100 %" in shown(drawn)
+    live.close()
+
+
 def test_the_quiet_display_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     display = QuietDisplay()
     display.show(a_snapshot())

@@ -240,11 +240,15 @@ def test_a_node_fetches_what_its_own_order_names_and_nothing_else() -> None:
         async with ends() as swarm:
             anna, ben = await swarm.provider("anna"), await swarm.provider("ben")
             swarm.swarm.artifacts = {
-                name: Artifact(name, "", 3, lambda name=name: iter([name.encode()])) for name in ("of-anna", "of-ben")
+                name: Artifact(name, "", 7, lambda offset, name=name: iter([name.encode()[offset:]]))
+                for name in ("of-anna", "of-ben")
             }
             await swarm.deploy(anna, 0, 2, "of-anna")
             await swarm.deploy(ben, 1, 2, "of-ben")
             assert [chunk async for chunk in anna.client.fetch("of-anna")] == [b"of-anna"]
+            assert [chunk async for chunk in anna.client.fetch("of-anna", 3)] == [b"anna"]
+            with pytest.raises(RefusedError, match="'of-anna' has 7 bytes and no byte 8"):
+                await anext(anna.client.fetch("of-anna", 8))
             for client, name in ((anna.client, "of-ben"), (ben.client, "of-anna"), (ben.client, "../store.sqlite")):
                 with pytest.raises(PeerError, match=f"there is no artifact '{name}' for"):
                     async for _ in client.fetch(name):

@@ -20,7 +20,9 @@ from ravnest.graph.weights import stream_tensors
 from ravnest.net import NodeIdentity
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
+from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.deployment import Deployment
+from ravnest.provider.fetching import FetchProgress
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches
 
@@ -75,7 +77,10 @@ def deployed(change: Callable[[Deploy, FakeClient], None] | None = None, leave_o
         if change is not None:
             change(order, client)
         client_as: Any = client
-        return await Deployment.make(order, client_as, NodeIdentity.new(), torch.device("cpu"), 0)
+        progress = FetchProgress(order.graph.size_bytes + order.weights.size_bytes)
+        return await Deployment.make(
+            order, client_as, NodeIdentity.new(), torch.device("cpu"), 0, Artifacts(client_as), progress
+        )
 
     return asyncio.run(make())
 
