@@ -59,16 +59,14 @@ def _bind_refusal(host: str, port: int) -> str:
     return ""
 
 
-# A window and frames this large let a 4 MiB message flow without waiting for window updates; measured at 1.4 times
-# the throughput of the defaults. The window is fixed, so it also bounds what a slow reader makes us hold.
+# The window is gRPC's own, which it fits to the measured line; a fixed one of 4 MiB was slower under TLS, measured at
+# 0.75 to 0.95 of this on loopback.
 _HTTP2_OPTIONS: Final = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.max_metadata_size", METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
-    ("grpc.http2.lookahead_bytes", 4 << 20),
     ("grpc.http2.max_frame_size", 1 << 20),
-    ("grpc.http2.bdp_probe", 0),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -18,7 +18,7 @@ WINDOW_BYTES: Final = 64 << 20
 """A sender waits while this much is unconfirmed; one frame may exceed it."""
 
 ACK_FRAMES: Final = 8
-ACK_BYTES: Final = 1 << 20
+ACK_BYTES: Final = 4 << 20
 ACK_SECONDS: Final = 0.05
 """What has arrived is confirmed after so many frames, bytes or seconds, whichever comes first."""
 

@@ -1,0 +1,123 @@
+"""How much of what gRPC and the line can carry arrives through our transport: frames over a link over mutual TLS.
+
+On loopback it is compared with bare grpc.aio over the same TLS, in alternating runs; over a shaped line of 100 Mbit/s,
+between two hosts of the WAN lab, with the line's rate. Frames are encoded, counted, confirmed and decoded on the way.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.report import ROOT, Row, Target, arguments, finish, say
+from benchmarks.transport_ends import AUTHORITY, RECEIVER, SENDER
+from ravnest.coordinator.admission import Admission
+from ravnest.net import NodeIdentity
+from ravnest.net.certificates import certificate_pem
+from ravnest.net.identity import Identity
+from tests.wan import Host, Lab
+from tests.wan import Path as LabPath
+
+_MESSAGE_BYTES = 4 << 20
+_LINE_MBPS = 100.0
+_LINE_DELAYS_MS = (10.0, 30.0)
+_LOOPBACK_TARGET = 0.8
+_LINE_TARGET = 0.93
+
+On = Callable[[list[str]], list[str]]
+"""Turns a command into one that runs on a certain host."""
+
+
+def main() -> int:
+    given = arguments("transport", "What arrives through Ravnest's transport, of what gRPC and a line can carry.")
+    rows: list[Row] = []
+    targets: list[Target] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _make_nodes(folder)
+        row = _loopback(folder, given.quick)
+        rows.append(row)
+        targets.append(Target("loopback, 4 MiB messages: of bare gRPC with TLS", float(row["ratio"]), _LOOPBACK_TARGET))  # type: ignore[arg-type]
+        if reason := Lab.unavailable():
+            say(f"the shaped line is left out: {reason}")
+        else:
+            for delay_ms in _LINE_DELAYS_MS:
+                row = _line(folder, delay_ms, given.quick)
+                rows.append(row)
+                targets.append(Target(f"{row['case']}: of the line", float(row["ratio"]), _LINE_TARGET))  # type: ignore[arg-type]
+    return finish("transport", given, rows, targets)
+
+
+def _loopback(folder: Path, quick: bool) -> Row:
+    messages, repetitions = (50, 3) if quick else (150, 9)
+    pairs = []
+    with _receiver("bare", folder, "127.0.0.1", list) as bare, _receiver("ravnest", folder, "127.0.0.1", list) as ours:
+        for _ in range(repetitions):
+            plain = _send("bare", folder, f"127.0.0.1:{bare}", messages, list)
+            link = _send("ravnest", folder, f"127.0.0.1:{ours}", messages, list)
+            pairs.append((plain, link))
+            say(f"loopback: bare {plain / 1e6:,.0f} MB/s, Ravnest {link / 1e6:,.0f} MB/s, ratio {link / plain:.2f}")
+    return {
+        "case": "loopback, 4 MiB messages",
+        "bare_megabytes_per_second": statistics.median(plain for plain, _ in pairs) / 1e6,
+        "ravnest_megabytes_per_second": statistics.median(link for _, link in pairs) / 1e6,
+        "ratio": statistics.median(link / plain for plain, link in pairs),
+    }
+
+
+def _line(folder: Path, delay_ms: float, quick: bool) -> Row:
+    messages = 10 if quick else 40
+    hosts = [Host("near", up_mbps=_LINE_MBPS), Host("far", down_mbps=_LINE_MBPS)]
+    with Lab(hosts, default=LabPath(delay_ms=delay_ms)) as lab:
+        near, far = lab.host("near"), lab.host("far")
+        with _receiver("bare", folder, far.address, far.command) as bare:
+            plain = _send("bare", folder, f"{far.address}:{bare}", messages, near.command)
+        with _receiver("ravnest", folder, far.address, far.command) as ours:
+            link = _send("ravnest", folder, f"{far.address}:{ours}", messages, near.command)
+    ratio = link * 8 / (_LINE_MBPS * 1e6)
+    say(f"line with {delay_ms:g} ms each way: bare {plain / 1e6:.2f} MB/s, Ravnest {link / 1e6:.2f} MB/s, {ratio:.3f}")
+    return {
+        "case": f"{_LINE_MBPS:g} Mbit/s, {2 * delay_ms:g} ms round trip",
+        "bare_megabytes_per_second": plain / 1e6,
+        "ravnest_megabytes_per_second": link / 1e6,
+        "ratio": ratio,
+    }
+
+
+def _make_nodes(folder: Path) -> None:
+    """Two nodes of a swarm, with their keys in the folder."""
+    admission = Admission.in_memory()
+    (folder / AUTHORITY).write_bytes(certificate_pem(admission.authority.certificate))
+    for name in (SENDER, RECEIVER):
+        node = NodeIdentity.open(folder / name)
+        identity = Identity("invite", admission.invite("127.0.0.1", 1).token.id)
+        node.adopt(admission.join(identity, node.request(), name).certificate, admission.authority.certificate)
+
+
+@contextmanager
+def _receiver(kind: str, folder: Path, host: str, on: On) -> Iterator[int]:
+    """The port of a receiver at work."""
+    command = on([sys.executable, "-m", "benchmarks.transport_ends", "receive", kind, str(folder), host])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _send(kind: str, folder: Path, address: str, messages: int, on: On) -> float:
+    """Bytes per second that arrived."""
+    ends = [sys.executable, "-m", "benchmarks.transport_ends", "send", kind, str(folder), address]
+    done = subprocess.run(
+        on([*ends, str(messages), str(_MESSAGE_BYTES)]), stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True
+    )
+    return float(done.stdout)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The two ends that benchmarks/transport.py measures between, each in a process of its own.
+
+    python -m benchmarks.transport_ends receive bare|ravnest FOLDER HOST            prints its port, serves until killed
+    python -m benchmarks.transport_ends send bare|ravnest FOLDER HOST:PORT MESSAGES BYTES       prints bytes per second
+
+`bare` is grpc.aio and nothing else: a stream of byte messages over the same mutual TLS. The rate is the receiver's:
+from when the first message arrives to when the last does.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+from grpc import aio
+
+from ravnest.net import Frame, FrameKind, Link, NodeIdentity, ProviderServer, dial_link
+from ravnest.net.certificates import read_certificate
+from ravnest.net.identity import node_host
+from ravnest.net.resumable import ResumableLink
+from ravnest.net.tls import channel_credentials, expecting, server_credentials
+
+SENDER, RECEIVER, AUTHORITY = "sender", "receiver", "authority.pem"
+_METHOD = "/bare.Bare/Send"
+_LIMIT = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
+_END = b"end"
+
+
+class Meter:
+    """Counts what arrives."""
+
+    def __init__(self) -> None:
+        self.bytes, self.first, self.last = 0, 0.0, 0.0
+
+    def arrived(self, size: int) -> None:
+        self.last = time.perf_counter()
+        if self.first:
+            self.bytes += size
+        else:
+            self.first = self.last
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes / (self.last - self.first)
+
+
+class _Provider:
+    async def link(self, peer: str, connection: Link) -> None:
+        link, meter = ResumableLink(peer), Meter()
+        carrying = asyncio.create_task(link.carry(connection))
+        while (frame := await link.receive()) is not None:
+            if frame.flush:
+                rate = {"bytes_per_second": meter.bytes_per_second}
+                await link.send(Frame(FrameKind.DONE, frame.microbatch, scalars=rate))
+            else:
+                meter.arrived(frame.tensors["x"].nbytes)
+        await carrying
+
+
+async def receive(kind: str, folder: Path, host: str) -> None:
+    node = _node(folder, RECEIVER)
+    if kind == "ravnest":
+        ours = ProviderServer(_Provider(), node)
+        ours.neighbours = {SENDER}
+        print(await ours.start(host, 0), flush=True)
+    else:
+
+        async def serve(messages: Any, context: Any) -> Any:
+            meter = Meter()
+            async for message in messages:
+                if message == _END:
+                    yield json.dumps(meter.bytes_per_second).encode()
+                else:
+                    meter.arrived(len(message))
+
+        bare = aio.server(options=_LIMIT)
+        methods: dict[str, Any] = {"Send": grpc.stream_stream_rpc_method_handler(serve)}
+        bare.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare.Bare", methods),))
+        print(bare.add_secure_port(f"{host}:0", server_credentials(node.tls_keys)), flush=True)
+        await bare.start()
+    await asyncio.Event().wait()
+
+
+async def send(kind: str, folder: Path, address: str, messages: int, size: int) -> float:
+    node = _node(folder, SENDER)
+    if kind == "ravnest":
+        link = ResumableLink(RECEIVER)
+        tensor = torch.ones(size // 4)
+        dialling = asyncio.create_task(link.keep_dialling(lambda: dial_link(address, RECEIVER, node, "bench")))
+        for number in range(messages + 1):
+            await link.send(Frame(FrameKind.FORWARD, number, tensors={"x": tensor}))
+        await link.send(Frame(FrameKind.FORWARD, messages, flush=True))
+        reply = await link.receive()
+        assert reply is not None
+        await link.close()
+        await dialling
+        return float(reply.scalars["bytes_per_second"])
+    options = [*_LIMIT, *expecting(node_host(RECEIVER))]
+    async with aio.secure_channel(address, channel_credentials(node.tls_keys()), options=options) as channel:
+        call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_METHOD)()
+        # As our own sender does: the bytes of each message are put together from where they lie.
+        content = memoryview(bytearray(size))
+        for _ in range(messages + 1):
+            await call.write(bytes(content))
+        await call.write(_END)
+        reply_bytes: Any = await call.read()
+        return float(json.loads(reply_bytes))
+
+
+def _node(folder: Path, name: str) -> NodeIdentity:
+    return NodeIdentity.open(folder / name, read_certificate((folder / AUTHORITY).read_bytes()))
+
+
+def main() -> None:
+    do, kind, folder, where, *rest = sys.argv[1:]
+    if do == "receive":
+        asyncio.run(receive(kind, Path(folder), where))
+    else:
+        print(asyncio.run(send(kind, Path(folder), where, *map(int, rest))))
+
+
+if __name__ == "__main__":
+    main()
