@@ -13,6 +13,7 @@ from typing import Any
 
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore, PendingCheckpoint
 from ravnest.coordinator.ledger import Place
+from ravnest.errors import RunError
 from ravnest.settings import Checkpoint
 
 
@@ -26,11 +27,14 @@ class Mark:
 
 
 def place_of(info: CheckpointInfo) -> Place:
-    """Where a run that is resumed from this checkpoint goes on."""
+    """Where a run that is resumed from this checkpoint goes on; RunError when the checkpoint does not say."""
+    completed = info.manifest["ledger"].get("completed")
+    if type(completed) is not int or not 0 <= completed < 2**63:
+        raise RunError(f"{info.folder} is damaged: its ledger does not say how many microbatches were completed.")
     return Place(
         epoch=info.epoch,
         position=info.position,
-        microbatches=int(info.manifest["ledger"]["completed"]),
+        microbatches=completed,
         updates=info.updates,
         samples=info.samples,
         data_state=str(info.state.get("data_state", "")),
