@@ -7,6 +7,7 @@ disk that is full, each becomes one error that every wait raises from then on; c
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -72,6 +73,8 @@ class Coordinator:
         self._deployed = False
         self._resumed = progress.ledger.updates > 0
         self._stage_of: dict[str, int] = {}
+        self._scores: set[str] = set()
+        """What an evaluation measures."""
         self._inputs_of: list[tuple[str, tuple[str, ...]]] = []
         self._saver: Saver | None = None
         self._evaluation: Evaluation | None = None
@@ -109,6 +112,7 @@ class Coordinator:
         self._events.emit("in_flight", f"{self._limit} microbatches in flight: {why}", limit=self._limit)
         self.progress.devices = {m.node_id: m.device for m in members}
         self._stage_of = {s.node: s.stage for s in plan.stages}
+        self._scores = {"loss", *job.metrics}
         self._inputs_of = [(s.node, tuple(v.name for v in s.graph.inputs)) for s in plan.stages if s.graph.inputs]
         if job.pipeline.record_updates:
             self._recorder.record_updates(self._run.updates_path)
@@ -193,6 +197,9 @@ class Coordinator:
 
     def said(self, node_id: str, message: ProviderMessage) -> None:
         kind = message.WhichOneof("body")
+        if node_id not in self._stage_of:
+            # What a standby knows of the run, it does not know from this coordinator.
+            return
         if kind == "ready" and message.ready.deployment == self._deployment:
             self._ready.add(node_id)
             self._changes.notify()
@@ -214,12 +221,14 @@ class Coordinator:
                 if self.progress.first_update_seconds is None:
                     self._events.emit("first_update", "the first microbatch has passed every stage")
                 if self._ledger.complete(frame.microbatch) is None:
-                    self._events.emit(
-                        "applied_twice", "a microbatch was reported done twice", microbatch=frame.microbatch
-                    )
+                    reason = f"{node_id} reported microbatch {frame.microbatch} done, which was not under way"
+                    self._events.emit("applied_twice", reason, microbatch=frame.microbatch)
+                    raise PeerError(reason)
             self.progress.completed()
             self._changes.notify()
         elif frame.kind is FrameKind.RESULT and self._evaluation is not None:
+            if frame.scalars.keys() != self._scores:
+                raise PeerError(f"{node_id} sent a result of other measures than {sorted(self._scores)}")
             self._evaluation.came(frame.microbatch, {k: float(v) for k, v in frame.scalars.items()})
             self._changes.notify()
 
@@ -245,8 +254,8 @@ class Coordinator:
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         number = name.removeprefix("checkpoint-")
-        if self._saver is None or node_id not in self._stage_of or not number.isdecimal():
-            raise PeerError(f"{node_id} may not upload {name!r}")
+        if self._saver is None or node_id not in self._stage_of or not re.fullmatch("[0-9]{1,19}", number):
+            raise PeerError(f"{node_id} may not upload {name[:80]!r}")
         try:
             info = await self._saver.part(int(number), self._stage_of[node_id], chunks)
         except RunError as error:

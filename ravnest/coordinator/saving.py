@@ -13,7 +13,7 @@ from typing import Any
 
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore, PendingCheckpoint
 from ravnest.coordinator.ledger import Place
-from ravnest.errors import RunError
+from ravnest.errors import PeerError, RunError
 from ravnest.settings import Checkpoint
 
 
@@ -54,7 +54,9 @@ class Saver:
         self._state = state
         self._mark: Mark | None = None
         self._pending: PendingCheckpoint | None = None
-        self._parts = 0
+        self._parts: set[int] = set()
+        """Stages whose part has come or is coming."""
+        self._written = 0
         self._last_time = time.monotonic()
         self._last_updates = updates
 
@@ -78,20 +80,29 @@ class Saver:
         self.abort()
         self._pending = self._store.begin(mark.checkpoint)
         self._mark = mark
-        self._parts = 0
+        self._parts = set()
+        self._written = 0
         self._last_time = time.monotonic()
         self._last_updates = mark.place.updates
 
     async def part(self, checkpoint: int, stage: int, chunks: AsyncIterator[bytes]) -> CheckpointInfo | None:
-        """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses."""
+        """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses,
+        PeerError when the stage has sent it already."""
         pending, mark = self._pending, self._mark
         if pending is None or mark is None or mark.checkpoint != checkpoint:
             async for _ in chunks:
                 pass
             return None
-        await pending.write_part(stage, chunks)
-        self._parts += 1
-        if self._parts < self._stages:
+        if stage in self._parts:
+            raise PeerError(f"the part of stage {stage} for checkpoint {checkpoint} is there, or on its way, already")
+        self._parts.add(stage)
+        try:
+            await pending.write_part(stage, chunks)
+        except BaseException:
+            self._parts.discard(stage)
+            raise
+        self._written += 1
+        if self._written < self._stages:
             return None
         place = mark.place
         # What was fed beyond the checkpoint is fed again by a run that goes on from it.
