@@ -54,9 +54,8 @@ class Saver:
         self._state = state
         self._mark: Mark | None = None
         self._pending: PendingCheckpoint | None = None
-        self._parts: set[int] = set()
-        """Stages whose part has come or is coming."""
-        self._written = 0
+        self._parts: dict[int, bool] = {}
+        """Stages whose part has begun to come, and whether it is there in full."""
         self._last_time = time.monotonic()
         self._last_updates = updates
 
@@ -80,8 +79,7 @@ class Saver:
         self.abort()
         self._pending = self._store.begin(mark.checkpoint)
         self._mark = mark
-        self._parts = set()
-        self._written = 0
+        self._parts = {}
         self._last_time = time.monotonic()
         self._last_updates = mark.place.updates
 
@@ -95,14 +93,15 @@ class Saver:
             return None
         if stage in self._parts:
             raise PeerError(f"the part of stage {stage} for checkpoint {checkpoint} is there, or on its way, already")
-        self._parts.add(stage)
+        parts = self._parts
+        parts[stage] = False
         try:
             await pending.write_part(stage, chunks)
         except BaseException:
-            self._parts.discard(stage)
+            del parts[stage]
             raise
-        self._written += 1
-        if self._written < self._stages:
+        parts[stage] = True
+        if self._pending is not pending or sum(parts.values()) < self._stages:
             return None
         place = mark.place
         # What was fed beyond the checkpoint is fed again by a run that goes on from it.

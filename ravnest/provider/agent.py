@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ravnest import __version__
-from ravnest.errors import PeerError, RavnestError
+from ravnest.errors import PeerError, RavnestError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
 from ravnest.net.client import CoordinatorClient
@@ -303,4 +303,5 @@ class _Agent:
 
     def _say(self, text: str) -> None:
         if not self._embedded:
-            print(text, file=sys.stderr, flush=True)
+            # Reasons and names in it may be the coordinator's words.
+            print(printable(text), file=sys.stderr, flush=True)
