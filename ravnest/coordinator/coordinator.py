@@ -27,7 +27,7 @@ from ravnest.coordinator.saving import Mark, Saver
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
 from ravnest.engine.schedule import flight_limit
-from ravnest.errors import PeerError, RavnestError, RunError, TrainingError
+from ravnest.errors import PeerError, RavnestError, RunError, TrainingError, printable
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
@@ -392,14 +392,13 @@ class Coordinator:
         return self._last_info
 
     def _take_failure(self, node_id: str, failed: Failed) -> None:
+        message, kind = printable(failed.message), printable(failed.kind)
         with self._failing():
-            self._events.emit(
-                "stage_failed", failed.message, provider=node_id, failure=failed.kind, microbatch=failed.microbatch
-            )
-        if failed.kind == "not_finite":
-            self.fail(TrainingError(f"{failed.message}; {self._what_now()}"))
+            self._events.emit("stage_failed", message, provider=node_id, failure=kind, microbatch=failed.microbatch)
+        if kind == "not_finite":
+            self.fail(TrainingError(f"{message}; {self._what_now()}"))
             return
-        error = TrainingError(f"{node_id} failed: {failed.message}; {self._what_now()}")
+        error = TrainingError(f"{node_id} failed: {message}; {self._what_now()}")
         # A stage that lost its neighbour says so before the neighbour's own end is noticed, which is the better reason.
         seconds = _LOST_NEIGHBOUR_SECONDS if failed.kind == "link" else 0.0
         self._spawn(self._after(seconds, lambda: self.fail(error)))

@@ -11,7 +11,7 @@ from typing import Protocol
 from ravnest.coordinator.admission import Admission
 from ravnest.coordinator.members import Member, Members, check_version
 from ravnest.coordinator.prepare import Artifact
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, printable
 from ravnest.net.address import split_address
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
@@ -21,6 +21,7 @@ from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, JoinReply, Jo
 
 HEARTBEAT_SECONDS = 1.0
 _STOP_SECONDS = 1.0
+_DEVICE_CHARACTERS = 40
 
 
 class SwarmEvents(Protocol):
@@ -106,7 +107,8 @@ class Swarm:
         check_version(request)
         split_address(request.address)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
-        member = Member(admitted.node_id, request.address, request.device, request.memory_bytes, request.threads)
+        device = printable(request.device[:_DEVICE_CHARACTERS])
+        member = Member(admitted.node_id, request.address, device, request.memory_bytes, request.threads)
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
@@ -122,7 +124,7 @@ class Swarm:
         try:
             while (message := await control.receive()) is not None:
                 if message.HasField("leaving"):
-                    left = f"it left: {message.leaving.reason}"
+                    left = printable(f"it left: {message.leaving.reason}")
                 if self.events is not None:
                     self.events.said(node_id, message)
         except PeerError as error:
