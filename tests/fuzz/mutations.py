@@ -14,7 +14,7 @@ _PATHS = ("../../etc/passwd", "..", "/etc/passwd", "a/../b", "C:\\x")
 _NAMES = ("__class__", "__import__", "os.system", "params", "float32", "cuda:0", "LambdaLR", "LBFGS", "SGD", "StepLR")
 _OPERATORS = ("aten.from_file.default", "aten.add.out", "aten.as_strided.default", "aten.linear.default", "py.getitem")
 _LISTS: tuple[Any, ...] = ([], {}, [[]], [[[[[[[[[[1]]]]]]]]]], [0] * 100, {"": None})
-_ARGUMENTS = ({"ref": "w"}, {"ref": "../x"}, {"ref": {}}, {"device": "cuda:0"}, {"dtype": "object"}, {"float": "nan"})
+_ARGUMENTS: tuple[Any, ...] = ({"ref": "w"}, {"ref": "../x"}, {"ref": {}}, {"device": "cuda:0"}, {"dtype": "object"})
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, *_NUMBERS, *_REALS, *_TEXTS, *_PATHS),
     *(*_NAMES, *_OPERATORS, *_LISTS, *_ARGUMENTS),
