@@ -70,11 +70,15 @@ def main() -> int:
 def _run(name: str, runs: int, crashes: Path) -> Outcome:
     from tests.fuzz.targets import named
 
-    with tempfile.TemporaryDirectory(prefix="ravnest-fuzz-") as corpus:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="ravnest-fuzz-", dir=memory if memory.is_dir() else None) as folder:
+        corpus, files = Path(folder) / "corpus", Path(folder) / "files"
+        corpus.mkdir()
+        files.mkdir()
         for number, seed in enumerate(named(name).seeds()):
-            (Path(corpus) / f"seed-{number}").write_bytes(seed)
+            (corpus / f"seed-{number}").write_bytes(seed)
         limits = [f"-runs={runs}", f"-timeout={CASE_SECONDS}", f"-rss_limit_mb={MEMORY_MB}", "-max_len=8192"]
-        options = [*limits, "-seed=1", "-print_final_stats=1", f"-artifact_prefix={crashes / name}-", corpus]
+        options = [*limits, "-seed=1", "-print_final_stats=1", f"-artifact_prefix={crashes / name}-", str(corpus)]
         started = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", "tests.fuzz", "--inside", name, *options],
@@ -82,7 +86,8 @@ def _run(name: str, runs: int, crashes: Path) -> Outcome:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # libFuzzer ends its process without ceremony: what that leaves behind goes with this folder.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(files)},
         )
     said = done.stdout
     growth = _number(r"stat::peak_rss_mb: +(\d+)", said) - _number(r"memory at the start: (\d+) MB", said)

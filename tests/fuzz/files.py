@@ -25,8 +25,7 @@ class File:
 
 @cache
 def _made_folder(process: int, name: str) -> tempfile.TemporaryDirectory[str]:
-    memory = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(prefix="ravnest-fuzz-", dir=memory if memory.is_dir() else None)
+    return tempfile.TemporaryDirectory(prefix="ravnest-fuzz-")
 
 
 def _folder(name: str) -> Path:
