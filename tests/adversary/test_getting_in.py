@@ -1,5 +1,6 @@
 """Somebody tries to get into a swarm, or to be somebody else in it, over real sockets and TLS."""
 
+import asyncio
 import os
 from dataclasses import replace
 
@@ -275,5 +276,21 @@ def test_a_coordinator_that_poses_as_another_swarm_learns_nothing() -> None:
             with pytest.raises(PeerError, match="is not the swarm the invite is for; nothing was sent to it"):
                 await pin_authority(diverted)
             assert impostor.told.joined_ids == []
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "greeting", [b"", b"\x16", b"\x16\x03\x01\x40\x00", b"GET / HTTP/1.1\r\n", A_PICKLE, bytes(5000)]
+)
+def test_connections_that_never_finish_their_greeting_hold_nobody_up(greeting: bytes) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            opened = [await asyncio.open_connection("127.0.0.1", swarm.port) for _ in range(30)]
+            for _, writer in opened:
+                writer.write(greeting)
+            await nobody_came(swarm)
+            for _, writer in opened:
+                writer.transport.abort()
 
     run(test())

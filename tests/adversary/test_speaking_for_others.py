@@ -14,6 +14,7 @@ import pytest
 from grpc import aio
 
 from ravnest.coordinator.coordinator import Coordinator
+from ravnest.coordinator.evaluation import Evaluation
 from ravnest.coordinator.ledger import Ledger
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.waiting import Changes
@@ -184,6 +185,24 @@ def test_ending_a_microbatch_that_is_not_under_way(tmp_path: Path) -> None:
                 assert swarm.connected() == ["anna"]
                 await coordinator.close()
             assert anna.control.stream.error is None
+
+    run(test())
+
+
+def test_a_result_of_measures_that_nobody_asked_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory = await swarm.join("mallory")
+            with a_run(swarm, tmp_path) as (coordinator, _):
+                coordinator._evaluation, coordinator._scores = Evaluation(), {"loss"}
+                coordinator._evaluation.sent(-1, 8)
+                await swarm.swarm.tell(mallory.id, an_order(0, 1))
+                # Named like a field of every event, it would have broken the event that tells of the evaluation.
+                await mallory.feed.send(Frame(FrameKind.RESULT, -1, train=False, scalars={"loss": 1.0, "kind": 1.0}))
+                with pytest.raises(PeerError, match=r"mallory sent a result of other measures than \['loss'\]"):
+                    await mallory.feed.receive()
+                assert coordinator._evaluation.outstanding == 1
+                await coordinator.close()
 
     run(test())
 
