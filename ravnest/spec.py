@@ -37,7 +37,7 @@ class OptimizerSpec:
         try:
             made = _class("optimizer", self.name)(parameters, **self.arguments)
         except _CONSTRUCTION_ERRORS as error:
-            raise GraphError(f"optimizer {self.name} cannot be built: {error}") from error
+            raise GraphError(f"optimizer {self.name} cannot be built: {str(error)[:300]}") from error
         assert isinstance(made, Optimizer)
         return made
 
@@ -67,7 +67,7 @@ class ScheduleSpec:
         try:
             made = _class("schedule", self.name)(optimizer, **self.arguments)
         except _CONSTRUCTION_ERRORS as error:
-            raise GraphError(f"schedule {self.name} cannot be built: {error}") from error
+            raise GraphError(f"schedule {self.name} cannot be built: {str(error)[:300]}") from error
         assert isinstance(made, LRScheduler)
         return made
 
@@ -213,7 +213,7 @@ def _refused_in_practice(
     except _CONSTRUCTION_ERRORS as error:
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         given = ", ".join(f"{key}={value!r}" for key, value in at_fault.arguments.items())
-        return f"{at_fault.name}({given}) is refused by torch ({said}): correct its arguments"
+        return f"{at_fault.name}({given[:300]}) is refused by torch ({said[:300]}): correct its arguments"
     return None
 
 

@@ -47,6 +47,7 @@ DEEP: Any = json.loads("[" * 900 + "]" * 900)
         ("optimizer", put("name", value="x" * 9000), "is not in torch.optim"),
         ("optimizer", put("arguments", "lr", value="x" * 9000), "argument 'lr' is not a plain value"),
         ("optimizer", put("name", value="\ud800"), "is not JSON"),
+        ("optimizer", put("arguments", "lr", value=[0] * 5000), "is refused by torch"),
         ("graph", put("version", value="x" * 9000), "has format version"),
         ("graph", put("parameters", 0, "dtype", value="x" * 9000), "is not a tensor type"),
         ("summary", put("samples", value="many"), "samples is 'many'"),
