@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PROTOS := $(wildcard proto/ravnest/v1/*.proto)
 
-.PHONY: demo test check bench format proto screenshot clean $(VENV)
+.PHONY: demo test check fuzz bench format proto screenshot clean $(VENV)
 
 demo: $(VENV)
 	@$(BIN)/ravnest train examples/digits/job.py --providers 3
@@ -18,6 +18,10 @@ check: $(VENV)/.dev-installed
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy --strict
 	@$(BIN)/lint-imports
+
+# Every decoder of foreign bytes against what a coverage-guided fuzzer makes of valid inputs; a few minutes.
+fuzz: $(VENV)/.fuzz-installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
 # On a machine that does nothing else; a few minutes.
 bench: $(VENV)/.dev-installed
@@ -54,4 +58,9 @@ $(VENV)/.installed: requirements.lock pyproject.toml setup.py proto/generate.py 
 $(VENV)/.dev-installed: requirements-dev.lock $(VENV)/.installed
 	@echo 'Installing what the tests need into $(VENV)'
 	@$(PIP) install -r requirements-dev.lock
+	@touch $@
+
+$(VENV)/.fuzz-installed: requirements-fuzz.lock $(VENV)/.installed
+	@echo 'Installing the fuzzer into $(VENV)'
+	@$(PIP) install -r requirements-fuzz.lock
 	@touch $@

@@ -11,11 +11,26 @@ RavnestError
 └── TrainingError   training itself cannot go on (a loss that is not finite, a lost provider)
 """
 
+from typing import Final
+
+SENTENCE_CHARACTERS: Final = 2000
+"""Far more than any sentence of ours has: what is longer carries something that was sent."""
+
 
 class RavnestError(Exception):
     """Base of all errors a user may see; the command line prints the message alone and exits with `exit_code`."""
 
     exit_code = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
+
+
+def printable(text: str) -> str:
+    """`text` as one line that neither steers a terminal nor floods it: parts of it may come from another machine."""
+    if len(text) > SENTENCE_CHARACTERS:
+        text = f"{text[: SENTENCE_CHARACTERS // 2]} … {text[3 - SENTENCE_CHARACTERS // 2 :]}"
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 class JobError(RavnestError):

@@ -18,6 +18,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from ravnest.errors import GraphError
+from ravnest.plain_json import read_json
 
 Plain = bool | int | float | str | None | tuple[float, ...]
 """What an argument may be: a number, a flag, a string, None, or a tuple of numbers."""
@@ -36,7 +37,7 @@ class OptimizerSpec:
         try:
             made = _class("optimizer", self.name)(parameters, **self.arguments)
         except _CONSTRUCTION_ERRORS as error:
-            raise GraphError(f"optimizer {self.name} cannot be built: {error}") from error
+            raise GraphError(f"optimizer {self.name} cannot be built: {str(error)[:300]}") from error
         assert isinstance(made, Optimizer)
         return made
 
@@ -66,7 +67,7 @@ class ScheduleSpec:
         try:
             made = _class("schedule", self.name)(optimizer, **self.arguments)
         except _CONSTRUCTION_ERRORS as error:
-            raise GraphError(f"schedule {self.name} cannot be built: {error}") from error
+            raise GraphError(f"schedule {self.name} cannot be built: {str(error)[:300]}") from error
         assert isinstance(made, LRScheduler)
         return made
 
@@ -189,7 +190,7 @@ def _refused_name(kind: str, name: str) -> str | None:
         return f"{name} {_REASONS[name]}"
     names = _registry(kind)
     if name not in names:
-        return f"{name} is not in {_HOMES[kind]}: use one of {', '.join(sorted(names))}"
+        return f"{name[:80]} is not in {_HOMES[kind]}: use one of {', '.join(sorted(names))}"
     return None
 
 
@@ -212,19 +213,25 @@ def _refused_in_practice(
     except _CONSTRUCTION_ERRORS as error:
         said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         given = ", ".join(f"{key}={value!r}" for key, value in at_fault.arguments.items())
-        return f"{at_fault.name}({given}) is refused by torch ({said}): correct its arguments"
+        return f"{at_fault.name}({given[:300]}) is refused by torch ({said[:300]}): correct its arguments"
     return None
 
 
 def _as_plain(value: object) -> Plain | _NotPlain:
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return value if len(value) <= _MOST_CHARACTERS else _NotPlain()
     if isinstance(value, int | float):
         return value if _is_ordinary(value) else _NotPlain()
     if isinstance(value, list | tuple):
         numbers = [entry for entry in value if isinstance(entry, int | float) and _is_ordinary(entry)]
         return tuple(numbers) if len(numbers) == len(value) else _NotPlain()
     return _NotPlain()
+
+
+_MOST_CHARACTERS = 256
+"""Of a text that travels as an argument, and of an argument's name: torch's own have a dozen or two."""
 
 
 def _is_ordinary(number: float) -> bool:
@@ -246,8 +253,8 @@ def _to_json(name: str, arguments: Mapping[str, Plain]) -> str:
 
 def _from_json(kind: str, text: str | bytes) -> tuple[str, dict[str, Plain]]:
     try:
-        data: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        data: Any = read_json(text)
+    except ValueError as error:
         raise GraphError(f"{kind} specification is not JSON: {error}") from error
     if not isinstance(data, dict) or data.keys() != {"name", "arguments"}:
         raise GraphError(f"{kind} specification must hold exactly a name and arguments")
@@ -257,8 +264,8 @@ def _from_json(kind: str, text: str | bytes) -> tuple[str, dict[str, Plain]]:
     arguments: dict[str, Plain] = {}
     for key, value in given.items():
         plain = _as_plain(value)
-        if isinstance(plain, _NotPlain):
-            raise GraphError(f"{kind} specification: argument {key!r} is not a plain value")
+        if len(key) > _MOST_CHARACTERS or isinstance(plain, _NotPlain):
+            raise GraphError(f"{kind} specification: argument {key[:80]!r} is not a plain value")
         arguments[key] = plain
     return name, arguments
 

@@ -90,10 +90,13 @@ def test_every_make_target_a_page_names_exists() -> None:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name}: make {target}"
 
 
+LOCKS = ("requirements.lock", "requirements-dev.lock", "requirements-fuzz.lock")
+
+
 def test_every_dependency_has_its_line_and_its_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     page = (ROOT / "docs" / "dependencies.md").read_text()
-    pinned = "".join((ROOT / name).read_text() for name in ("requirements.lock", "requirements-dev.lock"))
+    pinned = "".join((ROOT / name).read_text() for name in LOCKS)
     for wanted in itertools.chain(project["dependencies"], *project["optional-dependencies"].values()):
         name = re.split(r"[<>=~]", wanted)[0]
         assert re.search(rf"^\| .*\b{name}\b.* \|", page, re.MULTILINE), f"docs/dependencies.md lacks {name}"

@@ -5,7 +5,7 @@ import itertools
 import json
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -193,7 +193,10 @@ def _links(summary: Summary) -> list[str]:
 def _event(event: Event) -> Any:
     from rich.text import Text
 
-    at = event.get("at")
-    when = time.strftime("%H:%M:%S", time.localtime(at)) if isinstance(at, int | float) else "?"
+    at, when = event.get("at"), "?"
+    # A time that no clock shows is as good as none.
+    with suppress(OverflowError, OSError, ValueError):
+        if isinstance(at, int | float):
+            when = time.strftime("%H:%M:%S", time.localtime(at))
     kind, reason = words.printable(str(event.get("kind", ""))), words.printable(str(event.get("reason", "")))
     return Text.assemble((when, "dim"), f"  {kind:<18} ", (reason, "dim"))

@@ -7,7 +7,6 @@ metadata carries plain values. Nothing here changes a file.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ravnest.errors import RunError
 from ravnest.monitor.files import read_error
+from ravnest.plain_json import read_json
 
 FORMAT: Final = 1
 MANIFEST_NAME: Final = "checkpoint.json"
@@ -77,7 +77,7 @@ class CheckpointContents:
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """The committed checkpoints, newest first."""
-    found = (path for path in folder.glob("*") if re.fullmatch(r"\d{10,}", path.name))
+    found = (path for path in folder.glob("*") if re.fullmatch(r"[0-9]{10,20}", path.name))
     return sorted(found, key=lambda path: int(path.name), reverse=True)
 
 
@@ -117,7 +117,7 @@ def load_checkpoint(info: CheckpointInfo) -> CheckpointContents:
                 for key in file.keys():  # noqa: SIM118  (safe_open is no mapping)
                     _put(contents, key, file.get_tensor(key))
         except (SafetensorError, OSError, ValueError) as error:
-            raise RunError(f"{path} cannot be read as part of a checkpoint: {error}.") from error
+            raise RunError(f"{path} cannot be read as part of a checkpoint: {str(error)[:300]}.") from error
     return contents
 
 
@@ -137,22 +137,31 @@ def _put(contents: CheckpointContents, key: str, tensor: Tensor) -> None:
 def _read_manifest(folder: Path) -> CheckpointInfo:
     path = folder / MANIFEST_NAME
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = read_json(path.read_bytes())
         if manifest["format"] != FORMAT:
             raise RunError(f"{path} is of format {manifest['format']}, this Ravnest reads format {FORMAT}; update it.")
         for name in ("checkpoint", "updates", "samples", "epoch", "position"):
-            if type(manifest[name]) is not int:
-                raise ValueError(f"{name} is not a number")
+            _check_count(name, manifest[name])
         if not isinstance(manifest["state"], dict) or not isinstance(manifest["ledger"], dict):
             raise ValueError("state and ledger must be objects")
         for part in manifest["parts"]:
-            if not re.fullmatch(r"part-\d+\.safetensors", part["file"]):
-                raise ValueError(f"{part['file']!r} is no name of a part")
+            if not re.fullmatch(r"part-\d{1,9}\.safetensors", part["file"], re.ASCII):
+                raise ValueError(f"{part['file'][:80]!r} is no name of a part")
+            _check_count("size", part["size"])
+            if not isinstance(part["sha256"], str):
+                raise ValueError("a part has no sha256")
+        if not manifest["parts"]:
+            raise ValueError("it has no parts")
     except OSError as error:
         raise read_error(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is damaged: {type(error).__name__} {error}.") from None
     return CheckpointInfo(folder, manifest)
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{name} is not a number of something")
 
 
 def _verify(info: CheckpointInfo) -> None:

@@ -7,6 +7,7 @@ disk that is full, each becomes one error that every wait raises from then on; c
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
 from ravnest.engine.schedule import flight_limit
-from ravnest.errors import PeerError, RavnestError, RunError, TrainingError
+from ravnest.errors import PeerError, RavnestError, RunError, TrainingError, printable
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
@@ -73,6 +74,8 @@ class Coordinator:
         self._deployed = False
         self._resumed = progress.ledger.updates > 0
         self._stage_of: dict[str, int] = {}
+        self._scores: set[str] = set()
+        """What an evaluation measures."""
         self._inputs_of: list[tuple[str, tuple[str, ...]]] = []
         self._saver: Saver | None = None
         self._evaluation: Evaluation | None = None
@@ -113,6 +116,7 @@ class Coordinator:
             await asyncio.to_thread(self._swarm.state.reached, self._position())
         self.progress.devices = {m.node_id: m.device for m in members}
         self._stage_of = {s.node: s.stage for s in plan.stages}
+        self._scores = {"loss", *job.metrics}
         self._inputs_of = [(s.node, tuple(v.name for v in s.graph.inputs)) for s in plan.stages if s.graph.inputs]
         if job.pipeline.record_updates:
             self._recorder.record_updates(self._run.updates_path)
@@ -198,6 +202,9 @@ class Coordinator:
 
     def said(self, node_id: str, message: ProviderMessage) -> None:
         kind = message.WhichOneof("body")
+        if node_id not in self._stage_of:
+            # What a standby knows of the run, it does not know from this coordinator.
+            return
         if kind == "ready" and message.ready.deployment == self._deployment:
             self._ready.add(node_id)
             self._fetched(node_id, 1.0)
@@ -223,12 +230,14 @@ class Coordinator:
                 if self.progress.first_update_seconds is None:
                     self._events.emit("first_update", "the first microbatch has passed every stage")
                 if self._ledger.complete(frame.microbatch) is None:
-                    self._events.emit(
-                        "applied_twice", "a microbatch was reported done twice", microbatch=frame.microbatch
-                    )
+                    reason = f"{node_id} reported microbatch {frame.microbatch} done, which was not under way"
+                    self._events.emit("applied_twice", reason, microbatch=frame.microbatch)
+                    raise PeerError(reason)
             self.progress.completed()
             self._changes.notify()
         elif frame.kind is FrameKind.RESULT and self._evaluation is not None:
+            if frame.scalars.keys() != self._scores:
+                raise PeerError(f"{node_id} sent a result of other measures than {sorted(self._scores)}")
             self._evaluation.came(frame.microbatch, {k: float(v) for k, v in frame.scalars.items()})
             self._changes.notify()
 
@@ -265,8 +274,8 @@ class Coordinator:
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         number = name.removeprefix("checkpoint-")
-        if self._saver is None or node_id not in self._stage_of or not number.isdecimal():
-            raise PeerError(f"{node_id} may not upload {name!r}")
+        if self._saver is None or node_id not in self._stage_of or not re.fullmatch("[0-9]{1,19}", number):
+            raise PeerError(f"{node_id} may not upload {name[:80]!r}")
         try:
             info = await self._saver.part(int(number), self._stage_of[node_id], chunks)
         except RunError as error:
@@ -414,14 +423,13 @@ class Coordinator:
         return self._last_info
 
     def _take_failure(self, node_id: str, failed: Failed) -> None:
+        message, kind = printable(failed.message), printable(failed.kind)
         with self._failing():
-            self._events.emit(
-                "stage_failed", failed.message, provider=node_id, failure=failed.kind, microbatch=failed.microbatch
-            )
-        if failed.kind == "not_finite":
-            self.fail(TrainingError(f"{failed.message}; {self._what_now()}"))
+            self._events.emit("stage_failed", message, provider=node_id, failure=kind, microbatch=failed.microbatch)
+        if kind == "not_finite":
+            self.fail(TrainingError(f"{message}; {self._what_now()}"))
             return
-        error = TrainingError(f"{node_id} failed: {failed.message}; {self._what_now()}")
+        error = TrainingError(f"{node_id} failed: {message}; {self._what_now()}")
         # A stage that lost its neighbour says so before the neighbour's own end is noticed, which is the better reason.
         seconds = _LOST_NEIGHBOUR_SECONDS if failed.kind == "link" else 0.0
         self._spawn(self._after(seconds, lambda: self.fail(error)))

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ravnest.errors import RunError
+
 
 def seed_everything(seed: int, epoch: int) -> None:
     """Seeds what shuffles without a generator of its own."""
@@ -30,15 +32,18 @@ def data_state(data: Any) -> str:
 
 
 def set_data_state(data: Any, state: str) -> None:
-    """Puts back what `data_state` gave; a state of other data than this is left alone."""
+    """Puts back what `data_state` gave; a state of other data than this is left alone. RunError for a damaged one."""
     generators = _generators(data)
     texts = state.split(",") if state else []
     if len(texts) != len(generators):
         return
     for generator, text in zip(generators, texts, strict=True):
-        saved = np.frombuffer(base64.b64decode(text), dtype=np.uint8)
-        if len(saved) == generator.get_state().numel():
-            generator.set_state(torch.from_numpy(saved.copy()))
+        try:
+            saved = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+            if len(saved) == generator.get_state().numel():
+                generator.set_state(torch.from_numpy(saved.copy()))
+        except (ValueError, RuntimeError) as error:
+            raise RunError(f"the checkpoint's state of the data's order cannot be used: {error}") from None
 
 
 def epoch_size(data: Any, batch_samples: int) -> tuple[int, int] | None:

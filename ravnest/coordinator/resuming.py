@@ -12,6 +12,7 @@ import torch
 
 from ravnest.errors import RunError
 from ravnest.job import Job
+from ravnest.plain_json import read_json
 from ravnest.spec import OptimizerSpec, ScheduleSpec
 
 
@@ -25,13 +26,21 @@ def resumed_metadata(parts: list[dict[str, str]], saved_with: Mapping[str, Any],
     """The plain state of all stages as one (a resumed run may be cut otherwise), with the job's own arguments in it.
 
     A schedule of another kind than before starts anew. RunError when the optimizer is another one: its state would
-    not fit.
+    not fit, or it cannot be read.
     """
+    try:
+        return _resumed_metadata(parts, saved_with, job)
+    except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise RunError(f"the optimizer's state in the checkpoint is damaged ({said}); start afresh") from None
+
+
+def _resumed_metadata(parts: list[dict[str, str]], saved_with: Mapping[str, Any], job: Job) -> dict[str, str]:
     values: dict[str, Any] = {}
     for part in parts:
-        values.update(json.loads(part["optimizer"])["values"])
-    groups = json.loads(parts[0]["optimizer"])["groups"]
-    schedule = json.loads(parts[0]["schedule"])
+        values.update(read_json(part["optimizer"], _MOST_VALUES)["values"])
+    groups = read_json(parts[0]["optimizer"], _MOST_VALUES)["groups"]
+    schedule = read_json(parts[0]["schedule"])
     if "optimizer" in saved_with:
         before, now = OptimizerSpec.from_json(saved_with["optimizer"]), job.optimizer_spec
         if before.name != now.name:
@@ -81,5 +90,6 @@ def _with_schedule(
     return [{key: value for key, value in group.items() if key not in _MOVED} for group in groups], None
 
 
+_MOST_VALUES = 4_000_000
 _MOVED = ("lr", "initial_lr", "max_lr", "min_lr")
 """What a schedule writes into the optimizer."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore, PendingCheckpoint
 from ravnest.coordinator.ledger import Place
+from ravnest.errors import RunError
 from ravnest.settings import Checkpoint
 
 
@@ -26,11 +27,14 @@ class Mark:
 
 
 def place_of(info: CheckpointInfo) -> Place:
-    """Where a run that is resumed from this checkpoint goes on."""
+    """Where a run that is resumed from this checkpoint goes on; RunError when the checkpoint does not say."""
+    completed = info.manifest["ledger"].get("completed")
+    if type(completed) is not int or not 0 <= completed < 2**63:
+        raise RunError(f"{info.folder} is damaged: its ledger does not say how many microbatches were completed.")
     return Place(
         epoch=info.epoch,
         position=info.position,
-        microbatches=int(info.manifest["ledger"]["completed"]),
+        microbatches=completed,
         updates=info.updates,
         samples=info.samples,
         data_state=str(info.state.get("data_state", "")),
@@ -79,15 +83,21 @@ class Saver:
         self._last_updates = mark.place.updates
 
     async def part(self, checkpoint: int, stage: int, chunks: AsyncIterator[bytes]) -> CheckpointInfo | None:
-        """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses."""
+        """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses.
+
+        One that comes again over another connection counts once."""
         pending, mark = self._pending, self._mark
         if pending is None or mark is None or mark.checkpoint != checkpoint:
             async for _ in chunks:
                 pass
             return None
-        await pending.write_part(stage, chunks)
-        if self._mark is not mark or stage in self._parts:
+        if stage not in self._parts:
+            await pending.write_part(stage, chunks)
+        else:
             # A stage that did not hear that its part had arrived sends it once more.
+            async for _ in chunks:
+                pass
+        if self._pending is not pending or stage in self._parts:
             return None
         self._parts.add(stage)
         if len(self._parts) < self._stages:

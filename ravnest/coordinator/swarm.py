@@ -14,7 +14,7 @@ from ravnest.coordinator.prepare import Artifact
 from ravnest.coordinator.reachability import Reach, find_reach
 from ravnest.coordinator.relay import Relay
 from ravnest.coordinator.state import SwarmState
-from ravnest.errors import PeerError, RefusedError
+from ravnest.errors import PeerError, RefusedError, printable
 from ravnest.net.address import split_address
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
@@ -27,6 +27,7 @@ HEARTBEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 30.0
 """How long a provider may be without a connection before it is taken for gone."""
 _STOP_SECONDS = 1.0
+_DEVICE_CHARACTERS = 40
 
 
 class SwarmEvents(Protocol):
@@ -124,9 +125,8 @@ class Swarm:
         if request.address:
             split_address(request.address)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
-        member = Member(
-            admitted.node_id, request.address, request.device, request.memory_bytes, request.threads, seen_host
-        )
+        device = printable(request.device[:_DEVICE_CHARACTERS])
+        member = Member(admitted.node_id, request.address, device, request.memory_bytes, request.threads, seen_host)
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
@@ -180,7 +180,7 @@ class Swarm:
         try:
             while (message := await member.control.receive()) is not None:
                 if message.HasField("leaving"):
-                    left = f"it left: {message.leaving.reason}"
+                    left = printable(f"it left: {message.leaving.reason}")
                 if self.events is not None:
                     self.events.said(member.node_id, message)
         except PeerError as error:

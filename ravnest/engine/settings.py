@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ravnest.errors import GraphError
+from ravnest.plain_json import read_json
 from ravnest.spec import OptimizerSpec, ScheduleSpec
 
 
@@ -37,7 +38,7 @@ class StageSettings:
     @classmethod
     def from_json(cls, text: str) -> "StageSettings":
         try:
-            data: Any = json.loads(text)
+            data: Any = read_json(text)
         except ValueError as error:
             raise GraphError(f"the stage's settings are not valid JSON: {error}") from None
         fields = cls.__dataclass_fields__

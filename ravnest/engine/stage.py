@@ -17,9 +17,14 @@ from ravnest.engine.versions import Version, WeightVersions
 from ravnest.errors import GraphError, TrainingError
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program
+from ravnest.plain_json import read_json
 
 _MOST_PIECES = 8
 _PIECE_BYTES = 8 << 20
+_MOST_STATE_VALUES = 4_000_000
+
+# What reading a state of the wrong form raises, here and in torch.
+_RESTORE_ERRORS = (AttributeError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,14 +183,18 @@ class Stage:
         """Takes up optimizer state (by parameter key) and counters as `state` gave them; GraphError if they do not
         fit."""
         try:
-            groups = json.loads(metadata["optimizer"])["groups"]
-            values = json.loads(metadata["optimizer"])["values"]
-            schedule = json.loads(metadata["schedule"])
-            version = int(json.loads(metadata["version"]))
-        except (KeyError, ValueError, TypeError) as error:
-            raise GraphError(
-                f"the saved state of a stage cannot be read ({error}); the checkpoint is damaged"
-            ) from None
+            self._restore(optimizer, metadata)
+        except _RESTORE_ERRORS as error:
+            said = f"{type(error).__name__}: {error}"
+            raise GraphError(f"the saved state of a stage cannot be read ({said}); the checkpoint is damaged") from None
+
+    def _restore(self, optimizer: Mapping[str, Mapping[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
+        plain = read_json(metadata["optimizer"], _MOST_STATE_VALUES)
+        groups, values = plain["groups"], plain["values"]
+        schedule = read_json(metadata["schedule"])
+        version = read_json(metadata["version"])
+        if type(version) is not int or not 0 <= version < 2**63:
+            raise ValueError("the version is not a number of updates")
         saved: dict[int, dict[str, Any]] = {}
         for index, spec in enumerate(self.graph.parameters):
             entries: dict[str, Any] = dict(optimizer.get(spec.key, {}))
@@ -195,10 +204,14 @@ class Stage:
                 saved[index] = entries
         current = self._optimizer.state_dict()
         for group, stored in zip(current["param_groups"], groups, strict=True):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()})
+            # What this torch does not know is left out, and which parameters there are is the graph's to say.
+            known = {k: v for k, v in stored.items() if k in group and k != "params"}
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
         self._optimizer.load_state_dict({"state": saved, "param_groups": current["param_groups"]})
         if self._schedule is not None and schedule is not None:
-            self._schedule.load_state_dict(schedule)
+            # Torch makes each entry an attribute, whatever its name is: only those that a schedule saves are taken.
+            own = self._schedule.state_dict()
+            self._schedule.load_state_dict({k: v for k, v in schedule.items() if k in own})
         self._versions.current.number = version
 
     def _add(self, gradients: Mapping[str, torch.Tensor | None], sent: Iterable[torch.Tensor]) -> None:

@@ -1,7 +1,9 @@
 """The thread that owns torch for one stage: takes what is ready as the schedule says, waits on a condition.
 
 What happens on failure: a loss that is not finite, or any error in torch, is reported once through the outbox with the
-microbatch's number; nothing of that microbatch is applied, and the worker takes no more work.
+microbatch's number; nothing of that microbatch is applied, and the worker takes no more work. A microbatch or a
+gradient that cannot be (again, out of order, never asked for, too many) is refused with a PeerError as it is
+handed in.
 """
 
 import math
@@ -10,14 +12,17 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ravnest.engine.messages import Counters, LossRecord, Message, Outbox
 from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.engine.stage import Stage, Update
-from ravnest.errors import RavnestError
+from ravnest.errors import PeerError, RavnestError
+
+_SPARE_WAITING: Final = 64
+"""How many microbatches may wait beyond a few times those in flight: more come only from a peer that means harm."""
 
 
 class StageWorker:
@@ -34,7 +39,14 @@ class StageWorker:
         self._is_leaf = graph.loss is not None
         self._limit = stage.settings.in_flight if self._is_root else None
         self._condition = threading.Condition()
-        self._halves: dict[int, Message] = {}
+        self._most_waiting = _SPARE_WAITING + 4 * stage.settings.in_flight
+        self._fed: dict[int, Message] = {}
+        self._received: dict[int, Message] = {}
+        """Halves of a microbatch that wait for the other half, by where they came from."""
+        self._newest: dict[bool, int] = {}
+        """The last microbatch that was taken up, in training and in evaluation."""
+        self._awaited: set[int] = set()
+        """Microbatches that were sent on in training and whose gradients have not come yet."""
         self._forwards: deque[Message] = deque()
         self._evaluations: deque[Message] = deque()
         self._backwards: deque[Message] = deque()
@@ -55,16 +67,19 @@ class StageWorker:
             self._thread.join(timeout_seconds)
 
     def feed(self, message: Message) -> None:
-        """Inputs or targets of a microbatch, from the coordinator."""
-        self._join(message, other_needed=self._needs_forward)
+        """Inputs or targets of a microbatch, from the coordinator. PeerError for one that cannot be."""
+        self._join(message, self._fed, self._received if self._needs_forward else None)
 
     def receive_forward(self, message: Message) -> None:
-        """Activations of a microbatch, from the stage before."""
-        self._join(message, other_needed=self._needs_feed)
+        """Activations of a microbatch, from the stage before. PeerError for one that cannot be."""
+        self._join(message, self._received, self._fed if self._needs_feed else None)
 
     def receive_backward(self, message: Message) -> None:
-        """Gradients of a microbatch, from the stage after."""
+        """Gradients of a microbatch, from the stage after. PeerError for one that is not waited for."""
         with self._condition:
+            if message.microbatch not in self._awaited:
+                raise PeerError(f"gradients of microbatch {message.microbatch} came, which no stage here waits for")
+            self._awaited.remove(message.microbatch)
             self._backwards.append(message)
             self._condition.notify()
 
@@ -74,14 +89,27 @@ class StageWorker:
             self._saves.append(checkpoint)
             self._condition.notify()
 
-    def _join(self, message: Message, other_needed: bool) -> None:
+    def _join(self, message: Message, own: dict[int, Message], others: dict[int, Message] | None) -> None:
+        """Takes one half of a microbatch (or all of it, where no other half is needed: `others` is None)."""
+        number = message.microbatch
         with self._condition:
-            if other_needed:
-                other = self._halves.pop(message.microbatch, None)
+            newest = self._newest.get(message.train)
+            # Training counts up from 0 and evaluation down from -1: nothing is ever taken up twice, or in another
+            # order than it was fed in.
+            if number in own or (newest is not None and abs(number) <= abs(newest)):
+                raise PeerError(f"microbatch {number} came again, or after one that was fed later")
+            waiting = len(self._fed) + len(self._received) + len(self._forwards) + len(self._evaluations)
+            if waiting >= self._most_waiting:
+                raise PeerError(f"{waiting} microbatches wait here already, more than can be in flight")
+            if others is not None:
+                other = others.pop(number, None)
                 if other is None:
-                    self._halves[message.microbatch] = message
+                    own[number] = message
                     return
+                if other.train != message.train:
+                    raise PeerError(f"microbatch {number} came for training from one side and not from the other")
                 message = replace(message, values={**other.values, **message.values})
+            self._newest[message.train] = number
             (self._forwards if message.train else self._evaluations).append(message)
             self._condition.notify()
 
@@ -128,6 +156,8 @@ class StageWorker:
         self.counters.forwards += 1
         if not self._is_leaf:
             self._running[message.microbatch] = replace(message, values={})
+            with self._condition:
+                self._awaited.add(message.microbatch)
             self._outbox.forward(replace(message, values=results))
             return
         loss = float(results[str(self._stage.graph.loss)])
@@ -141,6 +171,14 @@ class StageWorker:
         self._backward(message, None)
 
     def _backward(self, message: Message, gradients: Mapping[str, torch.Tensor] | None) -> None:
+        for name, gradient in (gradients or {}).items():
+            if not torch.isfinite(gradient).all():
+                # Before anything is applied: the weights stay as they are.
+                self._stage.drop(message.microbatch)
+                raise _NotFiniteError(
+                    f"the gradient of {name} that the next stage sent for microbatch {message.microbatch} is not "
+                    "finite, so it is not applied; lower the learning rate or set pipeline.clip_norm"
+                )
         found = self._stage.backward(message.microbatch, gradients)
         self.counters.backwards += 1
         if not self._is_root:

@@ -16,11 +16,13 @@ import torch
 
 from ravnest.errors import GraphError
 from ravnest.graph import ops
+from ravnest.plain_json import read_json
 
 FORMAT_VERSION = 1
 MAX_NODES = 200_000
 MAX_DEPTH = 8
 MAX_LIST = 100_000
+MAX_VALUES = 8_000_000
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 _KEY = re.compile(r"[A-Za-z0-9_@][A-Za-z0-9_.@\-]{0,511}")
@@ -149,16 +151,16 @@ class PortableGraph:
     def from_json(cls, text: str | bytes) -> "PortableGraph":
         """The graph in `text`, checked; GraphError says what is wrong with it."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = read_json(text, MAX_VALUES)
+        except ValueError as error:
             raise GraphError(f"the portable graph is not valid JSON: {error}") from None
         top = _object(data, "graph")
         if top.get("format") != "ravnest.graph":
             raise GraphError("this is not a portable graph (no format 'ravnest.graph')")
         if top.get("version") != FORMAT_VERSION:
             raise GraphError(
-                f"the portable graph has format version {top.get('version')!r}, this Ravnest reads {FORMAT_VERSION}; "
-                "update the older of the two machines"
+                f"the portable graph has format version {str(top.get('version'))[:40]}, this Ravnest reads "
+                f"{FORMAT_VERSION}; update the older of the two machines"
             )
         graph = cls(
             nodes=tuple(_node_from_json(n) for n in _array(top.get("nodes"), "nodes", MAX_NODES)),
@@ -206,7 +208,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_named(name: object) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
-        raise GraphError(f"{name!r} is not a tensor type a portable graph may use")
+        raise GraphError(f"{str(name)[:80]!r} is not a tensor type a portable graph may use")
     return _DTYPES[name]
 
 

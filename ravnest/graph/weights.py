@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from ravnest.errors import GraphError
+from ravnest.plain_json import read_json
 
 MAX_HEADER_BYTES: Final = 64 << 20
 MAX_DIMENSIONS: Final = 64
+MAX_NAME_CHARACTERS: Final = 1024
+MAX_HEADER_VALUES: Final = 4_000_000
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -221,8 +224,8 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 def _parse_header(text: bytes, data_bytes: int) -> tuple[list[_Entry], dict[str, str]]:
     try:
-        header = json.loads(text, object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError) as error:
+        header = read_json(text, MAX_HEADER_VALUES, object_pairs_hook=_without_repeats)
+    except ValueError as error:
         raise GraphError(f"the header of a weights stream is not valid JSON ({error}); send it again.") from None
     if not isinstance(header, dict):
         raise GraphError("the header of a weights stream is not a JSON object; send it again.")
@@ -245,6 +248,8 @@ def _span(entry: _Entry) -> tuple[int, int]:
 
 
 def _entry(name: str, described: object) -> _Entry:
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise GraphError(f"a tensor has a name of {len(name)} characters, more than {MAX_NAME_CHARACTERS}.")
     if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
         raise GraphError(f"tensor {name!r} must be described by dtype, shape and data_offsets alone.")
     dtype_name, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]

@@ -29,16 +29,18 @@ class EventLog:
         self._recent: deque[Event] = deque(maxlen=RECENT_EVENTS)
         self._observers: list[Observer] = []
 
-    def emit(self, kind: str, reason: str, **fields: object) -> None:
-        """Records that something happened, and why; `fields` are plain values that say more."""
+    def emit(self, kind: str, reason: str, /, **fields: object) -> None:
+        """Records that something happened, and why; `fields` are plain values that say more.
+
+        A field with a name that every event has (the user's metric may be called "reason") gets a "_".
+        """
         event: Event = {
             "at": round(time.time(), 3),
             "elapsed": round(time.monotonic() - self._started, 3),
             "kind": kind,
             "reason": reason,
         }
-        assert not event.keys() & fields.keys(), "an event's own fields cannot be given twice"
-        event.update(strict(fields))
+        event.update(strict({f"{name}_" if name in event else name: value for name, value in fields.items()}))
         with self._lock:
             self._recent.append(event)
             observers = tuple(self._observers)

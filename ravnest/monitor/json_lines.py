@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ravnest.monitor.files import read_error, write_error
+from ravnest.plain_json import read_json
 
 
 class JsonLines:
@@ -85,7 +86,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        record = json.loads(line)
+        record = read_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

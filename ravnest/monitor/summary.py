@@ -2,15 +2,18 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from ravnest.errors import RunError
 from ravnest.monitor.files import read_error, write_atomic
 from ravnest.monitor.json_lines import strict
 from ravnest.monitor.run_directory import RunPaths
+from ravnest.plain_json import read_json
 
 Status = Literal["running", "finished", "stopped", "failed"]
 
@@ -126,7 +129,7 @@ class Summary:
     def read(cls, path: Path) -> "Summary":
         """The summary in the file at `path`; RunError when it is missing or is not one."""
         try:
-            record = json.loads(path.read_bytes())
+            record = read_json(path.read_bytes())
             return _summary(record)
         except OSError as error:
             raise read_error(path, error) from error
@@ -164,5 +167,30 @@ T = TypeVar("T")
 
 def _made(kind: type[T], record: Mapping[str, Any]) -> T:
     # Fields of a later version are left out, so that an older program still reads the rest.
-    known = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in record.items() if name in known})
+    known = get_type_hints(kind)
+    values = {name: value for name, value in record.items() if name in known}
+    for name, value in values.items():
+        if value is None and known[name] is float:
+            # A number that was not finite was written as null.
+            values[name] = math.nan
+        elif not _fits(value, known[name]):
+            raise ValueError(f"{name} is {str(value)[:80]!r}")
+    return kind(**values)
+
+
+def _fits(value: object, wanted: Any) -> bool:
+    """Whether a value from JSON, or an object made of such values, can be a field of this type."""
+    outer = get_origin(wanted)
+    if outer is Literal:
+        return value in get_args(wanted)
+    if outer is UnionType:
+        return any(_fits(value, each) for each in get_args(wanted))
+    if outer is Mapping:
+        return isinstance(value, dict) and all(_fits(item, get_args(wanted)[1]) for item in value.values())
+    if outer is tuple:
+        return isinstance(value, tuple)
+    if wanted is float:
+        return isinstance(value, float) or _fits(value, int)
+    if wanted is int:
+        return type(value) is int and abs(value) < 2**64
+    return isinstance(value, wanted)

@@ -11,7 +11,7 @@ def printable(text: str) -> str:
 
 def count(value: float) -> str:
     """1234567 as "1,234,567"."""
-    return f"{round(value):,}"
+    return f"{round(value):,}" if math.isfinite(value) else str(value)
 
 
 def short_count(value: int) -> str:
@@ -26,6 +26,8 @@ def size(value_bytes: float) -> str:
 
 def duration(seconds: float) -> str:
     """How long something takes: "8.4 s", "1:23" or "2:01:23"."""
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 60:

@@ -54,7 +54,7 @@ class SwarmAuthority:
         try:
             key = certificates.read_key(data)
             certificate = certificates.read_certificate(data[data.index(b"-----BEGIN CERTIFICATE") :])
-            if certificate.public_key() != key.public_key():
+            if certificates.certificate_key(certificate) != key.public_key():
                 raise ValueError("the certificate is not the key's")
         except (ValueError, TypeError, PeerError):
             raise RunError(

@@ -1,7 +1,7 @@
 """Keys and X.509 certificates, all of one kind: P-256 and SHA-256. What they mean is decided elsewhere.
 
-Only `request_key` and `read_certificate` take bytes from peers; both raise PeerError, and nothing else, for anything
-that is not exactly what they expect.
+Only `request_key` and `read_certificate` take bytes from peers; they, and what reads a field of such a certificate,
+raise PeerError, and nothing else, for anything that is not exactly what they expect.
 """
 
 import hashlib
@@ -70,7 +70,9 @@ def request_key(der: bytes) -> PublicKey:
         if not request.is_signature_valid:
             raise ValueError("not signed with its own key")
     except Exception as error:  # the library has many of its own, and they are no part of its interface
-        raise PeerError(f"the certificate request cannot be used: {error}; join again with a new key") from None
+        raise PeerError(
+            f"the certificate request cannot be used: {str(error)[:300]}; join again with a new key"
+        ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise PeerError("the certificate request holds another kind of key than P-256; join with this ravnest's own")
     return key
@@ -79,11 +81,24 @@ def request_key(der: bytes) -> PublicKey:
 def read_certificate(data: bytes) -> Certificate:
     """A certificate in DER or PEM. PeerError for any other bytes."""
     try:
+        if len(data) > 2 * MAX_DER_BYTES:
+            raise ValueError("it is too long")
         if data.startswith(b"-----"):
             return x509.load_pem_x509_certificate(data)
         return x509.load_der_x509_certificate(data)
     except Exception as error:  # as above
-        raise PeerError(f"a certificate cannot be read: {error}") from None
+        raise PeerError(f"a certificate cannot be read: {str(error)[:300]}") from None
+
+
+def certificate_key(certificate: Certificate) -> PublicKey:
+    """The key a certificate is for. PeerError when it is not of the one kind used here."""
+    try:
+        key = certificate.public_key()
+    except Exception:  # as above
+        key = None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise PeerError("a certificate is for another kind of key than P-256, which no node of a swarm has")
+    return key
 
 
 def is_issued_by(certificate: Certificate, issuer: Certificate) -> bool:
@@ -142,7 +157,10 @@ def key_pem(key: Key) -> bytes:
 
 def read_key(pem: bytes) -> Key:
     """A private key of ours, from a file of ours. ValueError when it is not one."""
-    key = serialization.load_pem_private_key(pem, password=None)
+    try:
+        key = serialization.load_pem_private_key(pem, password=None)
+    except Exception as error:  # as above
+        raise ValueError(str(error)) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
         raise ValueError("the key is not a P-256 key")
     return key

@@ -93,7 +93,7 @@ class NodeIdentity:
     def _take_up(self, certificate: Certificate, authority: Certificate) -> None:
         callers = Callers(authority)
         identity = callers.identify_certificate(certificate)
-        if identity.kind != "node" or certificate.public_key() != self._key.public_key():
+        if identity.kind != "node" or certificates.certificate_key(certificate) != self._key.public_key():
             raise PeerError("the coordinator answered with a certificate for another key; join again")
         self._keys = TlsKeys(
             certificates.key_pem(self._key),

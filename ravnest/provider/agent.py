@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ravnest import __version__
-from ravnest.errors import PeerError, RavnestError, RefusedError
+from ravnest.errors import PeerError, RavnestError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
 from ravnest.net.certificates import Certificate
@@ -380,4 +380,5 @@ class _Agent:
     def _say(self, text: str) -> None:
         if self._fetch_line is not None:
             self._fetch_line.interrupt()
-            print(text, file=sys.stderr, flush=True)
+            # Reasons and names in it may be the coordinator's words.
+            print(printable(text), file=sys.stderr, flush=True)

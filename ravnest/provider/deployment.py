@@ -23,6 +23,7 @@ from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import Deploy, LossRecord, Report, UpdateRecord
 from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.fetching import FetchProgress
+from ravnest.provider.frame_check import check_frame
 from ravnest.provider.memory import peak_bytes
 from ravnest.provider.outbox import FrameOutbox, message_of
 from ravnest.provider.stage_link import StageLink, link_of
@@ -195,28 +196,8 @@ class Deployment:
             await link.send(await queue.get())
 
     def _check(self, frame: Frame, kind: FrameKind) -> None:
-        """PeerError unless the frame is one this stage may get now: kind, generation, names, types and shapes."""
-        if frame.kind is not kind:
-            raise PeerError(f"a {frame.kind.name} frame came where only {kind.name} frames may")
-        if frame.generation != self.generation:
-            raise PeerError(f"a frame of generation {frame.generation} came, this stage is of {self.generation}")
-        specs, given = self._expected[kind], frame.tensors.keys() | frame.scalars.keys()
-        # A gradient may be absent (the value was not used); everything else must be complete.
-        missing = set() if kind is FrameKind.BACKWARD else specs.keys() - given
-        foreign = given - specs.keys()
-        if missing or foreign:
-            raise PeerError(
-                f"a {kind.name} frame has the wrong values (missing {sorted(missing)}, foreign {sorted(foreign)})"
-            )
-        for name, tensor in frame.tensors.items():
-            spec = specs[name]
-            fits = len(spec.shape) == tensor.dim() and all(
-                isinstance(want, str) or want == have for want, have in zip(spec.shape, tensor.shape, strict=True)
-            )
-            if tensor.dtype != spec.dtype or not fits:
-                raise PeerError(
-                    f"the value {name} of a {kind.name} frame has type {tensor.dtype} and shape {tuple(tensor.shape)}"
-                )
+        """PeerError unless the frame is one this stage may get now."""
+        check_frame(frame, kind, self.generation, self._expected[kind])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

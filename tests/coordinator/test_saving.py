@@ -11,6 +11,7 @@ from ravnest.coordinator import saving
 from ravnest.coordinator.checkpoints import CheckpointStore, newest_good
 from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.saving import Mark, Saver, place_of
+from ravnest.errors import PeerError
 from ravnest.graph.weights import stream_tensors
 from ravnest.settings import Checkpoint
 
@@ -100,3 +101,32 @@ def test_due_by_time_since_the_last_one(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_never_due_when_both_are_switched_off(tmp_path: Path) -> None:
     assert a_saver(tmp_path, Checkpoint(every_seconds=None)).due(10**9) is None
+
+
+def test_a_part_that_comes_twice_does_not_stand_for_one_that_is_missing(tmp_path: Path) -> None:
+    async def save() -> None:
+        saver = a_saver(tmp_path)
+        saver.begin(a_mark())
+        assert await saver.part(1, 0, a_part(0)) is None
+        with pytest.raises(PeerError, match="the part of stage 0 for checkpoint 1 is there, or on its way, already"):
+            await saver.part(1, 0, a_part(0))
+        assert newest_good(tmp_path) == (None, [])
+        assert await saver.part(1, 1, a_part(1)) is not None
+
+    asyncio.run(save())
+
+
+def test_a_part_that_broke_off_may_come_again(tmp_path: Path) -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"half"
+        raise PeerError("anna went away")
+
+    async def save() -> None:
+        saver = a_saver(tmp_path)
+        saver.begin(a_mark())
+        with pytest.raises(PeerError, match="anna went away"):
+            await saver.part(1, 0, broken())
+        assert await saver.part(1, 0, a_part(0)) is None
+        assert await saver.part(1, 1, a_part(1)) is not None
+
+    asyncio.run(save())

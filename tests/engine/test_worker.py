@@ -1,6 +1,7 @@
 """A pipeline of workers in one process, without a network: what comes out of one is given to the next by hand."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from queue import Empty, Queue
 from typing import Any
@@ -13,6 +14,7 @@ from ravnest.engine.messages import LossRecord, Message
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
+from ravnest.errors import PeerError
 from ravnest.graph.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
@@ -262,3 +264,63 @@ def test_a_worker_that_waits_can_be_stopped(make: Make) -> None:
     worker.stop(timeout_seconds=5)
     assert not worker._thread.is_alive()
     assert 0 < worker.counters.busy_seconds < 60
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(make: Make) -> None:
+    (root, root_box), (leaf, leaf_box) = make(2)
+    feed([(root, root_box), (leaf, leaf_box)], 0, batches([8])[0])
+    leaf.receive_forward(root_box.next("forward"))
+    gradient = leaf_box.next("backward")
+    before = {name: tensor.clone() for name, tensor in root._stage.state()[0].items()}
+    root.receive_backward(replace(gradient, values={k: v * float("nan") for k, v in gradient.values.items()}))
+    kind, text, number = root_box.next("failed")
+    assert (kind, number) == ("not_finite", 0)
+    assert "that the next stage sent for microbatch 0 is not finite, so it is not applied" in text
+    after = root._stage.state()[0]
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_gradients_that_nobody_waits_for_are_refused(make: Make) -> None:
+    (root, root_box), (leaf, leaf_box) = make(2)
+    feed([(root, root_box), (leaf, leaf_box)], 0, batches([8])[0])
+    leaf.receive_forward(root_box.next("forward"))
+    gradient = leaf_box.next("backward")
+    with pytest.raises(PeerError, match="gradients of microbatch 7 came, which no stage here waits for"):
+        root.receive_backward(replace(gradient, microbatch=7))
+    root.receive_backward(gradient)
+    with pytest.raises(PeerError, match="gradients of microbatch 0 came"):
+        root.receive_backward(gradient)
+    assert root_box.next("done").microbatch == 0
+
+
+def test_a_microbatch_is_taken_up_once_and_in_order(make: Make) -> None:
+    [(worker, box)] = make(1)
+    batch = batches([8])[0]
+    worker.feed(message(3, batch))
+    assert box.next("done").microbatch == 3
+    for number in (3, 2, 0):
+        with pytest.raises(PeerError, match=f"microbatch {number} came again, or after one that was fed later"):
+            worker.feed(message(number, batch))
+    worker.feed(message(4, batch))
+    assert box.next("done").microbatch == 4
+
+
+def test_halves_of_one_side_never_make_a_microbatch(make: Make) -> None:
+    (root, root_box), (leaf, _) = make(2)
+    root.feed(message(0, batches([8])[0], inputs_of(root)))
+    activations = root_box.next("forward")
+    leaf.receive_forward(activations)
+    with pytest.raises(PeerError, match="microbatch 0 came again"):
+        leaf.receive_forward(activations)
+    with pytest.raises(PeerError, match="came for training from one side and not from the other"):
+        leaf.feed(message(0, batches([8])[0], inputs_of(leaf), train=False))
+
+
+def test_what_waits_for_its_other_half_is_bounded(make: Make) -> None:
+    (root, root_box), (leaf, _) = make(2)
+    root.feed(message(0, batches([8])[0], inputs_of(root)))
+    activations = root_box.next("forward")
+    with pytest.raises(PeerError, match="microbatches wait here already, more than can be in flight"):
+        for number in range(1_000_000):
+            leaf.receive_forward(replace(activations, microbatch=number))
+    assert len(leaf._received) < 100

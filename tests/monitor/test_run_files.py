@@ -136,3 +136,12 @@ def test_a_refused_line_raises_once_and_never_stays_half_written(tmp_path: Path)
     lines.append({"n": 3})
     assert list(read_lines(path)) == [{"n": 1}, {"n": 2}]
     assert path.read_bytes() == b'{"n":1}\n{"n":2}\n'
+
+
+def test_a_field_named_like_one_that_every_event_has_does_not_replace_it(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit("evaluated", "on 8 samples", **{"loss": 0.5, "reason": 0.1, "kind": 0.2})
+    log.close()
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert (event["kind"], event["reason"], event["loss"]) == ("evaluated", "on 8 samples", 0.5)
+    assert (event["reason_"], event["kind_"]) == (0.1, 0.2)

@@ -1,0 +1,166 @@
+"""A swarm under attack: a real coordinator's port with mutual TLS, honest providers beside the adversary, and what the
+coordinator was told of them."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ravnest import __version__
+from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.members import Member
+from ravnest.coordinator.prepare import Artifact
+from ravnest.coordinator.swarm import Swarm
+from ravnest.coordinator.tokens import TokenStore
+from ravnest.coordinator.waiting import Changes
+from ravnest.graph.portable import FORMAT_VERSION
+from ravnest.net import Control, CoordinatorClient, Frame, FrameKind, Link, NodeIdentity, SwarmInvite
+from ravnest.net.authority import SwarmAuthority
+from ravnest.net.node_identity import joiner_keys
+from ravnest.net.tls import TlsKeys
+from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
+from ravnest.net.version import PROTOCOL_VERSION
+from tests.net.secure_ends import Clock, run
+
+__all__ = ["A_PICKLE", "SwarmUnderAttack", "attacked", "run"]
+
+A_PICKLE = b"cos\nsystem\n(S'touch /tmp/ravnest-was-here'\ntR."
+"""Unpickling this runs a command."""
+
+
+class Told:
+    """What the coordinator's run is told, and remembers."""
+
+    def __init__(self) -> None:
+        self.joined_ids: list[str] = []
+        self.messages: list[tuple[str, ProviderMessage]] = []
+        self.frames: list[tuple[str, FrameKind, int]] = []
+        self.gone: list[tuple[str, str]] = []
+        self.changes = Changes()
+
+    def joined(self, member: Member) -> None:
+        self.joined_ids.append(member.node_id)
+
+    def said(self, node_id: str, message: ProviderMessage) -> None:
+        self.messages.append((node_id, message))
+        self.changes.notify()
+
+    def returned(self, node_id: str, frame: Frame) -> None:
+        self.frames.append((node_id, frame.kind, frame.microbatch))
+        self.changes.notify()
+
+    def vanished(self, node_id: str, reason: str) -> None:
+        self.gone.append((node_id, reason))
+        self.changes.notify()
+
+    async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
+        async for _ in chunks:
+            pass
+
+
+@dataclass
+class Joined:
+    """A node in this process, honest or not."""
+
+    node: NodeIdentity
+    client: CoordinatorClient
+    control: Control[ProviderMessage, CoordinatorMessage]
+    feed: Link
+
+    @property
+    def id(self) -> str:
+        return self.node.node_id
+
+
+class SwarmUnderAttack:
+    """One coordinator. Everything that was opened is closed with it."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.admission = Admission(SwarmAuthority.new(), TokenStore(), self.clock)
+        self.swarm = Swarm(self.admission)
+        self.told = Told()
+        self.swarm.events = self.told
+        self.port = 0
+        self._clients: list[CoordinatorClient] = []
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def invite(self, **limits: Any) -> SwarmInvite:
+        return self.admission.invite("127.0.0.1", self.port, **limits)
+
+    def client(self, keys: TlsKeys) -> CoordinatorClient:
+        """A connection with these keys, whosever they are."""
+        self._clients.append(CoordinatorClient(self.address, keys, "this"))
+        return self._clients[-1]
+
+    def holder(self, invite: SwarmInvite) -> CoordinatorClient:
+        """A connection of somebody who has this invite."""
+        return self.client(joiner_keys(invite.token, self.admission.authority.certificate))
+
+    async def join(self, name: str, invite: SwarmInvite | None = None, node: NodeIdentity | None = None) -> Joined:
+        """Joined and connected, as an honest provider does it."""
+        node = node or NodeIdentity.new()
+        reply = await self.holder(invite or self.invite()).join(a_request(node.request(), name))
+        node.adopt(reply.certificate, self.admission.authority.certificate)
+        client = self.client(node.tls_keys())
+        joined = Joined(node, client, await client.control(), await client.feed())
+        await self.swarm.members.changes.until(lambda: node.node_id in self.connected())
+        return joined
+
+    async def ask(self, invite: SwarmInvite, request: JoinRequest) -> JoinReply:
+        return await self.holder(invite).join(request)
+
+    def connected(self) -> list[str]:
+        return sorted(member.node_id for member in self.swarm.members.connected())
+
+    async def deploy(self, node_id: str, stage: int, stages: int, **artifacts: bytes) -> None:
+        """Gives a node its stage, and the artifacts that are its own."""
+        order = Deploy(deployment="d1", stage=stage, stages=stages, generation=1)
+        for field, data in artifacts.items():
+            name = f"{field}-{stage}"
+            self.swarm.artifacts[name] = Artifact(name, "", len(data), lambda data=data: iter([data]))
+            getattr(order, field).CopyFrom(ArtifactRef(id=name, size_bytes=len(data)))
+        await self.swarm.tell(node_id, CoordinatorMessage(deploy=order))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        await self.told.changes.until(condition)
+
+    async def still_works(self, honest: Joined) -> None:
+        """Whoever did nothing wrong goes on: it speaks and is heard."""
+        before = len(self.told.messages)
+        await honest.control.send(ProviderMessage(ready={"deployment": "d1"}))
+        await self.until(lambda: len(self.told.messages) > before)
+        assert self.told.messages[-1][0] == honest.id
+        assert honest.id in self.connected()
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        await self.swarm.stop("the test is over")
+
+
+def a_request(certificate_request: bytes, name: str = "mallory", **changes: Any) -> JoinRequest:
+    request = JoinRequest(
+        certificate_request=certificate_request,
+        name=name,
+        address="127.0.0.1:7701",
+        version=__version__,
+        protocol=PROTOCOL_VERSION,
+        graph_format=FORMAT_VERSION,
+    )
+    for field, value in changes.items():
+        setattr(request, field, value)
+    return request
+
+
+@asynccontextmanager
+async def attacked() -> AsyncIterator[SwarmUnderAttack]:
+    made = SwarmUnderAttack()
+    made.port = await made.swarm.start()
+    try:
+        yield made
+    finally:
+        await made.close()

@@ -1,0 +1,336 @@
+"""A node that has joined asks for what is another's, or says what is not its to say.
+
+It is refused or dropped with a sentence, and the others go on.
+"""
+
+import gc
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from grpc import aio
+
+from ravnest.coordinator.coordinator import Coordinator
+from ravnest.coordinator.evaluation import Evaluation
+from ravnest.coordinator.ledger import Ledger
+from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.waiting import Changes
+from ravnest.errors import PeerError
+from ravnest.monitor.display import QuietDisplay
+from ravnest.monitor.events import Event, EventLog
+from ravnest.monitor.metrics import MetricLog
+from ravnest.monitor.run_directory import RunDirectory
+from ravnest.net import Frame, FrameKind, NodeIdentity, ProviderServer
+from ravnest.net.client import dial_link
+from ravnest.net.frames import encode
+from ravnest.net.identity import COORDINATOR_HOST
+from ravnest.net.link import CONTROL_BYTES, Link
+from ravnest.net.tls import open_secure_channel
+from ravnest.net.v1.control_pb2 import Chunk, CoordinatorMessage, Deploy, ProviderMessage, UploadHeader
+from tests.adversary.strangers import A_PICKLE, Joined, SwarmUnderAttack, attacked, run
+
+MANY = 200_000
+MEMORY_BYTES = 150 << 20
+
+
+async def pieces(*data: bytes) -> AsyncIterator[bytes]:
+    for piece in data:
+        yield piece
+
+
+async def raw_stream(swarm: SwarmUnderAttack, node: NodeIdentity, method: str) -> "aio.StreamStreamCall[bytes, bytes]":
+    """A stream on which anything can be sent."""
+    channel = open_secure_channel(swarm.address, node.tls_keys(), COORDINATOR_HOST)
+    call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/ravnest.v1.Coordinator/{method}")()
+    await call.initial_metadata()
+    return call
+
+
+async def refusal(call: "aio.StreamStreamCall[bytes, bytes]") -> str:
+    """How the other side ends a stream: with a last message, or with the status of the call."""
+    try:
+        return bytes(await call.read()).decode(errors="replace")  # type: ignore[arg-type]
+    except aio.AioRpcError as error:
+        return error.details() or ""
+
+
+@contextmanager
+def a_run(swarm: SwarmUnderAttack, folder: Path) -> Iterator[tuple[Coordinator, EventLog]]:
+    """A real run that listens to the swarm, and its events."""
+    with RunDirectory.open(folder / "run", job_name="job", resume=False) as directory:
+        events, metrics = EventLog(directory.events_path), MetricLog(directory.metrics_path)
+        progress = Progress("job", 1, Ledger())
+        coordinator = Coordinator(swarm.swarm, directory, events, metrics, progress, QuietDisplay())
+        swarm.swarm.events = coordinator
+        yield coordinator, events
+        events.close()
+        metrics.close()
+
+
+async def the_event(events: EventLog, kind: str) -> Event:
+    """The event of this kind, once it is there."""
+    changes = Changes()
+    unsubscribe = events.subscribe(lambda _: changes.notify())
+    await changes.until(lambda: any(event["kind"] == kind for event in events.recent))
+    unsubscribe()
+    (found,) = (event for event in events.recent if event["kind"] == kind)
+    return found
+
+
+def test_fetching_the_artifact_of_another_stage() -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            anna, mallory = await swarm.join("anna"), await swarm.join("mallory")
+            await swarm.deploy(anna.id, 0, 2, graph=b"the graph of anna", weights=b"the weights of anna")
+            await swarm.deploy(mallory.id, 1, 2, graph=b"the graph of mallory")
+            wanted = ["graph-0", "weights-0", "weights-1", "../identity/authority.pem", "/etc/passwd", "\x1b[2J"]
+            for name in wanted:
+                with pytest.raises(PeerError, match="there is no artifact") as refused:
+                    async for _ in mallory.client.fetch(name):
+                        pass
+                assert str(refused.value).isprintable()
+            for offset in (10**6, 2**63):
+                assert [chunk async for chunk in mallory.client.fetch("graph-1", offset)] == []
+            assert [chunk async for chunk in anna.client.fetch("graph-0")] == [b"the graph of anna"]
+            await swarm.still_works(anna)
+
+    run(test())
+
+
+def test_fetching_without_having_a_stage() -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            anna, mallory = await swarm.join("anna"), await swarm.join("mallory")
+            await swarm.deploy(anna.id, 0, 1, graph=b"the graph of anna")
+            with pytest.raises(PeerError, match="there is no artifact 'graph-0' for mallory here"):
+                async for _ in mallory.client.fetch("graph-0"):
+                    pass
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "name", ["checkpoint-1", "checkpoint-../../x", "x", "checkpoint-" + "9" * 5000, "checkpoint-٣"]
+)
+def test_uploading_without_having_a_stage(tmp_path: Path, name: str) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory = await swarm.join("mallory")
+            with a_run(swarm, tmp_path) as (coordinator, _):
+                with pytest.raises(PeerError, match="mallory may not upload"):
+                    await mallory.client.upload(name, pieces(A_PICKLE))
+                await coordinator.close()
+            assert not list((tmp_path / "run/checkpoints").iterdir())
+
+    run(test())
+
+
+def test_uploading_pieces_that_do_not_fit_together() -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
+            for chunks, words in (
+                ([Chunk(data=b"x")], "does not begin with its name"),
+                ([Chunk(header=UploadHeader(name="a")), Chunk(data=b"x", offset=7)], "goes on at byte 7, not 0"),
+            ):
+                call = await raw_stream(swarm, mallory.node, "Upload")
+                for chunk in chunks:
+                    await call.write(chunk.SerializeToString())
+                assert words in await refusal(call)
+                call.cancel()
+            await swarm.still_works(anna)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "words"),
+    [
+        (1, FrameKind.DONE, "sent a DONE frame, which is not for stage 1 of 3"),
+        (2, FrameKind.DONE, "sent a DONE frame, which is not for stage 2 of 3"),
+        (0, FrameKind.RESULT, "sent a RESULT frame, which is not for stage 0 of 3"),
+        (1, FrameKind.FORWARD, "sent a FORWARD frame"),
+        (1, FrameKind.FEED, "sent a FEED frame"),
+    ],
+)
+def test_ending_a_microbatch_or_giving_a_result_that_is_another_stages(stage: int, kind: FrameKind, words: str) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            anna, mallory = await swarm.join("anna"), await swarm.join("mallory")
+            await swarm.deploy(mallory.id, stage, 3)
+            await mallory.feed.send(Frame(kind, 1, generation=1))
+            await swarm.until(lambda: bool(swarm.told.gone))
+            assert swarm.told.gone[0][0] == "mallory" and words in swarm.told.gone[0][1]
+            assert swarm.told.frames == []
+            await swarm.still_works(anna)
+
+    run(test())
+
+
+def test_ending_a_microbatch_that_is_not_under_way(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
+            with a_run(swarm, tmp_path) as (coordinator, events):
+                await swarm.swarm.tell(mallory.id, an_order(0, 1))
+                await mallory.feed.send(Frame(FrameKind.DONE, 999))
+                with pytest.raises(PeerError, match="mallory reported microbatch 999 done, which was not under way"):
+                    await mallory.feed.receive()
+                lost = await the_event(events, "lost")
+                assert lost["provider"] == "mallory" and "was not under way" in str(lost["reason"])
+                assert coordinator.progress.ledger.completed == 0
+                assert swarm.connected() == ["anna"]
+                await coordinator.close()
+            assert anna.control.stream.error is None
+
+    run(test())
+
+
+def test_a_result_of_measures_that_nobody_asked_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory = await swarm.join("mallory")
+            with a_run(swarm, tmp_path) as (coordinator, _):
+                coordinator._evaluation, coordinator._scores = Evaluation(), {"loss"}
+                coordinator._evaluation.sent(-1, 8)
+                await swarm.swarm.tell(mallory.id, an_order(0, 1))
+                # Named like a field of every event, it would have broken the event that tells of the evaluation.
+                await mallory.feed.send(Frame(FrameKind.RESULT, -1, train=False, scalars={"loss": 1.0, "kind": 1.0}))
+                with pytest.raises(PeerError, match=r"mallory sent a result of other measures than \['loss'\]"):
+                    await mallory.feed.receive()
+                assert coordinator._evaluation.outstanding == 1
+                await coordinator.close()
+
+    run(test())
+
+
+def an_order(stage: int, stages: int) -> CoordinatorMessage:
+    return CoordinatorMessage(deploy=Deploy(deployment="d1", stage=stage, stages=stages))
+
+
+def test_failing_a_run_that_one_has_no_part_in(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory = await swarm.join("mallory")
+            with a_run(swarm, tmp_path) as (coordinator, events):
+                name = coordinator._deployment
+                await mallory.control.send(ProviderMessage(failed={"deployment": name, "kind": "not_finite"}))
+                await mallory.control.send(ProviderMessage(report={"deployment": name, "updates": 9}))
+                await mallory.control.send(ProviderMessage(leaving={"reason": "\x1b[2J" + "x" * 100_000}))
+                await mallory.control.close()
+                lost = await the_event(events, "lost")
+                reason = str(lost["reason"])
+                assert reason.startswith("it left:") and reason.isprintable() and len(reason) <= 2000
+                assert [event["kind"] for event in events.recent] == ["lost"]
+                await coordinator.check()
+                await coordinator.close()
+
+    run(test())
+
+
+FRAME = encode(Frame(FrameKind.DONE, 1, generation=1))
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "words"),
+    [
+        ("Feed", A_PICKLE, "mallory sent a bad frame: a message begins with"),
+        ("Feed", FRAME[:-1], "mallory sent a bad frame: a frame is cut short"),
+        ("Feed", FRAME[:40], "mallory sent a bad frame: a frame is cut short"),
+        ("Feed", b"RVN\x01" + b"\xff" * 60, "mallory sent a bad frame: the header of a frame has 4294967295 bytes"),
+        ("Feed", FRAME + b"x" * 64, "mallory sent a bad frame"),
+        ("Control", b"\xff" * 100, "mallory sent a bad message"),
+        ("Control", bytes(CONTROL_BYTES + 1), "mallory sent a bad message: 16777217 bytes are more than 16777216"),
+        ("Control", A_PICKLE, "mallory sent a bad message|the connection"),
+        ("Fetch", A_PICKLE, "mallory sent a bad message|names no artifact|there is no artifact"),
+        ("Upload", A_PICKLE, "mallory sent a bad message|does not begin with its name"),
+    ],
+    ids=[
+        *("pickle for a frame", "truncated", "truncated in the header", "endless header", "something behind a frame"),
+        *("noise for a message", "oversized message", "pickle for a message", "pickle to fetch", "pickle to upload"),
+    ],
+)
+def test_garbage_on_a_stream(method: str, message: bytes, words: str) -> None:
+
+    async def test() -> None:
+        async with attacked() as swarm:
+            anna, mallory = await swarm.join("anna"), await swarm.join("mallory")
+            await swarm.deploy(mallory.id, 0, 1)
+            call = await raw_stream(swarm, mallory.node, method)
+            await call.write(message)
+            said = await refusal(call)
+            assert re.search(words, said), said
+            call.cancel()
+            await swarm.still_works(anna)
+
+    run(test())
+
+
+def test_a_flood_of_tiny_frames() -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            anna, mallory = await swarm.join("anna"), await swarm.join("mallory")
+            await swarm.deploy(mallory.id, 0, 1)
+            gc.collect()
+            before = psutil.Process().memory_info().rss
+            frames = b"".join(encode(Frame(FrameKind.DONE, number)) for number in range(1000))
+            call = await raw_stream(swarm, mallory.node, "Feed")
+            # All of an old generation, so that each is looked at and passed over.
+            for _ in range(MANY // 1000):
+                await call.write(frames)
+            await swarm.still_works(anna)
+            assert psutil.Process().memory_info().rss - before < MEMORY_BYTES
+            call.cancel()
+
+    run(test())
+
+
+def test_a_stream_that_stays_open_and_says_nothing_holds_nobody_up() -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
+            calls = [await raw_stream(swarm, mallory.node, "Upload") for _ in range(20)]
+            for call in calls:
+                await call.write(Chunk(header=UploadHeader(name="slow"), data=b"x").SerializeToString())
+            await swarm.still_works(anna)
+            for call in calls:
+                call.cancel()
+
+    run(test())
+
+
+def test_calling_a_stage_that_is_not_ones_neighbour() -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            nodes: list[Joined] = [await swarm.join(name) for name in ("before", "called", "mallory")]
+            before, called, mallory = (joined.node for joined in nodes)
+            links: list[str] = []
+
+            class Stage:
+                async def link(self, peer: str, link: Link) -> None:
+                    links.append(peer)
+                    await link.receive()
+
+            server = ProviderServer(Stage(), called)
+            port = await server.start("127.0.0.1", 0)
+            try:
+                address = f"127.0.0.1:{port}"
+                with pytest.raises(PeerError, match="no stage comes before"):
+                    await dial_link(address, called.node_id, mallory)
+                server.previous_node = before.node_id
+                with pytest.raises(PeerError, match="mallory may not call Link: before holds the stage before"):
+                    await dial_link(address, called.node_id, mallory)
+                assert links == []
+                good = await dial_link(address, called.node_id, before)
+                await good.close()
+                assert links == ["before"]
+                # And nobody is fooled by who answers: mallory's address in the place of another's.
+                with pytest.raises(PeerError, match="is another node of this swarm than the one expected there"):
+                    await dial_link(address, mallory.node_id, before)
+            finally:
+                await server.stop(grace_seconds=0)
+
+    run(test())

@@ -1,0 +1,128 @@
+"""What comes over a stream: frames and the messages of the control protocol."""
+
+import asyncio
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from ravnest.errors import RavnestError
+from ravnest.net.frames import MAGIC, Frame, FrameKind, decode_at, encode
+from ravnest.net.link import Control, Link
+from ravnest.net.v1.control_pb2 import (
+    Chunk,
+    CoordinatorMessage,
+    Deploy,
+    FetchRequest,
+    ProviderMessage,
+)
+from tests.fuzz.rule import Target
+
+
+def _frames(data: bytes) -> None:
+    end = 0
+    while end < len(data):
+        frame, end = decode_at(data, end)
+        for tensor in frame.tensors.values():
+            # Reads every byte that the tensor claims to lie on.
+            tensor.clone()
+
+
+def _frame_header(data: bytes) -> None:
+    head = MAGIC + len(data).to_bytes(4, "little") + data
+    frame, _ = decode_at(head + bytes(-len(head) % 64) + bytes(512), 0)
+    for tensor in frame.tensors.values():
+        tensor.clone()
+
+
+def _frame_seeds() -> list[bytes]:
+    weights = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    first = Frame(FrameKind.FORWARD, 7, samples=3, generation=2, tensors={"h": weights, "t": weights.t()})
+    second = Frame(FrameKind.RESULT, -1, train=False, scalars={"loss": 0.5, "n": 3, "ok": True})
+    third = Frame(FrameKind.FEED, 1, tensors={"mask": torch.ones(5, dtype=torch.bool), "none": torch.zeros(0, 2)})
+    return [encode(first), encode(second) + encode(third), encode(Frame(FrameKind.DONE, 9, checkpoint=3, flush=True))]
+
+
+def _header_seeds() -> list[bytes]:
+    return [seed[8 : 8 + int.from_bytes(seed[4:8], "little")] for seed in _frame_seeds()]
+
+
+class _OneMessage:
+    """A wire on which these bytes come as one message, and then the end."""
+
+    peer = "anna"
+    dialled = True
+
+    def __init__(self, data: bytes) -> None:
+        self._messages: list[bytes | None] = [data, None]
+
+    async def read(self) -> bytes | None:
+        return self._messages.pop(0)
+
+    async def write(self, message: bytes) -> None:
+        pass
+
+    async def end(self, refusal: str | None) -> None:
+        pass
+
+    async def release(self) -> None:
+        pass
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    return asyncio.Runner()
+
+
+def _link(data: bytes) -> None:
+    async def receive() -> None:
+        link = Link(_OneMessage(data))
+        try:
+            while await link.receive() is not None:
+                pass
+        finally:
+            link.abort()
+            await link.stream.finished()
+
+    _runner().run(receive())
+
+
+def control(*kinds: Any) -> Callable[[bytes], None]:
+    def decode(data: bytes) -> None:
+        async def receive() -> None:
+            refused = None
+            for kind in kinds:
+                control: Control[Any, Any] = Control(_OneMessage(data), kind)
+                try:
+                    await control.receive()
+                except RavnestError as error:
+                    refused = error
+                finally:
+                    control.abort()
+                    await control.stream.finished()
+            if refused is not None:
+                raise refused
+
+        _runner().run(receive())
+
+    return decode
+
+
+def _message_seeds() -> list[bytes]:
+    order = Deploy(deployment="d1", stages=3, settings_json="{}", next_address="10.0.0.1:7700", generation=4)
+    messages = [
+        CoordinatorMessage(deploy=order),
+        ProviderMessage(failed={"deployment": "d1", "kind": "error", "message": "no", "microbatch": -1}),
+        Chunk(data=b"abc", offset=7, header={"name": "checkpoint-3"}, last=True),
+        FetchRequest(artifact="graph-0", offset=9),
+    ]
+    return [message.SerializeToString() for message in messages]
+
+
+TARGETS = (
+    Target("frames", _frames, _frame_seeds),
+    Target("frame_header", _frame_header, _header_seeds),
+    Target("link", _link, _frame_seeds),
+    Target("control", control(ProviderMessage, CoordinatorMessage, Chunk, FetchRequest), _message_seeds),
+)
