@@ -5,33 +5,43 @@ import dataclasses
 import importlib
 import itertools
 import json
+import pkgutil
 import re
 import textwrap
 import tomllib
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from torch import nn
 
 import ravnest
+import ravnest.net
 from ravnest.cli.main import COMMANDS
 from ravnest.coordinator.feeder import first_batches
 from ravnest.graph import ops
 from ravnest.graph.capture import capture
 from ravnest.graph.partition import most_stages
-from ravnest.graph.portable import PortableGraph
+from ravnest.graph.portable import FORMAT_VERSION, PortableGraph
 from ravnest.jobfile import load_job
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import ClusterSummary, Ledger, StageSummary, Summary
+from ravnest.net import Frame, FrameKind, SwarmInvite, encode
+from ravnest.net.tensors import WIRE_DTYPES
+from ravnest.net.v1 import control_pb2
+from ravnest.net.version import PROTOCOL_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 README = (ROOT / "README.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
 GRAPH = (ROOT / "docs" / "portable-graph.md").read_text()
+PROTOCOL = (ROOT / "docs" / "protocol.md").read_text()
+LIMITS = re.findall(r"^\| .+? \| (\d[^|]*) \| `([\w.\[\]]+)` \| .+ \|$", PROTOCOL, re.MULTILINE)
 
 
 def test_the_readme_job_loads_captures_and_can_be_cut_for_the_command_it_shows(tmp_path: Path) -> None:
@@ -134,6 +144,85 @@ def test_every_field_of_the_summary_is_documented(record: Any) -> None:
     section = TRAINING.partition("**`summary.json`:**")[2]
     for field in dataclasses.fields(record):
         assert f"`{field.name}`" in section, f"{record.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize(("shown", "constant"), LIMITS, ids=[constant for _, constant in LIMITS])
+def test_every_limit_of_the_protocol_is_the_code_s(shown: str, constant: str) -> None:
+    number, _, unit = shown.partition(" ")
+    assert float(number) * _UNITS[unit] == pytest.approx(_limit(constant))
+
+
+def test_no_limit_of_the_transport_is_left_out() -> None:
+    section = PROTOCOL.partition("\n## Limits\n")[2].partition("\n## ")[0]
+    assert len(LIMITS) == len(re.findall(r"^\| ", section, re.MULTILINE)) - 1, "a row that no test reads"
+    documented = {constant.rpartition(".")[2] for _, constant in LIMITS}
+    kinds = "SECONDS|BYTES|FRAMES|CHARACTERS|LIFETIME|SKEW"
+    for module in pkgutil.iter_modules(ravnest.net.__path__, "ravnest.net."):
+        text = Path(importlib.import_module(module.name).__file__ or "").read_text()
+        for name in re.findall(rf"^([A-Z][A-Z_]*_(?:{kinds}))\b.* = ", text, re.MULTILINE):
+            assert name in documented, f"docs/protocol.md has no row for {module.name}.{name}"
+
+
+def test_the_protocol_page_tells_the_versions() -> None:
+    assert f"of the messages and frames: {PROTOCOL_VERSION} " in PROTOCOL
+    assert f"of the portable graph: {FORMAT_VERSION} " in PROTOCOL
+
+
+def test_the_frame_on_the_page_is_what_encode_makes() -> None:
+    tensor = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    frame = Frame(FrameKind.FORWARD, 7, samples=2, generation=1, tensors={"h": tensor})
+    assert bytes.fromhex(_blocks(PROTOCOL, "hex")[0]) == encode(frame)
+
+
+def test_the_invite_on_the_page_has_the_key_on_the_page() -> None:
+    line, key = (block.strip() for block in _blocks(PROTOCOL, "")[:2])
+    token = SwarmInvite.parse(line).token
+    assert f"`{token.id}`" in PROTOCOL
+    public = token.root(0.0).public_key().public_bytes(Encoding.X962, PublicFormat.CompressedPoint)
+    assert public.hex() == key
+
+
+def test_every_kind_of_frame_and_element_type_is_on_the_page() -> None:
+    kinds = re.findall(r"^\| ([A-Z]+) \| (\d+) \|", PROTOCOL, re.MULTILINE)
+    assert {name: int(number) for name, number in kinds} == {kind.name: kind.value for kind in FrameKind}
+    dtypes = re.findall(r"\| (\d+) \| ((?:bool|u?int|b?float)\d*)\b", PROTOCOL)
+    assert {int(number): name for number, name in dtypes} == {
+        number: str(dtype).removeprefix("torch.") for dtype, number in WIRE_DTYPES.items()
+    }
+
+
+@pytest.mark.parametrize("message", [control_pb2.CoordinatorMessage, control_pb2.ProviderMessage])
+def test_every_control_message_is_on_the_page(message: Any) -> None:
+    for field in message.DESCRIPTOR.fields:
+        assert re.search(rf"^\| `{field.message_type.name}` \|", PROTOCOL, re.MULTILINE), field.message_type.name
+
+
+def test_every_call_is_on_the_page() -> None:
+    calls = re.findall(r"^//   ([A-Z]\w+) +\w", (ROOT / "proto/ravnest/v1/control.proto").read_text(), re.MULTILINE)
+    assert len(calls) == 7
+    for page in ("protocol.md", "architecture.md"):
+        text = (ROOT / "docs" / page).read_text()
+        for call in calls:
+            assert re.search(rf"^\| `{call}` \|", text, re.MULTILINE), f"{page}: {call}"
+
+
+_UNITS = {
+    **{"": 1, "bytes": 1, "characters": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30},
+    **{"s": 1, "min": 60, "day": 86400, "days": 86400},
+}
+
+
+def _limit(constant: str) -> float:
+    """The value behind `net.frames.DEFAULT_LIMITS.frame_bytes` or `net.connection.SERVER_OPTIONS[NAME_OF_OPTION]`, in
+    bytes or seconds."""
+    path, _, option = constant.rstrip("]").partition("[")
+    room, module, *names = path.split(".")
+    value: Any = importlib.import_module(f"ravnest.{room}.{module}")
+    for name in names:
+        value = getattr(value, name)
+    if option:
+        value = dict(value)[option] / (1000 if option.endswith("_ms") else 1)
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)
 
 
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
