@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from typing import Self
 
 from ravnest import __version__
+from ravnest.coordinator.measures import PairAnswers, positive
 from ravnest.coordinator.waiting import Changes
 from ravnest.errors import PeerError
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.link import Control, Link
+from ravnest.net.measuring import LinkSpeed
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
 
@@ -25,6 +28,39 @@ class Member:
     """What it computes with on a machine of its own; 0 where that is the coordinator's to say."""
     control: Control[CoordinatorMessage, ProviderMessage] | None = None
     feed: Link | None = None
+    cores: int = 0
+    flops_per_second: float = 0.0
+    """As it measured itself; 0 where it did not, as in the embedded swarm, where all machines are one."""
+    memory_bytes_per_second: float = 0.0
+    device_name: str = ""
+    measures_link: bool = False
+    """Whether it measures its connection, and says what it found before it is ready."""
+    link: LinkSpeed | None = None
+    """Its connection to the coordinator, as it measured it."""
+    link_error: str = ""
+    """Why it could not."""
+
+    @classmethod
+    def of(cls, node_id: str, request: JoinRequest) -> Self:
+        """The provider that this request has let in."""
+        return cls(
+            node_id,
+            request.address,
+            request.device,
+            request.memory_bytes,
+            request.threads,
+            cores=request.cores,
+            flops_per_second=positive(request.flops_per_second),
+            memory_bytes_per_second=positive(request.memory_bytes_per_second),
+            device_name=request.device_name,
+            measures_link=request.measures_link,
+        )
+
+    @property
+    def connected(self) -> bool:
+        """Whether both of its streams are open and what it measures is known."""
+        measured = not self.measures_link or self.link is not None or bool(self.link_error)
+        return self.control is not None and self.feed is not None and measured
 
     @property
     def host(self) -> str:
@@ -46,6 +82,7 @@ class Members:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self.pairs = PairAnswers()
         self.changes = Changes()
 
     def __getitem__(self, node_id: str) -> Member:
@@ -81,4 +118,7 @@ class Members:
                 await self.changes.until(lambda: all(m.control is None for m in self._members.values()))
 
     def connected(self) -> list[Member]:
-        return [m for m in self._members.values() if m.control is not None and m.feed is not None]
+        return [m for m in self._members.values() if m.connected]
+
+    def is_connected(self, node_id: str) -> bool:
+        return node_id in self._members and self._members[node_id].connected

@@ -5,19 +5,33 @@ It decides nothing about training: a `SwarmEvents` does, and is told of everythi
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from ravnest import __version__
 from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.measures import hear
 from ravnest.coordinator.members import Member, Members, check_version
 from ravnest.coordinator.prepare import Artifact
 from ravnest.errors import PeerError
+from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import split_address
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
 from ravnest.net.link import Control, Link
 from ravnest.net.server import CoordinatorServer
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage, Stop
+from ravnest.net.v1.control_pb2 import (
+    CheckReply,
+    CheckRequest,
+    CoordinatorMessage,
+    Deploy,
+    JoinReply,
+    JoinRequest,
+    ProviderMessage,
+    Stop,
+)
+from ravnest.net.version import PROTOCOL_VERSION
 
 HEARTBEAT_SECONDS = 1.0
 _STOP_SECONDS = 1.0
@@ -106,13 +120,24 @@ class Swarm:
         check_version(request)
         split_address(request.address)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
-        member = Member(admitted.node_id, request.address, request.device, request.memory_bytes, request.threads)
+        member = Member.of(admitted.node_id, request)
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
-        if self.events is not None:
+        if self.events is not None and not member.measures_link:
             self.events.joined(member)
         return JoinReply(node_id=member.node_id, certificate=admitted.certificate, heartbeat_seconds=HEARTBEAT_SECONDS)
+
+    async def check(self, identity: Identity, request: CheckRequest) -> CheckReply:
+        good, reason = await asyncio.to_thread(self.admission.check, identity)
+        return CheckReply(
+            good=good,
+            reason=reason,
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
+            graph_format=FORMAT_VERSION,
+            unix_seconds=time.time(),
+        )
 
     async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
         member = self.members[node_id]
@@ -121,6 +146,8 @@ class Swarm:
         reason, left = "it ended its connection", ""
         try:
             while (message := await control.receive()) is not None:
+                if self._hear_measures(member, message):
+                    continue
                 if message.HasField("leaving"):
                     left = f"it left: {message.leaving.reason}"
                 if self.events is not None:
@@ -132,6 +159,14 @@ class Swarm:
             if self.events is not None:
                 self.events.vanished(node_id, left or reason)
             self.members.changes.notify()
+
+    def _hear_measures(self, member: Member, message: ProviderMessage) -> bool:
+        first = member.measures_link and message.HasField("measured") and not (member.link or member.link_error)
+        heard = hear(self.members, member.node_id, message)
+        if first and self.events is not None:
+            # Only now is there something to tell: what kind of machine it is.
+            self.events.joined(member)
+        return heard
 
     async def feed(self, node_id: str, link: Link) -> None:
         member = self.members[node_id]

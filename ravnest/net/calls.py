@@ -32,6 +32,8 @@ ACCEPTED_KEY: Final = "ravnest-accepted"
 LINGER_SECONDS: Final = 10.0
 """How long an ended stream waits for its caller to hang up."""
 
+NODES: Final[tuple[Kind, ...]] = ("node",)
+
 Context = Any
 """A grpc.aio.ServicerContext of bytes."""
 
@@ -91,12 +93,20 @@ class CallServer:
             stream.fail(PeerError(reason))
 
     def stream(
-        self, name: str, make: Callable[[CalledWire], MadeT], run: Callable[[str, MadeT], Coroutine[Any, Any, None]]
+        self,
+        name: str,
+        make: Callable[[CalledWire], MadeT],
+        run: Callable[[str, MadeT], Coroutine[Any, Any, None]],
+        kinds: Collection[Kind] = NODES,
     ) -> Method:
-        """A method for nodes of the swarm: makes the called end of the stream and runs `run(caller's id, it)`."""
+        """A method for callers of these kinds: makes the called end of the stream and runs `run(who calls, it)`.
+
+        Who calls is the id of a node, or `invite:ID`.
+        """
 
         async def serve(_: object, context: Context) -> None:
-            caller = (await self._admit(context, ["node"], name)).name
+            identity = await self._admit(context, kinds, name)
+            caller = identity.name if identity.kind == "node" else f"{identity.kind}:{identity.name}"
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             end = make(wire := CalledWire(context, caller))
             self._ends.setdefault(caller, set()).add(end.stream)

@@ -11,14 +11,18 @@ from ravnest.net.calls import CallServer, Method
 from ravnest.net.connection import CHUNK_BYTES
 from ravnest.net.identity import AuthContext, Identity, Kind
 from ravnest.net.link import Control, Link
+from ravnest.net.measuring import MeasureService
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.tls import server_credentials
 from ravnest.net.v1.control_pb2 import (
+    CheckReply,
+    CheckRequest,
     Chunk,
     CoordinatorMessage,
     FetchRequest,
     JoinReply,
     JoinRequest,
+    MeasureRequest,
     ProviderMessage,
     UploadReply,
 )
@@ -41,6 +45,9 @@ class CoordinatorHandler(Protocol):
     async def join(self, identity: Identity, request: JoinRequest) -> JoinReply:
         """Admit the holder of an invite, or a node that has joined before; a RavnestError says why not."""
 
+    async def check(self, identity: Identity, request: CheckRequest) -> CheckReply:
+        """Say whether the holder of an invite or a node could join, without letting it in."""
+
     async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
         """Speak with a provider; the stream ends when this returns."""
 
@@ -62,12 +69,13 @@ class ProviderHandler(Protocol):
 
 
 class CoordinatorServer(CallServer):
-    """Serves providers on behalf of a coordinator: Join to holders of an invite and to nodes, all else to nodes."""
+    """Serves providers on behalf of a coordinator: all calls to nodes, those before joining to holders of an invite."""
 
     def __init__(self, handler: CoordinatorHandler, credentials: grpc.ServerCredentials, who_calls: WhoCalls) -> None:
         super().__init__(credentials)
         self._handler = handler
         self._who_calls = who_calls
+        self._measuring = MeasureService()
 
     def service(self) -> str:
         return COORDINATOR_SERVICE
@@ -79,6 +87,10 @@ class CoordinatorServer(CallServer):
             "Feed": self.stream("Feed", Link, self._handler.feed),
             "Fetch": self.stream("Fetch", lambda wire: Control(wire, FetchRequest), self._fetch),
             "Upload": self.stream("Upload", lambda wire: Control(wire, Chunk), self._upload),
+            "Check": self.unary("Check", ["invite", "node"], CheckRequest, self._handler.check),
+            "Measure": self.stream(
+                "Measure", lambda wire: Control(wire, MeasureRequest), self._measuring.serve, ["invite", "node"]
+            ),
         }
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
@@ -119,9 +131,9 @@ class CoordinatorServer(CallServer):
 
 
 class ProviderServer(CallServer):
-    """Serves the stage before on behalf of a provider, and nobody else.
+    """Serves the stage before on behalf of a provider, and nobody else but those who measure the way here.
 
-    `previous_node` is who holds that stage: a deployment brings it. While it is empty nobody is let in.
+    `previous_node` is who holds that stage: a deployment brings it. While it is empty nobody may link.
     """
 
     def __init__(self, handler: ProviderHandler, node: NodeIdentity) -> None:
@@ -129,15 +141,21 @@ class ProviderServer(CallServer):
         self.previous_node = ""
         self._node = node
         self._handler = handler
+        self._measuring = MeasureService()
 
     def service(self) -> str:
         return PROVIDER_SERVICE
 
     def methods(self) -> dict[str, Method]:
-        return {"Link": self.stream("Link", Link, self._handler.link)}
+        return {
+            "Link": self.stream("Link", Link, self._handler.link),
+            "Measure": self.stream("Measure", lambda wire: Control(wire, MeasureRequest), self._measuring.serve),
+        }
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
         identity = self._node.caller(auth_context, kinds, call)
+        if call == "Measure":
+            return identity
         if not self.previous_node:
             raise PeerError(f"{identity} may not call {call}: no stage comes before the one that is held here, if any")
         if identity.name != self.previous_node:

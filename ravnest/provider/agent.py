@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from ravnest import __version__
+from ravnest import __version__, amounts
 from ravnest.errors import PeerError, RavnestError
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
 from ravnest.net.client import CoordinatorClient
 from ravnest.net.link import Control, Link
+from ravnest.net.measuring import LinkSpeed
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.pinning import pin_authority
 from ravnest.net.server import ProviderServer
@@ -43,7 +44,9 @@ from ravnest.provider.deployment import Deployment
 from ravnest.provider.device import choose_device
 from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.joining import join, kept_identity
-from ravnest.provider.memory import available_bytes, resident_bytes
+from ravnest.provider.links import PeerMeasuring, report_link
+from ravnest.provider.measuring import core_count, device_name, machine_speed
+from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
 
 _FIRST_TELL_SECONDS = 2.0
 _TELL_SECONDS = 10.0
@@ -95,7 +98,7 @@ class _Agent:
     ) -> None:
         self._invite = invite
         self._device = device
-        self._memory_bytes = memory_bytes or available_bytes(device)
+        self._memory_bytes = lent_bytes(available_bytes(device), memory_bytes)
         self._name = name
         self._node = NodeIdentity.new()
         self._embedded = embedded
@@ -103,6 +106,7 @@ class _Agent:
         self._deployment: Deployment | None = None
         self._generation = 0
         self._deployed = asyncio.Condition()
+        self._peers: PeerMeasuring | None = None
         self._finished = asyncio.Event()
         self._reason = ""
 
@@ -127,14 +131,37 @@ class _Agent:
                 protocol=PROTOCOL_VERSION,
                 graph_format=FORMAT_VERSION,
             )
+            if not self._embedded:
+                await self._describe(about_us)
             client, reply = await join(self._invite, authority, self._node, about_us)
             stack.push_async_callback(client.close)
             stack.push_async_callback(self._give_up_stage)
             self._say(f"joined {client.address} as {reply.node_id}, lending {self._device} at {about_us.address}")
             control = await client.control()
+            if not self._embedded:
+                self._tell_link(await report_link(client, control))
+            self._peers = PeerMeasuring(self._node, control)
+            stack.push_async_callback(self._peers.close)
             feed = await client.feed()
             self._baseline = resident_bytes()
             return await self._work(server, client, control, feed, reply.heartbeat_seconds)
+
+    async def _describe(self, about_us: JoinRequest) -> None:
+        """Measures this machine. Where all are on one machine they are alike, and there is nothing to tell."""
+        speed = await machine_speed(self._device, self._memory_bytes)
+        about_us.flops_per_second = speed.flops_per_second
+        about_us.memory_bytes_per_second = speed.memory_bytes_per_second
+        about_us.cores = core_count()
+        about_us.device_name = device_name(self._device)
+        about_us.measures_link = True
+        memory, rate = amounts.gibibytes(self._memory_bytes), amounts.flops(speed.flops_per_second)
+        self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")
+
+    def _tell_link(self, link: LinkSpeed | None) -> None:
+        if link is not None:
+            down, up = amounts.megabits(link.down_bytes_per_second), amounts.megabits(link.up_bytes_per_second)
+            trip = amounts.milliseconds(link.round_trip_seconds)
+            self._say(f"connection to the coordinator: {trip}, {down} Mbit/s down, {up} Mbit/s up")
 
     def _address(self, listen_host: str, port: int, given: tuple[str, int] | None) -> str:
         """Where neighbouring stages reach this node."""
@@ -214,6 +241,8 @@ class _Agent:
                     await control.send(ProviderMessage(failed=failed))
             elif kind == "save" and self._deployment is not None:
                 self._deployment.save(message.save.checkpoint)
+            elif kind == "measure_peer" and self._peers is not None:
+                self._peers.take(message.measure_peer)
             elif kind == "threads":
                 torch.set_num_threads(max(1, message.threads.threads))
             elif kind == "stop":

@@ -24,7 +24,14 @@ from ravnest.net import (
 from ravnest.net.identity import Identity
 from ravnest.net.node_identity import joiner_keys
 from ravnest.net.tls import TlsKeys
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinReply, JoinRequest, ProviderMessage
+from ravnest.net.v1.control_pb2 import (
+    CheckReply,
+    CheckRequest,
+    CoordinatorMessage,
+    JoinReply,
+    JoinRequest,
+    ProviderMessage,
+)
 
 __all__ = ["run"]
 
@@ -127,6 +134,10 @@ class Coordinator:
         self.joins += 1
         admitted = self.admission.join(identity, request.certificate_request, request.name)
         return JoinReply(node_id=admitted.node_id, certificate=admitted.certificate, heartbeat_seconds=2.0)
+
+    async def check(self, identity: Identity, request: CheckRequest) -> CheckReply:
+        good, reason = self.admission.check(identity)
+        return CheckReply(good=good, reason=reason)
 
     async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
         while (message := await control.receive()) is not None:
