@@ -1,5 +1,7 @@
 """Measuring this machine once: the speed of its device, kept on disk, so that the next join need not measure again.
 
+A figure from a moment when others kept the processor busy is used, and not kept.
+
 What happens on failure: a kept figure that is damaged, old or of another machine is measured again and replaced; where
 nothing can be kept, every join measures.
 """
@@ -19,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+import psutil
 import torch
 
 from ravnest.provider.footprint import give_free_memory_back
@@ -45,16 +48,41 @@ class Setup:
         return cls(str(device), device_name(device), torch.get_num_threads(), torch.__version__, MEASUREMENT_VERSION)
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Seconds of processor time since some moment: of the machine, and the part of it that was this process's."""
+
+    seconds: float
+    cores: int
+    all_seconds: float
+    own_seconds: float
+
+    @classmethod
+    def now(cls) -> "Load":
+        times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        return cls(time.monotonic(), psutil.cpu_count() or 1, sum(times[:8]) - idle, own.user + own.system)
+
+    def busy_with_others_since(self, before: "Load") -> bool:
+        """Whether others used a good part of the processor since then; a moment is too short to tell."""
+        elapsed = self.seconds - before.seconds
+        others = (self.all_seconds - before.all_seconds) - (self.own_seconds - before.own_seconds)
+        return elapsed >= _LEAST_LOAD_SECONDS and others > _BUSY_PART * elapsed * self.cores
+
+
 async def machine_speed(device: torch.device, memory_bytes: int, *, fresh: bool = False) -> Speed:
     """The speed of the device: as it was kept, or measured now, which takes about a second. `fresh` measures anew."""
     setup = Setup.here(device)
     kept = None if fresh else read_kept(setup)
     if kept is not None:
         return kept
+    before = Load.now()
     speed = await _in_a_thread_of_its_own(device, memory_bytes)
+    busy = Load.now().busy_with_others_since(before)
     give_free_memory_back()
     forget_peak(device)
-    keep(setup, speed)
+    if not busy:
+        keep(setup, speed)
     return speed
 
 
@@ -99,6 +127,10 @@ def keep(setup: Setup, speed: Speed, now: float | None = None) -> None:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+_LEAST_LOAD_SECONDS: Final = 0.2
+_BUSY_PART: Final = 0.2
 
 
 async def _in_a_thread_of_its_own(device: torch.device, memory_bytes: int) -> Speed:

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from ravnest.provider import measuring, speed
-from ravnest.provider.measuring import KEPT_SECONDS, Setup, core_count, device_name, keep, machine_speed, read_kept
+from ravnest.provider.measuring import (
+    KEPT_SECONDS,
+    Load,
+    Setup,
+    core_count,
+    device_name,
+    keep,
+    machine_speed,
+    read_kept,
+)
 from ravnest.provider.memory import forget_peak, group_bytes, lent_bytes, peak_bytes, resident_bytes
 from ravnest.provider.speed import SIZES, BlockSize, Speed, measure_speed
 
@@ -120,6 +129,37 @@ def test_a_damaged_file_is_passed_over_and_written_anew(cache: Path, monkeypatch
     asyncio.run(machine_speed(CPU, 1 << 30))
     assert read_kept(setup) == FIGURES
     assert list(cache.iterdir()) == [path]
+
+
+def test_a_figure_from_a_busy_moment_is_used_and_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([Load(0, 4, 100, 10), Load(1, 4, 103, 11)])
+    monkeypatch.setattr(Load, "now", lambda: next(loads))
+    monkeypatch.setattr(measuring, "measure_speed", lambda device, memory_bytes: FIGURES)
+    assert asyncio.run(machine_speed(CPU, 1 << 30)) == FIGURES
+    assert read_kept(Setup.here(CPU)) is None
+
+
+@pytest.mark.parametrize(
+    ("after", "busy"),
+    [
+        (Load(1, 4, 104, 14), False),
+        (Load(1, 4, 104.5, 14), False),
+        (Load(1, 4, 104, 12), True),
+        (Load(0.1, 4, 100.4, 10), False),
+    ],
+)
+def test_a_machine_is_busy_when_others_compute_on_it(after: Load, busy: bool) -> None:
+    assert after.busy_with_others_since(Load(0, 4, 100, 10)) is busy
+
+
+def test_the_load_is_that_of_this_machine() -> None:
+    before = Load.now()
+    deadline = time.process_time() + 0.05
+    while time.process_time() < deadline:
+        pass
+    after = Load.now()
+    assert after.own_seconds > before.own_seconds
+    assert after.all_seconds >= before.all_seconds > 0
 
 
 def test_where_nothing_can_be_kept_it_is_measured_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
