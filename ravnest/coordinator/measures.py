@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ravnest import amounts
 from ravnest.errors import PeerError
+from ravnest.monitor.words import printable
 from ravnest.net.measuring import LinkSpeed
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer, PeerMeasured, ProviderMessage
 
@@ -23,6 +24,8 @@ Pair = tuple[str, str]
 
 PAIR_SECONDS = 45.0
 """When a provider that does not answer is given up: longer than it may take to dial, wait for its turn and measure."""
+
+_ERROR_CHARACTERS = 500
 
 
 async def measure_pairs(
@@ -72,17 +75,20 @@ class PairAnswers:
     def heard(self, node_id: str, answer: PeerMeasured) -> None:
         pair = (node_id, answer.node)
         if pair in self._expected:
-            self._expected[pair] = link_of(answer) or PeerError(_printable(answer.error) or "it gave no figures")
+            self._expected[pair] = link_of(answer) or PeerError(
+                printable(answer.error[:_ERROR_CHARACTERS]) or "it gave no figures"
+            )
 
 
-def hear(members: "Members", node_id: str, message: ProviderMessage) -> bool:
+def hear(members: "Members", member: "Member", message: ProviderMessage) -> bool:
     """Keeps what a provider says it measured; whether that is what it said."""
     if message.HasField("measured"):
-        member = members[node_id]
         member.link = link_of(message.measured)
-        member.link_error = "" if member.link else _printable(message.measured.error) or "it gave no figures"
+        member.link_error = (
+            "" if member.link else printable(message.measured.error[:_ERROR_CHARACTERS]) or "it gave no figures"
+        )
     elif message.HasField("peer_measured"):
-        members.pairs.heard(node_id, message.peer_measured)
+        members.pairs.heard(member.node_id, message.peer_measured)
     else:
         return False
     members.changes.notify()
@@ -152,7 +158,3 @@ async def _measure_pair(swarm: "Swarm", pair: Pair) -> LinkSpeed | PeerError:
 
 def _measures(swarm: "Swarm", node_id: str) -> bool:
     return node_id in swarm.members and swarm.members[node_id].measures_link
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in text[:500])

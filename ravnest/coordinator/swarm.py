@@ -162,7 +162,7 @@ class Swarm:
 
     def _hear_measures(self, member: Member, message: ProviderMessage) -> bool:
         first = member.measures_link and message.HasField("measured") and not (member.link or member.link_error)
-        heard = hear(self.members, member.node_id, message)
+        heard = hear(self.members, member, message)
         if first and self.events is not None:
             # Only now is there something to tell: what kind of machine it is.
             self.events.joined(member)

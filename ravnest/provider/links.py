@@ -15,13 +15,16 @@ _MOST_WAITING = 1000
 _PEER_SECONDS = 40.0
 
 
-async def report_link(client: CoordinatorClient, control: ControlStream) -> LinkSpeed | None:
+async def report_link(
+    client: CoordinatorClient, control: ControlStream, known: LinkSpeed | None = None
+) -> LinkSpeed | None:
     """Measures the connection to the coordinator and tells it; None, and the reason is told, when it cannot be.
 
-    PeerError when the control stream is broken.
+    Where it is `known`, as for a provider that comes back in the middle of its work, that is told at once. PeerError
+    when the control stream is broken.
     """
     try:
-        speed = await client.measure()
+        speed = known or await client.measure()
     except PeerError as error:
         await control.send(ProviderMessage(measured=Measured(error=str(error))))
         return None

@@ -98,6 +98,22 @@ def test_a_provider_counts_once_its_connection_is_known_and_is_then_announced() 
     run(test())
 
 
+def test_a_provider_that_comes_back_tells_what_it_knows_without_measuring() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            node = NodeIdentity.new()
+            reply = await swarm.ask(swarm.invite(), measured(about(node)))
+            node.adopt(reply.certificate, swarm._authority)
+            client = swarm._client(CoordinatorClient(f"127.0.0.1:{swarm.port}", node.tls_keys(), "anna"))
+            control, known = await client.control(), LinkSpeed(0.5, 1e3, 2e3)
+            assert await report_link(client, control, known) == known
+            member = swarm.swarm.members["anna"]
+            await swarm.swarm.members.changes.until(lambda: member.link is not None)
+            assert member.link == known
+
+    run(test())
+
+
 def test_a_provider_that_cannot_measure_takes_part_all_the_same() -> None:
     async def test() -> None:
         async with ends() as swarm:
