@@ -6,6 +6,7 @@ RavnestError
 ├── GraphError      a portable graph is malformed or asks for something off the allow-list
 ├── PlanError       the model cannot be cut or placed as asked
 ├── PeerError       another node is unreachable, refused us, or broke the protocol
+│   └── RefusedError    … and would do the same if it were tried again
 ├── RunError        the run directory, a checkpoint or a port cannot be used
 └── TrainingError   training itself cannot go on (a loss that is not finite, a lost provider)
 """
@@ -35,6 +36,10 @@ class PlanError(RavnestError):
 
 class PeerError(RavnestError):
     """Another node cannot be reached, refused us, or broke the protocol."""
+
+
+class RefusedError(PeerError):
+    """Another node refused us or broke the protocol: to try again would end the same way."""
 
 
 class RunError(RavnestError):

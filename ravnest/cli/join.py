@@ -41,6 +41,11 @@ def add_parser(subparsers: "Subparsers") -> None:
         type=host_and_port,
         help="where neighbouring stages reach this machine (default: the address it reaches the coordinator from)",
     )
+    parser.add_argument(
+        "--outbound-only",
+        action="store_true",
+        help="do not listen: links run over connections that this machine makes (found out by itself otherwise)",
+    )
     parser.add_argument("--name", help="what to call this provider (default: this machine's name)")
     # A provider that `ravnest train` started ends with its parent and leaves the talking to it.
     parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
@@ -58,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         listen=args.listen,
         advertise=args.advertise,
         name=args.name,
+        outbound_only=args.outbound_only,
         embedded=args.embedded,
     )
 

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from ravnest.monitor import words
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.run_directory import RunPaths, existing_run, lock_holder
-from ravnest.monitor.summary import Summary
+from ravnest.monitor.summary import StageSummary, Summary
 
 SHOWN_EVENTS = 8
 
@@ -102,7 +102,9 @@ def _stages(summary: Summary) -> Any:
         table.add_column(title, no_wrap=True)
     for title in ("params", "busy", "staleness", "peak memory"):
         table.add_column(title, no_wrap=True, justify="right")
+    table.add_column("link to the next", no_wrap=True)
     for cluster in summary.clusters:
+        following = {stage.stage - 1: stage.provider for stage in cluster.stages}
         for stage in cluster.stages:
             cells = (
                 str(cluster.id),
@@ -113,9 +115,19 @@ def _stages(summary: Summary) -> Any:
                 f"{stage.busy_fraction:.0%}",
                 f"{stage.staleness.mean:.1f} max {stage.staleness.max}",
                 words.size(stage.peak_memory_bytes),
+                _route(stage, following.get(stage.stage, "")),
             )
             table.add_row(*(Text(words.printable(cell)) for cell in cells))
     return table
+
+
+def _route(stage: StageSummary, following: str) -> str:
+    """How the link to the next stage runs."""
+    for link in stage.links:
+        if link.to == following:
+            again = f", {words.count(link.connections)} connections" if link.connections > 1 else ""
+            return (link.route or "down") + again
+    return ""
 
 
 def _event(event: Event) -> Any:

@@ -23,6 +23,7 @@ from ravnest.coordinator.checkpoint_reading import (
     load_checkpoint,
     newest_good,
 )
+from ravnest.errors import PeerError
 from ravnest.monitor.files import sync, write_error
 
 __all__ = [
@@ -114,19 +115,24 @@ class PendingCheckpoint:
         self._folder = folder
         self._checkpoint_id = checkpoint_id
         self._parts: dict[int, dict[str, Any]] = {}
+        self._writers: dict[int, _PartFile] = {}
 
     async def write_part(self, stage: int, chunks: AsyncIterator[bytes]) -> None:
         """Streams one stage's safetensors file to the disk, hashing on the way; several may run at once.
 
         RunError when the disk refuses; whatever else `chunks` raises passes through. The part then does not
-        count.
+        count, and neither does one that is being sent again, over another connection.
         """
         self._parts.pop(stage, None)
         file = await asyncio.to_thread(_PartFile, self._folder / f"part-{stage}.safetensors")
+        self._writers[stage] = file
         try:
             async for chunk in chunks:
                 await asyncio.to_thread(file.write, chunk)
-            self._parts[stage] = await asyncio.to_thread(file.finish)
+            part = await asyncio.to_thread(file.finish)
+            if self._writers[stage] is not file:
+                raise PeerError(f"the part of stage {stage} is being sent again over another connection")
+            self._parts[stage] = part
         finally:
             file.close()
 
@@ -185,7 +191,9 @@ class _PartFile:
         # A cancelled upload closes the file while a thread may still write: never under it.
         self._lock = threading.Lock()
         try:
-            self._file = open(path, "wb", buffering=0)  # noqa: SIM115  (closed by its owner)
+            # Another that writes to it still, over a connection that is dead, keeps a file that is nobody's.
+            path.unlink(missing_ok=True)
+            self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by its owner)
         except OSError as error:
             raise write_error(path, error) from error
 

@@ -225,14 +225,25 @@ class Coordinator:
             self._evaluation.came(frame.microbatch, {k: float(v) for k, v in frame.scalars.items()})
             self._changes.notify()
 
+    def disconnected(self, node_id: str, reason: str) -> None:
+        with self._failing():
+            self._events.emit("disconnected", reason, provider=node_id)
+
+    def reconnected(self, node_id: str) -> None:
+        with self._failing():
+            self._events.emit("reconnected", f"{node_id} is connected again", provider=node_id)
+
     def vanished(self, node_id: str, reason: str) -> None:
-        """A provider's stream has ended."""
+        """A provider's stay in the swarm has ended."""
         # Whoever started its process knows better why, and says so in a moment.
         self._spawn(self._after(_BETTER_REASON_SECONDS, lambda: self.lost(node_id, reason)))
 
     def lost(self, node_id: str, reason: str) -> None:
         """A provider is gone, and why."""
         if self._closing or node_id in self._lost:
+            return
+        if node_id not in self._stage_of and self._swarm.members.is_present(node_id):
+            # It has come back in the meantime, and there was nothing to lose.
             return
         self._lost.add(node_id)
         with self._failing():
@@ -267,8 +278,13 @@ class Coordinator:
     async def _deploy_stages(self, prepared: Prepared, plan: Plan, members: list[Member], threads: int) -> None:
         self._swarm.generation += 1
         self._generation = self._swarm.generation
-        orders = await Orders.make(prepared, plan, members, self._deployment, self._generation)
+        by_id = {member.node_id: member for member in members}
+        reaches = await self._while_well(self._swarm.reaches(members))
+        orders = await Orders.make(prepared, plan, by_id, reaches, self._deployment, self._generation)
         self._swarm.artifacts = orders.artifacts
+        self._swarm.allow_relays({link.name: frozenset((link.before, link.after)) for link in orders.links})
+        for link in orders.links:
+            self._events.emit("linked", f"{link.before} to {link.after}: {link.reason}", link=link.name)
         chooses_itself = {member.node_id for member in members if member.threads}
         for node_id, order in orders.by_node.items():
             if node_id not in chooses_itself:
@@ -276,7 +292,7 @@ class Coordinator:
             await self._swarm.tell(node_id, CoordinatorMessage(deploy=order))
         await self._until(lambda: self._ready >= set(self._stage_of))
         self._swarm.artifacts = {}
-        # Only now: a stage dials the one after it, which must be there by then.
+        # Only now: a stage dials its neighbours, which must be there by then.
         for node_id in orders.by_node:
             await self._swarm.tell(node_id, CoordinatorMessage(start=Start(deployment=self._deployment)))
         self._events.emit("deployed", f"{len(plan.stages)} stages are ready")

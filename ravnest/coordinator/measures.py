@@ -148,12 +148,20 @@ async def _measure_pair(swarm: "Swarm", pair: Pair) -> LinkSpeed | PeerError:
     members = swarm.members
     members.pairs.expect(pair)
     try:
-        order = MeasurePeer(node=measured, address=members[measured].address)
+        order = MeasurePeer(node=measured, address=_address(members[measured]))
         await swarm.tell(measuring, CoordinatorMessage(measure_peer=order))
-        await members.changes.until(lambda: members.pairs.has(pair) or not members.is_connected(measuring))
+        await members.changes.until(lambda: members.pairs.has(pair) or not members.is_present(measuring))
     finally:
         answer = members.pairs.take(pair)
     return answer or PeerError(f"{measuring} left before it had measured the connection to {measured}")
+
+
+def _address(member: "Member") -> str:
+    """Where it can be dialled; PeerError when it is known that it cannot."""
+    address = member.address if member.reach is None else member.reach.address
+    if not address:
+        raise PeerError(member.reach.reason if member.reach is not None else f"{member.node_id} dials out only")
+    return address
 
 
 def _measures(swarm: "Swarm", node_id: str) -> bool:

@@ -1,47 +1,55 @@
-"""Membership: who has joined the swarm, and over which streams it is spoken with."""
+"""Membership: who has joined the swarm, and over which links it is spoken with."""
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from typing import Self
 
 from ravnest import __version__
 from ravnest.coordinator.measures import PairAnswers, positive
+from ravnest.coordinator.reachability import Reach
 from ravnest.coordinator.waiting import Changes
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import FORMAT_VERSION
-from ravnest.net.link import Control, Link
+from ravnest.net.control_link import ControlLink
 from ravnest.net.measuring import LinkSpeed
+from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
 
 
 @dataclass
 class Member:
-    """One provider that has joined."""
+    """One stay of one provider in the swarm."""
 
     node_id: str
     address: str
+    """Where it says that it listens; empty when it does not."""
     device: str
     memory_bytes: int
     threads: int = 0
     """What it computes with on a machine of its own; 0 where that is the coordinator's to say."""
-    control: Control[CoordinatorMessage, ProviderMessage] | None = None
-    feed: Link | None = None
+    seen_host: str = ""
+    """Where its connections come from."""
+    session: str = field(default_factory=lambda: secrets.token_hex(16))
+    reach: Reach | None = None
+    """Whether it can be dialled, once that is known."""
+
     cores: int = 0
     flops_per_second: float = 0.0
     """As it measured itself; 0 where it did not, as in the embedded swarm, where all machines are one."""
     memory_bytes_per_second: float = 0.0
     device_name: str = ""
     measures_link: bool = False
-    """Whether it measures its connection, and says what it found before it is ready."""
+    """Whether it measures its connection: it is present once it has said what it found."""
     link: LinkSpeed | None = None
     """Its connection to the coordinator, as it measured it."""
     link_error: str = ""
     """Why it could not."""
 
     @classmethod
-    def of(cls, node_id: str, request: JoinRequest) -> Self:
+    def of(cls, node_id: str, request: JoinRequest, seen_host: str) -> Self:
         """The provider that this request has let in."""
         return cls(
             node_id,
@@ -49,6 +57,7 @@ class Member:
             request.device,
             request.memory_bytes,
             request.threads,
+            seen_host,
             cores=request.cores,
             flops_per_second=positive(request.flops_per_second),
             memory_bytes_per_second=positive(request.memory_bytes_per_second),
@@ -56,21 +65,40 @@ class Member:
             measures_link=request.measures_link,
         )
 
-    @property
-    def connected(self) -> bool:
-        """Whether both of its streams are open and what it measures is known."""
-        measured = not self.measures_link or self.link is not None or bool(self.link_error)
-        return self.control is not None and self.feed is not None and measured
+    def __post_init__(self) -> None:
+        self.feed = ResumableLink(self.node_id)
+        self.control: ControlLink[CoordinatorMessage, ProviderMessage] = ControlLink(
+            ResumableLink(self.node_id), ProviderMessage
+        )
 
     @property
     def host(self) -> str:
-        return self.address.rpartition(":")[0]
+        """The machine it is on."""
+        return self.address.rpartition(":")[0] or self.seen_host
+
+    @property
+    def present(self) -> bool:
+        """Whether both of its links have been there, and are not over, and what it measures is known.
+
+        One that is down for a moment is not over.
+        """
+        return self.measured and all(link.connections and not link.over for link in (self.control.link, self.feed))
+
+    @property
+    def measured(self) -> bool:
+        """Whether it has said how its connection is, or does not measure it."""
+        return not self.measures_link or self.link is not None or bool(self.link_error)
+
+    def fail(self, error: PeerError) -> None:
+        """Ends its stay."""
+        self.control.link.fail(error)
+        self.feed.fail(error)
 
 
 def check_version(request: JoinRequest) -> None:
     """PeerError for a provider that speaks another protocol or reads another graph format."""
     if request.protocol != PROTOCOL_VERSION or request.graph_format != FORMAT_VERSION:
-        raise PeerError(
+        raise RefusedError(
             f"this provider runs Ravnest {request.version} (protocol {request.protocol}, graph format "
             f"{request.graph_format}), the coordinator {__version__} (protocol {PROTOCOL_VERSION}, graph format "
             f"{FORMAT_VERSION}); update the older one"
@@ -86,21 +114,40 @@ class Members:
         self.changes = Changes()
 
     def __getitem__(self, node_id: str) -> Member:
-        """PeerError for a node that has not joined since this coordinator began to listen."""
+        """RefusedError for a node that has not joined since this coordinator began to listen."""
         member = self._members.get(node_id)
         if member is None:
-            raise PeerError(f"{node_id} has not joined this coordinator yet; join again")
+            raise RefusedError(f"{node_id} has not joined this coordinator yet; join again")
         return member
 
     def __contains__(self, node_id: str) -> bool:
         return node_id in self._members
 
+    def staying(self, node_id: str, session: str) -> Member:
+        """The member, if this is still its stay; RefusedError when it is not."""
+        member = self[node_id]
+        if member.session != session or member.control.link.over:
+            raise RefusedError(f"this stay of {node_id} in the swarm is over; join again")
+        return member
+
+    def is_present(self, node_id: str) -> bool:
+        return node_id in self._members and self._members[node_id].present
+
+    def is_current(self, member: Member) -> bool:
+        """Whether this is the newest stay of the node."""
+        return self._members.get(member.node_id) is member
+
     def put(self, member: Member) -> None:
         """A provider has joined; one that returns takes the place of what it was before."""
+        before = self._members.get(member.node_id)
         self._members[member.node_id] = member
+        if before is not None:
+            before.fail(RefusedError(f"{member.node_id} has joined again, over another connection"))
 
-    def remove(self, node_id: str) -> None:
-        self._members.pop(node_id, None)
+    def remove(self, node_id: str, why: str) -> None:
+        member = self._members.pop(node_id, None)
+        if member is not None:
+            member.fail(RefusedError(why))
         self.changes.notify()
 
     def node_ids(self) -> list[str]:
@@ -112,13 +159,11 @@ class Members:
         return sorted(self.connected()[:count], key=lambda m: (len(m.node_id), m.node_id))
 
     async def wait_until_gone(self, timeout_seconds: float) -> None:
-        """Until every member has ended its control stream, or the time is over."""
+        """Until the stay of every member is over, or the time is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                await self.changes.until(lambda: all(m.control is None for m in self._members.values()))
+                await self.changes.until(lambda: not self.connected())
 
     def connected(self) -> list[Member]:
-        return [m for m in self._members.values() if m.connected]
-
-    def is_connected(self, node_id: str) -> bool:
-        return node_id in self._members and self._members[node_id].connected
+        """Those that are here: present and, once there are links, not given up."""
+        return [m for m in self._members.values() if m.present]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ravnest.coordinator.ledger import Ledger
 from ravnest.monitor import summary as written
 from ravnest.monitor.snapshot import Snapshot, StageView
-from ravnest.monitor.summary import ClusterSummary, Fault, StageSummary, Staleness, Status, Summary
+from ravnest.monitor.summary import ClusterSummary, Fault, StageLink, StageSummary, Staleness, Status, Summary
 from ravnest.net.v1.control_pb2 import Report
 from ravnest.planner.plan import Plan
 
@@ -176,6 +176,16 @@ class Progress:
                     ),
                     bytes_sent=report.bytes_sent,
                     bytes_received=report.bytes_received,
+                    links=tuple(
+                        StageLink(
+                            to=link.node,
+                            route=link.route,
+                            connections=link.connections,
+                            bytes_sent=link.bytes_sent,
+                            bytes_received=link.bytes_received,
+                        )
+                        for link in report.links
+                    ),
                 )
             )
         return found

@@ -50,7 +50,7 @@ class Saver:
         self._state = state
         self._mark: Mark | None = None
         self._pending: PendingCheckpoint | None = None
-        self._parts = 0
+        self._parts: set[int] = set()
         self._last_time = time.monotonic()
         self._last_updates = updates
 
@@ -74,7 +74,7 @@ class Saver:
         self.abort()
         self._pending = self._store.begin(mark.checkpoint)
         self._mark = mark
-        self._parts = 0
+        self._parts = set()
         self._last_time = time.monotonic()
         self._last_updates = mark.place.updates
 
@@ -86,8 +86,11 @@ class Saver:
                 pass
             return None
         await pending.write_part(stage, chunks)
-        self._parts += 1
-        if self._parts < self._stages:
+        if self._mark is not mark or stage in self._parts:
+            # A stage that did not hear that its part had arrived sends it once more.
+            return None
+        self._parts.add(stage)
+        if len(self._parts) < self._stages:
             return None
         place = mark.place
         # What was fed beyond the checkpoint is fed again by a run that goes on from it.

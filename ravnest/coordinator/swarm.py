@@ -6,20 +6,23 @@ It decides nothing about training: a `SwarmEvents` does, and is told of everythi
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
 from ravnest import __version__
 from ravnest.coordinator.admission import Admission
 from ravnest.coordinator.measures import hear
 from ravnest.coordinator.members import Member, Members, check_version
 from ravnest.coordinator.prepare import Artifact
-from ravnest.errors import PeerError
+from ravnest.coordinator.reachability import Reach, find_reach
+from ravnest.coordinator.relay import Relay
+from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import split_address
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
-from ravnest.net.link import Control, Link
+from ravnest.net.link import Link, RelayEnd
+from ravnest.net.resumable import ResumableLink
 from ravnest.net.server import CoordinatorServer
 from ravnest.net.v1.control_pb2 import (
     CheckReply,
@@ -28,12 +31,15 @@ from ravnest.net.v1.control_pb2 import (
     Deploy,
     JoinReply,
     JoinRequest,
+    Meet,
     ProviderMessage,
     Stop,
 )
 from ravnest.net.version import PROTOCOL_VERSION
 
 HEARTBEAT_SECONDS = 1.0
+PATIENCE_SECONDS = 30.0
+"""How long a provider may be without a connection before it is taken for gone."""
 _STOP_SECONDS = 1.0
 
 
@@ -49,8 +55,14 @@ class SwarmEvents(Protocol):
     def returned(self, node_id: str, frame: Frame) -> None:
         """A stage has sent a result or finished a microbatch."""
 
+    def disconnected(self, node_id: str, reason: str) -> None:
+        """A provider's connection is down; it may come back."""
+
+    def reconnected(self, node_id: str) -> None:
+        """A provider has come back, with nothing lost."""
+
     def vanished(self, node_id: str, reason: str) -> None:
-        """A provider's stream has ended, in order or not."""
+        """A provider's stay in the swarm has ended, in order or not."""
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         """A stage uploads its state."""
@@ -75,6 +87,8 @@ class Swarm:
         self.artifacts: dict[str, Artifact] = {}
         self._orders: dict[str, Deploy] = {}
         """The newest order to each node: what it may fetch and send follows from it."""
+        self._relay = Relay(self._call_to_relay)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
         """Listens; the port, chosen by the system for port 0. RunError when it is taken."""
@@ -83,52 +97,62 @@ class Swarm:
 
     async def stop(self, reason: str) -> None:
         """Tells every provider to stop, gives them a moment to go, and stops listening."""
-        for node_id in self.members.node_ids():
+        for member in self.members.connected():
             with contextlib.suppress(PeerError, TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
-                    await self.tell(node_id, CoordinatorMessage(stop=Stop(reason=reason)))
+                    await self.tell(member.node_id, CoordinatorMessage(stop=Stop(reason=reason)))
         await self.members.wait_until_gone(_STOP_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.stop()
         self.admission.close()
 
     def expel(self, node_id: str, reason: str = "") -> None:
-        """Ends every stream of a node that was thrown out, and forgets it."""
+        """Ends the stay of a node that was thrown out."""
         because = f" ({reason})" if reason else ""
-        self.members.remove(node_id)
-        self._server.drop(
-            node_id, f"{node_id} was thrown out of the swarm{because}; ask the requester for a new invite"
-        )
+        why = f"{node_id} was thrown out of the swarm{because}; ask the requester for a new invite"
+        self.members.remove(node_id, why)
+        self._server.drop(node_id, why)
 
     async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
-        """Says something to a provider; PeerError when it is gone."""
-        control = self.members[node_id].control
-        if control is None:
-            raise PeerError(f"{node_id} is not connected")
+        """Says something to a provider, now or when it is connected again; PeerError when it is gone."""
         if message.HasField("deploy"):
             self._orders[node_id] = message.deploy
-        await control.send(message)
+        await self.members[node_id].control.send(message)
 
     async def feed_frame(self, node_id: str, frame: Frame) -> None:
         """Sends a frame to a stage, waiting while it is slow; PeerError when it is gone."""
-        link = self.members[node_id].feed
-        if link is None:
-            raise PeerError(f"{node_id} is not connected")
-        await link.send(frame)
+        await self.members[node_id].feed.send(frame)
 
-    async def join(self, identity: Identity, request: JoinRequest) -> JoinReply:
+    async def reaches(self, members: Sequence[Member]) -> dict[str, Reach]:
+        """Whether each of these can be dialled; waits for those that are still being tried."""
+        await self.members.changes.until(lambda: all(member.reach is not None for member in members))
+        return {member.node_id: member.reach for member in members if member.reach is not None}
+
+    async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
         # Before the invite is used: a provider that cannot take part should not use it up.
         check_version(request)
-        split_address(request.address)
+        if request.address:
+            split_address(request.address)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
-        member = Member.of(admitted.node_id, request)
+        member = Member.of(admitted.node_id, request, seen_host)
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
+        self._orders.pop(member.node_id, None)
         if self.events is not None and not member.measures_link:
             self.events.joined(member)
-        return JoinReply(node_id=member.node_id, certificate=admitted.certificate, heartbeat_seconds=HEARTBEAT_SECONDS)
+        for work in (self._listen(member), self._take_frames(member), self._watch(member)):
+            self._spawn(work)
+        return JoinReply(
+            node_id=member.node_id,
+            certificate=admitted.certificate,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            session=member.session,
+        )
 
-    async def check(self, identity: Identity, request: CheckRequest) -> CheckReply:
+    async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
         good, reason = await asyncio.to_thread(self.admission.check, identity)
         return CheckReply(
             good=good,
@@ -139,62 +163,112 @@ class Swarm:
             unix_seconds=time.time(),
         )
 
-    async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
-        member = self.members[node_id]
-        member.control = control
-        self.members.changes.notify()
+    async def control(self, node_id: str, connection: Link) -> None:
+        member = self.members.staying(node_id, connection.label)
+        await self._carry(member, member.control.link, connection)
+
+    async def feed(self, node_id: str, connection: Link) -> None:
+        member = self.members.staying(node_id, connection.label)
+        await self._carry(member, member.feed, connection)
+
+    async def relay(self, node_id: str, end: RelayEnd) -> None:
+        await self._relay.serve(node_id, end)
+
+    def allow_relays(self, links: Mapping[str, frozenset[str]]) -> None:
+        """The links of the newest deployment, by name, each with the two nodes it is between."""
+        self._relay.allow(links)
+
+    async def _carry(self, member: Member, link: ResumableLink, connection: Link) -> None:
+        """Carries one of a member's links over this connection, and tells when it is lost or back."""
+        again, was_present = link.connections > 0, member.present
+        carrying = asyncio.create_task(link.carry(connection))
+        try:
+            await asyncio.wait({carrying, asyncio.create_task(link.until_connected())}, return_when="FIRST_COMPLETED")
+            self.members.changes.notify()
+            if again and was_present and self.events is not None:
+                self.events.reconnected(member.node_id)
+            await carrying
+        except PeerError as error:
+            if member.present and not link.connected and self.events is not None:
+                self.events.disconnected(member.node_id, str(error))
+            raise
+        finally:
+            carrying.cancel()
+
+    async def _listen(self, member: Member) -> None:
+        """Passes on what a provider says, until its stay is over."""
         reason, left = "it ended its connection", ""
         try:
-            while (message := await control.receive()) is not None:
+            while (message := await member.control.receive()) is not None:
                 if self._hear_measures(member, message):
                     continue
                 if message.HasField("leaving"):
                     left = f"it left: {message.leaving.reason}"
                 if self.events is not None:
-                    self.events.said(node_id, message)
+                    self.events.said(member.node_id, message)
         except PeerError as error:
             reason = str(error)
         finally:
-            member.control = None
+            member.fail(PeerError(f"{member.node_id} is gone"))
             if self.events is not None:
-                self.events.vanished(node_id, left or reason)
+                self.events.vanished(member.node_id, left or reason)
             self.members.changes.notify()
 
     def _hear_measures(self, member: Member, message: ProviderMessage) -> bool:
-        first = member.measures_link and message.HasField("measured") and not (member.link or member.link_error)
+        measured_before = member.measured
         heard = hear(self.members, member, message)
-        if first and self.events is not None:
+        if member.measured and not measured_before and self.events is not None:
             # Only now is there something to tell: what kind of machine it is.
             self.events.joined(member)
         return heard
 
-    async def feed(self, node_id: str, link: Link) -> None:
-        member = self.members[node_id]
-        member.feed = link
-        self.members.changes.notify()
+    async def _take_frames(self, member: Member) -> None:
+        """Passes on what a stage returns, until its stay is over; one that breaks the rules is dismissed."""
+        node_id = member.node_id
         try:
-            while (frame := await link.receive()) is not None:
+            while (frame := await member.feed.receive()) is not None:
                 order = self._orders.get(node_id)
                 if order is not None and frame.generation < order.generation:
                     # Of a run that was given up: it was under way when the new order went out.
                     continue
                 allowed, reason = may_return(node_id, order, frame)
                 if not allowed:
-                    raise PeerError(reason)
+                    raise RefusedError(reason)
                 if self.events is not None:
                     self.events.returned(node_id, frame)
         except PeerError as error:
             # A provider that cannot be fed is no use, and one that broke the rules is no friend.
-            self._server.drop(node_id, str(error))
-            raise
+            member.fail(error)
+            if isinstance(error, RefusedError) and self.members.is_current(member):
+                self._server.drop(node_id, str(error))
+
+    async def _watch(self, member: Member) -> None:
+        """Finds out whether the provider can be dialled, and gives it up when it is away for too long."""
+        link = member.control.link
+        patience = asyncio.create_task(link.fail_when_gone(PATIENCE_SECONDS))
+        try:
+            with contextlib.suppress(PeerError):
+                await link.until_connected()
+                authority = self.admission.authority.certificate
+                member.reach = await find_reach(member.node_id, member.address, member.seen_host, authority)
+                self.members.changes.notify()
+            await patience
         finally:
-            member.feed = None
+            patience.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call_to_relay(self, node_id: str, link: str) -> None:
+        await self.tell(node_id, CoordinatorMessage(meet=Meet(link=link)))
 
     async def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
         order = self._orders.get(node_id)
         found = self.artifacts.get(artifact)
         if found is None or order is None or artifact not in (order.graph.id, order.weights.id):
-            raise PeerError(f"there is no artifact {artifact!r} for {node_id} here")
+            raise RefusedError(f"there is no artifact {artifact!r} for {node_id} here")
         passed = 0
         for chunk in found.open():
             if passed + len(chunk) > offset:

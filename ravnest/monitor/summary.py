@@ -25,6 +25,17 @@ class Staleness:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageLink:
+    to: str
+    """The provider at the other end."""
+    route: str
+    """"direct", "relayed", or "" while there is no connection."""
+    connections: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageSummary:
     provider: str
     stage: int
@@ -39,6 +50,8 @@ class StageSummary:
     bytes_received: int = 0
     baseline_memory_bytes: int | None = None
     """What the provider's process used before it held anything of the model."""
+    links: tuple[StageLink, ...] = ()
+    """Those to the stages before and after it, as it sees them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +146,14 @@ def _summary(record: dict[str, Any]) -> Summary:
 
 def _cluster(record: dict[str, Any]) -> ClusterSummary:
     stages = tuple(
-        _made(StageSummary, item | {"staleness": _made(Staleness, item.get("staleness", {}))})
+        _made(
+            StageSummary,
+            item
+            | {
+                "staleness": _made(Staleness, item.get("staleness", {})),
+                "links": tuple(_made(StageLink, link) for link in item.get("links", ())),
+            },
+        )
         for item in record.get("stages", ())
     )
     return _made(ClusterSummary, record | {"stages": stages})

@@ -4,6 +4,7 @@ import ipaddress
 import re
 import socket
 from typing import Final
+from urllib.parse import unquote
 
 from ravnest.errors import PeerError
 
@@ -31,6 +32,14 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """`host:port`, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def peer_host(peer: str) -> str:
+    """The host in what gRPC calls a peer, as in "ipv4:203.0.113.5:40312"; empty where there is none."""
+    kind, _, place = peer.partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return ""
+    return unquote(place).rpartition(":")[0].strip("[]")
 
 
 def is_wildcard(host: str) -> bool:

@@ -14,11 +14,12 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
-from ravnest.errors import PeerError, RavnestError
+from ravnest.errors import PeerError, RavnestError, RefusedError
+from ravnest.net.address import peer_host
 from ravnest.net.connection import JOIN_BYTES, SERVER_OPTIONS, bind_port
 from ravnest.net.failures import DETAILS_CHARACTERS
 from ravnest.net.identity import AuthContext, Identity, Kind
-from ravnest.net.link import Control, Link
+from ravnest.net.link import Control, Link, RelayEnd
 from ravnest.net.stream import ByteStream
 from ravnest.net.wire import CalledWire
 
@@ -28,6 +29,9 @@ may be as large as the largest frame; and the callers of such a call need not ha
 
 ACCEPTED_KEY: Final = "ravnest-accepted"
 """Metadata the server answers with once it has let a stream in."""
+
+LINK_KEY: Final = "ravnest-link"
+"""Metadata of a call that carries a link: its name."""
 
 LINGER_SECONDS: Final = 10.0
 """How long an ended stream waits for its caller to hang up."""
@@ -40,7 +44,7 @@ Context = Any
 Method = Any
 """A grpc.RpcMethodHandler of bytes."""
 
-MadeT = TypeVar("MadeT", Link, Control[Any, Any])
+MadeT = TypeVar("MadeT", Link, RelayEnd, Control[Any, Any])
 RequestT = TypeVar("RequestT", bound=Message)
 
 log = logging.getLogger(__name__)
@@ -90,7 +94,7 @@ class CallServer:
     def drop(self, node_id: str, reason: str) -> None:
         """Break every stream of this node; it is told the reason."""
         for stream in list(self._ends.get(node_id, ())):
-            stream.fail(PeerError(reason))
+            stream.fail(RefusedError(reason))
 
     def stream(
         self,
@@ -108,7 +112,8 @@ class CallServer:
             identity = await self._admit(context, kinds, name)
             caller = identity.name if identity.kind == "node" else f"{identity.kind}:{identity.name}"
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
-            end = make(wire := CalledWire(context, caller))
+            label = dict(context.invocation_metadata() or ()).get(LINK_KEY)
+            end = make(wire := CalledWire(context, caller, label if isinstance(label, str) else ""))
             self._ends.setdefault(caller, set()).add(end.stream)
             handler = asyncio.create_task(run(caller, end))
             self._tasks.add(handler)
@@ -116,15 +121,15 @@ class CallServer:
             try:
                 await asyncio.wait({handler, wire.ended}, return_when=asyncio.FIRST_COMPLETED)
                 refusal = _refusal(handler) if handler.done() else None
-                await end.stream.close(refusal and refusal[1])
+                await end.stream.close(refusal)
                 await end.stream.finished()
                 if end.stream.error is not None:
-                    await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(end.stream.error))
+                    await _refuse(context, end.stream.error)
                 if not wire.caller_ended:
                     # The caller hangs up when it has read how the stream ended, which cancels this coroutine.
                     await asyncio.sleep(LINGER_SECONDS)
                 if refusal is not None:
-                    await _refuse(context, *refusal)
+                    await _refuse(context, refusal)
             except asyncio.CancelledError:
                 end.stream.fail(PeerError(f"{caller} went away in the middle of the stream"))
                 raise
@@ -140,9 +145,12 @@ class CallServer:
         name: str,
         kinds: Collection[Kind],
         request_type: type[RequestT],
-        run: Callable[[Identity, RequestT], Coroutine[Any, Any, Message]],
+        run: Callable[[Identity, RequestT, str], Coroutine[Any, Any, Message]],
     ) -> Method:
-        """A method for callers of these kinds: one small request, one reply. Messages of the caller are not read."""
+        """A method for callers of these kinds: one small request, one reply. Messages of the caller are not read.
+
+        `run` gets the caller, the request, and the host that the call comes from.
+        """
 
         async def serve(_: object, context: Context) -> bytes:
             caller = await self._admit(context, kinds, name)
@@ -153,13 +161,13 @@ class CallServer:
                     raise ValueError(f"it is not there, or larger than {JOIN_BYTES} bytes")
                 request.ParseFromString(data)
             except (DecodeError, ValueError) as error:
-                await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, f"the request cannot be read: {error}")
-            handler = asyncio.create_task(run(caller, request))
+                await _refuse(context, RefusedError(f"the request cannot be read: {error}"))
+            handler = asyncio.create_task(run(caller, request, peer_host(context.peer())))
             self._tasks.add(handler)
             handler.add_done_callback(self._settle)
             await asyncio.wait({handler})
             if (refusal := _refusal(handler)) is not None:
-                await _refuse(context, *refusal)
+                await _refuse(context, refusal)
             return handler.result().SerializeToString()
 
         return grpc.stream_unary_rpc_method_handler(serve)
@@ -180,21 +188,24 @@ class CallServer:
         except RavnestError:
             log.exception("cannot tell who calls")
             sentence = "it cannot tell who calls at the moment; see its log"
-        await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, sentence)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, sentence[:DETAILS_CHARACTERS])
+        raise AssertionError("abort returns by raising")
 
 
-def _refusal(handler: "asyncio.Task[Any]") -> tuple[grpc.StatusCode, str] | None:
+def _refusal(handler: "asyncio.Task[Any]") -> PeerError | None:
     """How to end a call whose handler raised: the sentence of our own errors, and for others where to look."""
     if handler.cancelled():
-        return grpc.StatusCode.UNAVAILABLE, "the other side is stopping"
+        return PeerError("the other side is stopping")
     error = handler.exception()
-    if error is None:
-        return None
+    if error is None or isinstance(error, PeerError):
+        return error
     if isinstance(error, RavnestError):
-        return grpc.StatusCode.FAILED_PRECONDITION, str(error)
-    return grpc.StatusCode.INTERNAL, f"the other side failed with a {type(error).__name__}; see its log"
+        return RefusedError(str(error))
+    return PeerError(f"the other side failed with a {type(error).__name__}; see its log")
 
 
-async def _refuse(context: Context, code: grpc.StatusCode, sentence: str) -> NoReturn:
-    await context.abort(code, sentence[:DETAILS_CHARACTERS])
+async def _refuse(context: Context, error: PeerError) -> NoReturn:
+    final = isinstance(error, RefusedError)
+    code = grpc.StatusCode.FAILED_PRECONDITION if final else grpc.StatusCode.ABORTED
+    await context.abort(code, str(error)[:DETAILS_CHARACTERS])
     raise AssertionError("abort returns by raising")

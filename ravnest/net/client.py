@@ -8,7 +8,7 @@ from grpc import aio
 
 from ravnest.errors import PeerError
 from ravnest.net.address import split_address
-from ravnest.net.calls import ACCEPTED_KEY, REQUEST_KEY
+from ravnest.net.calls import ACCEPTED_KEY, LINK_KEY, REQUEST_KEY
 from ravnest.net.connection import JOIN_BYTES, JOIN_TIMEOUT_SECONDS
 from ravnest.net.failures import broken, peer_error
 from ravnest.net.identity import COORDINATOR_HOST, is_node_id, node_host
@@ -21,13 +21,11 @@ from ravnest.net.v1.control_pb2 import (
     CheckReply,
     CheckRequest,
     Chunk,
-    CoordinatorMessage,
     FetchRequest,
     JoinReply,
     JoinRequest,
     MeasureReply,
     MeasureRequest,
-    ProviderMessage,
     UploadHeader,
     UploadReply,
 )
@@ -65,13 +63,17 @@ class CoordinatorClient:
         """Measure the connection; takes a few seconds at the most, unless many measure at once."""
         return await measure_link(Control(await self._dial("Measure"), MeasureReply))
 
-    async def control(self) -> Control[ProviderMessage, CoordinatorMessage]:
-        """Open the control stream."""
-        return Control(await self._dial("Control"), CoordinatorMessage)
+    async def control(self, session: str) -> Link:
+        """A connection for the link of control messages."""
+        return Link(await self._dial("Control", session))
 
-    async def feed(self) -> Link:
-        """Open the stream of frames to and from the coordinator."""
-        return Link(await self._dial("Feed"))
+    async def feed(self, session: str) -> Link:
+        """A connection for the link of frames to and from the coordinator."""
+        return Link(await self._dial("Feed", session))
+
+    async def relay(self, link: str) -> Link:
+        """A connection for a link between stages that the coordinator passes on to the other end."""
+        return Link(await self._dial("Relay", link))
 
     async def fetch(self, artifact: str, offset: int = 0) -> AsyncIterator[bytes]:
         """The bytes of an artifact from `offset` on. Leaving the loop early ends the transfer."""
@@ -117,19 +119,19 @@ class CoordinatorClient:
         except Exception as error:
             raise broken(self._peer, error, self._shown) from None
 
-    async def _dial(self, method: str) -> CallerWire:
+    async def _dial(self, method: str, label: str = "") -> CallerWire:
         return await _dial(
-            self._channel, f"/{COORDINATOR_SERVICE}/{method}", self._peer, self._shown, _nothing_to_release
+            self._channel, f"/{COORDINATOR_SERVICE}/{method}", self._peer, self._shown, _nothing_to_release, label
         )
 
 
-async def dial_link(address: str, node_id: str, node: NodeIdentity) -> Link:
-    """Link this stage, on `node`, to the one of `node_id`, which listens at `address`.
+async def dial_link(address: str, node_id: str, node: NodeIdentity, link: str = "") -> Link:
+    """A connection for a link from this stage, on `node`, to the one of `node_id`, which listens at `address`.
 
     PeerError when it is unreachable, another node than that, or refuses. The link has a connection of its own, which
     goes when the link is over.
     """
-    return Link(await _dial_node(address, node_id, node, "Link"))
+    return Link(await _dial_node(address, node_id, node, "Link", link))
 
 
 async def measure_peer(address: str, node_id: str, node: NodeIdentity) -> LinkSpeed:
@@ -146,7 +148,7 @@ async def measure_peer(address: str, node_id: str, node: NodeIdentity) -> LinkSp
         await control.stream.finished()
 
 
-async def _dial_node(address: str, node_id: str, node: NodeIdentity, method: str) -> CallerWire:
+async def _dial_node(address: str, node_id: str, node: NodeIdentity, method: str, label: str = "") -> CallerWire:
     split_address(address)
     if not is_node_id(node_id):
         raise PeerError(f"{node_id!r} is not the id of a node; the coordinator gave no neighbour to link to")
@@ -157,25 +159,25 @@ async def _dial_node(address: str, node_id: str, node: NodeIdentity, method: str
         await channel.close()
 
     try:
-        return await _dial(channel, f"/{PROVIDER_SERVICE}/{method}", peer, shown, close_channel)
+        return await _dial(channel, f"/{PROVIDER_SERVICE}/{method}", peer, shown, close_channel, label)
     except BaseException:
         await channel.close()
         raise
 
 
 async def _dial(
-    channel: aio.Channel, method: str, peer: str, shown: str, release: Callable[[], Awaitable[None]]
+    channel: aio.Channel, method: str, peer: str, shown: str, release: Callable[[], Awaitable[None]], label: str
 ) -> CallerWire:
     """Open a stream and wait until the other side has let it in, so that a refusal is raised here."""
     call: aio.StreamStreamCall[bytes, bytes]
     try:
-        call = channel.stream_stream(method)()
+        call = channel.stream_stream(method)(metadata=((LINK_KEY, label),) if label else None)
     except Exception as error:  # a closed channel
         raise broken(peer, error, shown) from None
     try:
         accepted = dict(await call.initial_metadata() or ())
         if ACCEPTED_KEY in accepted:
-            return CallerWire(call, peer, release)
+            return CallerWire(call, peer, release, label)
         raise peer_error(peer, await call.code(), await call.details(), shown)
     except asyncio.CancelledError:
         call.cancel()

@@ -81,6 +81,10 @@ CHANNEL_OPTIONS: Final = [
     # One connection per channel: otherwise channels of one process to the same address share a connection, and
     # closing one peer's channel would not close its connection.
     ("grpc.use_local_subchannel_pool", 1),
+    # Whoever waits for a connection tries again by itself: a channel that is slower at it would hold that up.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
 SERVER_OPTIONS: Final = [

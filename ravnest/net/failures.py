@@ -5,7 +5,7 @@ from typing import Final
 
 import grpc
 
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net.tls import tls_failure
 
 DETAILS_CHARACTERS: Final = 2000
@@ -20,9 +20,12 @@ def peer_error(peer: str, code: grpc.StatusCode | None, details: str | None, sho
     words = (details or "").strip() or "no reason given"
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         # Only our own servers use this code: the details are the sentence of the error raised there.
+        return RefusedError(words)
+    if code is grpc.StatusCode.ABORTED:
+        # The same for what may go better another time.
         return PeerError(words)
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return PeerError(f"{peer} did not accept this node: {words}")
+        return RefusedError(f"{peer} did not accept this node: {words}")
     if code is grpc.StatusCode.UNAVAILABLE:
         # A connection that breaks later says "Socket closed" as well; only while it is made is TLS the reason.
         if shown and "failed to connect" in words and (failure := tls_failure(peer, shown, words)) is not None:

@@ -43,6 +43,8 @@ class FrameKind(enum.IntEnum):
     """`microbatch` counts the frames that have arrived, so that the sender may forget them."""
     END = 8
     """Nothing follows."""
+    CONTROL = 9
+    """A message of control.proto, in the bytes of the tensor `message`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

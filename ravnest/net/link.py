@@ -1,10 +1,10 @@
-"""The two streams nodes speak over: Link for frames, Control for protobuf messages. The same on both ends."""
+"""What nodes speak over one stream of gRPC: frames (Link) or protobuf messages (Control). The same on both ends."""
 
 from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames import DEFAULT_LIMITS, Frame, FrameLimits, decode_at, encode
 from ravnest.net.stream import ByteStream
 from ravnest.net.wire import Wire
@@ -26,6 +26,8 @@ class Link:
 
     def __init__(self, wire: Wire, limits: FrameLimits = DEFAULT_LIMITS) -> None:
         self.stream = ByteStream(wire, batch=True)
+        self.label = wire.label
+        """What the dialling side says the stream is for: the name of the link that it carries."""
         self._limits = limits
         self._message = b""
         self._offset = 0
@@ -62,7 +64,7 @@ class Link:
         try:
             frame, self._offset = decode_at(self._message, self._offset, self._limits)
         except PeerError as error:
-            refused = PeerError(f"{self.peer} sent a bad frame: {error}")
+            refused = RefusedError(f"{self.peer} sent a bad frame: {error}")
             self._message, self._offset = b"", 0
             self.stream.discard(refused)
             raise refused from None
@@ -75,9 +77,18 @@ class Link:
         """Deliver what was sent and say that no more comes. What the peer still sends can be received. Idempotent."""
         await self.stream.close()
 
-    def abort(self) -> None:
-        """End the stream at once, both ways; the peer sees a broken link."""
-        self.stream.fail(PeerError(f"the link to {self.peer} was closed on this side"))
+    def abort(self, why: PeerError | None = None) -> None:
+        """End the stream at once, both ways; the peer sees a broken link, and if it dialled it is told why."""
+        self.stream.fail(why or PeerError(f"the link to {self.peer} was closed on this side"))
+
+
+class RelayEnd:
+    """One stream of messages that somebody else will read: they are passed on as they are."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.stream = ByteStream(wire, batch=False)
+        self.label = wire.label
+        """The name of the link that the messages are of."""
 
 
 class Control(Generic[SentT, ReceivedT]):
@@ -113,7 +124,7 @@ class Control(Generic[SentT, ReceivedT]):
             message = self._received()
             message.ParseFromString(data)
         except (DecodeError, ValueError) as error:
-            refused = PeerError(f"{self.peer} sent a bad message: {error}")
+            refused = RefusedError(f"{self.peer} sent a bad message: {error}")
             self.stream.discard(refused)
             raise refused from None
         return message

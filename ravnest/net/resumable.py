@@ -6,11 +6,12 @@ while too much is unconfirmed, so a link that is down holds its stage back rathe
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames import Frame, FrameKind
 
 WINDOW_BYTES: Final = 64 << 20
@@ -34,7 +35,7 @@ class Connection(Protocol):
 
     async def close(self) -> None: ...
 
-    def abort(self) -> None: ...
+    def abort(self, why: PeerError | None = None) -> None: ...
 
     @property
     def bytes_sent(self) -> int: ...
@@ -82,12 +83,42 @@ class ResumableLink:
     def connected(self) -> bool:
         return self._connection is not None
 
+    @property
+    def error(self) -> PeerError | None:
+        """Why the link has failed for good, once it has."""
+        return self._error
+
+    async def until_connected(self) -> None:
+        """Returns when a connection carries the link; PeerError when it has failed for good."""
+        while self._connection is None:
+            if self._error is not None:
+                raise self._failure()
+            await self._change()
+
+    async def until_disconnected(self) -> None:
+        """Returns when no connection carries the link."""
+        while self._connection is not None:
+            await self._change()
+
+    async def fail_when_gone(self, patience_seconds: float) -> None:
+        """Fails the link once it has been without a connection for so long. Returns when the link is over."""
+        while not self.over:
+            if self._connection is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(patience_seconds):
+                        while self._connection is None and not self.over:
+                            await self._change()
+                    continue
+                self.fail(PeerError(f"there has been no connection to {self.peer} for {patience_seconds:.0f} s"))
+            else:
+                await self._change()
+
     async def send(self, frame: Frame) -> None:
         """Takes the frame over; its tensors must not change until the other end has it."""
         while self._kept_bytes >= WINDOW_BYTES and self._error is None and not self._closing:
             await self._change()
         if self._error is not None:
-            raise PeerError(str(self._error))
+            raise self._failure()
         if self._closing:
             raise PeerError(f"the link to {self.peer} is closed on this side")
         self._keep(frame)
@@ -98,7 +129,7 @@ class ResumableLink:
             if self._ended:
                 return None
             if self._error is not None:
-                raise PeerError(str(self._error))
+                raise self._failure()
             await self._change()
         frame = self._incoming.popleft()
         self._incoming_bytes -= _size(frame)
@@ -114,21 +145,22 @@ class ResumableLink:
             await self._change()
 
     def fail(self, error: PeerError) -> None:
-        """The link is over for good."""
+        """The link is over for good. The other end, where it is connected, is told why if it broke the rules."""
         if self._error is None and not self._ended:
             self._error = error
         if self._connection is not None:
-            self._connection.abort()
+            self._connection.abort(error if isinstance(error, RefusedError) else None)
         self._notify()
 
     async def carry(self, connection: Connection) -> None:
         """Runs the link over this connection until it breaks, which raises PeerError, or the link is over.
 
-        A newer connection replaces an older one: the older may be dead without knowing it.
+        A newer connection replaces an older one: the older may be dead without knowing it. A peer that breaks the rules
+        fails the link for good.
         """
         if self._connection is not None:
             self._connection.abort()
-            await self._until_free()
+            await self.until_disconnected()
         self._connection = connection
         self.connections += 1
         try:
@@ -137,6 +169,9 @@ class ResumableLink:
             self._told = self._arrived
             await self._pump(connection, position)
             await connection.close()
+        except RefusedError as error:
+            self.fail(error)
+            raise
         finally:
             self._past_bytes[0] += connection.bytes_sent
             self._past_bytes[1] += connection.bytes_received
@@ -150,21 +185,26 @@ class ResumableLink:
         Returns when the link is closed or has ended; raises PeerError when it has failed for good.
         """
         pause = FIRST_BACKOFF_SECONDS
-        while not self._over:
+        while not self.over:
+            # Another connection may have come about: the other end dialled, or somebody found a better way.
+            await self.until_disconnected()
             try:
                 connection = await dial()
                 pause = FIRST_BACKOFF_SECONDS
                 await self.carry(connection)
-            except PeerError:
+            except PeerError as error:
+                if isinstance(error, RefusedError):
+                    self.fail(error)
                 if self._error is not None:
-                    raise PeerError(str(self._error)) from None
-                if self._over:
+                    raise self._failure() from None
+                if self.over:
                     return
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LAST_BACKOFF_SECONDS)
 
     @property
-    def _over(self) -> bool:
+    def over(self) -> bool:
+        """Whether the link has ended or failed: it will carry nothing more."""
         return self._error is not None or (self._closing and not self._kept) or self._ended
 
     def _keep(self, frame: Frame) -> None:
@@ -200,7 +240,7 @@ class ResumableLink:
 
         while True:
             behind = self._arrived - self._told
-            if behind and (due or self._over or behind >= ACK_FRAMES or self._arrived_bytes >= ACK_BYTES):
+            if behind and (due or self.over or behind >= ACK_FRAMES or self._arrived_bytes >= ACK_BYTES):
                 self._told, self._arrived_bytes, due = self._arrived, 0, False
                 if late is not None:
                     late.cancel()
@@ -210,7 +250,7 @@ class ResumableLink:
                 frame = self._kept[position - self._confirmed]
                 position += 1
                 await connection.send(frame)
-            elif self._over and not behind:
+            elif self.over and not behind:
                 return
             else:
                 if behind and late is None:
@@ -218,7 +258,7 @@ class ResumableLink:
                 await self._change()
 
     async def _read(self, connection: Connection) -> None:
-        while not self._over:
+        while not self.over:
             while self._incoming_bytes >= WINDOW_BYTES:
                 await self._change()
             frame = await connection.receive()
@@ -256,14 +296,12 @@ class ResumableLink:
             self._confirmed += 1
         self._notify()
 
-    def _broken_rule(self, what: str) -> PeerError:
-        self._error = PeerError(f"{self.peer} {what}; the link is given up")
-        self._notify()
-        return self._error
+    def _failure(self) -> PeerError:
+        assert self._error is not None
+        return type(self._error)(str(self._error))
 
-    async def _until_free(self) -> None:
-        while self._connection is not None:
-            await self._change()
+    def _broken_rule(self, what: str) -> PeerError:
+        return RefusedError(f"{self.peer} {what}; the link is given up")
 
     async def _change(self) -> None:
         event = self._changed

@@ -10,7 +10,7 @@ from ravnest.errors import PeerError
 from ravnest.net.calls import CallServer, Method
 from ravnest.net.connection import CHUNK_BYTES
 from ravnest.net.identity import AuthContext, Identity, Kind
-from ravnest.net.link import Control, Link
+from ravnest.net.link import Control, Link, RelayEnd
 from ravnest.net.measuring import MeasureService
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.tls import server_credentials
@@ -18,12 +18,10 @@ from ravnest.net.v1.control_pb2 import (
     CheckReply,
     CheckRequest,
     Chunk,
-    CoordinatorMessage,
     FetchRequest,
     JoinReply,
     JoinRequest,
     MeasureRequest,
-    ProviderMessage,
     UploadReply,
 )
 
@@ -39,20 +37,26 @@ class CoordinatorHandler(Protocol):
 
     A RavnestError raised by any method reaches the provider as a PeerError with the same sentence. When a provider
     vanishes, the handler's `receive` and `send` raise PeerError; the handler itself is cancelled only when the server
-    stops.
+    stops. A `connection` carries the link its `label` names, for a while.
     """
 
-    async def join(self, identity: Identity, request: JoinRequest) -> JoinReply:
-        """Admit the holder of an invite, or a node that has joined before; a RavnestError says why not."""
+    async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
+        """Admit the holder of an invite, or a node that has joined before; a RavnestError says why not.
 
-    async def check(self, identity: Identity, request: CheckRequest) -> CheckReply:
+        `seen_host` is where the call comes from.
+        """
+
+    async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
         """Say whether the holder of an invite or a node could join, without letting it in."""
 
-    async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
-        """Speak with a provider; the stream ends when this returns."""
+    async def control(self, node_id: str, connection: Link) -> None:
+        """Speak with a provider; the connection ends when this returns."""
 
-    async def feed(self, node_id: str, link: Link) -> None:
-        """Exchange frames with a provider; the stream ends when this returns."""
+    async def feed(self, node_id: str, connection: Link) -> None:
+        """Exchange frames with a provider; the connection ends when this returns."""
+
+    async def relay(self, node_id: str, end: RelayEnd) -> None:
+        """Pass messages on between this node and the other end of the link it names; ends when this returns."""
 
     def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
         """The bytes of an artifact from `offset` on, in pieces of any size."""
@@ -62,10 +66,10 @@ class CoordinatorHandler(Protocol):
 
 
 class ProviderHandler(Protocol):
-    """What a provider does with the calls of the stage before it."""
+    """What a provider does with the calls of the stages next to its own."""
 
-    async def link(self, peer: str, link: Link) -> None:
-        """Exchange frames with the stage before; the stream ends when this returns."""
+    async def link(self, peer: str, connection: Link) -> None:
+        """Exchange frames with a neighbouring stage; the connection ends when this returns."""
 
 
 class CoordinatorServer(CallServer):
@@ -83,8 +87,9 @@ class CoordinatorServer(CallServer):
     def methods(self) -> dict[str, Method]:
         return {
             "Join": self.unary("Join", ["invite", "node"], JoinRequest, self._handler.join),
-            "Control": self.stream("Control", lambda wire: Control(wire, ProviderMessage), self._handler.control),
+            "Control": self.stream("Control", Link, self._handler.control),
             "Feed": self.stream("Feed", Link, self._handler.feed),
+            "Relay": self.stream("Relay", RelayEnd, self._handler.relay),
             "Fetch": self.stream("Fetch", lambda wire: Control(wire, FetchRequest), self._fetch),
             "Upload": self.stream("Upload", lambda wire: Control(wire, Chunk), self._upload),
             "Check": self.unary("Check", ["invite", "node"], CheckRequest, self._handler.check),
@@ -131,14 +136,14 @@ class CoordinatorServer(CallServer):
 
 
 class ProviderServer(CallServer):
-    """Serves the stage before on behalf of a provider, and nobody else but those who measure the way here.
+    """Serves the stages next to a provider's own, and nobody else but those who measure the way here.
 
-    `previous_node` is who holds that stage: a deployment brings it. While it is empty nobody may link.
+    `neighbours` are the nodes that hold those: a deployment brings them. While there are none nobody may link.
     """
 
     def __init__(self, handler: ProviderHandler, node: NodeIdentity) -> None:
         super().__init__(server_credentials(node.tls_keys))
-        self.previous_node = ""
+        self.neighbours: Collection[str] = ()
         self._node = node
         self._handler = handler
         self._measuring = MeasureService()
@@ -156,10 +161,9 @@ class ProviderServer(CallServer):
         identity = self._node.caller(auth_context, kinds, call)
         if call == "Measure":
             return identity
-        if not self.previous_node:
-            raise PeerError(f"{identity} may not call {call}: no stage comes before the one that is held here, if any")
-        if identity.name != self.previous_node:
-            raise PeerError(f"{identity} may not call {call}: {self.previous_node} holds the stage before")
+        if identity.name not in self.neighbours:
+            who = " and ".join(sorted(self.neighbours)) or "nobody"
+            raise PeerError(f"{identity} may not call {call}: {who} may, as the stages next to the one here are held")
         return identity
 
 

@@ -39,7 +39,7 @@ class ByteStream:
         self._senders: deque[tuple[bytes, asyncio.Future[None]]] = deque()
         self._send_error: PeerError | None = None
         self._closing = False
-        self._refusal: str | None = None
+        self._refusal: PeerError | None = None
         self._incoming: deque[bytes] = deque()
         self._incoming_bytes = 0
         self._ended = False
@@ -75,7 +75,7 @@ class ByteStream:
             if self._ended:
                 return None
             if self.error is not None:
-                raise PeerError(str(self.error))
+                raise type(self.error)(str(self.error))
             self._receiver_wake = self._loop.create_future()
             await self._receiver_wake
         message = self._incoming.popleft()
@@ -84,7 +84,7 @@ class ByteStream:
             _wake(self._reader_wake)
         return message
 
-    async def close(self, refusal: str | None = None) -> None:
+    async def close(self, refusal: PeerError | None = None) -> None:
         """Deliver what is queued and end this side. Returns at once when the stream is over already.
 
         With a `refusal`, which the called side alone may give, the caller gets it as a PeerError.
@@ -192,7 +192,7 @@ class ByteStream:
 
     def _check_sending(self) -> None:
         if self._send_error is not None:
-            raise PeerError(str(self._send_error))
+            raise type(self._send_error)(str(self._send_error))
         if self._closing:
             raise PeerError(f"the stream to {self.peer} is closed on this side; nothing more can be sent on it")
 

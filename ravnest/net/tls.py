@@ -11,7 +11,7 @@ from typing import Final
 import grpc
 from grpc import aio
 
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net.connection import CHANNEL_OPTIONS
 
 
@@ -71,7 +71,7 @@ def tls_failure(peer: str, shown: str, details: str | None) -> PeerError | None:
     words = details or ""
     for fragment, sentence in _TLS_FAILURES:
         if fragment in words:
-            return PeerError(sentence.format(peer=peer, shown=shown))
+            return RefusedError(sentence.format(peer=peer, shown=shown))
     return None
 
 

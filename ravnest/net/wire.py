@@ -13,20 +13,24 @@ from typing import Any, Final, Protocol
 import grpc
 from grpc import aio
 
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net.failures import DETAILS_CHARACTERS, broken, peer_error
 
 END: Final = b""
 """That was all, in order."""
 
 REFUSED: Final = b"RVN\xff"
-"""From the called side: that was all, because of an error; its sentence follows. No frame or message begins so."""
+BROKEN: Final = b"RVN\xfe"
+"""From the called side: that was all, because of an error, whose sentence follows; and whether it would be the same if
+the call were made again. No frame or message begins so."""
 
 
 class Wire(Protocol):
     """One end of a stream. Every method raises PeerError, and nothing else, when the stream is broken."""
 
     peer: str
+    label: str
+    """What the dialling side says the stream is for: the name of the link that it carries."""
     dialled: bool
     """Whether this end dialled. The called end's orderly end is the end of the stream, both ways."""
 
@@ -36,7 +40,7 @@ class Wire(Protocol):
     async def write(self, message: bytes) -> None:
         """Hand a message to the connection; returns when it takes the next one."""
 
-    async def end(self, refusal: str | None) -> None:
+    async def end(self, refusal: PeerError | None) -> None:
         """Say that nothing more will be written and, on the called side, which error is the reason if one is."""
 
     async def release(self) -> None:
@@ -49,9 +53,14 @@ class CallerWire:
     dialled = True
 
     def __init__(
-        self, call: "aio.StreamStreamCall[bytes, bytes]", peer: str, release: Callable[[], Awaitable[None]]
+        self,
+        call: "aio.StreamStreamCall[bytes, bytes]",
+        peer: str,
+        release: Callable[[], Awaitable[None]],
+        label: str = "",
     ) -> None:
         self.peer = peer
+        self.label = label
         self._call = call
         self._release = release
 
@@ -64,8 +73,9 @@ class CallerWire:
             raise broken(self.peer, error) from None
         if message is aio.EOF or message == END:
             return None
-        if message.startswith(REFUSED):
-            raise PeerError(message[len(REFUSED) :][:DETAILS_CHARACTERS].decode(errors="replace"))
+        if message.startswith((REFUSED, BROKEN)):
+            words = message[len(REFUSED) :][:DETAILS_CHARACTERS].decode(errors="replace")
+            raise (RefusedError if message.startswith(REFUSED) else PeerError)(words)
         return bytes(message)
 
     async def write(self, message: bytes) -> None:
@@ -78,7 +88,7 @@ class CallerWire:
         except Exception as error:
             raise broken(self.peer, error) from None
 
-    async def end(self, refusal: str | None) -> None:
+    async def end(self, refusal: PeerError | None) -> None:
         await self.write(END)
         try:
             await self._call.done_writing()
@@ -106,8 +116,9 @@ class CalledWire:
     dialled = False
     caller_ended = False
 
-    def __init__(self, context: "aio.ServicerContext[bytes, bytes]", peer: str) -> None:
+    def __init__(self, context: "aio.ServicerContext[bytes, bytes]", peer: str, label: str = "") -> None:
         self.peer = peer
+        self.label = label
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._context = context
 
@@ -133,8 +144,12 @@ class CalledWire:
         except Exception as error:
             raise broken(self.peer, error) from None
 
-    async def end(self, refusal: str | None) -> None:
-        await self.write(END if refusal is None else REFUSED + refusal[:DETAILS_CHARACTERS].encode())
+    async def end(self, refusal: PeerError | None) -> None:
+        if refusal is None:
+            await self.write(END)
+        else:
+            kind = REFUSED if isinstance(refusal, RefusedError) else BROKEN
+            await self.write(kind + str(refusal)[:DETAILS_CHARACTERS].encode())
         if not self.ended.done():
             self.ended.set_result(None)
 

@@ -2,7 +2,9 @@
 
 One asyncio loop speaks with the network; one thread per deployment owns torch. What happens on failure:
 - the coordinator cannot be reached or refuses: PeerError, exit code 2;
-- the coordinator goes away: the provider gives its stage up and ends;
+- the connection to the coordinator breaks: it is made again, and nothing is lost;
+- the coordinator has given this node up, or is not the same any more: the provider gives its stage up and joins again;
+- the coordinator stays away: the provider ends after some minutes;
 - the stage fails: the coordinator is told the kind, the reason and the microbatch, and decides.
 """
 
@@ -14,19 +16,22 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from typing import Any
 
 import torch
 
 from ravnest import __version__, amounts
-from ravnest.errors import PeerError, RavnestError
+from ravnest.errors import PeerError, RavnestError, RefusedError
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
-from ravnest.net.client import CoordinatorClient
-from ravnest.net.link import Control, Link
+from ravnest.net.certificates import Certificate
+from ravnest.net.control_link import ControlLink
+from ravnest.net.link import Link
 from ravnest.net.measuring import LinkSpeed
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.pinning import pin_authority
+from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, ResumableLink
 from ravnest.net.server import ProviderServer
 from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.v1.control_pb2 import (
@@ -34,7 +39,6 @@ from ravnest.net.v1.control_pb2 import (
     Deploy,
     Failed,
     JoinRequest,
-    Leaving,
     ProviderMessage,
     Ready,
     Saved,
@@ -47,10 +51,12 @@ from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.links import PeerMeasuring, report_link
 from ravnest.provider.measuring import core_count, device_name, machine_speed
 from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
+from ravnest.provider.stay import Stay
 
 _FIRST_TELL_SECONDS = 2.0
 _TELL_SECONDS = 10.0
 _PARENT_SECONDS = 2.0
+_PATIENCE_SECONDS = 600.0
 _REPORT_SECONDS = 0.2
 """Least time between two reports: losses come one a microbatch and would otherwise go out one by one."""
 
@@ -63,6 +69,7 @@ def run(
     listen: tuple[str, int] | None = None,
     advertise: tuple[str, int] | None = None,
     name: str | None = None,
+    outbound_only: bool = False,
     embedded: bool = False,
 ) -> int:
     """Provides until the run ends; the exit code. A RavnestError says why it could not."""
@@ -76,7 +83,8 @@ def run(
             if embedded and not invite:
                 return 1
         agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or platform.node(), embedded)
-        return asyncio.run(agent.main(listen or ("127.0.0.1" if embedded else "0.0.0.0", 0), advertise))
+        listen = listen or ("127.0.0.1" if embedded else "0.0.0.0", 0)
+        return asyncio.run(agent.main(None if outbound_only else listen, advertise))
     except RavnestError as error:
         if not embedded:
             raise
@@ -90,6 +98,14 @@ def _parent_has_ended() -> bool:
     """Whether the parent is gone, or going: it stops listening a moment before it closes the pipe."""
     readable, _, _ = select.select([sys.stdin], [], [], _PARENT_SECONDS)
     return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
+
+
+class _LetGoError(Exception):
+    """The coordinator has let go of this node, or cannot be reached any more; `why` is what is known of it."""
+
+    def __init__(self, why: PeerError) -> None:
+        super().__init__(str(why))
+        self.why = why
 
 
 class _Agent:
@@ -106,45 +122,81 @@ class _Agent:
         self._deployment: Deployment | None = None
         self._generation = 0
         self._deployed = asyncio.Condition()
-        self._peers: PeerMeasuring | None = None
+        self._link: LinkSpeed | None = None
+        self._errands: set[asyncio.Task[None]] = set()
         self._finished = asyncio.Event()
         self._reason = ""
 
-    async def main(self, listen: tuple[str, int], advertise: tuple[str, int] | None) -> int:
+    async def main(self, listen: tuple[str, int] | None, advertise: tuple[str, int] | None) -> int:
+        """Provides until it is told to stop; with `listen` None, dials out only."""
+        self._watch_for_the_end()
         authority = await pin_authority(self._invite)
         async with contextlib.AsyncExitStack() as stack:
-            if self._embedded:
-                self._node = NodeIdentity.new()
-            else:
+            if not self._embedded:
                 self._node = stack.enter_context(kept_identity(self._invite, authority, self._name))
-            server = ProviderServer(self, self._node)
-            stack.push_async_callback(server.stop)
-            port = await server.start(*listen)
-            about_us = JoinRequest(
-                name=self._name,
-                address=self._address(listen[0], port, advertise),
-                device=str(self._device),
-                memory_bytes=self._memory_bytes,
-                # Several share this machine where it is embedded: its coordinator knows how many.
-                threads=0 if self._embedded else torch.get_num_threads(),
-                version=__version__,
-                protocol=PROTOCOL_VERSION,
-                graph_format=FORMAT_VERSION,
-            )
-            if not self._embedded:
-                await self._describe(about_us)
-            client, reply = await join(self._invite, authority, self._node, about_us)
-            stack.push_async_callback(client.close)
+            self._server = ProviderServer(self, self._node)
+            stack.push_async_callback(self._server.stop)
+            address = ""
+            if listen is not None:
+                address = self._address(listen[0], await self._server.start(*listen), advertise)
             stack.push_async_callback(self._give_up_stage)
-            self._say(f"joined {client.address} as {reply.node_id}, lending {self._device} at {about_us.address}")
-            control = await client.control()
-            if not self._embedded:
-                self._tell_link(await report_link(client, control))
-            self._peers = PeerMeasuring(self._node, control)
-            stack.push_async_callback(self._peers.close)
-            feed = await client.feed()
-            self._baseline = resident_bytes()
-            return await self._work(server, client, control, feed, reply.heartbeat_seconds)
+            return await self._keep_staying(authority, address)
+
+    async def _keep_staying(self, authority: Certificate, address: str) -> int:
+        """Joins, and joins again whenever the coordinator has let go of this node without telling it to stop."""
+        why: PeerError | None = None
+        since, pause = time.monotonic(), FIRST_BACKOFF_SECONDS
+        while True:
+            try:
+                return await self._stay(authority, address)
+            except _LetGoError as ended:
+                why, since, pause = ended.why, time.monotonic(), FIRST_BACKOFF_SECONDS
+            except PeerError as error:
+                # One that never got in is told why not; a coordinator that was there may be back soon.
+                if why is None or time.monotonic() - since > _PATIENCE_SECONDS:
+                    raise
+                if isinstance(error, RefusedError):
+                    raise (why if isinstance(why, RefusedError) else error) from None
+                if pause == FIRST_BACKOFF_SECONDS:
+                    self._say(f"{error}; trying to join again for {_PATIENCE_SECONDS / 60:.0f} minutes")
+            finally:
+                await self._give_up_stage()
+            if await self._asked_to_leave_within(pause):
+                return 0
+            pause = min(2 * pause, LAST_BACKOFF_SECONDS)
+
+    async def _asked_to_leave_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._finished.wait()
+            self._say(f"leaving the swarm: {self._reason}")
+            return True
+        return False
+
+    async def _stay(self, authority: Certificate, address: str) -> int:
+        """One stay in the swarm; the exit code, or _LetGoError when the coordinator has let go of this node."""
+        about_us = JoinRequest(
+            name=self._name,
+            address=address,
+            device=str(self._device),
+            memory_bytes=self._memory_bytes,
+            # Several share this machine where it is embedded: its coordinator knows how many.
+            threads=0 if self._embedded else torch.get_num_threads(),
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
+            graph_format=FORMAT_VERSION,
+        )
+        if not self._embedded:
+            await self._describe(about_us)
+        client, reply = await join(self._invite, authority, self._node, about_us)
+        where = f"at {address}" if address else "without a port of its own"
+        self._say(f"joined {client.address} as {reply.node_id}, lending {self._device} {where}")
+        self._baseline = self._baseline or resident_bytes()
+        stay = Stay(client, reply.session)
+        try:
+            return await self._work(stay, reply.heartbeat_seconds)
+        finally:
+            await stay.close()
 
     async def _describe(self, about_us: JoinRequest) -> None:
         """Measures this machine. Where all are on one machine they are alike, and there is nothing to tell."""
@@ -157,8 +209,10 @@ class _Agent:
         memory, rate = amounts.gibibytes(self._memory_bytes), amounts.flops(speed.flops_per_second)
         self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")
 
-    def _tell_link(self, link: LinkSpeed | None) -> None:
-        if link is not None:
+    async def _report_link(self, stay: Stay) -> None:
+        """Measures the connection to the coordinator, once: one that comes back says what it found then."""
+        known, self._link = self._link, await report_link(stay.client, stay.control, self._link)
+        if (link := self._link) is not None and known is None:
             down, up = amounts.megabits(link.down_bytes_per_second), amounts.megabits(link.up_bytes_per_second)
             trip = amounts.milliseconds(link.round_trip_seconds)
             self._say(f"connection to the coordinator: {trip}, {down} Mbit/s down, {up} Mbit/s up")
@@ -172,77 +226,71 @@ class _Agent:
         return join_address(listen_host, port)
 
     async def _give_up_stage(self) -> None:
-        if self._deployment is not None:
-            await self._deployment.close()
+        deployment, self._deployment = self._deployment, None
+        if deployment is not None:
+            await deployment.close()
 
-    async def link(self, peer: str, link: Link) -> None:
-        """The stage before dials in; it may do so before the own stage is built."""
-        await (await self._next_deployment(None)).serve_previous(link)
+    def _errand(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
 
-    async def _work(
-        self,
-        server: ProviderServer,
-        client: CoordinatorClient,
-        control: Control[ProviderMessage, CoordinatorMessage],
-        feed: Link,
-        heartbeat_seconds: float,
-    ) -> int:
-        self._watch_for_the_end()
-        tasks = [
-            asyncio.create_task(self._obey(server, client, control, feed)),
-            asyncio.create_task(self._take_feed(feed)),
-            asyncio.create_task(self._report(control, heartbeat_seconds)),
-            asyncio.create_task(self._finished.wait()),
+    async def link(self, peer: str, connection: Link) -> None:
+        """A neighbouring stage dials in; it may do so before the own stage is built."""
+        await (await self._next_deployment(None)).accept(peer, connection)
+
+    async def _work(self, stay: Stay, heartbeat_seconds: float) -> int:
+        peers = PeerMeasuring(self._node, stay.control)
+        connecting = asyncio.create_task(stay.keep_connected())
+        duties: list[Coroutine[Any, Any, object]] = [
+            self._obey(stay, peers),
+            self._take_feed(stay.feed),
+            self._report(stay.control, heartbeat_seconds),
+            self._finished.wait(),
         ]
         if not self._embedded:
-            tasks.append(asyncio.create_task(self._tell_progress()))
+            duties += [self._tell_progress(), stay.tell_connection(self._say)]
+            self._errand(self._report_link(stay))
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(duty) for duty in duties]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([connecting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in [*tasks, *self._errands]:
+                task.cancel()
             if self._finished.is_set():
                 self._say(f"leaving the swarm: {self._reason}")
-                with contextlib.suppress(PeerError, TimeoutError):
-                    async with asyncio.timeout(1):
-                        await control.send(ProviderMessage(leaving=Leaving(reason=self._reason)))
-                        await control.close()
+                await stay.leave(self._reason)
                 return 0
             failures = [error for task in done if (error := task.exception()) is not None]
-            if failures and not self._embedded:
-                raise failures[0]
-            return 1 if failures else 0
+            if not failures:
+                await stay.leave("the coordinator said stop")
+                return 0
+            if isinstance(failures[0], PeerError) and not self._embedded:
+                raise _LetGoError(failures[0])
+            raise failures[0]
         finally:
-            for task in tasks:
+            for task in [connecting, *tasks, *self._errands]:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(connecting, *tasks, *self._errands, return_exceptions=True)
+            await peers.close()
 
-    async def _obey(
-        self,
-        server: ProviderServer,
-        client: CoordinatorClient,
-        control: Control[ProviderMessage, CoordinatorMessage],
-        feed: Link,
-    ) -> None:
-        """Does what the coordinator says, until it says stop or its stream ends."""
-        while (message := await control.receive()) is not None:
+    async def _obey(self, stay: Stay, peers: PeerMeasuring) -> None:
+        """Does what the coordinator says, until it says stop or ends the link."""
+        while (message := await stay.control.receive()) is not None:
             kind = message.WhichOneof("body")
             if kind == "deploy":
-                try:
-                    await self._deploy(message.deploy, server, client, feed)
-                    await control.send(ProviderMessage(ready=Ready(deployment=message.deploy.deployment)))
-                except Exception as error:
-                    # Out of memory, say: whatever it is, the coordinator is to know why there is no stage.
-                    text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
-                    failed = Failed(deployment=message.deploy.deployment, kind="deploy", message=text, microbatch=-1)
-                    await control.send(ProviderMessage(failed=failed))
+                # On the side: whatever else is said is heard meanwhile, stop above all.
+                for errand in self._errands:
+                    errand.cancel()
+                await asyncio.gather(*self._errands, return_exceptions=True)
+                self._errand(self._deploy(message.deploy, stay))
             elif kind == "start" and self._deployment is not None:
-                try:
-                    await self._deployment.link_next(self._node)
-                except PeerError as error:
-                    failed = Failed(deployment=message.start.deployment, kind="link", message=str(error), microbatch=-1)
-                    await control.send(ProviderMessage(failed=failed))
+                self._deployment.link()
+            elif kind == "meet" and self._deployment is not None:
+                self._deployment.meet(message.meet.link)
             elif kind == "save" and self._deployment is not None:
                 self._deployment.save(message.save.checkpoint)
-            elif kind == "measure_peer" and self._peers is not None:
-                self._peers.take(message.measure_peer)
+            elif kind == "measure_peer":
+                peers.take(message.measure_peer)
             elif kind == "threads":
                 torch.set_num_threads(max(1, message.threads.threads))
             elif kind == "stop":
@@ -250,29 +298,37 @@ class _Agent:
                 self._say(f"ended: {message.stop.reason}; this machine trained on {trained:,} samples")
                 return
 
-    async def _deploy(self, order: Deploy, server: ProviderServer, client: CoordinatorClient, feed: Link) -> None:
-        if self._deployment is not None:
-            await self._deployment.close()
-            self._deployment = None
-        self._generation = order.generation
-        self._say(f"taking stage {order.stage + 1} of {order.stages}")
-        server.previous_node = order.previous_node
-        deployment = await Deployment.make(order, client, self._device, self._baseline)
-        async with self._deployed:
-            self._deployment = deployment
-            self._deployed.notify_all()
-        deployment.open(feed)
+    async def _deploy(self, order: Deploy, stay: Stay) -> None:
+        """Takes the stage, and says when it is ready or why it cannot be."""
+        try:
+            await self._give_up_stage()
+            self._generation = order.generation
+            self._say(f"taking stage {order.stage + 1} of {order.stages}")
+            self._server.neighbours = {n.node for n in (order.previous, order.next) if n.node}
+            deployment = await Deployment.make(order, stay.client, self._node, self._device, self._baseline)
+            async with self._deployed:
+                self._deployment = deployment
+                self._deployed.notify_all()
+            deployment.open(stay.feed)
+            await stay.control.send(ProviderMessage(ready=Ready(deployment=order.deployment)))
+        except Exception as error:
+            # Out of memory, say: whatever it is, the coordinator is to know why there is no stage.
+            text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+            failed = Failed(deployment=order.deployment, kind="deploy", message=text, microbatch=-1)
+            await stay.control.send(ProviderMessage(failed=failed))
 
-    async def _take_feed(self, feed: Link) -> None:
+    async def _take_feed(self, feed: ResumableLink) -> None:
         while (frame := await feed.receive()) is not None:
             if frame.generation < self._generation:
                 # Of a run that was given up: it was under way when the new stage came.
                 continue
             if self._deployment is None:
-                raise PeerError("the coordinator fed a provider that holds no stage")
+                raise RefusedError("the coordinator fed a provider that holds no stage")
             self._deployment.take_feed(frame)
 
-    async def _report(self, control: Control[ProviderMessage, CoordinatorMessage], heartbeat_seconds: float) -> None:
+    async def _report(
+        self, control: ControlLink[ProviderMessage, CoordinatorMessage], heartbeat_seconds: float
+    ) -> None:
         reported: Deployment | None = None
         while True:
             deployment = await self._next_deployment(reported)

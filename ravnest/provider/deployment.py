@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,32 +13,38 @@ from ravnest.engine.messages import Message
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.engine.worker import StageWorker
-from ravnest.errors import GraphError, PeerError
+from ravnest.errors import GraphError, PeerError, RefusedError
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.weights import WeightsReader
-from ravnest.net.client import CoordinatorClient, dial_link
+from ravnest.net.client import CoordinatorClient
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
+from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, LossRecord, Report, UpdateRecord
 from ravnest.provider.memory import peak_bytes
 from ravnest.provider.outbox import FrameOutbox, message_of
+from ravnest.provider.stage_link import StageLink, link_of
+from ravnest.provider.uploading import upload
 
 _MAX_GRAPH_BYTES = 256 << 20
+_CLOSE_SECONDS = 0.5
 
 
 class Deployment:
     """A stage at work. `failure` is done when it cannot go on; everything it started ends with `close`."""
 
-    def __init__(self, order: Deploy, stage: Stage, outbox: FrameOutbox, baseline_memory_bytes: int) -> None:
+    def __init__(
+        self, order: Deploy, stage: Stage, outbox: FrameOutbox, links: list[StageLink], baseline_memory_bytes: int
+    ) -> None:
         self.name = order.deployment
         self.generation = order.generation
         self._stage = stage
         self._outbox = outbox
         self._baseline = baseline_memory_bytes
         self._worker = StageWorker(stage, outbox)
-        self._next = (order.next_address, order.next_node)
-        self._links: list[Link] = []
+        self._links = links
+        self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = time.perf_counter()
         graph = stage.graph
@@ -49,13 +56,18 @@ class Deployment:
 
     @classmethod
     async def make(
-        cls, order: Deploy, client: CoordinatorClient, device: torch.device, baseline_memory_bytes: int
+        cls,
+        order: Deploy,
+        client: CoordinatorClient,
+        node: NodeIdentity,
+        device: torch.device,
+        baseline_memory_bytes: int,
     ) -> "Deployment":
         """Fetches what the order names and builds the stage; GraphError or PeerError says why it cannot be."""
         settings = StageSettings.from_json(order.settings_json)
         text = await _fetch_text(client, order.graph)
         weights, metadata = await _fetch_weights(client, order.weights)
-        outbox = FrameOutbox(order.generation, client.upload, settings.record_updates)
+        outbox = FrameOutbox(order.generation, partial(upload, client), settings.record_updates)
 
         def build() -> Stage:
             graph = PortableGraph.from_json(text)
@@ -68,7 +80,12 @@ class Deployment:
             stage = await asyncio.to_thread(build)
         except KeyError as error:
             raise GraphError(f"the weights of stage {order.stage} lack {error}") from None
-        return cls(order, stage, outbox, baseline_memory_bytes)
+        links = [
+            StageLink(neighbour, is_next, node, client)
+            for neighbour, is_next in ((order.previous, False), (order.next, True))
+            if neighbour.node
+        ]
+        return cls(order, stage, outbox, links, baseline_memory_bytes)
 
     @property
     def failure(self) -> asyncio.Future[tuple[str, str, int]]:
@@ -83,25 +100,32 @@ class Deployment:
     def news(self) -> asyncio.Event:
         return self._outbox.news
 
-    def open(self, feed: Link) -> None:
+    def open(self, feed: ResumableLink) -> None:
         """Begins to work on whatever comes."""
         self._worker.start()
         self._spawn(self._send(self._outbox.to_coordinator, feed))
+        for end in self._links:
+            if end.is_next:
+                self._spawn(self._send(self._outbox.to_next, end.link))
+                self._spawn(self._read(end.link, FrameKind.BACKWARD, self._worker.receive_backward))
+            else:
+                self._spawn(self._send(self._outbox.to_previous, end.link))
+                self._spawn(self._read(end.link, FrameKind.FORWARD, self._worker.receive_forward))
 
-    async def link_next(self, node: NodeIdentity) -> None:
-        """Dials the stage after this one, where there is one; PeerError when it does not answer."""
-        address, next_node = self._next
-        if address:
-            link = await dial_link(address, next_node, node)
-            self._links.append(link)
-            self._spawn(self._send(self._outbox.to_next, link))
-            self._spawn(self._read(link, FrameKind.BACKWARD, self._worker.receive_backward))
+    def link(self) -> None:
+        """Begins to connect with the neighbouring stages, which are there by now."""
+        for end in self._links:
+            self._spawn(end.run())
 
-    async def serve_previous(self, link: Link) -> None:
-        """Takes activations from the stage before and gives gradients back, until the link ends."""
-        self._links.append(link)
-        self._spawn(self._send(self._outbox.to_previous, link))
-        await self._read(link, FrameKind.FORWARD, self._worker.receive_forward)
+    async def accept(self, peer: str, connection: Link) -> None:
+        """A neighbour has dialled: uses its connection until that breaks."""
+        await link_of(self._links, connection.label, peer).accept(connection)
+
+    def meet(self, name: str) -> None:
+        """The neighbour at the other end of this link waits at the coordinator's relay."""
+        for end in self._links:
+            if end.name == name:
+                self._spawn(end.meet())
 
     def take_feed(self, frame: Frame) -> None:
         """Inputs or targets from the coordinator."""
@@ -128,8 +152,9 @@ class Deployment:
             seconds=time.perf_counter() - self._started,
             peak_memory_bytes=peak_bytes(self._stage.device),
             baseline_memory_bytes=self._baseline,
-            bytes_sent=sum(link.bytes_sent for link in self._links),
-            bytes_received=sum(link.bytes_received for link in self._links),
+            bytes_sent=sum(end.link.bytes_sent for end in self._links),
+            bytes_received=sum(end.link.bytes_received for end in self._links),
+            links=[end.state() for end in self._links],
             forwards=counters.forwards,
             backwards=counters.backwards,
             losses=[LossRecord(microbatch=r.microbatch, loss=r.loss, samples=r.samples) for r in losses],
@@ -144,19 +169,23 @@ class Deployment:
         """Ends the worker and the links."""
         # Whoever waits for news of this stage should look for the next one, and not only at its next heartbeat.
         self.news.set()
+        self._closing = True
+        self._outbox.give_up()
         await asyncio.to_thread(self._worker.stop)
+        await asyncio.gather(*(end.close(_CLOSE_SECONDS) for end in self._links))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for link in self._links:
-            await link.close()
 
-    async def _read(self, link: Link, kind: FrameKind, take: Callable[[Message], None]) -> None:
+    async def _read(self, link: ResumableLink, kind: FrameKind, take: Callable[[Message], None]) -> None:
         while (frame := await link.receive()) is not None:
-            self._check(frame, kind)
+            try:
+                self._check(frame, kind)
+            except PeerError as error:
+                raise RefusedError(f"{link.peer} broke the protocol: {error}") from None
             take(message_of(frame))
 
-    async def _send(self, queue: asyncio.Queue[Frame], link: Link) -> None:
+    async def _send(self, queue: asyncio.Queue[Frame], link: ResumableLink) -> None:
         while True:
             await link.send(await queue.get())
 
@@ -191,7 +220,8 @@ class Deployment:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self.failure.done():
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._closing and not self.failure.done():
             self.failure.set_result(("link", str(error), -1))
 
 

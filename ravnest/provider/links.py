@@ -4,12 +4,12 @@ import asyncio
 
 from ravnest.errors import PeerError
 from ravnest.net.client import CoordinatorClient, measure_peer
-from ravnest.net.link import Control
+from ravnest.net.control_link import ControlLink
 from ravnest.net.measuring import LinkSpeed
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer, PeerMeasured, ProviderMessage
 
-ControlStream = Control[ProviderMessage, CoordinatorMessage]
+ControlStream = ControlLink[ProviderMessage, CoordinatorMessage]
 
 _MOST_WAITING = 1000
 _PEER_SECONDS = 40.0
@@ -21,7 +21,7 @@ async def report_link(
     """Measures the connection to the coordinator and tells it; None, and the reason is told, when it cannot be.
 
     Where it is `known`, as for a provider that comes back in the middle of its work, that is told at once. PeerError
-    when the control stream is broken.
+    when the stay is over.
     """
     try:
         speed = known or await client.measure()

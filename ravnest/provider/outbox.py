@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,9 @@ from ravnest.engine.stage import Update
 from ravnest.graph.weights import stream_tensors
 from ravnest.net.frames import Frame, FrameKind
 
-Upload = Callable[[str, AsyncIterator[bytes]], Coroutine[Any, Any, None]]
+Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
+"""Uploads what the function yields, under a name; the function is called again where it has to be sent again."""
+
 T = TypeVar("T")
 
 
@@ -37,6 +40,12 @@ class FrameOutbox:
         self._losses: deque[LossRecord] = deque()
         self._updates: deque[Update] = deque()
         self._saved: deque[int] = deque()
+        self._uploading: Future[None] | None = None
+
+    def give_up(self) -> None:
+        """Breaks off an upload under way: nobody wants it any more, and the worker must not wait for it."""
+        if self._uploading is not None:
+            self._uploading.cancel()
 
     def take_records(self) -> tuple[list[LossRecord], list[Update], list[int]]:
         """Losses, updates and saved checkpoints since the last call."""
@@ -70,7 +79,9 @@ class FrameOutbox:
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         # The worker waits here: the tensors are the stage's own, and a copy of them would double its memory.
         name = f"checkpoint-{checkpoint}"
-        asyncio.run_coroutine_threadsafe(self._upload(name, _chunks(tensors, metadata)), self._loop).result()
+        upload = self._upload(name, lambda: _chunks(tensors, metadata))
+        self._uploading = asyncio.run_coroutine_threadsafe(upload, self._loop)
+        self._uploading.result()
         self._saved.append(checkpoint)
         self._loop.call_soon_threadsafe(self.news.set)
 

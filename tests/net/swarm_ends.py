@@ -10,7 +10,6 @@ from secure_ends import run
 from ravnest.coordinator.admission import Admission
 from ravnest.errors import PeerError
 from ravnest.net import (
-    Control,
     CoordinatorClient,
     CoordinatorServer,
     Frame,
@@ -22,16 +21,10 @@ from ravnest.net import (
     dial_link,
 )
 from ravnest.net.identity import Identity
+from ravnest.net.link import RelayEnd
 from ravnest.net.node_identity import joiner_keys
 from ravnest.net.tls import TlsKeys
-from ravnest.net.v1.control_pb2 import (
-    CheckReply,
-    CheckRequest,
-    CoordinatorMessage,
-    JoinReply,
-    JoinRequest,
-    ProviderMessage,
-)
+from ravnest.net.v1.control_pb2 import CheckReply, CheckRequest, JoinReply, JoinRequest
 
 __all__ = ["run"]
 
@@ -73,7 +66,7 @@ async def provider(serve: Callable[[Link], Awaitable[None]]) -> AsyncIterator[tu
     """A running provider, the node `called`, and its address. The stage before it is on the node `before`."""
     handler = Provider(serve)
     server = ProviderServer(handler, CALLED)
-    server.previous_node = BEFORE.node_id
+    server.neighbours = {BEFORE.node_id}
     handler.server = server
     port = await server.start("127.0.0.1", 0)
     try:
@@ -130,24 +123,28 @@ class Coordinator:
             await client.close()
         await self.server.stop(grace_seconds=0)
 
-    async def join(self, identity: Identity, request: JoinRequest) -> JoinReply:
+    async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
         self.joins += 1
         admitted = self.admission.join(identity, request.certificate_request, request.name)
-        return JoinReply(node_id=admitted.node_id, certificate=admitted.certificate, heartbeat_seconds=2.0)
+        return JoinReply(
+            node_id=admitted.node_id, certificate=admitted.certificate, heartbeat_seconds=2.0, session=seen_host
+        )
 
-    async def check(self, identity: Identity, request: CheckRequest) -> CheckReply:
+    async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
         good, reason = self.admission.check(identity)
         return CheckReply(good=good, reason=reason)
 
-    async def control(self, node_id: str, control: Control[CoordinatorMessage, ProviderMessage]) -> None:
-        while (message := await control.receive()) is not None:
-            reply = CoordinatorMessage()
-            reply.start.deployment = f"{node_id} {message.ready.deployment}"
-            await control.send(reply)
+    async def control(self, node_id: str, connection: Link) -> None:
+        while (frame := await connection.receive()) is not None:
+            await connection.send(Frame(FrameKind.CONTROL, frame.microbatch + 1, tensors=frame.tensors))
 
-    async def feed(self, node_id: str, link: Link) -> None:
-        while (frame := await link.receive()) is not None:
-            await link.send(Frame(FrameKind.DONE, frame.microbatch))
+    async def feed(self, node_id: str, connection: Link) -> None:
+        while (frame := await connection.receive()) is not None:
+            await connection.send(Frame(FrameKind.DONE, frame.microbatch))
+
+    async def relay(self, node_id: str, end: RelayEnd) -> None:
+        while (message := await end.stream.receive()) is not None:
+            await end.stream.send(message)
 
     async def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
         if artifact not in self.artifacts:

@@ -20,7 +20,7 @@ from ravnest.net.calls import REQUEST_KEY
 from ravnest.net.identity import COORDINATOR_HOST
 from ravnest.net.node_identity import joiner_keys
 from ravnest.net.tls import open_secure_channel
-from ravnest.net.v1.control_pb2 import JoinRequest, ProviderMessage
+from ravnest.net.v1.control_pb2 import JoinRequest
 
 
 async def pieces(*data: bytes) -> AsyncIterator[bytes]:
@@ -36,16 +36,15 @@ def test_a_provider_joins_and_speaks() -> None:
             assert (reply.node_id, reply.heartbeat_seconds) == ("d-sk", 2.0)
             assert node.adopt(reply.certificate, handler.admission.authority.certificate) == "d-sk"
             client = handler.client(node.tls_keys())
-            control = await client.control()
+            assert reply.session == "127.0.0.1"
+            control = await client.control(reply.session)
             for number in range(20):
-                message = ProviderMessage()
-                message.ready.deployment = str(number)
-                await control.send(message)
+                await control.send(Frame(FrameKind.CONTROL, number))
             for number in range(20):
                 answer = await control.receive()
                 assert answer is not None
-                assert answer.start.deployment == f"d-sk {number}"
-            link = await client.feed()
+                assert answer.microbatch == number + 1
+            link = await client.feed(reply.session)
             await link.send(Frame(FrameKind.FEED, 5))
             frame = await link.receive()
             assert frame is not None
@@ -117,7 +116,7 @@ def test_every_call_needs_the_certificate_of_a_join() -> None:
                 (handler.client(stranger), "does not accept what this test showed"),
                 (handler.client(handler.admission.authority.tls_keys()), "a node that has joined may, not the coord"),
             ):
-                for call in (client.control(), client.feed(), client.upload("x", pieces(b"data"))):
+                for call in (client.control("s"), client.feed("s"), client.upload("x", pieces(b"data"))):
                     with pytest.raises(PeerError, match=words):
                         await call
                 with pytest.raises(PeerError, match=words):
@@ -132,7 +131,7 @@ def test_a_node_that_is_dropped_loses_every_stream_and_learns_why() -> None:
     async def test() -> None:
         async with coordinator() as (handler, client):
             other = handler.client(a_node(handler.admission, "other").tls_keys())
-            control, link, unharmed = await client.control(), await client.feed(), await other.feed()
+            control, link, unharmed = await client.control("s"), await client.feed("s"), await other.feed("s")
             handler.server.drop("node-1", "node-1 was thrown out of the swarm")
             for receive in (control.receive(), link.receive()):
                 with pytest.raises(PeerError, match=r"^node-1 was thrown out of the swarm$"):
@@ -246,7 +245,7 @@ def test_nothing_is_said_to_a_server_without_tls() -> None:
         async with plain_server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
             address = f"127.0.0.1:{port}"
             client = CoordinatorClient(address, BEFORE.tls_keys(), "the certificate of before")
-            for call in (client.join(JoinRequest()), client.control(), dial_link(address, "called", BEFORE)):
+            for call in (client.join(JoinRequest()), client.control("s"), dial_link(address, "called", BEFORE)):
                 with pytest.raises(PeerError, match=f"{address} does not speak TLS"):
                     await call
             await client.close()
@@ -260,7 +259,7 @@ def test_nobody_at_the_address_is_a_sentence() -> None:
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
             client = CoordinatorClient(address, BEFORE.tls_keys(), "the certificate of before")
-            for call in (client.join(JoinRequest()), client.control(), dial_link(address, "called", BEFORE)):
+            for call in (client.join(JoinRequest()), client.control("s"), dial_link(address, "called", BEFORE)):
                 with pytest.raises(PeerError, match=f"cannot reach .*{address}: .*[Rr]efused.*; check"):
                     await call
             await client.close()
@@ -280,7 +279,7 @@ def test_an_address_or_a_node_that_cannot_be_is_a_peer_error(address: str, node_
 def test_a_closed_client_raises_peer_error_everywhere() -> None:
     async def test() -> None:
         async with coordinator() as (_, client):
-            control = await client.control()
+            control = await client.control("s")
             receiving = asyncio.create_task(control.receive())
             await asyncio.sleep(0)
             await client.close()
@@ -288,8 +287,8 @@ def test_a_closed_client_raises_peer_error_everywhere() -> None:
             with pytest.raises(PeerError, match="closed on this side"):
                 await receiving
             with pytest.raises(PeerError):
-                await control.send(ProviderMessage(ready={"deployment": "x"}))
-            for call in (client.join(JoinRequest()), client.control(), client.feed()):
+                await control.send(Frame(FrameKind.CONTROL, 1))
+            for call in (client.join(JoinRequest()), client.control("s"), client.feed("s")):
                 with pytest.raises(PeerError):
                     await call
 
@@ -299,8 +298,8 @@ def test_a_closed_client_raises_peer_error_everywhere() -> None:
 def test_a_coordinator_that_stops_while_nobody_listens_stops_at_once() -> None:
     async def test() -> None:
         async with coordinator() as (_, client):
-            control = await client.control()
-            link = await client.feed()
+            control = await client.control("s")
+            link = await client.feed("s")
         for receive in (control.receive(), link.receive()):
             with pytest.raises(PeerError):
                 await receive

@@ -13,7 +13,7 @@ from grpc import aio
 from swarm_ends import BEFORE, CALLED, OTHER, SWARM, a_node, echo, linked, provider, run
 
 from ravnest.coordinator.admission import Admission
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net import Frame, FrameKind, Link, dial_link, encode
 from ravnest.net.identity import node_host
 from ravnest.net.node_identity import joiner_keys
@@ -322,7 +322,7 @@ async def main():
     folder = pathlib.Path(sys.argv[1])
     node = NodeIdentity.open(folder, read_certificate((folder / "authority").read_bytes()))
     server = ProviderServer(Dying(), node)
-    server.previous_node = "before"
+    server.neighbours = {"before"}
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.Event().wait()
 
@@ -366,7 +366,7 @@ def test_a_bad_frame_costs_its_sender_the_connection(message: bytes) -> None:
             with pytest.raises(aio.AioRpcError, match="bad frame"):
                 await call.read()
             await handler.over.wait()
-            assert [type(error) for error in handler.errors] == [PeerError]
+            assert [type(error) for error in handler.errors] == [RefusedError]
 
     run(test())
 
@@ -412,16 +412,16 @@ def test_frames_before_the_break_are_still_received() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("how", ["another node", "no stage before", "the called node itself"])
-def test_nobody_but_the_stage_before_may_link(how: str) -> None:
+@pytest.mark.parametrize("how", ["another node", "no neighbour", "the called node itself"])
+def test_nobody_but_a_neighbouring_stage_may_link(how: str) -> None:
     async def test() -> None:
         async with provider(echo) as (handler, address):
-            caller, words = OTHER, "other may not call Link: before holds the stage before"
-            if how == "no stage before":
-                handler.server.previous_node, caller = "", BEFORE
-                words = "before may not call Link: no stage comes before"
+            caller, words = OTHER, "other may not call Link: before may"
+            if how == "no neighbour":
+                handler.server.neighbours, caller = (), BEFORE
+                words = "before may not call Link: nobody may"
             elif how == "the called node itself":
-                caller, words = CALLED, "called may not call Link: before holds the stage before"
+                caller, words = CALLED, "called may not call Link: before may"
             with pytest.raises(PeerError, match=f"called at {address} did not accept this node: {words}"):
                 await dial_link(address, CALLED.node_id, caller)
             assert not handler.over.is_set()
@@ -429,11 +429,11 @@ def test_nobody_but_the_stage_before_may_link(how: str) -> None:
     run(test())
 
 
-def test_the_node_before_may_change_with_a_deployment() -> None:
+def test_the_neighbours_change_with_a_deployment() -> None:
     async def test() -> None:
         async with provider(echo) as (handler, address):
-            handler.server.previous_node = OTHER.node_id
-            with pytest.raises(PeerError, match="other holds the stage before"):
+            handler.server.neighbours = {OTHER.node_id}
+            with pytest.raises(PeerError, match="before may not call Link: other may"):
                 await dial_link(address, CALLED.node_id, BEFORE)
             link = await dial_link(address, CALLED.node_id, OTHER)
             link.abort()

@@ -6,16 +6,18 @@ from contextlib import asynccontextmanager
 
 import pytest
 from swarm_ends import run
-from test_swarm import Ends, Provider, about, ends
+from test_swarm import Ends, about, ends
 
 from ravnest.coordinator.measures import describe, figures, link_of, measure_pairs
 from ravnest.coordinator.members import Member
+from ravnest.coordinator.reachability import Reach
 from ravnest.coordinator.reception import announce
 from ravnest.errors import PeerError
 from ravnest.net import CoordinatorClient, Link, NodeIdentity, ProviderServer
 from ravnest.net.measuring import LinkSpeed
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinRequest, Measured, PeerMeasured, ProviderMessage
 from ravnest.provider.links import PeerMeasuring, report_link
+from ravnest.provider.stay import Stay
 
 
 class Nothing:
@@ -30,33 +32,46 @@ def measured(request: JoinRequest) -> JoinRequest:
 
 
 @asynccontextmanager
-async def machine(swarm: Ends, name: str) -> AsyncIterator[Provider]:
+async def machine(swarm: Ends, name: str) -> AsyncIterator[None]:
     """A provider that listens, has measured its connection and does what the coordinator asks it to measure."""
     node = NodeIdentity.new()
     server = ProviderServer(Nothing(), node)
     port = await server.start("127.0.0.1", 0)
-    reply = await swarm.ask(swarm.invite(), measured(about(node, name, address=f"127.0.0.1:{port}")))
+    async with joined(swarm, node, name, f"127.0.0.1:{port}") as stay:
+        assert await report_link(stay.client, stay.control) is not None
+        peers = PeerMeasuring(node, stay.control)
+
+        async def obey() -> None:
+            while (message := await stay.control.receive()) is not None:
+                peers.take(message.measure_peer)
+
+        obeying = asyncio.create_task(obey())
+        try:
+            await swarm.swarm.members.changes.until(lambda: swarm.swarm.members.is_present(node.node_id))
+            yield
+        finally:
+            obeying.cancel()
+            await asyncio.gather(obeying, return_exceptions=True)
+            await peers.close()
+    await server.stop(grace_seconds=0)
+
+
+@asynccontextmanager
+async def joined(swarm: Ends, node: NodeIdentity, name: str = "anna", address: str = "") -> AsyncIterator[Stay]:
+    """A provider that has joined and is connected, and has not said yet what it measured."""
+    reply = await swarm.ask(swarm.invite(), measured(about(node, name, address=address)))
     node.adopt(reply.certificate, swarm._authority)
     client = CoordinatorClient(f"127.0.0.1:{swarm.port}", node.tls_keys(), name)
-    control = await client.control()
-    assert await report_link(client, control) is not None
-    peers = PeerMeasuring(node, control)
-    provider = Provider(node, client, control, await client.feed())
-
-    async def obey() -> None:
-        while (message := await control.receive()) is not None:
-            peers.take(message.measure_peer)
-
-    obeying = asyncio.create_task(obey())
+    stay = Stay(client, reply.session)
+    connecting = asyncio.create_task(stay.keep_connected())
+    member = swarm.swarm.members[reply.node_id]
+    await swarm.swarm.members.changes.until(lambda: bool(member.control.link.connections and member.feed.connections))
     try:
-        await swarm.swarm.members.changes.until(lambda: swarm.swarm.members.is_connected(node.node_id))
-        yield provider
+        yield stay
     finally:
-        obeying.cancel()
-        await asyncio.gather(obeying, return_exceptions=True)
-        await peers.close()
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
         await client.close()
-        await server.stop(grace_seconds=0)
 
 
 def test_a_machine_is_told_of_in_words() -> None:
@@ -73,40 +88,28 @@ def test_a_machine_is_told_of_in_words() -> None:
 
 def test_a_provider_counts_once_its_connection_is_known_and_is_then_announced() -> None:
     async def test() -> None:
-        async with ends() as swarm:
+        async with ends() as swarm, joined(swarm, NodeIdentity.new()) as stay:
             told: list[str] = []
             telling = asyncio.create_task(announce(swarm.swarm, 2, told.append))
-            node = NodeIdentity.new()
-            reply = await swarm.ask(swarm.invite(), measured(about(node)))
-            node.adopt(reply.certificate, swarm._authority)
-            client = swarm._client(CoordinatorClient(f"127.0.0.1:{swarm.port}", node.tls_keys(), "anna"))
-            control = await client.control()
-            feed = await client.feed()
             member = swarm.swarm.members["anna"]
-            await swarm.swarm.members.changes.until(lambda: member.feed is not None)
             assert swarm.swarm.members.connected() == [] and told == []
             figures = Measured(round_trip_seconds=0.024, up_bytes_per_second=4e6, down_bytes_per_second=11.5e6)
-            await control.send(ProviderMessage(measured=figures))
-            await swarm.swarm.members.changes.until(lambda: member.connected)
+            await stay.control.send(ProviderMessage(measured=figures))
+            await swarm.swarm.members.changes.until(lambda: member.present)
             await asyncio.sleep(0)
             assert told == [
                 "anna joined with cpu, 8 cores, 12.0 GiB, 95 GFLOP/s, 24 ms, 92/32 Mbit/s: 1 of 2 providers"
             ]
             telling.cancel()
-            feed.abort()
 
     run(test())
 
 
 def test_a_provider_that_comes_back_tells_what_it_knows_without_measuring() -> None:
     async def test() -> None:
-        async with ends() as swarm:
-            node = NodeIdentity.new()
-            reply = await swarm.ask(swarm.invite(), measured(about(node)))
-            node.adopt(reply.certificate, swarm._authority)
-            client = swarm._client(CoordinatorClient(f"127.0.0.1:{swarm.port}", node.tls_keys(), "anna"))
-            control, known = await client.control(), LinkSpeed(0.5, 1e3, 2e3)
-            assert await report_link(client, control, known) == known
+        async with ends() as swarm, joined(swarm, NodeIdentity.new()) as stay:
+            known = LinkSpeed(0.5, 1e3, 2e3)
+            assert await report_link(stay.client, stay.control, known) == known
             member = swarm.swarm.members["anna"]
             await swarm.swarm.members.changes.until(lambda: member.link is not None)
             assert member.link == known
@@ -116,15 +119,10 @@ def test_a_provider_that_comes_back_tells_what_it_knows_without_measuring() -> N
 
 def test_a_provider_that_cannot_measure_takes_part_all_the_same() -> None:
     async def test() -> None:
-        async with ends() as swarm:
-            node = NodeIdentity.new()
-            reply = await swarm.ask(swarm.invite(), measured(about(node)))
-            node.adopt(reply.certificate, swarm._authority)
-            client = swarm._client(CoordinatorClient(f"127.0.0.1:{swarm.port}", node.tls_keys(), "anna"))
-            control, _ = await client.control(), await client.feed()
-            await control.send(ProviderMessage(measured=Measured(error="too slow\x1b[2J")))
+        async with ends() as swarm, joined(swarm, NodeIdentity.new()) as stay:
+            await stay.control.send(ProviderMessage(measured=Measured(error="too slow\x1b[2J")))
             member = swarm.swarm.members["anna"]
-            await swarm.swarm.members.changes.until(lambda: member.connected)
+            await swarm.swarm.members.changes.until(lambda: member.present)
             assert (member.link, member.link_error) == (None, "too slow [2J")
 
     run(test())
@@ -161,12 +159,16 @@ def test_providers_measure_the_way_to_one_another_when_asked() -> None:
 def test_a_pair_that_cannot_be_measured_has_its_reason_and_the_others_their_figures() -> None:
     async def test() -> None:
         async with ends() as swarm, machine(swarm, "anna"), machine(swarm, "ben"):
-            # Nobody listens where ben says it does.
-            swarm.swarm.members["ben"].address = "127.0.0.1:1"
+            ben = swarm.swarm.members["ben"]
+            await swarm.swarm.reaches([ben])
+            # Nobody listens there any more.
+            ben.reach = Reach("127.0.0.1:1", "ben answers at 127.0.0.1:1")
             found = await measure_pairs(swarm.swarm, [("anna", "ben"), ("ben", "anna")])
             error = found["anna", "ben"]
             assert isinstance(error, PeerError) and "cannot reach ben at 127.0.0.1:1" in str(error)
             assert isinstance(found["ben", "anna"], LinkSpeed)
+            ben.reach = Reach("", "ben dials out only")
+            assert str((await measure_pairs(swarm.swarm, [("anna", "ben")]))["anna", "ben"]) == "ben dials out only"
 
     run(test())
 
@@ -183,7 +185,7 @@ def test_one_that_leaves_or_is_silent_holds_nobody_up_for_long() -> None:
             message = await silent.control.receive()
             while message is not None and not message.HasField("measure_peer"):
                 message = await silent.control.receive()
-            await silent.client.close()
+            await silent.stay.leave("tired of this")
             assert "silent left before it had measured" in str((await asking)["silent", "anna"])
 
     run(test())
@@ -195,8 +197,7 @@ def test_an_answer_that_nobody_asked_for_is_not_kept() -> None:
             anna = await swarm.provider("anna")
             for number in range(10):
                 await anna.control.send(ProviderMessage(peer_measured=PeerMeasured(node=f"node-{number}", error="x")))
-            await anna.control.send(ProviderMessage(leaving={"reason": "the test is over"}))
-            await anna.control.close()
+            await anna.stay.leave("the test is over")
             await swarm.until(lambda: bool(swarm.told.gone))
             assert swarm.swarm.members.pairs._expected == {}
 

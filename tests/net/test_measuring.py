@@ -66,7 +66,7 @@ def test_a_slow_line_is_measured_in_the_time_it_is_given() -> None:
 def test_any_node_of_the_swarm_may_measure_a_provider_and_only_the_stage_before_may_link() -> None:
     async def test() -> None:
         async with provider(echo) as (handler, address):
-            handler.server.previous_node = BEFORE.node_id
+            handler.server.neighbours = {BEFORE.node_id}
             speed = await measure_peer(address, CALLED.node_id, OTHER)
             assert 0 < speed.round_trip_seconds < 1
             assert min(speed.up_bytes_per_second, speed.down_bytes_per_second) > 1e6

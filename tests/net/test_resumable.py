@@ -57,7 +57,7 @@ class Pipe:
     async def close(self) -> None:
         """What was sent has been put into the other end's inbox already."""
 
-    def abort(self) -> None:
+    def abort(self, why: PeerError | None = None) -> None:
         self.broken.set()
 
 

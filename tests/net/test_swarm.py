@@ -15,13 +15,16 @@ from ravnest.coordinator.prepare import Artifact
 from ravnest.coordinator.reception import announce, watch_for_kicks
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import FORMAT_VERSION
-from ravnest.net import Control, CoordinatorClient, Frame, FrameKind, Link, NodeIdentity, SwarmInvite
+from ravnest.net import CoordinatorClient, Frame, FrameKind, NodeIdentity, SwarmInvite
 from ravnest.net.certificates import Certificate
+from ravnest.net.control_link import ControlLink
 from ravnest.net.node_identity import joiner_keys
+from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
+from ravnest.provider.stay import Stay
 
 
 def about(node: NodeIdentity, name: str = "anna", **changes: object) -> JoinRequest:
@@ -44,6 +47,8 @@ class Told:
     def __init__(self) -> None:
         self.frames: list[tuple[str, FrameKind]] = []
         self.gone: list[tuple[str, str]] = []
+        self.down: list[str] = []
+        self.back: list[str] = []
         self.changes = Changes()
 
     def joined(self, member: Member) -> None:
@@ -54,6 +59,14 @@ class Told:
 
     def returned(self, node_id: str, frame: Frame) -> None:
         self.frames.append((node_id, frame.kind))
+        self.changes.notify()
+
+    def disconnected(self, node_id: str, reason: str) -> None:
+        self.down.append(node_id)
+        self.changes.notify()
+
+    def reconnected(self, node_id: str) -> None:
+        self.back.append(node_id)
         self.changes.notify()
 
     def vanished(self, node_id: str, reason: str) -> None:
@@ -70,8 +83,21 @@ class Provider:
 
     node: NodeIdentity
     client: CoordinatorClient
-    control: Control[ProviderMessage, CoordinatorMessage]
-    feed: Link
+    stay: Stay
+    connecting: asyncio.Task[None]
+
+    @property
+    def control(self) -> ControlLink[ProviderMessage, CoordinatorMessage]:
+        return self.stay.control
+
+    @property
+    def feed(self) -> ResumableLink:
+        return self.stay.feed
+
+    async def break_off(self) -> None:
+        """As a process that is killed."""
+        self.connecting.cancel()
+        await asyncio.gather(self.connecting, return_exceptions=True)
 
 
 class Ends:
@@ -81,6 +107,7 @@ class Ends:
         self.swarm.events = self.told
         self.port = 0
         self._clients: list[CoordinatorClient] = []
+        self._providers: list[Provider] = []
 
     def invite(self, uses: int = 9) -> SwarmInvite:
         return self.swarm.admission.invite("127.0.0.1", self.port, uses=uses)
@@ -95,7 +122,9 @@ class Ends:
         reply = await self.ask(self.invite(), about(node, name))
         node.adopt(reply.certificate, self._authority)
         client = self._client(CoordinatorClient(f"127.0.0.1:{self.port}", node.tls_keys(), name))
-        provider = Provider(node, client, await client.control(), await client.feed())
+        stay = Stay(client, reply.session)
+        provider = Provider(node, client, stay, asyncio.create_task(stay.keep_connected()))
+        self._providers.append(provider)
         await self.swarm.members.changes.until(
             lambda: any(m.node_id == node.node_id for m in self.swarm.members.connected())
         )
@@ -107,10 +136,17 @@ class Ends:
         order = Deploy(stage=stage, stages=stages, generation=generation, graph=ArtifactRef(id=artifact))
         await self.swarm.tell(provider.node.node_id, CoordinatorMessage(deploy=order))
 
+    def break_connections(self, node_id: str) -> None:
+        """As a router does that forgets them: both ends notice, neither has said anything."""
+        for streams in self.swarm._server._ends.get(node_id, ()):
+            streams.fail(PeerError("the connection was reset"))
+
     async def until(self, condition: Callable[[], bool]) -> None:
         await self.told.changes.until(condition)
 
     async def close(self) -> None:
+        for provider in self._providers:
+            await provider.break_off()
         for client in self._clients:
             await client.close()
         await self.swarm.stop("the test is over")
@@ -180,7 +216,7 @@ def test_a_stage_that_speaks_for_another_is_dropped_and_named(stage: int | None,
             with pytest.raises(PeerError, match=words):
                 await liar.feed.receive()
             assert [m.node_id for m in swarm.swarm.members.connected()] == ["other"]
-            other.control.abort()
+            assert other.feed.connected
 
     run(test())
 
@@ -275,7 +311,7 @@ def test_a_node_that_has_not_joined_since_the_coordinator_started_is_told_to() -
             node.adopt(admission.join(caller, node.request(), "anna").certificate, admission.authority.certificate)
             client = CoordinatorClient(f"127.0.0.1:{swarm.port}", node.tls_keys(), "anna")
             for opening in (client.control, client.feed):
-                stream = await opening()
+                stream = await opening("of another time")
                 with pytest.raises(PeerError, match="anna has not joined this coordinator yet; join again"):
                     await stream.receive()
             await client.close()
@@ -283,15 +319,53 @@ def test_a_node_that_has_not_joined_since_the_coordinator_started_is_told_to() -
     run(test())
 
 
-def test_a_provider_whose_feed_breaks_is_gone_altogether() -> None:
+def test_a_provider_whose_connection_breaks_comes_back_and_nothing_is_lost() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            root = await swarm.provider("root")
+            await swarm.deploy(root, 0, 1)
+            for number in range(30):
+                await root.feed.send(done(number))
+                await swarm.swarm.feed_frame("root", Frame(FrameKind.FEED, number, generation=1))
+                if number % 10 == 5:
+                    swarm.break_connections("root")
+            got = [await root.feed.receive() for _ in range(30)]
+            assert [frame.microbatch for frame in got if frame is not None] == list(range(30))
+            await swarm.until(lambda: len(swarm.told.frames) == 30 and bool(swarm.told.back))
+            assert swarm.told.gone == [] and "root" in swarm.told.down
+            message = await root.control.receive()
+            assert message is not None and message.HasField("deploy")
+
+    run(test())
+
+
+def test_a_provider_that_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ravnest.coordinator.swarm.PATIENCE_SECONDS", 0.3)
+
     async def test() -> None:
         async with ends() as swarm:
             anna = await swarm.provider("anna")
-            anna.feed.abort()
+            await anna.break_off()
             await swarm.until(lambda: bool(swarm.told.gone))
-            async with asyncio.timeout(5):
-                with pytest.raises(PeerError):
-                    await anna.control.receive()
+            assert swarm.told.gone == [("anna", "there has been no connection to anna for 0 s")]
+            assert swarm.told.down
+            late = Stay(anna.client, swarm.swarm.members["anna"].session)
+            with pytest.raises(RefusedError, match="this stay of anna in the swarm is over; join again"):
+                await late.keep_connected()
+            with pytest.raises(PeerError):
+                await swarm.swarm.feed_frame("anna", Frame(FrameKind.FEED, 1))
+
+    run(test())
+
+
+def test_a_node_cannot_use_the_stay_of_another() -> None:
+    async def test() -> None:
+        async with ends() as swarm:
+            anna, ben = await swarm.provider("anna"), await swarm.provider("ben")
+            thief = Stay(ben.client, swarm.swarm.members["anna"].session)
+            with pytest.raises(RefusedError, match="this stay of ben in the swarm is over"):
+                await thief.keep_connected()
+            assert anna.feed.connected and ben.feed.connected
 
     run(test())
 
@@ -305,15 +379,15 @@ def test_a_node_that_was_thrown_out_elsewhere_is_shown_out(monkeypatch: pytest.M
             watching = asyncio.create_task(watch_for_kicks(swarm.swarm))
             swarm.swarm.admission.tokens.kick("anna", 0.0, "sent nonsense")
             for stream in (anna.control, anna.feed):
-                with pytest.raises(PeerError, match=r"anna was thrown out of the swarm \(sent nonsense\); ask"):
+                with pytest.raises(RefusedError, match=r"anna was thrown out of the swarm \(sent nonsense\); ask"):
                     await stream.receive()
             await swarm.until(lambda: [node for node, _ in swarm.told.gone] == ["anna"])
             assert swarm.swarm.members.node_ids() == ["ben"]
             with pytest.raises(PeerError, match="anna was thrown out of the swarm"):
-                await anna.client.control()
+                await anna.client.control("")
             with pytest.raises(PeerError, match="anna has not joined"):
                 await swarm.swarm.tell("anna", CoordinatorMessage())
-            assert ben.control.stream.error is None
+            assert ben.control.link.error is None and ben.control.link.connected
             watching.cancel()
 
     run(test())
@@ -326,9 +400,7 @@ def test_who_comes_and_goes_is_told_with_how_many_there_are() -> None:
             telling = asyncio.create_task(announce(swarm.swarm, 1, told.append))
             anna = await swarm.provider("anna")
             await swarm.provider("ben")
-            await anna.control.send(ProviderMessage(leaving={"reason": "signal SIGINT"}))
-            await anna.control.close()
-            await anna.client.close()
+            await anna.stay.leave("signal SIGINT")
             await swarm.until(lambda: bool(swarm.told.gone))
             await asyncio.sleep(0)
             assert swarm.told.gone == [("anna", "it left: signal SIGINT")]

@@ -17,6 +17,7 @@ from ravnest.graph.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.weights import stream_tensors
+from ravnest.net import NodeIdentity
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
 from ravnest.provider.deployment import Deployment
@@ -74,7 +75,7 @@ def deployed(change: Callable[[Deploy, FakeClient], None] | None = None, leave_o
         if change is not None:
             change(order, client)
         client_as: Any = client
-        return await Deployment.make(order, client_as, torch.device("cpu"), 0)
+        return await Deployment.make(order, client_as, NodeIdentity.new(), torch.device("cpu"), 0)
 
     return asyncio.run(make())
 

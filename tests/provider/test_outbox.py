@@ -18,10 +18,10 @@ def on_a_loop(test: Callable[[FrameOutbox], Awaitable[None]], record_updates: bo
     """Runs `test` with an outbox; what was uploaded."""
     uploaded: list[bytes] = []
 
-    async def upload(name: str, chunks: AsyncIterator[bytes]) -> None:
+    async def upload(name: str, chunks: Callable[[], AsyncIterator[bytes]]) -> None:
         if name == "checkpoint-13":
             raise PeerError("the coordinator is gone")
-        uploaded.append(b"".join([chunk async for chunk in chunks]))
+        uploaded.append(b"".join([chunk async for chunk in chunks()]))
 
     async def run() -> None:
         await test(FrameOutbox(7, upload, record_updates))

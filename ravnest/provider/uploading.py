@@ -1,0 +1,25 @@
+"""Uploads that begin again when the connection breaks."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from ravnest.errors import PeerError, RefusedError
+from ravnest.net.client import CoordinatorClient
+from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS
+
+
+async def upload(client: CoordinatorClient, name: str, chunks: Callable[[], AsyncIterator[bytes]]) -> None:
+    """Uploads what `chunks()` yields, as often as it takes.
+
+    RefusedError when the coordinator does not want it. Whoever holds the connection to the coordinator gives up when
+    that is gone for good, and cancels this.
+    """
+    pause = FIRST_BACKOFF_SECONDS
+    while True:
+        try:
+            return await client.upload(name, chunks())
+        except RefusedError:
+            raise
+        except PeerError:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LAST_BACKOFF_SECONDS)
