@@ -162,7 +162,12 @@ class Members:
         """Until the stay of every member is over, or the time is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                await self.changes.until(lambda: not self.connected())
+                await self.changes.until(lambda: not self.listening())
+
+    def listening(self) -> list[Member]:
+        """Those that can be told something, also before it is known what they measured."""
+        links = ((member, member.control.link) for member in self._members.values())
+        return [member for member, link in links if link.connections and not link.over]
 
     def connected(self) -> list[Member]:
         """Those that are here: present and, once there are links, not given up."""

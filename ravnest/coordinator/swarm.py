@@ -97,7 +97,7 @@ class Swarm:
 
     async def stop(self, reason: str) -> None:
         """Tells every provider to stop, gives them a moment to go, and stops listening."""
-        for member in self.members.connected():
+        for member in self.members.listening():
             with contextlib.suppress(PeerError, TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self.tell(member.node_id, CoordinatorMessage(stop=Stop(reason=reason)))

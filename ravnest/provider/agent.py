@@ -51,6 +51,7 @@ from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.links import PeerMeasuring, report_link
 from ravnest.provider.measuring import core_count, device_name, machine_speed
 from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
+from ravnest.provider.speed import Speed
 from ravnest.provider.stay import Stay
 
 _FIRST_TELL_SECONDS = 2.0
@@ -122,6 +123,7 @@ class _Agent:
         self._deployment: Deployment | None = None
         self._generation = 0
         self._deployed = asyncio.Condition()
+        self._speed: Speed | None = None
         self._link: LinkSpeed | None = None
         self._errands: set[asyncio.Task[None]] = set()
         self._finished = asyncio.Event()
@@ -199,15 +201,17 @@ class _Agent:
             await stay.close()
 
     async def _describe(self, about_us: JoinRequest) -> None:
-        """Measures this machine. Where all are on one machine they are alike, and there is nothing to tell."""
-        speed = await machine_speed(self._device, self._memory_bytes)
+        """Measures this machine, once. Where all are on one machine they are alike, and there is nothing to tell."""
+        known, self._speed = self._speed, self._speed or await machine_speed(self._device, self._memory_bytes)
+        speed = self._speed
         about_us.flops_per_second = speed.flops_per_second
         about_us.memory_bytes_per_second = speed.memory_bytes_per_second
         about_us.cores = core_count()
         about_us.device_name = device_name(self._device)
         about_us.measures_link = True
-        memory, rate = amounts.gibibytes(self._memory_bytes), amounts.flops(speed.flops_per_second)
-        self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")
+        if known is None:
+            memory, rate = amounts.gibibytes(self._memory_bytes), amounts.flops(speed.flops_per_second)
+            self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")
 
     async def _report_link(self, stay: Stay) -> None:
         """Measures the connection to the coordinator, once: one that comes back says what it found then."""

@@ -146,6 +146,7 @@ def test_an_invite_that_is_no_longer_good_is_refused_with_one_sentence(machines:
     anna.signal(signal.SIGINT)
     assert ended_well(anna).endswith("leaving the swarm: signal SIGINT\n")
     serving.until("] anna left: 0 of 9 providers")
+    serving.said = ""
     back = machines.join(once, "anna")
     back.until("joined 127.0.0.2")
     assert " as anna, " in back.said

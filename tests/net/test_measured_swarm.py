@@ -226,3 +226,14 @@ def test_the_coordinator_cannot_make_a_provider_measure_without_end() -> None:
             await peers.close()
 
     run(test())
+
+
+def test_a_provider_that_is_still_measuring_is_told_when_the_coordinator_stops() -> None:
+    async def test() -> None:
+        async with ends() as swarm, joined(swarm, NodeIdentity.new()) as stay:
+            stopping = asyncio.create_task(swarm.swarm.stop("the run has stopped"))
+            message = await stay.control.receive()
+            assert message is not None and message.stop.reason == "the run has stopped"
+            await stopping
+
+    run(test())
