@@ -30,7 +30,9 @@ def run_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
     return cli.main(["train", "job.py"])
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["join", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["join", "--help"], ["doctor", "--help"], ["--version"]]
+)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     program = (
         "import sys\n"
@@ -79,6 +81,9 @@ def test_python_dash_m_is_the_same_command_line() -> None:
         (["invite", "run", "--new", "--hours", "nan"], "'nan' is not a number of hours"),
         (["invite", "run", "--new", "--revoke", "x"], "not allowed with argument"),
         (["kick", "run"], "NODE"),
+        (["doctor", "--memory", "much"], "'much' is not a size: write it as 8GB"),
+        (["doctor", "--listen", "7000"], "'7000' is not an address"),
+        (["docter"], "there is no command 'docter'; did you mean doctor?"),
     ],
 )
 def test_a_wrong_command_line_is_a_sentence_and_exit_code_2(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from ravnest.coordinator.tokens import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES, TokenStore
-from ravnest.errors import RunError
+from ravnest.coordinator.tokens import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES, TokenStore, admit
+from ravnest.errors import PeerError, RunError
 from ravnest.monitor.run_directory import RunPaths, existing_run
 from ravnest.net.authority import SwarmAuthority
 from ravnest.net.certificates import certificate_der, key_id, request_key
@@ -78,7 +78,19 @@ class Admission:
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
         """Who makes this call. PeerError when the swarm does not know the caller or it may not make the call."""
-        return self._callers.caller(auth_context, kinds, call)
+        identity = self._callers.caller(auth_context, kinds, call)
+        if identity.kind == "invite" and call == "Measure":
+            # Its messages may be as large as a node's: only for those who could be one.
+            good, reason = self.check(identity)
+            if not good:
+                raise PeerError(reason)
+        return identity
+
+    def check(self, identity: Identity) -> tuple[bool, str]:
+        """Whether this caller could join now, and why; nothing is used up."""
+        if identity.kind == "invite":
+            return admit(self.tokens.token(identity.name), self._clock())
+        return True, f"{identity} has joined before and needs no invite"
 
     def join(self, identity: Identity, request: bytes, name: str) -> Admitted:
         """Let the holder of an invite in; a node that asks gets a fresh certificate. PeerError says why not."""

@@ -18,6 +18,7 @@ from ravnest.coordinator.deploying import Orders
 from ravnest.coordinator.evaluation import Evaluation
 from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
 from ravnest.coordinator.ledger import Entry
+from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.progress import Progress
@@ -198,7 +199,8 @@ class Coordinator:
     def joined(self, member: Member) -> None:
         self._lost.discard(member.node_id)
         with self._failing():
-            self._events.emit("joined", f"{member.node_id} joined with {member.device}", provider=member.node_id)
+            what = f"{member.node_id} joined with {describe(member)}"
+            self._events.emit("joined", what, provider=member.node_id, **figures(member))
 
     def said(self, node_id: str, message: ProviderMessage) -> None:
         kind = message.WhichOneof("body")

@@ -4,16 +4,21 @@ import asyncio
 import contextlib
 import secrets
 from dataclasses import dataclass, field
+from typing import Self
 
 from ravnest import __version__
+from ravnest.coordinator.measures import PairAnswers, positive
 from ravnest.coordinator.reachability import Reach
 from ravnest.coordinator.waiting import Changes
-from ravnest.errors import PeerError, RefusedError
+from ravnest.errors import PeerError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.control_link import ControlLink
+from ravnest.net.measuring import LinkSpeed
 from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
+
+_NAME_CHARACTERS = 80
 
 
 @dataclass
@@ -33,6 +38,35 @@ class Member:
     reach: Reach | None = None
     """Whether it can be dialled, once that is known."""
 
+    cores: int = 0
+    flops_per_second: float = 0.0
+    """As it measured itself; 0 where it did not, as in the embedded swarm, where all machines are one."""
+    memory_bytes_per_second: float = 0.0
+    device_name: str = ""
+    measures_link: bool = False
+    """Whether it measures its connection: it is present once it has said what it found."""
+    link: LinkSpeed | None = None
+    """Its connection to the coordinator, as it measured it."""
+    link_error: str = ""
+    """Why it could not."""
+
+    @classmethod
+    def of(cls, node_id: str, request: JoinRequest, seen_host: str) -> Self:
+        """The provider that this request has let in."""
+        return cls(
+            node_id,
+            request.address,
+            printable(request.device[:_NAME_CHARACTERS]),
+            request.memory_bytes,
+            request.threads,
+            seen_host,
+            cores=request.cores,
+            flops_per_second=positive(request.flops_per_second),
+            memory_bytes_per_second=positive(request.memory_bytes_per_second),
+            device_name=printable(request.device_name[:_NAME_CHARACTERS]),
+            measures_link=request.measures_link,
+        )
+
     def __post_init__(self) -> None:
         self.feed = ResumableLink(self.node_id)
         self.control: ControlLink[CoordinatorMessage, ProviderMessage] = ControlLink(
@@ -46,8 +80,16 @@ class Member:
 
     @property
     def present(self) -> bool:
-        """Whether both of its links have been there, and are not over. One that is down for a moment is not over."""
-        return all(link.connections and not link.over for link in (self.control.link, self.feed))
+        """Whether both of its links have been there, and are not over, and what it measures is known.
+
+        One that is down for a moment is not over.
+        """
+        return self.measured and all(link.connections and not link.over for link in (self.control.link, self.feed))
+
+    @property
+    def measured(self) -> bool:
+        """Whether it has said how its connection is, or does not measure it."""
+        return not self.measures_link or self.link is not None or bool(self.link_error)
 
     def fail(self, error: PeerError) -> None:
         """Ends its stay."""
@@ -70,6 +112,7 @@ class Members:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self.pairs = PairAnswers()
         self.changes = Changes()
 
     def __getitem__(self, node_id: str) -> Member:
@@ -121,7 +164,12 @@ class Members:
         """Until the stay of every member is over, or the time is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                await self.changes.until(lambda: not self.connected())
+                await self.changes.until(lambda: not self.listening())
+
+    def listening(self) -> list[Member]:
+        """Those that can be told something, also before it is known what they measured."""
+        links = ((member, member.control.link) for member in self._members.values())
+        return [member for member, link in links if link.connections and not link.over]
 
     def connected(self) -> list[Member]:
         """Those that are here: present and, once there are links, not given up."""

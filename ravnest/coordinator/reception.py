@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from ravnest.coordinator.measures import describe
 from ravnest.coordinator.state import Seen, SwarmState
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import RunError
@@ -63,7 +64,7 @@ async def announce(swarm: Swarm, wanted: int, tell: Callable[[str], None]) -> No
     known: dict[str, str] = {}
 
     def present() -> dict[str, str]:
-        return {member.node_id: member.device for member in swarm.members.connected()}
+        return {member.node_id: describe(member) for member in swarm.members.connected()}
 
     def changed() -> bool:
         return present().keys() != known.keys()

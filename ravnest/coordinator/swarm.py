@@ -5,29 +5,43 @@ It decides nothing about training: a `SwarmEvents` does, and is told of everythi
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
+from ravnest import __version__
 from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.measures import hear
 from ravnest.coordinator.members import Member, Members, check_version
 from ravnest.coordinator.prepare import Artifact
 from ravnest.coordinator.reachability import Reach, find_reach
 from ravnest.coordinator.relay import Relay
 from ravnest.coordinator.state import SwarmState
 from ravnest.errors import PeerError, RefusedError, printable
+from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import split_address
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
 from ravnest.net.link import Link, RelayEnd
 from ravnest.net.resumable import ResumableLink
 from ravnest.net.server import CoordinatorServer
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, JoinReply, JoinRequest, Meet, ProviderMessage, Stop
+from ravnest.net.v1.control_pb2 import (
+    CheckReply,
+    CheckRequest,
+    CoordinatorMessage,
+    Deploy,
+    JoinReply,
+    JoinRequest,
+    Meet,
+    ProviderMessage,
+    Stop,
+)
+from ravnest.net.version import PROTOCOL_VERSION
 
 HEARTBEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 30.0
 """How long a provider may be without a connection before it is taken for gone."""
 _STOP_SECONDS = 1.0
-_DEVICE_CHARACTERS = 40
 
 
 class SwarmEvents(Protocol):
@@ -86,7 +100,7 @@ class Swarm:
 
     async def stop(self, reason: str) -> None:
         """Tells every provider to stop, gives them a moment to go, and stops listening."""
-        for member in self.members.connected():
+        for member in self.members.listening():
             with contextlib.suppress(PeerError, TimeoutError):
                 async with asyncio.timeout(_STOP_SECONDS):
                     await self.tell(member.node_id, CoordinatorMessage(stop=Stop(reason=reason)))
@@ -125,13 +139,12 @@ class Swarm:
         if request.address:
             split_address(request.address)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
-        device = printable(request.device[:_DEVICE_CHARACTERS])
-        member = Member(admitted.node_id, request.address, device, request.memory_bytes, request.threads, seen_host)
+        member = Member.of(admitted.node_id, request, seen_host)
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
         self._orders.pop(member.node_id, None)
-        if self.events is not None:
+        if self.events is not None and not member.measures_link:
             self.events.joined(member)
         for work in (self._listen(member), self._take_frames(member), self._watch(member)):
             self._spawn(work)
@@ -140,6 +153,17 @@ class Swarm:
             certificate=admitted.certificate,
             heartbeat_seconds=HEARTBEAT_SECONDS,
             session=member.session,
+        )
+
+    async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
+        good, reason = await asyncio.to_thread(self.admission.check, identity)
+        return CheckReply(
+            good=good,
+            reason=reason,
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
+            graph_format=FORMAT_VERSION,
+            unix_seconds=time.time(),
         )
 
     async def control(self, node_id: str, connection: Link) -> None:
@@ -161,8 +185,9 @@ class Swarm:
         """Carries one of a member's links over this connection, and tells when it is lost or back."""
         again, was_present = link.connections > 0, member.present
         carrying = asyncio.create_task(link.carry(connection))
+        connected = asyncio.create_task(link.until_connected())
         try:
-            await asyncio.wait({carrying, asyncio.create_task(link.until_connected())}, return_when="FIRST_COMPLETED")
+            await asyncio.wait({carrying, connected}, return_when=asyncio.FIRST_COMPLETED)
             self.members.changes.notify()
             if again and was_present and self.events is not None:
                 self.events.reconnected(member.node_id)
@@ -173,12 +198,16 @@ class Swarm:
             raise
         finally:
             carrying.cancel()
+            connected.cancel()
+            await asyncio.gather(carrying, connected, return_exceptions=True)
 
     async def _listen(self, member: Member) -> None:
         """Passes on what a provider says, until its stay is over."""
         reason, left = "it ended its connection", ""
         try:
             while (message := await member.control.receive()) is not None:
+                if self._hear_measures(member, message):
+                    continue
                 if message.HasField("leaving"):
                     left = printable(f"it left: {message.leaving.reason}")
                 if self.events is not None:
@@ -190,6 +219,14 @@ class Swarm:
             if self.events is not None:
                 self.events.vanished(member.node_id, left or reason)
             self.members.changes.notify()
+
+    def _hear_measures(self, member: Member, message: ProviderMessage) -> bool:
+        measured_before = member.measured
+        heard = hear(self.members, member, message)
+        if member.measured and not measured_before and self.events is not None:
+            # Only now is there something to tell: what kind of machine it is.
+            self.events.joined(member)
+        return heard
 
     async def _take_frames(self, member: Member) -> None:
         """Passes on what a stage returns, until its stay is over; one that breaks the rules is dismissed."""

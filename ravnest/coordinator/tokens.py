@@ -115,6 +115,12 @@ class TokenStore:
             rows = connection.execute(f"SELECT {_TOKEN_FIELDS} FROM tokens ORDER BY created_at, id").fetchall()
         return [Token(*row) for row in rows]
 
+    def token(self, token_id: str) -> Token | None:
+        """One token, live or not; None when there is no such one."""
+        with self._store.used() as connection:
+            row = connection.execute(f"SELECT {_TOKEN_FIELDS} FROM tokens WHERE id = ?", (token_id,)).fetchone()
+        return None if row is None else Token(*row)
+
     def live_roots(self, now: float) -> list[Certificate]:
         """What a handshake may be made with now. A token that is used up stays: its joins may still be repeated."""
         with self._store.used() as connection:

@@ -36,6 +36,8 @@ LINK_KEY: Final = "ravnest-link"
 LINGER_SECONDS: Final = 10.0
 """How long an ended stream waits for its caller to hang up."""
 
+NODES: Final[tuple[Kind, ...]] = ("node",)
+
 Context = Any
 """A grpc.aio.ServicerContext of bytes."""
 
@@ -95,12 +97,20 @@ class CallServer:
             stream.fail(RefusedError(reason))
 
     def stream(
-        self, name: str, make: Callable[[CalledWire], MadeT], run: Callable[[str, MadeT], Coroutine[Any, Any, None]]
+        self,
+        name: str,
+        make: Callable[[CalledWire], MadeT],
+        run: Callable[[str, MadeT], Coroutine[Any, Any, None]],
+        kinds: Collection[Kind] = NODES,
     ) -> Method:
-        """A method for nodes of the swarm: makes the called end of the stream and runs `run(caller's id, it)`."""
+        """A method for callers of these kinds: makes the called end of the stream and runs `run(who calls, it)`.
+
+        Who calls is the id of a node, or `invite:ID`.
+        """
 
         async def serve(_: object, context: Context) -> None:
-            caller = (await self._admit(context, ["node"], name)).name
+            identity = await self._admit(context, kinds, name)
+            caller = identity.name if identity.kind == "node" else f"{identity.kind}:{identity.name}"
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             label = dict(context.invocation_metadata() or ()).get(LINK_KEY)
             end = make(wire := CalledWire(context, caller, label if isinstance(label, str) else ""))
@@ -177,7 +187,7 @@ class CallServer:
             sentence = str(error)
         except RavnestError:
             log.exception("cannot tell who calls")
-            sentence = "it cannot tell who calls at the moment; see its log"
+            await _refuse(context, PeerError("the other side cannot tell who calls at the moment; see its log"))
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, sentence[:DETAILS_CHARACTERS])
         raise AssertionError("abort returns by raising")
 

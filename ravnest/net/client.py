@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 from grpc import aio
 
@@ -12,18 +13,25 @@ from ravnest.net.connection import JOIN_BYTES, JOIN_TIMEOUT_SECONDS
 from ravnest.net.failures import broken, peer_error
 from ravnest.net.identity import COORDINATOR_HOST, is_node_id, node_host
 from ravnest.net.link import Control, Link
+from ravnest.net.measuring import LinkSpeed, measure_link
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.server import COORDINATOR_SERVICE, PROVIDER_SERVICE, split
 from ravnest.net.tls import TlsKeys, open_secure_channel
 from ravnest.net.v1.control_pb2 import (
+    CheckReply,
+    CheckRequest,
     Chunk,
     FetchRequest,
     JoinReply,
     JoinRequest,
+    MeasureReply,
+    MeasureRequest,
     UploadHeader,
     UploadReply,
 )
 from ravnest.net.wire import CallerWire
+
+RepliedT = TypeVar("RepliedT")
 
 
 class CoordinatorClient:
@@ -45,17 +53,15 @@ class CoordinatorClient:
         data = request.SerializeToString()
         if len(data) > JOIN_BYTES:
             raise PeerError(f"what this provider says of itself takes more than {JOIN_BYTES} bytes; shorten its --name")
-        call = self._channel.unary_unary(
-            f"/{COORDINATOR_SERVICE}/Join",
-            request_serializer=bytes,
-            response_deserializer=JoinReply.FromString,
-        )
-        try:
-            return await call(b"", metadata=((REQUEST_KEY, data),), timeout=JOIN_TIMEOUT_SECONDS)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            raise broken(self._peer, error, self._shown) from None
+        return await self._ask("Join", data, JoinReply.FromString)
+
+    async def check(self, request: CheckRequest) -> CheckReply:
+        """Ask whether `join` would be admitted, which uses nothing up."""
+        return await self._ask("Check", request.SerializeToString(), CheckReply.FromString)
+
+    async def measure(self) -> LinkSpeed:
+        """Measure the connection; takes a few seconds at the most, unless many measure at once."""
+        return await measure_link(Control(await self._dial("Measure"), MeasureReply))
 
     async def control(self, session: str) -> Link:
         """A connection for the link of control messages."""
@@ -102,6 +108,17 @@ class CoordinatorClient:
         """Drop the connection; streams still open break. Idempotent."""
         await self._channel.close()
 
+    async def _ask(self, method: str, request: bytes, read: Callable[[bytes], RepliedT]) -> RepliedT:
+        call = self._channel.unary_unary(
+            f"/{COORDINATOR_SERVICE}/{method}", request_serializer=bytes, response_deserializer=read
+        )
+        try:
+            return await call(b"", metadata=((REQUEST_KEY, request),), timeout=JOIN_TIMEOUT_SECONDS)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise broken(self._peer, error, self._shown) from None
+
     async def _dial(self, method: str, label: str = "") -> CallerWire:
         return await _dial(
             self._channel, f"/{COORDINATOR_SERVICE}/{method}", self._peer, self._shown, _nothing_to_release, label
@@ -114,6 +131,24 @@ async def dial_link(address: str, node_id: str, node: NodeIdentity, link: str = 
     PeerError when it is unreachable, another node than that, or refuses. The link has a connection of its own, which
     goes when the link is over.
     """
+    return Link(await _dial_node(address, node_id, node, "Link", link))
+
+
+async def measure_peer(address: str, node_id: str, node: NodeIdentity) -> LinkSpeed:
+    """Measure the connection from `node` to the one of `node_id`, which listens at `address`.
+
+    PeerError when it is unreachable, another node than that, refuses, or cannot be measured.
+    """
+    control: Control[MeasureRequest, MeasureReply] = Control(
+        await _dial_node(address, node_id, node, "Measure"), MeasureReply
+    )
+    try:
+        return await measure_link(control)
+    finally:
+        await control.stream.finished()
+
+
+async def _dial_node(address: str, node_id: str, node: NodeIdentity, method: str, label: str = "") -> CallerWire:
     split_address(address)
     if not is_node_id(node_id):
         raise PeerError(f"{node_id!r} is not the id of a node; the coordinator gave no neighbour to link to")
@@ -124,7 +159,7 @@ async def dial_link(address: str, node_id: str, node: NodeIdentity, link: str = 
         await channel.close()
 
     try:
-        return Link(await _dial(channel, f"/{PROVIDER_SERVICE}/Link", peer, shown, close_channel, link))
+        return await _dial(channel, f"/{PROVIDER_SERVICE}/{method}", peer, shown, close_channel, label)
     except BaseException:
         await channel.close()
         raise

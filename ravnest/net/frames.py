@@ -73,7 +73,7 @@ class FrameLimits:
     tensors: int = 1024
     scalars: int = 1024
     dimensions: int = 16
-    name_bytes: int = 256
+    name_characters: int = 256
 
 
 DEFAULT_LIMITS: Final = FrameLimits()
@@ -227,8 +227,8 @@ def _decode_scalars(header: frame_pb2.FrameHeader, limits: FrameLimits) -> dict[
 
 
 def _check_name(name: str, taken: Mapping[str, object], limits: FrameLimits) -> None:
-    if not name or len(name) > limits.name_bytes:
-        raise PeerError(f"a frame names a value with {len(name)} characters; 1 to {limits.name_bytes} are allowed")
+    if not name or len(name) > limits.name_characters:
+        raise PeerError(f"a frame names a value with {len(name)} characters; 1 to {limits.name_characters} are allowed")
     if name in taken:
         raise PeerError(f"a frame names the value {name!r} twice")
 
@@ -272,7 +272,7 @@ def _scalar_bytes(name: str, value: int | float | bool) -> bytes:
 
 
 def _check_own_name(name: str) -> None:
-    if not name or len(name) > DEFAULT_LIMITS.name_bytes:
+    if not name or len(name) > DEFAULT_LIMITS.name_characters:
         raise PeerError(
-            f"a frame cannot carry a value named {name[:40]!r}: names have 1 to {DEFAULT_LIMITS.name_bytes} characters"
+            f"a frame cannot carry a value named {name[:40]!r}: names have 1 to {DEFAULT_LIMITS.name_characters} characters"
         )

@@ -52,7 +52,11 @@ class Link:
 
         The tensors have been read when this returns, so the caller may change them.
         """
-        await self.stream.send(encode(frame, self._limits))
+        await self.send_encoded(encode(frame, self._limits))
+
+    async def send_encoded(self, data: bytes) -> None:
+        """The same for a frame that has been encoded already."""
+        await self.stream.send(data)
 
     async def receive(self) -> Frame | None:
         """The next frame; None at the peer's orderly end. Raises PeerError when the link broke or the frame is bad."""

@@ -1,18 +1,19 @@
 """A link that outlives its connections: frames arrive once, in order, whatever breaks in between.
 
-Each end counts the frames it has got and keeps those it has sent until the other end has counted them. Whenever a new
+Each end counts the frames it has got and keeps the bytes of those it has sent until the other end has counted them. Whenever a new
 connection is made, both ends first say their counts, and each sends again what the other has not got. A sender waits
 while too much is unconfirmed, so a link that is down holds its stage back rather than filling its memory.
 """
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from ravnest.errors import PeerError, RefusedError
-from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.frames import Frame, FrameKind, encode
 
 WINDOW_BYTES: Final = 64 << 20
 """A sender waits while this much is unconfirmed; one frame may exceed it."""
@@ -29,7 +30,7 @@ LAST_BACKOFF_SECONDS: Final = 5.0
 class Connection(Protocol):
     """What carries a link for a while: a Link of one gRPC stream."""
 
-    async def send(self, frame: Frame) -> None: ...
+    async def send_encoded(self, data: bytes) -> None: ...
 
     async def receive(self) -> Frame | None: ...
 
@@ -56,7 +57,7 @@ class ResumableLink:
         self.peer = peer
         self.connections = 0
         """How many connections have carried this link so far."""
-        self._kept: deque[Frame] = deque()
+        self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         self._confirmed = 0
         self._arrived = 0
@@ -114,13 +115,13 @@ class ResumableLink:
                 await self._change()
 
     async def send(self, frame: Frame) -> None:
-        """Takes the frame over; its tensors must not change until the other end has it."""
-        while self._kept_bytes >= WINDOW_BYTES and self._error is None and not self._closing:
+        """Sends a frame, waiting while too much is unconfirmed. Its tensors have been read when this returns."""
+        while self._kept_bytes >= WINDOW_BYTES and not self.over and not self._closing:
             await self._change()
         if self._error is not None:
             raise self._failure()
-        if self._closing:
-            raise PeerError(f"the link to {self.peer} is closed on this side")
+        if self._closing or self._ended:
+            raise PeerError(f"the link to {self.peer} is closed {'on this side' if self._closing else 'at its end'}")
         self._keep(frame)
 
     async def receive(self) -> Frame | None:
@@ -164,7 +165,7 @@ class ResumableLink:
         self._connection = connection
         self.connections += 1
         try:
-            await connection.send(Frame(FrameKind.RESUME, self._arrived))
+            await connection.send_encoded(encode(Frame(FrameKind.RESUME, self._arrived)))
             position = self._take_resume(await connection.receive())
             self._told = self._arrived
             await self._pump(connection, position)
@@ -188,10 +189,9 @@ class ResumableLink:
         while not self.over:
             # Another connection may have come about: the other end dialled, or somebody found a better way.
             await self.until_disconnected()
+            began = time.monotonic()
             try:
-                connection = await dial()
-                pause = FIRST_BACKOFF_SECONDS
-                await self.carry(connection)
+                await self.carry(await dial())
             except PeerError as error:
                 if isinstance(error, RefusedError):
                     self.fail(error)
@@ -199,6 +199,9 @@ class ResumableLink:
                     raise self._failure() from None
                 if self.over:
                     return
+                # A peer that takes connections and breaks them at once is not to be dialled without end.
+                lasted = time.monotonic() - began > LAST_BACKOFF_SECONDS
+                pause = FIRST_BACKOFF_SECONDS if lasted else pause
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LAST_BACKOFF_SECONDS)
 
@@ -208,8 +211,9 @@ class ResumableLink:
         return self._error is not None or (self._closing and not self._kept) or self._ended
 
     def _keep(self, frame: Frame) -> None:
-        self._kept.append(frame)
-        self._kept_bytes += _size(frame)
+        data = encode(frame)
+        self._kept.append(data)
+        self._kept_bytes += len(data)
         self._notify()
 
     async def _pump(self, connection: Connection, position: int) -> None:
@@ -245,11 +249,11 @@ class ResumableLink:
                 if late is not None:
                     late.cancel()
                     late = None
-                await connection.send(Frame(FrameKind.ACK, self._told))
+                await connection.send_encoded(encode(Frame(FrameKind.ACK, self._told)))
             elif position < self._confirmed + len(self._kept):
-                frame = self._kept[position - self._confirmed]
+                data = self._kept[position - self._confirmed]
                 position += 1
-                await connection.send(frame)
+                await connection.send_encoded(data)
             elif self.over and not behind:
                 return
             else:
@@ -292,7 +296,7 @@ class ResumableLink:
                 f"confirms {count} frames, {self._confirmed} to {self._confirmed + len(self._kept)} are possible"
             )
         while self._confirmed < count:
-            self._kept_bytes -= _size(self._kept.popleft())
+            self._kept_bytes -= len(self._kept.popleft())
             self._confirmed += 1
         self._notify()
 

@@ -11,13 +11,17 @@ from ravnest.net.calls import CallServer, Method
 from ravnest.net.connection import CHUNK_BYTES
 from ravnest.net.identity import AuthContext, Identity, Kind
 from ravnest.net.link import Control, Link, RelayEnd
+from ravnest.net.measuring import MeasureService
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.tls import server_credentials
 from ravnest.net.v1.control_pb2 import (
+    CheckReply,
+    CheckRequest,
     Chunk,
     FetchRequest,
     JoinReply,
     JoinRequest,
+    MeasureRequest,
     UploadReply,
 )
 
@@ -41,6 +45,9 @@ class CoordinatorHandler(Protocol):
 
         `seen_host` is where the call comes from.
         """
+
+    async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
+        """Say whether the holder of an invite or a node could join, without letting it in."""
 
     async def control(self, node_id: str, connection: Link) -> None:
         """Speak with a provider; the connection ends when this returns."""
@@ -66,12 +73,13 @@ class ProviderHandler(Protocol):
 
 
 class CoordinatorServer(CallServer):
-    """Serves providers on behalf of a coordinator: Join to holders of an invite and to nodes, all else to nodes."""
+    """Serves providers on behalf of a coordinator: all calls to nodes, those before joining to holders of an invite."""
 
     def __init__(self, handler: CoordinatorHandler, credentials: grpc.ServerCredentials, who_calls: WhoCalls) -> None:
         super().__init__(credentials)
         self._handler = handler
         self._who_calls = who_calls
+        self._measuring = MeasureService()
 
     def service(self) -> str:
         return COORDINATOR_SERVICE
@@ -84,6 +92,10 @@ class CoordinatorServer(CallServer):
             "Relay": self.stream("Relay", RelayEnd, self._handler.relay),
             "Fetch": self.stream("Fetch", lambda wire: Control(wire, FetchRequest), self._fetch),
             "Upload": self.stream("Upload", lambda wire: Control(wire, Chunk), self._upload),
+            "Check": self.unary("Check", ["invite", "node"], CheckRequest, self._handler.check),
+            "Measure": self.stream(
+                "Measure", lambda wire: Control(wire, MeasureRequest), self._measuring.serve, ["invite", "node"]
+            ),
         }
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
@@ -124,9 +136,9 @@ class CoordinatorServer(CallServer):
 
 
 class ProviderServer(CallServer):
-    """Serves the stages next to a provider's own, and nobody else.
+    """Serves the stages next to a provider's own, and nobody else but those who measure the way here.
 
-    `neighbours` are the nodes that hold those: a deployment brings them. While there are none nobody is let in.
+    `neighbours` are the nodes that hold those: a deployment brings them. While there are none nobody may link.
     """
 
     def __init__(self, handler: ProviderHandler, node: NodeIdentity) -> None:
@@ -134,15 +146,21 @@ class ProviderServer(CallServer):
         self.neighbours: Collection[str] = ()
         self._node = node
         self._handler = handler
+        self._measuring = MeasureService()
 
     def service(self) -> str:
         return PROVIDER_SERVICE
 
     def methods(self) -> dict[str, Method]:
-        return {"Link": self.stream("Link", Link, self._handler.link)}
+        return {
+            "Link": self.stream("Link", Link, self._handler.link),
+            "Measure": self.stream("Measure", lambda wire: Control(wire, MeasureRequest), self._measuring.serve),
+        }
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
         identity = self._node.caller(auth_context, kinds, call)
+        if call == "Measure":
+            return identity
         if identity.name not in self.neighbours:
             who = " and ".join(sorted(self.neighbours)) or "nobody"
             raise PeerError(f"{identity} may not call {call}: {who} may, as the stages next to the one here are held")

@@ -83,6 +83,7 @@ _REFUSED: Final = (
     "{peer} does not accept {shown}: it has expired, was revoked, or is another swarm's; "
     "ask the requester for a new invite"
 )
+_STRANGER: Final = "{peer} does not belong to this swarm; check the address, or ask for a new invite"
 _TLS_FAILURES: Final = (
     (
         "Hostname Verification Check failed",
@@ -96,7 +97,9 @@ _TLS_FAILURES: Final = (
         "certificate is not yet valid",
         "the certificate of {peer} is not valid yet by the clock of this machine; set the clock right",
     ),
-    ("CERTIFICATE_VERIFY_FAILED", "{peer} does not belong to this swarm; check the address, or ask for a new invite"),
+    ("CERTIFICATE_VERIFY_FAILED", _STRANGER),
+    # How the same is told where the other swarm's authority has the same name, which all of them have.
+    ("certificate signature failure", _STRANGER),
     ("WRONG_VERSION_NUMBER", "{peer} does not speak TLS; check that the address is a ravnest node's"),
     ("Socket closed", _REFUSED),
     ("Connection reset by peer", _REFUSED),

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
-from ravnest import __version__
+from ravnest import __version__, amounts
 from ravnest.errors import PeerError, RavnestError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
 from ravnest.net.certificates import Certificate
 from ravnest.net.control_link import ControlLink
 from ravnest.net.link import Link
+from ravnest.net.measuring import LinkSpeed
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.pinning import pin_authority
 from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, ResumableLink
@@ -50,7 +51,10 @@ from ravnest.provider.device import choose_device
 from ravnest.provider.fetching import FetchLine, fetching
 from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.joining import join, kept_identity
-from ravnest.provider.memory import available_bytes, resident_bytes
+from ravnest.provider.links import PeerMeasuring, report_link
+from ravnest.provider.measuring import core_count, device_name, machine_speed
+from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
+from ravnest.provider.speed import Speed
 from ravnest.provider.stay import Stay
 
 _FIRST_TELL_SECONDS = 2.0
@@ -126,7 +130,7 @@ class _Agent:
     ) -> None:
         self._invite = invite
         self._device = device
-        self._memory_bytes = memory_bytes or available_bytes(device)
+        self._memory_bytes = lent_bytes(available_bytes(device), memory_bytes)
         self._name = name
         self._node = NodeIdentity.new()
         self._cache = cache
@@ -136,6 +140,8 @@ class _Agent:
         self._deployment: Deployment | None = None
         self._generation = 0
         self._deployed = asyncio.Condition()
+        self._speed: Speed | None = None
+        self._link: LinkSpeed | None = None
         self._errands: set[asyncio.Task[None]] = set()
         self._finished = asyncio.Event()
         self._reason = ""
@@ -199,6 +205,8 @@ class _Agent:
             protocol=PROTOCOL_VERSION,
             graph_format=FORMAT_VERSION,
         )
+        if not self._embedded:
+            await self._describe(about_us)
         client, reply = await join(self._invite, authority, self._node, about_us)
         where = f"at {address}" if address else "without a port of its own"
         self._say(f"joined {client.address} as {reply.node_id}, lending {self._device} {where}")
@@ -208,6 +216,27 @@ class _Agent:
             return await self._work(stay, reply.heartbeat_seconds)
         finally:
             await stay.close()
+
+    async def _describe(self, about_us: JoinRequest) -> None:
+        """Measures this machine, once. Where all are on one machine they are alike, and there is nothing to tell."""
+        known, self._speed = self._speed, self._speed or await machine_speed(self._device, self._memory_bytes)
+        speed = self._speed
+        about_us.flops_per_second = speed.flops_per_second
+        about_us.memory_bytes_per_second = speed.memory_bytes_per_second
+        about_us.cores = core_count()
+        about_us.device_name = device_name(self._device)
+        about_us.measures_link = True
+        if known is None:
+            memory, rate = amounts.gibibytes(self._memory_bytes), amounts.flops(speed.flops_per_second)
+            self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")
+
+    async def _report_link(self, stay: Stay) -> None:
+        """Measures the connection to the coordinator, once: one that comes back says what it found then."""
+        known, self._link = self._link, await report_link(stay.client, stay.control, self._link)
+        if (link := self._link) is not None and known is None:
+            down, up = amounts.megabits(link.down_bytes_per_second), amounts.megabits(link.up_bytes_per_second)
+            trip = amounts.milliseconds(link.round_trip_seconds)
+            self._say(f"connection to the coordinator: {trip}, {down} Mbit/s down, {up} Mbit/s up")
 
     def _address(self, listen_host: str, port: int, given: tuple[str, int] | None) -> str:
         """Where neighbouring stages reach this node."""
@@ -219,6 +248,7 @@ class _Agent:
 
     async def _give_up_stage(self) -> None:
         deployment, self._deployment = self._deployment, None
+        self._server.neighbours = ()
         if deployment is not None:
             await deployment.close()
 
@@ -232,15 +262,17 @@ class _Agent:
         await (await self._next_deployment(None)).accept(peer, connection)
 
     async def _work(self, stay: Stay, heartbeat_seconds: float) -> int:
+        peers = PeerMeasuring(self._node, stay.control)
         connecting = asyncio.create_task(stay.keep_connected())
         duties: list[Coroutine[Any, Any, object]] = [
-            self._obey(stay),
+            self._obey(stay, peers),
             self._take_feed(stay.feed),
             self._report(stay.control, heartbeat_seconds),
             self._finished.wait(),
         ]
         if not self._embedded:
             duties += [self._tell_progress(), stay.tell_connection(self._say)]
+            self._errand(self._report_link(stay))
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(duty) for duty in duties]
         try:
             done, _ = await asyncio.wait([connecting, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -261,8 +293,9 @@ class _Agent:
             for task in [connecting, *tasks, *self._errands]:
                 task.cancel()
             await asyncio.gather(connecting, *tasks, *self._errands, return_exceptions=True)
+            await peers.close()
 
-    async def _obey(self, stay: Stay) -> None:
+    async def _obey(self, stay: Stay, peers: PeerMeasuring) -> None:
         """Does what the coordinator says, until it says stop or ends the link."""
         while (message := await stay.control.receive()) is not None:
             kind = message.WhichOneof("body")
@@ -278,6 +311,8 @@ class _Agent:
                 self._deployment.meet(message.meet.link)
             elif kind == "save" and self._deployment is not None:
                 self._deployment.save(message.save.checkpoint)
+            elif kind == "measure_peer":
+                peers.take(message.measure_peer)
             elif kind == "threads":
                 torch.set_num_threads(max(1, message.threads.threads))
             elif kind == "stop":
@@ -288,8 +323,9 @@ class _Agent:
     async def _deploy(self, order: Deploy, stay: Stay) -> None:
         """Takes the stage, and says when it is ready or why it cannot be."""
         try:
-            await self._give_up_stage()
+            # First: what still comes for the stage before is passed over from now on.
             self._generation = order.generation
+            await self._give_up_stage()
             self._say(f"taking stage {order.stage + 1} of {order.stages}")
             self._server.neighbours = {n.node for n in (order.previous, order.next) if n.node}
             artifacts = Artifacts(stay.client, self._cache, self._say)

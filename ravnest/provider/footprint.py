@@ -47,6 +47,13 @@ def give_memory_back() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
+def give_free_memory_back() -> None:
+    """Gives back now what was kept to be used again: for when much of another kind of work has just ended."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 class _NoCompiler(ModuleType):
     """Answers what torch.optim asks of its compiler. Anything else is asked of the real one, which is loaded then."""
 

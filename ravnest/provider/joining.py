@@ -2,15 +2,16 @@
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ravnest.errors import PeerError, RunError
+from ravnest.errors import PeerError, RavnestError, RunError
 from ravnest.net.certificates import Certificate
 from ravnest.net.client import CoordinatorClient
 from ravnest.net.identity import as_node_id
-from ravnest.net.node_identity import NodeIdentity, joiner_keys
+from ravnest.net.node_identity import CERTIFICATE_FILE, NodeIdentity, joiner_keys
 from ravnest.net.private_files import make_private_folder
 from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.v1.control_pb2 import JoinReply, JoinRequest
@@ -26,7 +27,7 @@ async def join(
     A node that has joined before shows its certificate, so that an invite which has ended since does not keep it out;
     any other shows the invite. PeerError says why the coordinator does not admit it.
     """
-    if node.joined:
+    if node.joined and node.expires_at > time.time():
         client = CoordinatorClient(invite.address, node.tls_keys(), f"the certificate of {node.node_id}")
     else:
         client = CoordinatorClient(invite.address, joiner_keys(invite.token, authority), "this invite")
@@ -48,7 +49,7 @@ def kept_identity(invite: SwarmInvite, authority: Certificate, name: str) -> Ite
     Several providers on one machine are several nodes: a folder that another process holds is passed over. RunError
     when none can be used.
     """
-    swarm = _data_folder() / "ravnest" / "nodes" / invite.fingerprint[:8].hex()
+    swarm = _swarm_folder(invite)
     for number in range(1, _MOST_ON_ONE_MACHINE + 1):
         folder = swarm / (as_node_id(name) + (f"-{number}" if number > 1 else ""))
         make_private_folder(folder)
@@ -62,13 +63,29 @@ def kept_identity(invite: SwarmInvite, authority: Certificate, name: str) -> Ite
     raise RunError(f"{_MOST_ON_ONE_MACHINE} providers of this machine are in the swarm already; use another --name")
 
 
-def _data_folder() -> Path:
+def known_identity(invite: SwarmInvite, authority: Certificate) -> NodeIdentity | None:
+    """An identity that this machine has joined the swarm with before, to look at; None where there is none."""
+    with suppress(RunError):
+        for path in sorted(_swarm_folder(invite).glob(f"*/{CERTIFICATE_FILE}")):
+            with suppress(RavnestError):
+                identity = NodeIdentity.open(path.parent, authority)
+                if identity.joined:
+                    return identity
+    return None
+
+
+def data_folder() -> Path:
+    """Where this user's programs keep what they need; RunError where there is no such place."""
     given = Path(os.environ.get("XDG_DATA_HOME", ""))
     if given.is_absolute():
         return given
     with suppress(RuntimeError):
         return Path.home() / ".local" / "share"
     raise RunError("this user has no home folder to keep the node's key in; set XDG_DATA_HOME to a folder of its own")
+
+
+def _swarm_folder(invite: SwarmInvite) -> Path:
+    return data_folder() / "ravnest" / "nodes" / invite.fingerprint[:8].hex()
 
 
 def _held(path: Path) -> int | None:

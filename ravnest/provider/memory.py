@@ -1,6 +1,8 @@
-"""How much memory this process uses, as the system counts it."""
+"""How much memory this process uses, as the system counts it, and how much a stage may."""
 
+import contextlib
 import sys
+from pathlib import Path
 
 import psutil
 import torch
@@ -28,4 +30,29 @@ def available_bytes(device: torch.device) -> int:
     """What is free on the device for a stage."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available)
+    limited = group_bytes()
+    return free if limited is None else min(free, limited)
+
+
+def lent_bytes(available: int, cap: int | None) -> int:
+    """What a stage may use: what is available, and no more than the owner of the machine said."""
+    return available if cap is None else min(available, cap)
+
+
+def group_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What is left of the limit that a container or a service manager has set; None where there is no limit."""
+    with contextlib.suppress(OSError, ValueError):
+        most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+        return max(0, most - used)
+    return None
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begins the count of `peak_bytes` anew, where the system lets that be done."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")

@@ -10,8 +10,8 @@ from ravnest.net.control_link import ControlLink
 from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Leaving, ProviderMessage
 
-PATIENCE_SECONDS = 600.0
-"""How long a coordinator may be unreachable. It takes this node for gone much sooner, and says so when it is back."""
+PATIENCE_SECONDS = 60.0
+"""How long a coordinator may be unreachable. It takes this node for gone sooner; to join anew is tried for longer."""
 
 _LEAVE_SECONDS = 1.0
 _TELL_SECONDS = 1.0

@@ -67,7 +67,7 @@ def refused(provider: Running, *words: str) -> None:
     """It ends with code 2 and one sentence, in which these words are."""
     said = provider.to_the_end()
     assert provider.process.returncode == 2, said
-    assert re.fullmatch(r"(joined .*\n)?ravnest: error: .*\n", said), said
+    assert re.fullmatch(r"(this machine: .*\n)?(joined .*\n(connection .*\n)?)?ravnest: error: .*\n", said), said
     assert all(word in said for word in words), said
 
 
@@ -88,13 +88,23 @@ def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
     providers = [machines.join(invite, name) for name in ("Anna's PC", "ben", "ben")]
     for provider in providers:
         said = ended_well(provider)
+        assert re.search(r"^this machine: cpu, \d+ cores?, [\d.]+ GiB, [\d.]+ [GT]FLOP/s$", said, re.M), said
+        assert re.search(r"^connection to the coordinator: [\d.]+ ms, \d+ Mbit/s down, \d+ Mbit/s up$", said, re.M), (
+            said
+        )
         assert re.search(r"^joined 127\.0\.0\.2:\d+ as \S+, lending cpu at 127\.0\.0\.\d:\d+$", said, re.M), said
         assert re.search(r"^taking stage [123] of 3$", said, re.M), said
         assert said.endswith("ended: the run has finished; this machine trained on 192 samples\n"), said
     said = ended_well(serving)
     assert serving.out == "", "more than the invite was printed"
     assert "warning: 127.0.0.2 is an address of this machine alone" in said
-    assert re.search(r"\] ben joined with cpu: [123] of 3 providers\n", said), said
+    machine = r"cpu, \d+ cores?, [\d.]+ GiB, [\d.]+ [GT]FLOP/s, [\d.]+ ms, \d+/\d+ Mbit/s"
+    assert re.search(rf"\] ben joined with {machine}: [123] of 3 providers\n", said), said
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    joined = {event["provider"]: event for event in events if event["kind"] == "joined"}
+    assert joined.keys() == {"anna-s-pc", "ben", "ben-2"}
+    assert re.fullmatch(f"ben joined with {machine}", joined["ben"]["reason"]), joined
+    assert joined["ben"]["flops_per_second"] > 1e8 and 0 < joined["ben"]["round_trip_seconds"] < 5
     assert invite.token.encode() not in said
 
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -140,10 +150,12 @@ def test_an_invite_that_is_no_longer_good_is_refused_with_one_sentence(machines:
     anna.signal(signal.SIGINT)
     assert ended_well(anna).endswith("leaving the swarm: signal SIGINT\n")
     serving.until("] anna left: 0 of 9 providers")
+    serving.said = ""
     back = machines.join(once, "anna")
     back.until("joined 127.0.0.2")
     assert " as anna, " in back.said
-    serving.until("] anna joined with cpu: 1 of 9 providers")
+    serving.until("] anna joined with cpu, ")
+    serving.until("Mbit/s: 1 of 9 providers")
     with within(10, "the end of the coordinator"):
         serving.signal(signal.SIGINT)
         serving.to_the_end()
@@ -155,7 +167,8 @@ def test_a_node_that_is_kicked_is_out_and_the_swarm_goes_on_without_it(machines:
     a_job_file(machines.folder)
     serving, invite = machines.serve("--providers", "2")
     ben = machines.join(invite, "ben")
-    serving.until("ben joined with cpu: 1 of 2 providers")
+    serving.until("] ben joined with cpu, ")
+    serving.until("Mbit/s: 1 of 2 providers")
     kicked = ravnest("kick", "run", "ben", "--reason", "too slow", folder=machines.folder)
     assert (kicked.returncode, kicked.stderr) == (0, "")
     with within(4, "the end of the one that was kicked"):

@@ -12,6 +12,9 @@ from torch import nn
 
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.job import Job
+from ravnest.provider.measuring import device_name
+from ravnest.provider.memory import forget_peak, peak_bytes
+from ravnest.provider.speed import measure_speed
 from ravnest.settings import Pipeline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and there is none here")
@@ -79,3 +82,14 @@ def test_a_stage_on_a_gpu_reports_the_memory_of_the_gpu(swarm: EmbeddedSwarm, tm
     on_gpu = [stage for stage in stages if stage.device.startswith("cuda")]
     assert on_gpu and all(0 < stage.peak_memory_bytes < 2**30 for stage in on_gpu)
     assert result.summary.ledger.completed == 40 and result.summary.eval["loss"] is not None
+
+
+def test_a_gpu_is_measured_with_a_block_that_fills_it() -> None:
+    device = torch.device("cuda:0")
+    speed = measure_speed(device, torch.cuda.mem_get_info(device)[0])
+    # The small blocks are over before their kernels are started: with them every card would look alike.
+    assert speed.flops_per_second > 1e12
+    assert speed.memory_bytes_per_second > 1e11
+    assert device_name(device)
+    forget_peak(device)
+    assert peak_bytes(device) < 1 << 30

@@ -24,7 +24,7 @@ from ravnest.net.identity import Identity
 from ravnest.net.link import RelayEnd
 from ravnest.net.node_identity import joiner_keys
 from ravnest.net.tls import TlsKeys
-from ravnest.net.v1.control_pb2 import JoinReply, JoinRequest
+from ravnest.net.v1.control_pb2 import CheckReply, CheckRequest, JoinReply, JoinRequest
 
 __all__ = ["run"]
 
@@ -129,6 +129,10 @@ class Coordinator:
         return JoinReply(
             node_id=admitted.node_id, certificate=admitted.certificate, heartbeat_seconds=2.0, session=seen_host
         )
+
+    async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
+        good, reason = self.admission.check(identity)
+        return CheckReply(good=good, reason=reason)
 
     async def control(self, node_id: str, connection: Link) -> None:
         while (frame := await connection.receive()) is not None:

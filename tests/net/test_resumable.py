@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import PeerError
-from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.frames import Frame, FrameKind, decode
 from ravnest.net.resumable import ResumableLink
 
 
@@ -31,7 +31,7 @@ class Pipe:
         b.broken = a.broken
         return a, b
 
-    async def send(self, frame: Frame) -> None:
+    async def send_encoded(self, data: bytes) -> None:
         if self.broken.is_set():
             raise PeerError("broken")
         self.left[0] -= 1
@@ -39,7 +39,7 @@ class Pipe:
             self.broken.set()
             raise PeerError("broken")
         assert self.other is not None
-        self.other.inbox.put_nowait(frame)
+        self.other.inbox.put_nowait(decode(data))
         await asyncio.sleep(0)
 
     async def receive(self) -> Frame | None:

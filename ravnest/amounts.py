@@ -1,0 +1,33 @@
+"""How the figures of a machine and of its connection read to a person: the same at the provider and the coordinator."""
+
+
+def gibibytes(value_bytes: float) -> str:
+    """12884901888 as "12.0 GiB", and what is small in MiB."""
+    if value_bytes < 1 << 30:
+        return f"{value_bytes / (1 << 20):.0f} MiB"
+    gibi = value_bytes / (1 << 30)
+    return f"{gibi:.1f} GiB" if gibi < 100 else f"{gibi:.0f} GiB"
+
+
+def flops(per_second: float) -> str:
+    """95e9 as "95 GFLOP/s", 41.3e12 as "41.3 TFLOP/s"."""
+    return f"{_three_digits(per_second / 1e9)} GFLOP/s" if per_second < 1e12 else f"{per_second / 1e12:.3g} TFLOP/s"
+
+
+def milliseconds(seconds: float) -> str:
+    """0.0243 as "24 ms", 0.0004 as "0.4 ms"."""
+    return f"{seconds * 1000:.1f} ms" if seconds < 0.00995 else f"{seconds * 1000:.0f} ms"
+
+
+def megabits(bytes_per_second: float) -> str:
+    """11.5e6 bytes per second as "92"."""
+    return _three_digits(bytes_per_second * 8 / 1e6)
+
+
+def counted(number: int, word: str) -> str:
+    """ "1 core", "8 cores"."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
