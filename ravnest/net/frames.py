@@ -273,6 +273,5 @@ def _scalar_bytes(name: str, value: int | float | bool) -> bytes:
 
 def _check_own_name(name: str) -> None:
     if not name or len(name) > DEFAULT_LIMITS.name_characters:
-        raise PeerError(
-            f"a frame cannot carry a value named {name[:40]!r}: names have 1 to {DEFAULT_LIMITS.name_characters} characters"
-        )
+        most = DEFAULT_LIMITS.name_characters
+        raise PeerError(f"a frame cannot carry a value named {name[:40]!r}: names have 1 to {most} characters")

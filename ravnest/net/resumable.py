@@ -1,8 +1,8 @@
 """A link that outlives its connections: frames arrive once, in order, whatever breaks in between.
 
-Each end counts the frames it has got and keeps the bytes of those it has sent until the other end has counted them. Whenever a new
-connection is made, both ends first say their counts, and each sends again what the other has not got. A sender waits
-while too much is unconfirmed, so a link that is down holds its stage back rather than filling its memory.
+Each end counts the frames it has got and keeps the bytes of those it has sent until the other end has counted them.
+Whenever a new connection is made, both ends first say their counts, and each sends again what the other has not got. A
+sender waits while too much is unconfirmed, so a link that is down holds its stage back rather than filling its memory.
 """
 
 import asyncio
