@@ -37,8 +37,8 @@ def add_parser(subparsers: "Subparsers") -> None:
         "--providers",
         metavar="N",
         type=whole_number,
-        help="begin when this many have joined, each with one stage of the model (default: 1; with --resume as many as "
-        "before)",
+        help="begin when this many have joined, each with one stage of the model (default: when those that have joined "
+        "have the memory for it together; with --resume as many as before)",
     )
     parser.add_argument(
         "--run",

@@ -17,6 +17,7 @@ from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore
 from ravnest.coordinator.deploying import Orders
 from ravnest.coordinator.evaluation import Evaluation
 from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
+from ravnest.coordinator.gathering import gather
 from ravnest.coordinator.ledger import Entry
 from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
@@ -95,11 +96,17 @@ class Coordinator:
             self.joined(member)
         self._spawn(self._show())
 
-    async def deploy(self, prepared: Prepared, providers: int, threads: int, cores: int) -> Plan:
-        """Waits for the providers, plans, and returns when every stage is built and linked."""
+    async def deploy(self, prepared: Prepared, providers: int | None, threads: int, cores: int) -> Plan:
+        """Waits for the providers, plans, and returns when every stage is built and linked.
+
+        Without a number, it waits for as many as have the memory for the model together.
+        """
         job = prepared.job
         self.phase("waiting for providers")
-        members = await self._while_well(self._swarm.members.wait_for(providers))
+        gathering = gather(self._swarm.members, prepared, providers, self._display.message)
+        members, why = await self._while_well(gathering)
+        self._events.emit("gathered", f"{len(members)} providers: {why}")
+        providers = len(members)
         profiles = tuple(ProviderProfile(m.node_id, m.host, m.threads or cores, m.threads or threads) for m in members)
         graph, host = prepared.captured.graph, self._swarm.host
         plan = await asyncio.to_thread(plan_cluster, graph, prepared.costs, profiles, host)

@@ -156,9 +156,13 @@ class Members:
         return list(self._members)
 
     async def wait_for(self, count: int) -> list[Member]:
-        """The first `count` members that are connected, ordered by name; waits until there are as many."""
+        """The first `count` members that are connected, by name; waits until there are as many."""
         await self.changes.until(lambda: len(self.connected()) >= count)
-        return sorted(self.connected()[:count], key=lambda m: (len(m.node_id), m.node_id))
+        return self.in_order()[:count]
+
+    def in_order(self) -> list[Member]:
+        """Those that are connected, in the order in which they get stages: by name."""
+        return sorted(self.connected(), key=lambda m: (len(m.node_id), m.node_id))
 
     async def wait_until_gone(self, timeout_seconds: float) -> None:
         """Until the stay of every member is over, or the time is."""

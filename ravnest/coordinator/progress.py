@@ -107,7 +107,7 @@ class Progress:
         return Snapshot(
             phase=self.phase,
             detail=shares_in_words(self.fetching),
-            epoch=min(self.epoch + 1, self.epochs) if self.plan else 0,
+            epoch=self._epoch_shown(),
             epochs=self.epochs,
             samples_done=self.ledger.samples,
             samples_total=total,
@@ -121,6 +121,12 @@ class Progress:
             stages=tuple(self._view(s, rate) for s in self._stages()),
             title=self.title,
         )
+
+    def _epoch_shown(self) -> int:
+        """Counted from 1. An evaluation belongs to the epoch before it, though its data has been fed to the end."""
+        if self.plan is None:
+            return 0
+        return max(1, min(self.epoch + (self.phase != "evaluating"), self.epochs))
 
     def summary(self, status: Status, reason: str, model: str | None = None) -> Summary:
         seconds = self.elapsed_seconds

@@ -59,7 +59,7 @@ async def remember(swarm: Swarm, state: SwarmState) -> None:
         known = now
 
 
-async def announce(swarm: Swarm, wanted: int, tell: Callable[[str], None]) -> None:
+async def announce(swarm: Swarm, wanted: int | None, tell: Callable[[str], None]) -> None:
     """Tells of each provider that has joined or left, and how many there are of those that are wanted, for ever."""
     known: dict[str, str] = {}
 
@@ -72,9 +72,15 @@ async def announce(swarm: Swarm, wanted: int, tell: Callable[[str], None]) -> No
     while True:
         await swarm.members.changes.until(changed)
         now = present()
-        count = f"{len(now)} of {wanted} providers" if len(now) <= wanted else f"{len(now)} providers, {wanted} needed"
+        count = _counted(len(now), wanted)
         for node_id in now.keys() - known.keys():
             tell(f"{node_id} joined with {now[node_id]}: {count}")
         for node_id in known.keys() - now.keys():
             tell(f"{node_id} left: {count}")
         known = now
+
+
+def _counted(present: int, wanted: int | None) -> str:
+    if wanted is None:
+        return f"{present} provider{'' if present == 1 else 's'}"
+    return f"{present} of {wanted} providers" if present <= wanted else f"{present} providers, {wanted} needed"

@@ -94,7 +94,7 @@ class ServedSwarm:
                 if before is None:
                     raise RunError(f"{run.path} was never served; say where to listen with --listen HOST:PORT")
                 listen = before.host, before.port
-            self._providers = providers or len(state.plan()) or 1
+            self._providers = providers or len(state.plan()) or None
             self._swarm = Swarm(admission)
             self._swarm.state = state
             self._loop = stack.enter_context(NetworkLoop())

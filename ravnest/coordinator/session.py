@@ -102,7 +102,7 @@ class Session:
             display.message(f"run directory: {self._run.path}")
             self._opened = opened.pop_all()
 
-    def train(self, providers: int, threads: int, call: Call) -> TrainResult:
+    def train(self, providers: int | None, threads: int, call: Call) -> TrainResult:
         """The whole run. However it ends, summary.json says how; a RavnestError is raised again after that."""
         model: Path | None
         try:
@@ -127,10 +127,10 @@ class Session:
     def close(self) -> None:
         self._opened.close()
 
-    def _work(self, providers: int, threads: int, call: Call) -> Path:
+    def _work(self, providers: int | None, threads: int, call: Call) -> Path:
         try:
             call(self.coordinator.check())
-            prepared = self._prepare(providers, threads)
+            prepared = self._prepare(threads)
             call(self.coordinator.deploy(prepared, providers, threads, os.cpu_count() or 1))
             self._feed(prepared, call)
             return self._write_model(call(self.coordinator.finish()))
@@ -149,7 +149,7 @@ class Session:
             raise RunError(f"{self._run.path} has no good checkpoint to resume from; start afresh in another --run")
         return info
 
-    def _prepare(self, providers: int, threads: int) -> Prepared:
+    def _prepare(self, threads: int) -> Prepared:
         restored: CheckpointContents | None = None if self._info is None else load_checkpoint(self._info)
         prepared = prepare(self._job, threads, restored, self.coordinator.phase, self._interrupts.users_code)
         possible = most_stages(prepared.captured.graph)

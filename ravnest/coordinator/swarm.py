@@ -20,6 +20,7 @@ from ravnest.coordinator.state import SwarmState
 from ravnest.errors import PeerError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import split_address
+from ravnest.net.dialling_back import NONCE_BYTES, dial_back
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
 from ravnest.net.link import Link, RelayEnd
@@ -157,9 +158,13 @@ class Swarm:
 
     async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
         good, reason = await asyncio.to_thread(self.admission.check, identity)
+        dialled = good and 0 < request.port < 65536 and len(request.nonce) == NONCE_BYTES and bool(seen_host)
         return CheckReply(
             good=good,
             reason=reason,
+            dialled=dialled,
+            not_reached=await dial_back(seen_host, request.port, request.nonce) if dialled else "",
+            seen_host=seen_host,
             version=__version__,
             protocol=PROTOCOL_VERSION,
             graph_format=FORMAT_VERSION,

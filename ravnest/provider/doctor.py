@@ -34,6 +34,7 @@ from ravnest.provider.findings import (
     judge_name,
     judge_port,
     judge_python,
+    judge_reach,
     judge_speed,
     judge_torch,
     judge_versions,
@@ -99,8 +100,18 @@ def look_at_port(host: str, port: int) -> Finding:
 
 
 async def reachable_from_outside(client: "CoordinatorClient", listen: tuple[str, int]) -> Finding | None:
-    """Whether other machines can dial this one where it would listen; None: nobody was asked to try."""
-    return None
+    """Whether other machines can dial this one where it would listen; None where that cannot be tried."""
+    from ravnest.net.dialling_back import listening_for_a_moment
+
+    request = _check_request()
+    try:
+        async with listening_for_a_moment(*listen) as (request.port, request.nonce):
+            reply = await client.check(request)
+    except OSError:
+        return None  # The port's own finding tells of it.
+    except PeerError as error:
+        return from_error("reach", error, "warning", "try again later")
+    return judge_reach(reply.seen_host, request.port, reply.not_reached) if reply.dialled else None
 
 
 async def _examine(wanted: Wanted, tell: Tell) -> None:

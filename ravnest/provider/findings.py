@@ -124,6 +124,16 @@ def judge_port(address: str, port: int, refusal: str) -> Finding:
     return Finding("port", "ok", f"can listen on {address}{which}")
 
 
+def judge_reach(host: str, port: int, refusal: str) -> Finding:
+    if refusal:
+        fix = (
+            "links will be dialled by the other side or go over the coordinator's relay; to spare that, let the router "
+            "and the firewall pass a port on, and join with --listen 0.0.0.0:PORT"
+        )
+        return Finding("reach", "warning", f"the coordinator cannot dial this machine at {host}: {refusal}", fix)
+    return Finding("reach", "ok", f"the coordinator can dial this machine at {host}, port {port}")
+
+
 def judge_name(host: str, addresses: Collection[str], error: str = "") -> Finding:
     if not addresses:
         fix = "check the address in the invite, and that this machine is online"

@@ -20,7 +20,7 @@ STAGE_FIELDS = {
     *("provider", "stage", "role", "device", "parameters", "peak_memory_bytes", "busy_fraction", "updates"),
     *("staleness", "bytes_sent", "bytes_received"),
 }
-FURTHER_STAGE_FIELDS = {"baseline_memory_bytes"}
+FURTHER_STAGE_FIELDS = {"links", "baseline_memory_bytes"}
 
 
 @pytest.fixture(scope="module")

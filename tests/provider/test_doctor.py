@@ -88,7 +88,7 @@ def problem(found: dict[str, Finding], check: str, sentence: str, fix: str) -> N
 
 
 LOCAL = ["python", "torch", "port", "device", "memory", "speed", "disk"]
-REMOTE = ["name", "connection", "authority", "version", "clock", "invite", "link"]
+REMOTE = ["name", "connection", "authority", "version", "clock", "invite", "link", "reach"]
 
 
 def test_a_machine_that_is_well_can_join_and_the_invite_is_not_used_up(coordinator: Coordinator) -> None:
@@ -287,15 +287,23 @@ def test_a_connection_that_cannot_be_measured_is_no_problem(coordinator: Coordin
     assert "has measured 6 times within a minute" in found["link"].sentence
 
 
-def test_who_can_tell_whether_this_machine_is_reachable_is_heard(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def reached(client: object, listen: tuple[str, int]) -> Finding:
-        assert listen == ("127.0.0.1", 0)
-        return Finding("reachable", "warning", "nobody can dial this machine", "forward a port")
+def test_the_coordinator_dials_back_to_see_whether_this_machine_can_be_reached(coordinator: Coordinator) -> None:
+    reach = look(coordinator.invite(), listen=("127.0.0.1", 0))["reach"]
+    assert reach.level == "ok" and "can dial this machine at 127.0.0.1, port " in reach.sentence
 
-    monkeypatch.setattr(doctor, "reachable_from_outside", reached)
-    assert look(coordinator.invite(), listen=("127.0.0.1", 0))["reachable"].level == "warning"
+
+def test_a_machine_that_cannot_be_dialled_is_told_what_follows(coordinator: Coordinator) -> None:
+    # It listens where the coordinator does not look: as behind a router, the port is there and nobody gets to it.
+    reach = look(coordinator.invite(), listen=("127.0.0.9", 0))["reach"]
+    assert reach.level == "warning" and "cannot dial this machine at 127.0.0.1: " in reach.sentence
+    assert "relay" in reach.fix
+
+
+def test_something_else_on_that_port_is_not_taken_for_this_machine(coordinator: Coordinator) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0-somebody"), daemon=True).start()
+        reach = look(coordinator.invite(), listen=("127.0.0.9", other.getsockname()[1]))["reach"]
+    assert reach.level == "warning" and "something else answers there" in reach.sentence
 
 
 def test_without_a_torch_that_loads_that_is_all_that_is_said(tmp_path: Path) -> None:
