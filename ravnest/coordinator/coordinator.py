@@ -28,7 +28,7 @@ from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
 from ravnest.engine.schedule import flight_limit
-from ravnest.errors import PeerError, RavnestError, RunError, TrainingError, printable
+from ravnest.errors import PeerError, RavnestError, RefusedError, RunError, TrainingError, printable
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
@@ -232,12 +232,12 @@ class Coordinator:
                 if self._ledger.complete(frame.microbatch) is None:
                     reason = f"{node_id} reported microbatch {frame.microbatch} done, which was not under way"
                     self._events.emit("applied_twice", reason, microbatch=frame.microbatch)
-                    raise PeerError(reason)
+                    raise RefusedError(reason)
             self.progress.completed()
             self._changes.notify()
         elif frame.kind is FrameKind.RESULT and self._evaluation is not None:
             if frame.scalars.keys() != self._scores:
-                raise PeerError(f"{node_id} sent a result of other measures than {sorted(self._scores)}")
+                raise RefusedError(f"{node_id} sent a result of other measures than {sorted(self._scores)}")
             self._evaluation.came(frame.microbatch, {k: float(v) for k, v in frame.scalars.items()})
             self._changes.notify()
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from ravnest.coordinator.admission import Admission
-from ravnest.coordinator.members import Member, Members, check_version
+from ravnest.coordinator.members import Member, Members, check_machine, check_version
 from ravnest.coordinator.prepare import Artifact
 from ravnest.coordinator.reachability import Reach, find_reach
 from ravnest.coordinator.relay import Relay
@@ -104,6 +104,12 @@ class Swarm:
         self.members.remove(node_id, why)
         self._server.drop(node_id, why)
 
+    def dismiss(self, node_id: str, error: RefusedError) -> None:
+        """Ends the stay of a node that broke the rules; it is told why, and may join again."""
+        if node_id in self.members:
+            self.members[node_id].fail(error)
+        self._server.drop(node_id, str(error))
+
     async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
         """Says something to a provider, now or when it is connected again; PeerError when it is gone."""
         if message.HasField("deploy"):
@@ -122,6 +128,7 @@ class Swarm:
     async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
         # Before the invite is used: a provider that cannot take part should not use it up.
         check_version(request)
+        check_machine(request)
         if request.address:
             split_address(request.address)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
@@ -161,10 +168,11 @@ class Swarm:
         """Carries one of a member's links over this connection, and tells when it is lost or back."""
         again, was_present = link.connections > 0, member.present
         carrying = asyncio.create_task(link.carry(connection))
+        connected = asyncio.create_task(link.until_connected())
         try:
-            await asyncio.wait({carrying, asyncio.create_task(link.until_connected())}, return_when="FIRST_COMPLETED")
+            await asyncio.wait({carrying, connected}, return_when="FIRST_COMPLETED")
             self.members.changes.notify()
-            if again and was_present and self.events is not None:
+            if link.connected and again and was_present and self.events is not None:
                 self.events.reconnected(member.node_id)
             await carrying
         except PeerError as error:
@@ -172,7 +180,9 @@ class Swarm:
                 self.events.disconnected(member.node_id, str(error))
             raise
         finally:
-            carrying.cancel()
+            for task in (carrying, connected):
+                task.cancel()
+            await asyncio.gather(carrying, connected, return_exceptions=True)
 
     async def _listen(self, member: Member) -> None:
         """Passes on what a provider says, until its stay is over."""
@@ -205,6 +215,8 @@ class Swarm:
                     raise RefusedError(reason)
                 if self.events is not None:
                     self.events.returned(node_id, frame)
+            # A provider says that it leaves on its other link, and then both are over.
+            raise RefusedError(f"{node_id} ended its feed in the middle of its stay")
         except PeerError as error:
             # A provider that cannot be fed is no use, and one that broke the rules is no friend.
             member.fail(error)
@@ -245,7 +257,7 @@ class Swarm:
 
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         if self.events is None:
-            raise PeerError("there is no run to upload to")
+            raise RefusedError("there is no run to upload to")
         await self.events.uploaded(node_id, name, chunks)
 
 

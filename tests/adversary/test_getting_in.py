@@ -138,7 +138,7 @@ def test_replaying_the_request_that_somebody_else_joined_with() -> None:
             stolen = certificates.read_certificate(reply.certificate)
             client = swarm.client(keys(certificates.new_key(), stolen, swarm.admission.authority.certificate))
             with pytest.raises(PeerError):
-                await client.control()
+                await client.control("")
 
     run(test())
 
@@ -152,7 +152,7 @@ def test_a_node_of_another_swarm() -> None:
             shown = TlsKeys(own.key, own.certificate, certificates.certificate_pem(authority))
             client = swarm.client(shown)
             with pytest.raises(PeerError, match=REFUSED):
-                await client.control()
+                await client.control("")
             with pytest.raises(PeerError, match=REFUSED):
                 await swarm.client(shown).join(a_request(stranger.node.request()))
             await nobody_came(swarm)
@@ -196,7 +196,7 @@ def test_a_request_that_asks_for_another_name_and_the_coordinators_role() -> Non
             )
             authority = swarm.admission.authority.certificate
             with pytest.raises(PeerError):
-                await swarm.client(keys(forged_key, forged, authority)).control()
+                await swarm.client(keys(forged_key, forged, authority)).control("")
             await swarm.still_works(honest)
 
     run(test())
@@ -230,7 +230,7 @@ def test_the_holder_of_an_invite_who_signs_itself_a_nodes_or_the_coordinators_ce
                 client = swarm.client(keys(key, forged, swarm.admission.authority.certificate))
                 for call in (client.control, client.feed):
                     with pytest.raises(PeerError, match="the caller's certificate is not one of this swarm"):
-                        await call()
+                        await call("")
                 with pytest.raises(PeerError, match="the caller's certificate is not one of this swarm"):
                     await client.join(a_request(NodeIdentity.new().request()))
             await swarm.still_works(honest)
