@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from grpc import aio
+
 from ravnest import __version__
 from ravnest.coordinator.admission import Admission
 from ravnest.coordinator.members import Member
@@ -17,16 +19,21 @@ from ravnest.coordinator.waiting import Changes
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net import CoordinatorClient, Frame, FrameKind, NodeIdentity, SwarmInvite
 from ravnest.net.authority import SwarmAuthority
+from ravnest.net.calls import LINK_KEY
 from ravnest.net.control_link import ControlLink
+from ravnest.net.frames import MAGIC, encode
+from ravnest.net.identity import COORDINATOR_HOST
 from ravnest.net.node_identity import joiner_keys
 from ravnest.net.resumable import ResumableLink
-from ravnest.net.tls import TlsKeys
+from ravnest.net.tls import TlsKeys, open_secure_channel
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
 from ravnest.provider.stay import Stay
 from tests.net.secure_ends import Clock, run
 
-__all__ = ["A_PICKLE", "SwarmUnderAttack", "attacked", "run"]
+__all__ = ["A_PICKLE", "Joined", "RawStream", "SwarmUnderAttack", "attacked", "raw_stream", "refusal", "run"]
+
+RawStream = aio.StreamStreamCall[bytes, bytes]
 
 A_PICKLE = b"cos\nsystem\n(S'touch /tmp/ravnest-was-here'\ntR."
 """Unpickling this runs a command."""
@@ -184,6 +191,32 @@ class SwarmUnderAttack:
         for client in self._clients:
             await client.close()
         await self.swarm.stop("the test is over")
+
+
+async def raw_stream(swarm: SwarmUnderAttack, joined: Joined, method: str, link: str = "") -> RawStream:
+    """A stream to the coordinator on which anything can be sent; a link is begun on it as it should be.
+
+    The node's own connections are broken off: they would take the place of this one again.
+    """
+    await joined.break_off()
+    channel = open_secure_channel(swarm.address, joined.node.tls_keys(), COORDINATOR_HOST)
+    label = link or joined.session
+    call: RawStream = channel.stream_stream(f"/ravnest.v1.Coordinator/{method}")(metadata=((LINK_KEY, label),))
+    await call.initial_metadata()
+    if method in ("Control", "Feed"):
+        await call.write(encode(Frame(FrameKind.RESUME, 0)))
+    return call
+
+
+async def refusal(call: RawStream) -> str:
+    """How the other side ends a stream: with a last message, or with the status of the call."""
+    try:
+        message = MAGIC
+        while message.startswith(MAGIC):
+            message = bytes(await call.read())  # type: ignore[arg-type]
+        return message.decode(errors="replace")
+    except aio.AioRpcError as error:
+        return error.details() or ""
 
 
 def a_request(certificate_request: bytes, name: str = "mallory", **changes: Any) -> JoinRequest:
