@@ -24,6 +24,7 @@ from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.resuming import trained_with
 from ravnest.coordinator.saving import Mark, Saver
+from ravnest.coordinator.stage_parts import BadPartError, StagePart
 from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
@@ -123,7 +124,7 @@ class Coordinator:
         self._saver = Saver(
             CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep),
             job.checkpoint,
-            providers,
+            [StagePart.of(stage.stage, stage.graph) for stage in plan.stages],
             {
                 "aliases": dict(prepared.captured.aliases),
                 "non_persistent": sorted(prepared.captured.not_saved),
@@ -275,9 +276,16 @@ class Coordinator:
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         number = name.removeprefix("checkpoint-")
         if self._saver is None or node_id not in self._stage_of or not re.fullmatch("[0-9]{1,19}", number):
-            raise PeerError(f"{node_id} may not upload {name[:80]!r}")
+            raise RefusedError(f"{node_id} may not upload {name[:80]!r}")
         try:
             info = await self._saver.part(int(number), self._stage_of[node_id], chunks)
+        except BadPartError as error:
+            refused = RefusedError(f"{node_id} uploaded a bad checkpoint: {error}")
+            with self._failing():
+                self._events.emit("upload_refused", str(refused), provider=node_id)
+            # The checkpoint will never be whole, and whoever waits for it is to know why.
+            self._swarm.dismiss(node_id, refused)
+            raise refused from None
         except RunError as error:
             self.fail(error)
             raise

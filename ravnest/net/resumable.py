@@ -170,6 +170,8 @@ class ResumableLink:
         A newer connection replaces an older one: the older may be dead without knowing it. A peer that breaks the rules
         fails the link for good.
         """
+        if self._error is not None:
+            raise self._failure()
         while self._connection is not None:
             # Again after each wait: several may come at once, and none of them is to wait for another.
             self._connection.abort()

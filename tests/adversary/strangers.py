@@ -193,18 +193,17 @@ class SwarmUnderAttack:
         await self.swarm.stop("the test is over")
 
 
-async def raw_stream(swarm: SwarmUnderAttack, joined: Joined, method: str, link: str = "") -> RawStream:
-    """A stream to the coordinator on which anything can be sent; a link is begun on it as it should be.
+async def raw_stream(swarm: SwarmUnderAttack, joined: Joined, method: str, resume: int | None = 0) -> RawStream:
+    """A stream to the coordinator on which anything can be sent; a link is begun on it with the count `resume`.
 
     The node's own connections are broken off: they would take the place of this one again.
     """
     await joined.break_off()
     channel = open_secure_channel(swarm.address, joined.node.tls_keys(), COORDINATOR_HOST)
-    label = link or joined.session
-    call: RawStream = channel.stream_stream(f"/ravnest.v1.Coordinator/{method}")(metadata=((LINK_KEY, label),))
+    call: RawStream = channel.stream_stream(f"/ravnest.v1.Coordinator/{method}")(metadata=((LINK_KEY, joined.session),))
     await call.initial_metadata()
-    if method in ("Control", "Feed"):
-        await call.write(encode(Frame(FrameKind.RESUME, 0)))
+    if method in ("Control", "Feed") and resume is not None:
+        await call.write(encode(Frame(FrameKind.RESUME, resume)))
     return call
 
 

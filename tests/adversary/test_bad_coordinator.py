@@ -60,7 +60,9 @@ class Order:
         if weights is None:
             weights = b"".join(stream_tensors(self.tensors, self.metadata))
         for field, data in (("graph", text), ("weights", weights)):
-            swarm.swarm.artifacts[field] = Artifact(field, "", len(data), lambda offset, data=data: iter([data[offset:]]))
+            swarm.swarm.artifacts[field] = Artifact(
+                field, "", len(data), lambda offset, data=data: iter([data[offset:]])
+            )
             truth = {"id": field, "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
             getattr(order, field).CopyFrom(ArtifactRef(**{**truth, **self.announced[field]}))
         return order

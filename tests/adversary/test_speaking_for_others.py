@@ -35,7 +35,9 @@ MEMORY_BYTES = 150 << 20
 
 
 def control_frame(data: bytes) -> bytes:
-    return encode(Frame(FrameKind.CONTROL, 0, tensors={"message": torch.frombuffer(bytearray(data), dtype=torch.uint8)}))
+    return encode(
+        Frame(FrameKind.CONTROL, 0, tensors={"message": torch.frombuffer(bytearray(data), dtype=torch.uint8)})
+    )
 
 
 async def pieces(*data: bytes) -> AsyncIterator[bytes]:
