@@ -3,6 +3,7 @@
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,7 +12,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 from grpc import aio
 
-from ravnest.errors import PeerError
+from ravnest.coordinator.reception import remember
+from ravnest.coordinator.state import SwarmState
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net import NodeIdentity, SwarmInvite, certificates
 from ravnest.net.calls import REQUEST_KEY
 from ravnest.net.connection import CHANNEL_OPTIONS
@@ -259,6 +262,33 @@ def test_garbage_for_a_request_to_join(request_bytes: bytes) -> None:
             # And the invite is not used up by that.
             await swarm.join("honest", invite)
 
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [{"memory_bytes": 2**63}, {"memory_bytes": 2**64 - 1}, {"threads": 2**32 - 1}],
+    ids=lambda v: next(iter(v)),
+)
+def test_a_machine_that_says_it_is_larger_than_any_is(absurd: dict[str, int], tmp_path: Path) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            state = SwarmState(tmp_path / "store.sqlite")
+            remembering = asyncio.create_task(remember(swarm.swarm, state))
+            invite = swarm.invite(uses=1)
+            with pytest.raises(
+                RefusedError, match=f"says that it lends .*{value}.*; at most 1125899906842624 and 65536"
+            ):
+                await swarm.ask(invite, a_request(NodeIdentity.new().request(), **absurd))
+            # The invite is not used up by that, and what is believed fits the store.
+            await swarm.join("honest", invite)
+            while not state.members():
+                await asyncio.wait({remembering}, timeout=0.01)
+            assert not remembering.done() and [member.node_id for member in state.members()] == ["honest"]
+            remembering.cancel()
+            state.close()
+
+    (value,) = absurd.values()
     run(test())
 
 

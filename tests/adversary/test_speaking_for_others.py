@@ -13,12 +13,17 @@ import psutil
 import pytest
 import torch
 
+from ravnest.coordinator.checkpoints import CheckpointStore, newest_good
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.evaluation import Evaluation
-from ravnest.coordinator.ledger import Ledger
+from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.saving import Mark, Saver
+from ravnest.coordinator.stage_parts import StagePart
 from ravnest.coordinator.waiting import Changes
-from ravnest.errors import PeerError, RefusedError
+from ravnest.errors import PeerError, RefusedError, TrainingError
+from ravnest.graph.portable import PortableGraph, WeightSpec
+from ravnest.graph.weights import stream_tensors
 from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.events import Event, EventLog
 from ravnest.monitor.metrics import MetricLog
@@ -28,6 +33,8 @@ from ravnest.net.client import dial_link
 from ravnest.net.frames import encode
 from ravnest.net.link import CONTROL_BYTES, Link
 from ravnest.net.v1.control_pb2 import Chunk, CoordinatorMessage, Deploy, ProviderMessage, UploadHeader
+from ravnest.provider.uploading import upload
+from ravnest.settings import Checkpoint
 from tests.adversary.strangers import A_PICKLE, Joined, SwarmUnderAttack, attacked, raw_stream, refusal, run
 
 MANY = 200_000
@@ -113,6 +120,73 @@ def test_uploading_without_having_a_stage(tmp_path: Path, name: str) -> None:
                     await mallory.client.upload(name, pieces(A_PICKLE))
                 await coordinator.close()
             assert not list((tmp_path / "run/checkpoints").iterdir())
+
+    run(test())
+
+
+def test_uploading_while_no_run_is_there_is_not_tried_again() -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory = await swarm.join("mallory")
+            swarm.swarm.events = None
+            with pytest.raises(RefusedError, match="there is no run to upload to"):
+                await upload(mallory.client, "checkpoint-1", lambda: pieces(b"x"))
+
+    run(test())
+
+
+def test_what_may_not_be_uploaded_is_not_tried_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory = await swarm.join("mallory")
+            with a_run(swarm, tmp_path) as (coordinator, _):
+                with pytest.raises(RefusedError, match="mallory may not upload 'checkpoint-1'"):
+                    await upload(mallory.client, "checkpoint-1", lambda: pieces(b"x"))
+                await coordinator.close()
+
+    run(test())
+
+
+def a_part(*keys: str) -> bytes:
+    metadata = {"version": "1", "optimizer": '{"values": {}, "groups": []}', "schedule": "null"}
+    return b"".join(stream_tensors({f"param:{key}": torch.ones(3) for key in keys}, metadata))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ([a_part("layer0", "layer1")], "holds 'param:layer1', which is not that stage's"),
+        ([a_part("layer1")], "lacks 'param:layer0'"),
+        ([A_PICKLE], "cannot be used"),
+        ([bytes(1 << 20)] * 70, "has more than the 67109056 bytes its state can need"),
+    ],
+    ids=["another's parameter too", "another's parameter", "pickle", "no end"],
+)
+def test_uploading_a_part_of_a_checkpoint_that_is_not_ones_own(tmp_path: Path, part: list[bytes], words: str) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
+            with a_run(swarm, tmp_path) as (coordinator, events):
+                specs = [WeightSpec("w", f"layer{n}", torch.float32, (3,)) for n in range(2)]
+                stages = [StagePart.of(n, PortableGraph((), parameters=(spec,))) for n, spec in enumerate(specs)]
+                folder = tmp_path / "run/checkpoints"
+                coordinator._saver = Saver(CheckpointStore(folder, 1), Checkpoint(), stages, {})
+                coordinator._saver.begin(Mark(1, Place(), {}))
+                coordinator._stage_of = {"mallory": 0, "anna": 1}
+                await anna.client.upload("checkpoint-1", pieces(a_part("layer1")))
+                with pytest.raises(PeerError):
+                    await mallory.client.upload("checkpoint-1", pieces(*part))
+                refused = await the_event(events, "upload_refused")
+                assert refused["provider"] == "mallory" and words in str(refused["reason"])
+                with pytest.raises(RefusedError, match=words):
+                    await mallory.feed.receive()
+                lost = await the_event(events, "lost")
+                assert lost["provider"] == "mallory" and words in str(lost["reason"])
+                # Nothing counts, the run ends with the reason, and the other is still there.
+                assert newest_good(folder) == (None, []) and swarm.connected() == ["anna"]
+                with pytest.raises(TrainingError, match="mallory, which held stage 0, is gone: mallory uploaded a bad"):
+                    await coordinator.check()
+                await coordinator.close()
 
     run(test())
 
