@@ -341,6 +341,8 @@ def test_garbage_on_a_stream(method: str, message: bytes, words: str) -> None:
 
 
 def test_a_flood_of_tiny_frames() -> None:
+    """200,000 of them, which take a few seconds; see test_abusing_links for a flood that nobody takes."""
+
     async def test() -> None:
         async with attacked() as swarm:
             anna, mallory = await swarm.join("anna"), await swarm.join("mallory")
