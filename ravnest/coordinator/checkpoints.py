@@ -117,10 +117,12 @@ class PendingCheckpoint:
         self._parts: dict[int, dict[str, Any]] = {}
         self._writers: dict[int, _PartFile] = {}
 
-    async def write_part(self, stage: int, chunks: AsyncIterator[bytes]) -> None:
+    async def write_part(
+        self, stage: int, chunks: AsyncIterator[bytes], check: Callable[[Path], None] = lambda _: None
+    ) -> None:
         """Streams one stage's safetensors file to the disk, hashing on the way; several may run at once.
 
-        RunError when the disk refuses; whatever else `chunks` raises passes through. The part then does not
+        RunError when the disk refuses; whatever else `chunks` or `check` raises passes through. The part then does not
         count, and neither does one that is being sent again, over another connection.
         """
         self._parts.pop(stage, None)
@@ -128,13 +130,22 @@ class PendingCheckpoint:
         self._writers[stage] = file
         try:
             async for chunk in chunks:
+                # Else each of many that are begun, and go on for long, would fill the disk with what is nobody's.
+                self._check_newest(stage, file)
                 await asyncio.to_thread(file.write, chunk)
             part = await asyncio.to_thread(file.finish)
-            if self._writers[stage] is not file:
-                raise PeerError(f"the part of stage {stage} is being sent again over another connection")
+            try:
+                await asyncio.to_thread(check, file.path)
+            finally:
+                # If it is not, the check may have read the other's file.
+                self._check_newest(stage, file)
             self._parts[stage] = part
         finally:
             file.close()
+
+    def _check_newest(self, stage: int, file: "_PartFile") -> None:
+        if self._writers[stage] is not file:
+            raise PeerError(f"the part of stage {stage} is being sent again over another connection")
 
     def commit(
         self,
@@ -185,7 +196,7 @@ class _PartFile:
     """One part on its way to the disk; what the disk refuses is a RunError."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._digest = hashlib.sha256()
         self._size = 0
         # A cancelled upload closes the file while a thread may still write: never under it.
@@ -206,7 +217,7 @@ class _PartFile:
                 while view:
                     view = view[self._file.write(view) :]
             except OSError as error:
-                raise write_error(self._path, error) from error
+                raise write_error(self.path, error) from error
             self._digest.update(chunk)
             self._size += len(chunk)
 
@@ -216,8 +227,8 @@ class _PartFile:
             try:
                 os.fsync(self._file.fileno())
             except OSError as error:
-                raise write_error(self._path, error) from error
-        return {"file": self._path.name, "size": self._size, "sha256": self._digest.hexdigest()}
+                raise write_error(self.path, error) from error
+        return {"file": self.path.name, "size": self._size, "sha256": self._digest.hexdigest()}
 
     def close(self) -> None:
         with self._lock:

@@ -26,11 +26,12 @@ from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.resuming import trained_with
 from ravnest.coordinator.saving import Mark, Saver
+from ravnest.coordinator.stage_parts import BadPartError, StagePart
 from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
 from ravnest.engine.schedule import flight_limit
-from ravnest.errors import PeerError, RavnestError, RunError, TrainingError, printable
+from ravnest.errors import PeerError, RavnestError, RefusedError, RunError, TrainingError, printable
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
@@ -131,7 +132,7 @@ class Coordinator:
         self._saver = Saver(
             CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep),
             job.checkpoint,
-            providers,
+            [StagePart.of(stage.stage, stage.graph) for stage in plan.stages],
             {
                 "aliases": dict(prepared.captured.aliases),
                 "non_persistent": sorted(prepared.captured.not_saved),
@@ -241,12 +242,12 @@ class Coordinator:
                 if self._ledger.complete(frame.microbatch) is None:
                     reason = f"{node_id} reported microbatch {frame.microbatch} done, which was not under way"
                     self._events.emit("applied_twice", reason, microbatch=frame.microbatch)
-                    raise PeerError(reason)
+                    raise RefusedError(reason)
             self.progress.completed()
             self._changes.notify()
         elif frame.kind is FrameKind.RESULT and self._evaluation is not None:
             if frame.scalars.keys() != self._scores:
-                raise PeerError(f"{node_id} sent a result of other measures than {sorted(self._scores)}")
+                raise RefusedError(f"{node_id} sent a result of other measures than {sorted(self._scores)}")
             self._evaluation.came(frame.microbatch, {k: float(v) for k, v in frame.scalars.items()})
             self._changes.notify()
 
@@ -284,9 +285,16 @@ class Coordinator:
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         number = name.removeprefix("checkpoint-")
         if self._saver is None or node_id not in self._stage_of or not re.fullmatch("[0-9]{1,19}", number):
-            raise PeerError(f"{node_id} may not upload {name[:80]!r}")
+            raise RefusedError(f"{node_id} may not upload {name[:80]!r}")
         try:
             info = await self._saver.part(int(number), self._stage_of[node_id], chunks)
+        except BadPartError as error:
+            refused = RefusedError(f"{node_id} uploaded a bad checkpoint: {error}")
+            with self._failing():
+                self._events.emit("upload_refused", str(refused), provider=node_id)
+            # The checkpoint will never be whole, and whoever waits for it is to know why.
+            self._swarm.dismiss(node_id, refused)
+            raise refused from None
         except RunError as error:
             self.fail(error)
             raise

@@ -107,6 +107,19 @@ def check_version(request: JoinRequest) -> None:
         )
 
 
+def check_machine(request: JoinRequest) -> None:
+    """RefusedError for a machine that says of itself what no machine is: such numbers fit no plan and no store."""
+    if request.memory_bytes > _MOST_MEMORY_BYTES or request.threads > _MOST_THREADS:
+        raise RefusedError(
+            f"this provider says that it lends {request.memory_bytes} bytes of memory and {request.threads} threads; "
+            f"at most {_MOST_MEMORY_BYTES} and {_MOST_THREADS} are believed, say how much with --memory"
+        )
+
+
+_MOST_MEMORY_BYTES = 1 << 50
+_MOST_THREADS = 1 << 16
+
+
 class Members:
     """The providers of a swarm. All methods belong to the network's loop."""
 

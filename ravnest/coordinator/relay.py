@@ -30,16 +30,21 @@ class Relay:
         self._call = call
         self._links: Mapping[str, frozenset[str]] = {}
         self._waiting: dict[str, _Waiting] = {}
+        self._passing: dict[str, tuple[ByteStream, ByteStream]] = {}
 
     def allow(self, links: Mapping[str, frozenset[str]]) -> None:
         """From now on these links may be relayed, each between its two nodes, and no others."""
         self._links = links
+        for link, streams in self._passing.items():
+            if link not in links:
+                for stream in streams:
+                    stream.fail(RefusedError(f"the link {link!r} is of a deployment that is over"))
 
     async def serve(self, node_id: str, end: RelayEnd) -> None:
         """Passes on what this end and the other send, until either ends."""
         nodes = self._links.get(end.label, frozenset())
         if node_id not in nodes:
-            raise RefusedError(f"{node_id} is no end of the link {end.label!r}, so it is not relayed")
+            raise RefusedError(f"{node_id} is no end of the link {end.label[:80]!r}, so it is not relayed")
         waiting = self._waiting.pop(end.label, None)
         if waiting is not None and not waiting.met.done():
             if waiting.node_id != node_id:
@@ -50,7 +55,13 @@ class Relay:
             # The same end once more: its connection before is dead, whether it knows or not.
             waiting.met.set_exception(PeerError(f"{node_id} came again"))
         [other_id] = nodes - {node_id}
-        await _pass_on(end.stream, (await self._meet(end.label, node_id, other_id)).stream)
+        pair = end.stream, (await self._meet(end.label, node_id, other_id)).stream
+        self._passing[end.label] = pair
+        try:
+            await _pass_on(*pair)
+        finally:
+            if self._passing.get(end.label) is pair:
+                del self._passing[end.label]
 
     async def _meet(self, link: str, node_id: str, other_id: str) -> RelayEnd:
         """The other end, once it has come; PeerError when it does not."""

@@ -7,12 +7,13 @@ model after exactly that many updates. The last one of a run is taken when nothi
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore, PendingCheckpoint
 from ravnest.coordinator.ledger import Place
+from ravnest.coordinator.stage_parts import StagePart
 from ravnest.errors import RunError
 from ravnest.settings import Checkpoint
 
@@ -45,9 +46,15 @@ class Saver:
     """The checkpoints of one run. At most one is under way."""
 
     def __init__(
-        self, store: CheckpointStore, settings: Checkpoint, stages: int, state: Mapping[str, Any], updates: int = 0
+        self,
+        store: CheckpointStore,
+        settings: Checkpoint,
+        stages: Sequence[StagePart],
+        state: Mapping[str, Any],
+        updates: int = 0,
     ) -> None:
-        """`state` goes into every checkpoint; `updates` is how many the run begins with."""
+        """`stages` say what each one's part holds, in order; `state` goes into every checkpoint; `updates` is how many
+        the run begins with."""
         self._store = store
         self._settings = settings
         self._stages = stages
@@ -83,16 +90,19 @@ class Saver:
         self._last_updates = mark.place.updates
 
     async def part(self, checkpoint: int, stage: int, chunks: AsyncIterator[bytes]) -> CheckpointInfo | None:
-        """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses.
+        """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses,
+        BadPartError for a part that is not what the stage may save.
 
         One that comes again over another connection counts once."""
+        expected = self._stages[stage]
+        chunks = expected.bounded(chunks)
         pending, mark = self._pending, self._mark
         if pending is None or mark is None or mark.checkpoint != checkpoint:
             async for _ in chunks:
                 pass
             return None
         if stage not in self._parts:
-            await pending.write_part(stage, chunks)
+            await pending.write_part(stage, chunks, expected.check)
         else:
             # A stage that did not hear that its part had arrived sends it once more.
             async for _ in chunks:
@@ -100,7 +110,7 @@ class Saver:
         if self._pending is not pending or stage in self._parts:
             return None
         self._parts.add(stage)
-        if len(self._parts) < self._stages:
+        if len(self._parts) < len(self._stages):
             return None
         place = mark.place
         # What was fed beyond the checkpoint is fed again by a run that goes on from it.

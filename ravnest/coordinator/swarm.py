@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ravnest import __version__
 from ravnest.coordinator.admission import Admission
 from ravnest.coordinator.measures import hear
-from ravnest.coordinator.members import Member, Members, check_version
+from ravnest.coordinator.members import Member, Members, check_machine, check_version
 from ravnest.coordinator.prepare import Artifact
 from ravnest.coordinator.reachability import Reach, find_reach
 from ravnest.coordinator.relay import Relay
@@ -119,6 +119,12 @@ class Swarm:
         self.members.remove(node_id, why)
         self._server.drop(node_id, why)
 
+    def dismiss(self, node_id: str, error: RefusedError) -> None:
+        """Ends the stay of a node that broke the rules; it is told why, and may join again."""
+        if node_id in self.members:
+            self.members[node_id].fail(error)
+        self._server.drop(node_id, str(error))
+
     async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
         """Says something to a provider, now or when it is connected again; PeerError when it is gone."""
         if message.HasField("deploy"):
@@ -137,6 +143,7 @@ class Swarm:
     async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
         # Before the invite is used: a provider that cannot take part should not use it up.
         check_version(request)
+        check_machine(request)
         if request.address:
             split_address(request.address)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
@@ -194,7 +201,7 @@ class Swarm:
         try:
             await asyncio.wait({carrying, connected}, return_when=asyncio.FIRST_COMPLETED)
             self.members.changes.notify()
-            if again and was_present and self.events is not None:
+            if link.connected and again and was_present and self.events is not None:
                 self.events.reconnected(member.node_id)
             await carrying
         except PeerError as error:
@@ -247,6 +254,8 @@ class Swarm:
                     raise RefusedError(reason)
                 if self.events is not None:
                     self.events.returned(node_id, frame)
+            # A provider says that it leaves on its other link, and then both are over.
+            raise RefusedError(f"{node_id} ended its feed in the middle of its stay")
         except PeerError as error:
             # A provider that cannot be fed is no use, and one that broke the rules is no friend.
             member.fail(error)
@@ -287,7 +296,7 @@ class Swarm:
 
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         if self.events is None:
-            raise PeerError("there is no run to upload to")
+            raise RefusedError("there is no run to upload to")
         await self.events.uploaded(node_id, name, chunks)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ravnest.coordinator.store import IN_MEMORY, Store
-from ravnest.errors import PeerError, RunError
+from ravnest.errors import RefusedError, RunError
 from ravnest.net.certificates import Certificate, certificate_der, read_certificate
 from ravnest.net.identity import as_node_id
 from ravnest.net.invite_key import InviteToken
@@ -146,10 +146,10 @@ class TokenStore:
             row = connection.execute(f"SELECT {_TOKEN_FIELDS} FROM tokens WHERE id = ?", (token_id,)).fetchone()
             known = connection.execute("SELECT node_id FROM nodes WHERE key_id = ?", (key_id,)).fetchone()
             if known is not None and not _is_member(connection, known[0]):
-                raise PeerError(f"{known[0]} was thrown out of the swarm; ask the requester for a new invite")
+                raise RefusedError(f"{known[0]} was thrown out of the swarm; ask the requester for a new invite")
             good, reason = admit(None if row is None else Token(*row), now, returning=known is not None)
             if not good:
-                raise PeerError(reason)
+                raise RefusedError(reason)
             if known is not None:
                 return Joined(known[0], new=False)
             node_id = _free_node_id(connection, as_node_id(name))

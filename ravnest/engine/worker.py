@@ -99,6 +99,8 @@ class StageWorker:
             if number in own or (newest is not None and abs(number) <= abs(newest)):
                 raise PeerError(f"microbatch {number} came again, or after one that was fed later")
             waiting = len(self._fed) + len(self._received) + len(self._forwards) + len(self._evaluations)
+            # What was sent on and not answered counts too: else a stem would pass a flood on, and be blamed for it.
+            waiting += len(self._awaited)
             if waiting >= self._most_waiting:
                 raise PeerError(f"{waiting} microbatches wait here already, more than can be in flight")
             if others is not None:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 
 Key = ec.EllipticCurvePrivateKey
 PublicKey = ec.EllipticCurvePublicKey
@@ -70,11 +70,11 @@ def request_key(der: bytes) -> PublicKey:
         if not request.is_signature_valid:
             raise ValueError("not signed with its own key")
     except Exception as error:  # the library has many of its own, and they are no part of its interface
-        raise PeerError(
+        raise RefusedError(
             f"the certificate request cannot be used: {str(error)[:300]}; join again with a new key"
         ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise PeerError("the certificate request holds another kind of key than P-256; join with this ravnest's own")
+        raise RefusedError("the certificate request holds another kind of key than P-256; join with this ravnest's own")
     return key
 
 

@@ -23,6 +23,12 @@ ACK_BYTES: Final = 4 << 20
 ACK_SECONDS: Final = 0.05
 """What has arrived is confirmed after so many frames, bytes or seconds, whichever comes first."""
 
+RESUME_SECONDS: Final = 30.0
+"""How long the other end may take to say its count. Longer than it may take to come to a relay."""
+
+_KEPT_BYTES: Final = 128
+"""What a frame that is kept takes beyond its bytes, so that many small ones count too."""
+
 FIRST_BACKOFF_SECONDS: Final = 0.1
 LAST_BACKOFF_SECONDS: Final = 5.0
 
@@ -60,6 +66,10 @@ class ResumableLink:
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         self._confirmed = 0
+        self._sent = 0
+        """Frames that were handed to some connection: no more can have arrived."""
+        self._position = 0
+        """The next frame for the connection at hand."""
         self._arrived = 0
         self._arrived_bytes = 0
         self._told = 0
@@ -69,6 +79,8 @@ class ResumableLink:
         self._closing = False
         self._ended = False
         self._connection: Connection | None = None
+        self._resumed = False
+        """Whether the other end has said its count on the connection at hand."""
         self._past_bytes = [0, 0]
         self._changed = asyncio.Event()
 
@@ -82,7 +94,8 @@ class ResumableLink:
 
     @property
     def connected(self) -> bool:
-        return self._connection is not None
+        """Whether a connection carries the link: one over which the other end has said what it has."""
+        return self._connection is not None and self._resumed
 
     @property
     def error(self) -> PeerError | None:
@@ -91,7 +104,7 @@ class ResumableLink:
 
     async def until_connected(self) -> None:
         """Returns when a connection carries the link; PeerError when it has failed for good."""
-        while self._connection is None:
+        while not self.connected:
             if self._error is not None:
                 raise self._failure()
             await self._change()
@@ -104,10 +117,10 @@ class ResumableLink:
     async def fail_when_gone(self, patience_seconds: float) -> None:
         """Fails the link once it has been without a connection for so long. Returns when the link is over."""
         while not self.over:
-            if self._connection is None:
+            if not self.connected:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(patience_seconds):
-                        while self._connection is None and not self.over:
+                        while not self.connected and not self.over:
                             await self._change()
                     continue
                 self.fail(PeerError(f"there has been no connection to {self.peer} for {patience_seconds:.0f} s"))
@@ -116,12 +129,14 @@ class ResumableLink:
 
     async def send(self, frame: Frame) -> None:
         """Sends a frame, waiting while too much is unconfirmed. Its tensors have been read when this returns."""
-        while self._kept_bytes >= WINDOW_BYTES and not self.over and not self._closing:
+        while self._kept_bytes >= WINDOW_BYTES and not self._closing and not self.over:
             await self._change()
         if self._error is not None:
             raise self._failure()
-        if self._closing or self._ended:
-            raise PeerError(f"the link to {self.peer} is closed {'on this side' if self._closing else 'at its end'}")
+        if self._ended:
+            raise PeerError(f"{self.peer} has ended the link")
+        if self._closing:
+            raise PeerError(f"the link to {self.peer} is closed on this side")
         self._keep(frame)
 
     async def receive(self) -> Frame | None:
@@ -138,11 +153,11 @@ class ResumableLink:
         return frame
 
     async def close(self) -> None:
-        """Says that nothing more comes, and returns when the other end knows, or the link has failed."""
-        if not self._closing and self._error is None:
+        """Says that nothing more comes, and returns when the other end knows, has ended too, or the link has failed."""
+        if not self._closing and not self.over:
             self._keep(Frame(FrameKind.END, 0))
         self._closing = True
-        while self._kept and self._error is None:
+        while not self.over:
             await self._change()
 
     def fail(self, error: PeerError) -> None:
@@ -159,24 +174,26 @@ class ResumableLink:
         A newer connection replaces an older one: the older may be dead without knowing it. A peer that breaks the rules
         fails the link for good.
         """
-        if self._connection is not None:
+        if self._error is not None:
+            raise self._failure()
+        while self._connection is not None:
+            # Again after each wait: several may come at once, and none of them is to wait for another.
             self._connection.abort()
-            await self.until_disconnected()
+            await self._change()
         self._connection = connection
-        self.connections += 1
         try:
-            await connection.send_encoded(encode(Frame(FrameKind.RESUME, self._arrived)))
-            position = self._take_resume(await connection.receive())
-            self._told = self._arrived
-            await self._pump(connection, position)
+            await self._resume(connection)
+            await self._pump(connection)
             await connection.close()
-        except RefusedError as error:
-            self.fail(error)
+        except PeerError as error:
+            if isinstance(error, RefusedError):
+                self.fail(error)
+            connection.abort(error)
             raise
         finally:
             self._past_bytes[0] += connection.bytes_sent
             self._past_bytes[1] += connection.bytes_received
-            self._connection = None
+            self._connection, self._resumed = None, False
             connection.abort()
             self._notify()
 
@@ -213,12 +230,31 @@ class ResumableLink:
     def _keep(self, frame: Frame) -> None:
         data = encode(frame)
         self._kept.append(data)
-        self._kept_bytes += len(data)
+        self._kept_bytes += len(data) + _KEPT_BYTES
         self._notify()
 
-    async def _pump(self, connection: Connection, position: int) -> None:
+    async def _resume(self, connection: Connection) -> None:
+        """Both ends say their counts; one that says nothing does not hold its link for itself."""
+        told = self._arrived
+        try:
+            async with asyncio.timeout(RESUME_SECONDS):
+                await connection.send_encoded(encode(Frame(FrameKind.RESUME, told)))
+                frame = await connection.receive()
+        except TimeoutError:
+            raise PeerError(f"{self.peer} did not say how many frames it has within {RESUME_SECONDS:.0f} s") from None
+        if frame is None:
+            raise PeerError(f"the connection to {self.peer} has ended")
+        if frame.kind is not FrameKind.RESUME:
+            raise self._broken_rule("did not begin by saying how many frames it has")
+        self._take_count(frame, self._sent)
+        self._told, self._position = told, frame.microbatch
+        self._resumed = True
+        self.connections += 1
+        self._notify()
+
+    async def _pump(self, connection: Connection) -> None:
         """Writes and reads until the connection breaks or the link is over."""
-        writing = asyncio.create_task(self._write(connection, position))
+        writing = asyncio.create_task(self._write(connection))
         reading = asyncio.create_task(self._read(connection))
         try:
             await asyncio.wait({writing, reading}, return_when=asyncio.FIRST_COMPLETED)
@@ -232,8 +268,8 @@ class ResumableLink:
                 task.cancel()
             await asyncio.gather(reading, writing, return_exceptions=True)
 
-    async def _write(self, connection: Connection, position: int) -> None:
-        """Sends what is kept from `position` on, and counts of what has arrived, as they come up."""
+    async def _write(self, connection: Connection) -> None:
+        """Sends what the other end has not got, and counts of what has arrived, as they come up."""
         late: asyncio.TimerHandle | None = None
         due = False
 
@@ -250,9 +286,10 @@ class ResumableLink:
                     late.cancel()
                     late = None
                 await connection.send_encoded(encode(Frame(FrameKind.ACK, self._told)))
-            elif position < self._confirmed + len(self._kept):
-                data = self._kept[position - self._confirmed]
-                position += 1
+            elif self._position < self._confirmed + len(self._kept):
+                data = self._kept[self._position - self._confirmed]
+                self._position += 1
+                self._sent = max(self._sent, self._position)
                 await connection.send_encoded(data)
             elif self.over and not behind:
                 return
@@ -269,36 +306,35 @@ class ResumableLink:
             if frame is None:
                 raise PeerError(f"the connection to {self.peer} has ended")
             if frame.kind is FrameKind.ACK:
-                self._forget(frame.microbatch)
+                self._take_count(frame, self._position)
             elif frame.kind is FrameKind.RESUME:
                 raise self._broken_rule("said its count in the middle of a connection")
             else:
                 self._arrived += 1
                 self._arrived_bytes += _size(frame)
                 if frame.kind is FrameKind.END:
+                    self._check_empty(frame)
                     self._ended = True
                 else:
                     self._incoming.append(frame)
                     self._incoming_bytes += _size(frame)
             self._notify()
 
-    def _take_resume(self, frame: Frame | None) -> int:
-        if frame is None:
-            raise PeerError(f"the connection to {self.peer} has ended")
-        if frame.kind is not FrameKind.RESUME:
-            raise self._broken_rule("did not begin by saying how many frames it has")
-        self._forget(frame.microbatch)
-        return frame.microbatch
-
-    def _forget(self, count: int) -> None:
-        if not self._confirmed <= count <= self._confirmed + len(self._kept):
-            raise self._broken_rule(
-                f"confirms {count} frames, {self._confirmed} to {self._confirmed + len(self._kept)} are possible"
-            )
+    def _take_count(self, frame: Frame, most: int) -> None:
+        """Forgets what the other end says it has, which can be `most` frames; whatever else it says breaks a rule."""
+        self._check_empty(frame)
+        count = frame.microbatch
+        if not self._confirmed <= count <= most:
+            raise self._broken_rule(f"confirms {count} frames, {self._confirmed} to {most} are possible")
         while self._confirmed < count:
-            self._kept_bytes -= len(self._kept.popleft())
+            self._kept_bytes -= len(self._kept.popleft()) + _KEPT_BYTES
             self._confirmed += 1
         self._notify()
+
+    def _check_empty(self, frame: Frame) -> None:
+        # What it carried would lie in memory uncounted, for as long as a frame of the same message is kept.
+        if frame.tensors or frame.scalars:
+            raise self._broken_rule(f"sent a {frame.kind.name} frame that carries values")
 
     def _failure(self) -> PeerError:
         assert self._error is not None
@@ -317,4 +353,11 @@ class ResumableLink:
 
 
 def _size(frame: Frame) -> int:
-    return 64 + sum(tensor.nbytes for tensor in frame.tensors.values())
+    """About what a frame takes in memory, so that many that are nearly empty count as well."""
+    values = len(frame.tensors) + len(frame.scalars)
+    return _FRAME_BYTES + values * _VALUE_BYTES + sum(tensor.nbytes for tensor in frame.tensors.values())
+
+
+_FRAME_BYTES = 512
+_VALUE_BYTES = 512
+"""Of a frame's own objects, and of each of its values with its name."""

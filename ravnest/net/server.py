@@ -6,7 +6,7 @@ from typing import Final, Protocol
 
 import grpc
 
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net.calls import CallServer, Method
 from ravnest.net.connection import CHUNK_BYTES
 from ravnest.net.identity import AuthContext, Identity, Kind
@@ -104,7 +104,7 @@ class CoordinatorServer(CallServer):
     async def _fetch(self, node_id: str, control: Control[Chunk, FetchRequest]) -> None:
         request = await control.receive()
         if request is None:
-            raise PeerError("the call names no artifact to fetch")
+            raise RefusedError("the call names no artifact to fetch")
         offset = request.offset
         async for data in split(self._handler.fetch(node_id, request.artifact, offset)):
             await control.send(Chunk(data=data, offset=offset))
@@ -113,7 +113,7 @@ class CoordinatorServer(CallServer):
     async def _upload(self, node_id: str, control: Control[UploadReply, Chunk]) -> None:
         first = await control.receive()
         if first is None or not first.header.name:
-            raise PeerError("the upload does not begin with its name")
+            raise RefusedError("the upload does not begin with its name")
         received = 0
 
         async def chunks() -> AsyncGenerator[bytes, None]:
@@ -121,7 +121,9 @@ class CoordinatorServer(CallServer):
             chunk: Chunk | None = first
             while chunk is not None:
                 if chunk.offset != received:
-                    raise PeerError(f"the upload {first.header.name!r} goes on at byte {chunk.offset}, not {received}")
+                    raise RefusedError(
+                        f"the upload {first.header.name!r} goes on at byte {chunk.offset}, not {received}"
+                    )
                 if chunk.data:
                     received += len(chunk.data)
                     yield chunk.data

@@ -187,9 +187,14 @@ class Deployment:
         while (frame := await link.receive()) is not None:
             try:
                 self._check(frame, kind)
+                take(message_of(frame))
             except PeerError as error:
-                raise RefusedError(f"{link.peer} broke the protocol: {error}") from None
-            take(message_of(frame))
+                refused = RefusedError(f"{link.peer} broke the protocol: {error}")
+                # Its connection too: it is told why, and nothing more of it is taken.
+                link.fail(refused)
+                raise refused from None
+        # The coordinator knows whether the neighbour was right to go.
+        raise PeerError(f"{link.peer} ended the link")
 
     async def _send(self, queue: asyncio.Queue[Frame], link: ResumableLink) -> None:
         while True:

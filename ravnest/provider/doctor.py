@@ -6,8 +6,6 @@ changed anywhere: an invite that was looked at can be joined with as often as be
 """
 
 import asyncio
-import importlib
-import importlib.metadata
 import os
 import shutil
 import socket
@@ -15,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -74,13 +73,13 @@ def examine(wanted: Wanted, tell: Tell) -> None:
 
 def look_at_torch() -> Finding:
     try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
         return judge_torch(None)
     found = judge_torch(version)
     if found.level != "problem":
         try:
-            importlib.import_module("torch")
+            import torch  # noqa: F401  (whether it loads is the question)
         except (ImportError, OSError) as error:
             return judge_torch(version, str(error).strip().splitlines()[0])
     return found

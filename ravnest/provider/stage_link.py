@@ -123,4 +123,4 @@ def link_of(links: list[StageLink], name: str, peer: str) -> StageLink:
     for link in links:
         if link.name == name and link.node_id == peer:
             return link
-    raise RefusedError(f"there is no link {name!r} with {peer} here")
+    raise RefusedError(f"there is no link {name[:80]!r} with {peer} here")

@@ -1,10 +1,13 @@
 """A swarm under attack: a real coordinator's port with mutual TLS, honest providers beside the adversary, and what the
 coordinator was told of them."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from grpc import aio
 
 from ravnest import __version__
 from ravnest.coordinator.admission import Admission
@@ -14,15 +17,23 @@ from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.tokens import TokenStore
 from ravnest.coordinator.waiting import Changes
 from ravnest.graph.portable import FORMAT_VERSION
-from ravnest.net import Control, CoordinatorClient, Frame, FrameKind, Link, NodeIdentity, SwarmInvite
+from ravnest.net import CoordinatorClient, Frame, FrameKind, NodeIdentity, SwarmInvite
 from ravnest.net.authority import SwarmAuthority
+from ravnest.net.calls import LINK_KEY
+from ravnest.net.control_link import ControlLink
+from ravnest.net.frames import MAGIC, encode
+from ravnest.net.identity import COORDINATOR_HOST
 from ravnest.net.node_identity import joiner_keys
-from ravnest.net.tls import TlsKeys
+from ravnest.net.resumable import ResumableLink
+from ravnest.net.tls import TlsKeys, open_secure_channel
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
+from ravnest.provider.stay import Stay
 from tests.net.secure_ends import Clock, run
 
-__all__ = ["A_PICKLE", "SwarmUnderAttack", "attacked", "run"]
+__all__ = ["A_PICKLE", "Joined", "RawStream", "SwarmUnderAttack", "attacked", "raw_stream", "refusal", "run"]
+
+RawStream = aio.StreamStreamCall[bytes, bytes]
 
 A_PICKLE = b"cos\nsystem\n(S'touch /tmp/ravnest-was-here'\ntR."
 """Unpickling this runs a command."""
@@ -35,6 +46,8 @@ class Told:
         self.joined_ids: list[str] = []
         self.messages: list[tuple[str, ProviderMessage]] = []
         self.frames: list[tuple[str, FrameKind, int]] = []
+        self.down: list[tuple[str, str]] = []
+        self.back: list[str] = []
         self.gone: list[tuple[str, str]] = []
         self.changes = Changes()
 
@@ -47,6 +60,14 @@ class Told:
 
     def returned(self, node_id: str, frame: Frame) -> None:
         self.frames.append((node_id, frame.kind, frame.microbatch))
+        self.changes.notify()
+
+    def disconnected(self, node_id: str, reason: str) -> None:
+        self.down.append((node_id, reason))
+        self.changes.notify()
+
+    def reconnected(self, node_id: str) -> None:
+        self.back.append(node_id)
         self.changes.notify()
 
     def vanished(self, node_id: str, reason: str) -> None:
@@ -64,12 +85,27 @@ class Joined:
 
     node: NodeIdentity
     client: CoordinatorClient
-    control: Control[ProviderMessage, CoordinatorMessage]
-    feed: Link
+    session: str
+    stay: Stay
+    connecting: "asyncio.Task[None] | None" = None
 
     @property
     def id(self) -> str:
         return self.node.node_id
+
+    @property
+    def control(self) -> ControlLink[ProviderMessage, CoordinatorMessage]:
+        return self.stay.control
+
+    @property
+    def feed(self) -> ResumableLink:
+        return self.stay.feed
+
+    async def break_off(self) -> None:
+        """Makes no more connections, and drops those there are: what is dialled by hand is not disturbed."""
+        if self.connecting is not None:
+            self.connecting.cancel()
+            await asyncio.gather(self.connecting, return_exceptions=True)
 
 
 class SwarmUnderAttack:
@@ -83,6 +119,7 @@ class SwarmUnderAttack:
         self.swarm.events = self.told
         self.port = 0
         self._clients: list[CoordinatorClient] = []
+        self._nodes: list[Joined] = []
 
     @property
     def address(self) -> str:
@@ -100,14 +137,20 @@ class SwarmUnderAttack:
         """A connection of somebody who has this invite."""
         return self.client(joiner_keys(invite.token, self.admission.authority.certificate))
 
-    async def join(self, name: str, invite: SwarmInvite | None = None, node: NodeIdentity | None = None) -> Joined:
-        """Joined and connected, as an honest provider does it."""
+    async def admit(self, name: str, invite: SwarmInvite | None = None, node: NodeIdentity | None = None) -> Joined:
+        """Joined, and without any connection yet."""
         node = node or NodeIdentity.new()
         reply = await self.holder(invite or self.invite()).join(a_request(node.request(), name))
         node.adopt(reply.certificate, self.admission.authority.certificate)
         client = self.client(node.tls_keys())
-        joined = Joined(node, client, await client.control(), await client.feed())
-        await self.swarm.members.changes.until(lambda: node.node_id in self.connected())
+        return Joined(node, client, reply.session, Stay(client, reply.session))
+
+    async def join(self, name: str, invite: SwarmInvite | None = None, node: NodeIdentity | None = None) -> Joined:
+        """Joined and connected, as an honest provider does it."""
+        joined = await self.admit(name, invite, node)
+        joined.connecting = asyncio.create_task(joined.stay.keep_connected())
+        self._nodes.append(joined)
+        await self.swarm.members.changes.until(lambda: joined.id in self.connected())
         return joined
 
     async def ask(self, invite: SwarmInvite, request: JoinRequest) -> JoinReply:
@@ -121,7 +164,7 @@ class SwarmUnderAttack:
         order = Deploy(deployment="d1", stage=stage, stages=stages, generation=1)
         for field, data in artifacts.items():
             name = f"{field}-{stage}"
-            self.swarm.artifacts[name] = Artifact(name, "", len(data), lambda data=data: iter([data]))
+            self.swarm.artifacts[name] = Artifact(name, "", len(data), lambda offset, data=data: iter([data[offset:]]))
             getattr(order, field).CopyFrom(ArtifactRef(id=name, size_bytes=len(data)))
         await self.swarm.tell(node_id, CoordinatorMessage(deploy=order))
 
@@ -136,10 +179,43 @@ class SwarmUnderAttack:
         assert self.told.messages[-1][0] == honest.id
         assert honest.id in self.connected()
 
+    async def dropped(self, node_id: str) -> str:
+        """The reason why this node was dropped, once it was."""
+        await self.until(lambda: any(gone == node_id for gone, _ in self.told.gone))
+        assert node_id not in self.connected()
+        return next(reason for gone, reason in self.told.gone if gone == node_id)
+
     async def close(self) -> None:
+        for joined in self._nodes:
+            await joined.break_off()
         for client in self._clients:
             await client.close()
         await self.swarm.stop("the test is over")
+
+
+async def raw_stream(swarm: SwarmUnderAttack, joined: Joined, method: str, resume: int | None = 0) -> RawStream:
+    """A stream to the coordinator on which anything can be sent; a link is begun on it with the count `resume`.
+
+    The node's own connections are broken off: they would take the place of this one again.
+    """
+    await joined.break_off()
+    channel = open_secure_channel(swarm.address, joined.node.tls_keys(), COORDINATOR_HOST)
+    call: RawStream = channel.stream_stream(f"/ravnest.v1.Coordinator/{method}")(metadata=((LINK_KEY, joined.session),))
+    await call.initial_metadata()
+    if method in ("Control", "Feed") and resume is not None:
+        await call.write(encode(Frame(FrameKind.RESUME, resume)))
+    return call
+
+
+async def refusal(call: RawStream) -> str:
+    """How the other side ends a stream: with a last message, or with the status of the call."""
+    try:
+        message = MAGIC
+        while message.startswith(MAGIC):
+            message = bytes(await call.read())  # type: ignore[arg-type]
+        return message.decode(errors="replace")
+    except aio.AioRpcError as error:
+        return error.details() or ""
 
 
 def a_request(certificate_request: bytes, name: str = "mallory", **changes: Any) -> JoinRequest:

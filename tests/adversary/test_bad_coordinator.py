@@ -60,7 +60,9 @@ class Order:
         if weights is None:
             weights = b"".join(stream_tensors(self.tensors, self.metadata))
         for field, data in (("graph", text), ("weights", weights)):
-            swarm.swarm.artifacts[field] = Artifact(field, "", len(data), lambda data=data: iter([data]))
+            swarm.swarm.artifacts[field] = Artifact(
+                field, "", len(data), lambda offset, data=data: iter([data[offset:]])
+            )
             truth = {"id": field, "sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
             getattr(order, field).CopyFrom(ArtifactRef(**{**truth, **self.announced[field]}))
         return order
@@ -213,7 +215,7 @@ TRICKS: dict[str, tuple[Callable[[Order], None], str]] = {
     "a graph longer than announced": (announced("graph", size_bytes=100), "is larger than the 100 bytes announced"),
     "a graph with another hash": (announced("graph", sha256="0" * 64), "the artifact graph arrived damaged"),
     "weights with another hash": (announced("weights", sha256="0" * 64), "the artifact weights arrived damaged"),
-    "weights larger than announced": (announced("weights", size_bytes=150), "150 bytes but goes on|of its .* bytes"),
+    "weights larger than announced": (announced("weights", size_bytes=150), "is larger than the 150 bytes announced"),
     "weights smaller than announced": (announced("weights", size_bytes=1 << 20), "of its .* bytes of data"),
     "weights of an exabyte": (weights_of(HUGE_TENSOR), "cover 1152921504606846976 of its 0 bytes"),
     "an exabyte, announced": (
@@ -223,7 +225,11 @@ TRICKS: dict[str, tuple[Callable[[Order], None], str]] = {
     "a header of an exabyte": (given(weights=b"\xff" * 64), "announces a header of 18446744073709551615 bytes"),
     "a pickle for weights": (given(weights=A_PICKLE * 4), "a weights stream of .* announces a header"),
     "a pickle in a header": (weights_of(A_PICKLE), "the header of a weights stream is not valid JSON"),
-    "an artifact of somebody else": (announced("graph", id="../identity/authority.pem"), "there is no artifact"),
+    "an artifact of somebody else": (
+        # With a hash that no artifact has: one that is kept already would not be asked for.
+        announced("graph", id="../identity/authority.pem", sha256="0" * 64),
+        "there is no artifact '../identity/authority.pem' for victim here",
+    ),
     "a pickle for settings": (given(settings=A_PICKLE.decode()), "the stage's settings are not valid JSON"),
     "a function for an optimizer": (
         settings(optimizer='{"name": "os.system", "arguments": {}}'),

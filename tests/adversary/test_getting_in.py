@@ -3,6 +3,7 @@
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,7 +12,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 from grpc import aio
 
-from ravnest.errors import PeerError
+from ravnest.coordinator.reception import remember
+from ravnest.coordinator.state import SwarmState
+from ravnest.errors import PeerError, RefusedError
 from ravnest.net import NodeIdentity, SwarmInvite, certificates
 from ravnest.net.calls import REQUEST_KEY
 from ravnest.net.connection import CHANNEL_OPTIONS
@@ -138,7 +141,7 @@ def test_replaying_the_request_that_somebody_else_joined_with() -> None:
             stolen = certificates.read_certificate(reply.certificate)
             client = swarm.client(keys(certificates.new_key(), stolen, swarm.admission.authority.certificate))
             with pytest.raises(PeerError):
-                await client.control()
+                await client.control("")
 
     run(test())
 
@@ -152,7 +155,7 @@ def test_a_node_of_another_swarm() -> None:
             shown = TlsKeys(own.key, own.certificate, certificates.certificate_pem(authority))
             client = swarm.client(shown)
             with pytest.raises(PeerError, match=REFUSED):
-                await client.control()
+                await client.control("")
             with pytest.raises(PeerError, match=REFUSED):
                 await swarm.client(shown).join(a_request(stranger.node.request()))
             await nobody_came(swarm)
@@ -196,7 +199,7 @@ def test_a_request_that_asks_for_another_name_and_the_coordinators_role() -> Non
             )
             authority = swarm.admission.authority.certificate
             with pytest.raises(PeerError):
-                await swarm.client(keys(forged_key, forged, authority)).control()
+                await swarm.client(keys(forged_key, forged, authority)).control("")
             await swarm.still_works(honest)
 
     run(test())
@@ -230,7 +233,7 @@ def test_the_holder_of_an_invite_who_signs_itself_a_nodes_or_the_coordinators_ce
                 client = swarm.client(keys(key, forged, swarm.admission.authority.certificate))
                 for call in (client.control, client.feed):
                     with pytest.raises(PeerError, match="the caller's certificate is not one of this swarm"):
-                        await call()
+                        await call("")
                 with pytest.raises(PeerError, match="the caller's certificate is not one of this swarm"):
                     await client.join(a_request(NodeIdentity.new().request()))
             await swarm.still_works(honest)
@@ -259,6 +262,33 @@ def test_garbage_for_a_request_to_join(request_bytes: bytes) -> None:
             # And the invite is not used up by that.
             await swarm.join("honest", invite)
 
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [{"memory_bytes": 2**63}, {"memory_bytes": 2**64 - 1}, {"threads": 2**32 - 1}],
+    ids=lambda v: next(iter(v)),
+)
+def test_a_machine_that_says_it_is_larger_than_any_is(absurd: dict[str, int], tmp_path: Path) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            state = SwarmState(tmp_path / "store.sqlite")
+            remembering = asyncio.create_task(remember(swarm.swarm, state))
+            invite = swarm.invite(uses=1)
+            with pytest.raises(
+                RefusedError, match=f"says that it lends .*{value}.*; at most 1125899906842624 and 65536"
+            ):
+                await swarm.ask(invite, a_request(NodeIdentity.new().request(), **absurd))
+            # The invite is not used up by that, and what is believed fits the store.
+            await swarm.join("honest", invite)
+            while not state.members():
+                await asyncio.wait({remembering}, timeout=0.01)
+            assert not remembering.done() and [member.node_id for member in state.members()] == ["honest"]
+            remembering.cancel()
+            state.close()
+
+    (value,) = absurd.values()
     run(test())
 
 

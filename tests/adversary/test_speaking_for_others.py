@@ -11,50 +11,45 @@ from pathlib import Path
 
 import psutil
 import pytest
-from grpc import aio
+import torch
 
+from ravnest.coordinator.checkpoints import CheckpointStore, newest_good
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.evaluation import Evaluation
-from ravnest.coordinator.ledger import Ledger
+from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.saving import Mark, Saver
+from ravnest.coordinator.stage_parts import StagePart
 from ravnest.coordinator.waiting import Changes
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError, TrainingError
+from ravnest.graph.portable import PortableGraph, WeightSpec
+from ravnest.graph.weights import stream_tensors
 from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.events import Event, EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
-from ravnest.net import Frame, FrameKind, NodeIdentity, ProviderServer
+from ravnest.net import Frame, FrameKind, ProviderServer
 from ravnest.net.client import dial_link
 from ravnest.net.frames import encode
-from ravnest.net.identity import COORDINATOR_HOST
 from ravnest.net.link import CONTROL_BYTES, Link
-from ravnest.net.tls import open_secure_channel
 from ravnest.net.v1.control_pb2 import Chunk, CoordinatorMessage, Deploy, ProviderMessage, UploadHeader
-from tests.adversary.strangers import A_PICKLE, Joined, SwarmUnderAttack, attacked, run
+from ravnest.provider.uploading import upload
+from ravnest.settings import Checkpoint
+from tests.adversary.strangers import A_PICKLE, Joined, SwarmUnderAttack, attacked, raw_stream, refusal, run
 
 MANY = 200_000
 MEMORY_BYTES = 150 << 20
 
 
+def control_frame(data: bytes) -> bytes:
+    return encode(
+        Frame(FrameKind.CONTROL, 0, tensors={"message": torch.frombuffer(bytearray(data), dtype=torch.uint8)})
+    )
+
+
 async def pieces(*data: bytes) -> AsyncIterator[bytes]:
     for piece in data:
         yield piece
-
-
-async def raw_stream(swarm: SwarmUnderAttack, node: NodeIdentity, method: str) -> "aio.StreamStreamCall[bytes, bytes]":
-    """A stream on which anything can be sent."""
-    channel = open_secure_channel(swarm.address, node.tls_keys(), COORDINATOR_HOST)
-    call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/ravnest.v1.Coordinator/{method}")()
-    await call.initial_metadata()
-    return call
-
-
-async def refusal(call: "aio.StreamStreamCall[bytes, bytes]") -> str:
-    """How the other side ends a stream: with a last message, or with the status of the call."""
-    try:
-        return bytes(await call.read()).decode(errors="replace")  # type: ignore[arg-type]
-    except aio.AioRpcError as error:
-        return error.details() or ""
 
 
 @contextmanager
@@ -92,8 +87,9 @@ def test_fetching_the_artifact_of_another_stage() -> None:
                     async for _ in mallory.client.fetch(name):
                         pass
                 assert str(refused.value).isprintable()
-            for offset in (10**6, 2**63):
-                assert [chunk async for chunk in mallory.client.fetch("graph-1", offset)] == []
+            for offset in (21, 10**6, 2**63):
+                with pytest.raises(RefusedError, match=f"'graph-1' has 20 bytes and no byte {offset}"):
+                    await anext(mallory.client.fetch("graph-1", offset))
             assert [chunk async for chunk in anna.client.fetch("graph-0")] == [b"the graph of anna"]
             await swarm.still_works(anna)
 
@@ -128,6 +124,73 @@ def test_uploading_without_having_a_stage(tmp_path: Path, name: str) -> None:
     run(test())
 
 
+def test_uploading_while_no_run_is_there_is_not_tried_again() -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory = await swarm.join("mallory")
+            swarm.swarm.events = None
+            with pytest.raises(RefusedError, match="there is no run to upload to"):
+                await upload(mallory.client, "checkpoint-1", lambda: pieces(b"x"))
+
+    run(test())
+
+
+def test_what_may_not_be_uploaded_is_not_tried_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory = await swarm.join("mallory")
+            with a_run(swarm, tmp_path) as (coordinator, _):
+                with pytest.raises(RefusedError, match="mallory may not upload 'checkpoint-1'"):
+                    await upload(mallory.client, "checkpoint-1", lambda: pieces(b"x"))
+                await coordinator.close()
+
+    run(test())
+
+
+def a_part(*keys: str) -> bytes:
+    metadata = {"version": "1", "optimizer": '{"values": {}, "groups": []}', "schedule": "null"}
+    return b"".join(stream_tensors({f"param:{key}": torch.ones(3) for key in keys}, metadata))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ([a_part("layer0", "layer1")], "holds 'param:layer1', which is not that stage's"),
+        ([a_part("layer1")], "lacks 'param:layer0'"),
+        ([A_PICKLE], "cannot be used"),
+        ([bytes(1 << 20)] * 70, "has more than the 67109056 bytes its state can need"),
+    ],
+    ids=["another's parameter too", "another's parameter", "pickle", "no end"],
+)
+def test_uploading_a_part_of_a_checkpoint_that_is_not_ones_own(tmp_path: Path, part: list[bytes], words: str) -> None:
+    async def test() -> None:
+        async with attacked() as swarm:
+            mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
+            with a_run(swarm, tmp_path) as (coordinator, events):
+                specs = [WeightSpec("w", f"layer{n}", torch.float32, (3,)) for n in range(2)]
+                stages = [StagePart.of(n, PortableGraph((), parameters=(spec,))) for n, spec in enumerate(specs)]
+                folder = tmp_path / "run/checkpoints"
+                coordinator._saver = Saver(CheckpointStore(folder, 1), Checkpoint(), stages, {})
+                coordinator._saver.begin(Mark(1, Place(), {}))
+                coordinator._stage_of = {"mallory": 0, "anna": 1}
+                await anna.client.upload("checkpoint-1", pieces(a_part("layer1")))
+                with pytest.raises(PeerError):
+                    await mallory.client.upload("checkpoint-1", pieces(*part))
+                refused = await the_event(events, "upload_refused")
+                assert refused["provider"] == "mallory" and words in str(refused["reason"])
+                with pytest.raises(RefusedError, match=words):
+                    await mallory.feed.receive()
+                lost = await the_event(events, "lost")
+                assert lost["provider"] == "mallory" and words in str(lost["reason"])
+                # Nothing counts, the run ends with the reason, and the other is still there.
+                assert newest_good(folder) == (None, []) and swarm.connected() == ["anna"]
+                with pytest.raises(TrainingError, match="mallory, which held stage 0, is gone: mallory uploaded a bad"):
+                    await coordinator.check()
+                await coordinator.close()
+
+    run(test())
+
+
 def test_uploading_pieces_that_do_not_fit_together() -> None:
     async def test() -> None:
         async with attacked() as swarm:
@@ -136,7 +199,7 @@ def test_uploading_pieces_that_do_not_fit_together() -> None:
                 ([Chunk(data=b"x")], "does not begin with its name"),
                 ([Chunk(header=UploadHeader(name="a")), Chunk(data=b"x", offset=7)], "goes on at byte 7, not 0"),
             ):
-                call = await raw_stream(swarm, mallory.node, "Upload")
+                call = await raw_stream(swarm, mallory, "Upload")
                 for chunk in chunks:
                     await call.write(chunk.SerializeToString())
                 assert words in await refusal(call)
@@ -164,6 +227,8 @@ def test_ending_a_microbatch_or_giving_a_result_that_is_another_stages(stage: in
             await mallory.feed.send(Frame(kind, 1, generation=1))
             await swarm.until(lambda: bool(swarm.told.gone))
             assert swarm.told.gone[0][0] == "mallory" and words in swarm.told.gone[0][1]
+            with pytest.raises(RefusedError, match=words):
+                await mallory.feed.receive()
             assert swarm.told.frames == []
             await swarm.still_works(anna)
 
@@ -184,7 +249,7 @@ def test_ending_a_microbatch_that_is_not_under_way(tmp_path: Path) -> None:
                 assert coordinator.progress.ledger.completed == 0
                 assert swarm.connected() == ["anna"]
                 await coordinator.close()
-            assert anna.control.stream.error is None
+            assert anna.control.link.error is None
 
     run(test())
 
@@ -220,7 +285,7 @@ def test_failing_a_run_that_one_has_no_part_in(tmp_path: Path) -> None:
                 await mallory.control.send(ProviderMessage(failed={"deployment": name, "kind": "not_finite"}))
                 await mallory.control.send(ProviderMessage(report={"deployment": name, "updates": 9}))
                 await mallory.control.send(ProviderMessage(leaving={"reason": "\x1b[2J" + "x" * 100_000}))
-                await mallory.control.close()
+                await mallory.control.link.close()
                 lost = await the_event(events, "lost")
                 reason = str(lost["reason"])
                 assert reason.startswith("it left:") and reason.isprintable() and len(reason) <= 2000
@@ -242,15 +307,19 @@ FRAME = encode(Frame(FrameKind.DONE, 1, generation=1))
         ("Feed", FRAME[:40], "mallory sent a bad frame: a frame is cut short"),
         ("Feed", b"RVN\x01" + b"\xff" * 60, "mallory sent a bad frame: the header of a frame has 4294967295 bytes"),
         ("Feed", FRAME + b"x" * 64, "mallory sent a bad frame"),
-        ("Control", b"\xff" * 100, "mallory sent a bad message"),
-        ("Control", bytes(CONTROL_BYTES + 1), "mallory sent a bad message: 16777217 bytes are more than 16777216"),
-        ("Control", A_PICKLE, "mallory sent a bad message|the connection"),
+        ("Control", A_PICKLE, "mallory sent a bad frame: a message begins with"),
+        ("Control", control_frame(b"\xff" * 100), "mallory sent a bad message"),
+        ("Control", control_frame(A_PICKLE), "mallory sent a bad message"),
+        ("Control", control_frame(bytes(CONTROL_BYTES + 1)), "a bad message: 16777217 bytes are more than 16777216"),
+        ("Control", FRAME, "mallory sent a bad message: a DONE frame is none"),
+        ("Control", encode(Frame(FrameKind.CONTROL, 0)), "mallory sent a bad message: a CONTROL frame is none"),
         ("Fetch", A_PICKLE, "mallory sent a bad message|names no artifact|there is no artifact"),
         ("Upload", A_PICKLE, "mallory sent a bad message|does not begin with its name"),
     ],
     ids=[
         *("pickle for a frame", "truncated", "truncated in the header", "endless header", "something behind a frame"),
-        *("noise for a message", "oversized message", "pickle for a message", "pickle to fetch", "pickle to upload"),
+        *("pickle for a control frame", "noise for a message", "pickle for a message", "oversized message"),
+        *("frame for a message", "no message", "pickle to fetch", "pickle to upload"),
     ],
 )
 def test_garbage_on_a_stream(method: str, message: bytes, words: str) -> None:
@@ -259,17 +328,21 @@ def test_garbage_on_a_stream(method: str, message: bytes, words: str) -> None:
         async with attacked() as swarm:
             anna, mallory = await swarm.join("anna"), await swarm.join("mallory")
             await swarm.deploy(mallory.id, 0, 1)
-            call = await raw_stream(swarm, mallory.node, method)
+            call = await raw_stream(swarm, mallory, method)
             await call.write(message)
             said = await refusal(call)
             assert re.search(words, said), said
             call.cancel()
+            if method in ("Feed", "Control"):
+                assert re.search(words, await swarm.dropped("mallory"))
             await swarm.still_works(anna)
 
     run(test())
 
 
 def test_a_flood_of_tiny_frames() -> None:
+    """200,000 of them, which take a few seconds; see test_abusing_links for a flood that nobody takes."""
+
     async def test() -> None:
         async with attacked() as swarm:
             anna, mallory = await swarm.join("anna"), await swarm.join("mallory")
@@ -277,7 +350,7 @@ def test_a_flood_of_tiny_frames() -> None:
             gc.collect()
             before = psutil.Process().memory_info().rss
             frames = b"".join(encode(Frame(FrameKind.DONE, number)) for number in range(1000))
-            call = await raw_stream(swarm, mallory.node, "Feed")
+            call = await raw_stream(swarm, mallory, "Feed")
             # All of an old generation, so that each is looked at and passed over.
             for _ in range(MANY // 1000):
                 await call.write(frames)
@@ -292,7 +365,7 @@ def test_a_stream_that_stays_open_and_says_nothing_holds_nobody_up() -> None:
     async def test() -> None:
         async with attacked() as swarm:
             mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
-            calls = [await raw_stream(swarm, mallory.node, "Upload") for _ in range(20)]
+            calls = [await raw_stream(swarm, mallory, "Upload") for _ in range(20)]
             for call in calls:
                 await call.write(Chunk(header=UploadHeader(name="slow"), data=b"x").SerializeToString())
             await swarm.still_works(anna)
@@ -318,10 +391,10 @@ def test_calling_a_stage_that_is_not_ones_neighbour() -> None:
             port = await server.start("127.0.0.1", 0)
             try:
                 address = f"127.0.0.1:{port}"
-                with pytest.raises(PeerError, match="no stage comes before"):
+                with pytest.raises(RefusedError, match="mallory may not call Link: nobody may"):
                     await dial_link(address, called.node_id, mallory)
-                server.previous_node = before.node_id
-                with pytest.raises(PeerError, match="mallory may not call Link: before holds the stage before"):
+                server.neighbours = {before.node_id}
+                with pytest.raises(RefusedError, match="mallory may not call Link: before may, as the stages next"):
                     await dial_link(address, called.node_id, mallory)
                 assert links == []
                 good = await dial_link(address, called.node_id, before)

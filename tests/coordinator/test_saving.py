@@ -11,20 +11,32 @@ from ravnest.coordinator import saving
 from ravnest.coordinator.checkpoints import CheckpointStore, newest_good
 from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.saving import Mark, Saver, place_of
+from ravnest.coordinator.stage_parts import StagePart
 from ravnest.errors import PeerError
+from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.graph.weights import stream_tensors
 from ravnest.settings import Checkpoint
 
 PLACE = Place(epoch=2, position=3, microbatches=23, updates=11, samples=184, data_state="abc")
 
 
+METADATA = {"version": "11", "optimizer": '{"values": {}, "groups": []}', "schedule": "null"}
+
+
 async def a_part(stage: int) -> AsyncIterator[bytes]:
-    for chunk in stream_tensors({f"param:layer{stage}": torch.ones(3)}, {"version": "11"}):
+    for chunk in stream_tensors({f"param:layer{stage}": torch.ones(3)}, METADATA):
         yield chunk
 
 
+def stages() -> list[StagePart]:
+    return [
+        StagePart.of(n, PortableGraph((), parameters=(WeightSpec("w", f"layer{n}", torch.float32, (3,)),)))
+        for n in range(2)
+    ]
+
+
 def a_saver(folder: Path, settings: Checkpoint | None = None, updates: int = 0) -> Saver:
-    return Saver(CheckpointStore(folder, keep=2), settings or Checkpoint(), 2, {"aliases": {}}, updates)
+    return Saver(CheckpointStore(folder, keep=2), settings or Checkpoint(), stages(), {"aliases": {}}, updates)
 
 
 def a_mark(number: int = 1) -> Mark:

@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
-from ravnest.errors import RavnestError
+from ravnest.errors import PeerError, RavnestError
+from ravnest.net.control_link import ControlLink
 from ravnest.net.frames import MAGIC, Frame, FrameKind, decode_at, encode
 from ravnest.net.link import Control, Link
+from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import (
     Chunk,
     CoordinatorMessage,
     Deploy,
     FetchRequest,
+    Neighbour,
     ProviderMessage,
 )
 from tests.fuzz.rule import Target
@@ -52,6 +55,7 @@ class _OneMessage:
     """A wire on which these bytes come as one message, and then the end."""
 
     peer = "anna"
+    label = ""
     dialled = True
 
     def __init__(self, data: bytes) -> None:
@@ -63,7 +67,7 @@ class _OneMessage:
     async def write(self, message: bytes) -> None:
         pass
 
-    async def end(self, refusal: str | None) -> None:
+    async def end(self, refusal: PeerError | None) -> None:
         pass
 
     async def release(self) -> None:
@@ -84,6 +88,49 @@ def _link(data: bytes) -> None:
         finally:
             link.abort()
             await link.stream.finished()
+
+    _runner().run(receive())
+
+
+async def _carried(data: bytes) -> ResumableLink:
+    """A link after a connection on which these bytes came."""
+    link, connection = ResumableLink("anna"), Link(_OneMessage(data))
+    await link.send(Frame(FrameKind.DONE, 1))
+    try:
+        await link.carry(connection)
+    except PeerError:
+        # The wire breaks behind the bytes, which is the end of a link that has not ended before.
+        if not link.over or link.error is not None:
+            raise
+    finally:
+        await connection.stream.finished()
+    return link
+
+
+def _resumable(data: bytes) -> None:
+    async def receive() -> None:
+        link = await _carried(data)
+        while await link.receive() is not None:
+            pass
+
+    _runner().run(receive())
+
+
+def _resumable_seeds() -> list[bytes]:
+    begin, end = encode(Frame(FrameKind.RESUME, 0)), encode(Frame(FrameKind.END, 0))
+    return [begin + end, begin + _frame_seeds()[0] + end]
+
+
+def _control_message(data: bytes) -> None:
+    """A message as it comes on a ControlLink: in the bytes of a frame's tensor."""
+
+    async def receive() -> None:
+        frames = [Frame(FrameKind.RESUME, 0), Frame(FrameKind.END, 0)]
+        if data:
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            frames.insert(1, Frame(FrameKind.CONTROL, 0, tensors={"message": tensor}))
+        link = await _carried(b"".join(map(encode, frames)))
+        await ControlLink[Any, ProviderMessage](link, ProviderMessage).receive()
 
     _runner().run(receive())
 
@@ -110,7 +157,8 @@ def control(*kinds: Any) -> Callable[[bytes], None]:
 
 
 def _message_seeds() -> list[bytes]:
-    order = Deploy(deployment="d1", stages=3, settings_json="{}", next_address="10.0.0.1:7700", generation=4)
+    order = Deploy(deployment="d1", stages=3, settings_json="{}", generation=4)
+    order.next.CopyFrom(Neighbour(node="ben", address="10.0.0.1:7700", link="d1-0"))
     messages = [
         CoordinatorMessage(deploy=order),
         ProviderMessage(failed={"deployment": "d1", "kind": "error", "message": "no", "microbatch": -1}),
@@ -124,5 +172,7 @@ TARGETS = (
     Target("frames", _frames, _frame_seeds),
     Target("frame_header", _frame_header, _header_seeds),
     Target("link", _link, _frame_seeds),
+    Target("resumable", _resumable, _resumable_seeds),
+    Target("control_message", _control_message, lambda: [_message_seeds()[1]]),
     Target("control", control(ProviderMessage, CoordinatorMessage, Chunk, FetchRequest), _message_seeds),
 )

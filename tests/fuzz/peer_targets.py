@@ -4,7 +4,7 @@ from functools import cache
 
 from ravnest import __version__
 from ravnest.coordinator.admission import Admission
-from ravnest.coordinator.members import check_version
+from ravnest.coordinator.members import check_machine, check_version
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net import certificates
 from ravnest.net.address import split_address
@@ -36,6 +36,7 @@ def _join(data: bytes) -> None:
     control(JoinRequest)(data)
     request.ParseFromString(data)
     check_version(request)
+    check_machine(request)
     split_address(request.address)
     _admission().join(Identity("invite", _invite().token.id), request.certificate_request, request.name)
 

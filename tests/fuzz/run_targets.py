@@ -57,7 +57,7 @@ def _shown(summary: Summary | None, events: list[dict[str, Any]] | None = None) 
     """All that `ravnest status` does with it."""
     paths = RunPaths(Path("run"))
     json.dumps(status._as_json(paths, summary, None, events or []))
-    status._print(paths, summary, None, events or [], io.StringIO())
+    status._print(paths, summary, None, [], events or [], io.StringIO())
 
 
 def _summary(data: bytes) -> None:

@@ -12,6 +12,9 @@ ROOMS = ["ravnest.net", "ravnest.graph", "ravnest.provider", "ravnest.engine"]
 
 FOOTPRINT = "ravnest.provider.footprint"
 STAND_IN = "imports torch's own compiler, by a name that is written there, when torch itself asks for it"
+DOCTOR = "ravnest.provider.doctor"
+VERSION = "reads which version of torch is installed, and runs nothing of it"
+ITSELF = "CDLL(None) is the process itself: it loads nothing"
 ALLOWED = {
     ("ravnest", "", "importlib.import_module"): "for the line below",
     ("ravnest", "__getattr__", "importlib.import_module"): "the package's public names come from a table in that file",
@@ -22,7 +25,12 @@ ALLOWED = {
     (FOOTPRINT, "_NoCompiler.__getattr__", "importlib"): STAND_IN,
     (FOOTPRINT, "_NoCompiler.__getattr__", "importlib.import_module"): STAND_IN,
     (FOOTPRINT, "_NoCompiler.__getattr__", "getattr(torch._dynamo, …) with a name that is computed"): STAND_IN,
-    (FOOTPRINT, "give_memory_back", "ctypes.CDLL"): "CDLL(None) is the process itself: it loads nothing",
+    (FOOTPRINT, "give_memory_back", "ctypes.CDLL"): ITSELF,
+    (FOOTPRINT, "give_free_memory_back", "ctypes.CDLL"): ITSELF,
+    (DOCTOR, "", "importlib.metadata"): VERSION,
+    (DOCTOR, "look_at_torch", "importlib.metadata"): VERSION,
+    (DOCTOR, "look_at_torch", "importlib.metadata.version"): VERSION,
+    (DOCTOR, "look_at_torch", "importlib.metadata.PackageNotFoundError"): VERSION,
 }
 """By module, function and finding: why this one place is no way in. What is found no more must go from here."""
 

@@ -1,0 +1,290 @@
+"""A neighbour that holds the stage next to a real one breaks the rules on the link between them, over real sockets.
+
+The stage gives the link up with a sentence that names the neighbour, tells it why, and takes nothing more of it.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ravnest.coordinator.admission import Admission
+from ravnest.engine.settings import StageSettings
+from ravnest.errors import PeerError, RefusedError
+from ravnest.graph.layout import layout
+from ravnest.graph.partition import split
+from ravnest.graph.portable import PortableGraph, ValueSpec
+from ravnest.graph.weights import stream_tensors
+from ravnest.net import Frame, FrameKind, Link, NodeIdentity, ProviderServer, dial_link
+from ravnest.net.identity import Identity
+from ravnest.net.resumable import ResumableLink
+from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, ArtifactRef, Deploy, Neighbour
+from ravnest.provider.artifacts import Artifacts
+from ravnest.provider.deployment import Deployment
+from ravnest.provider.fetching import FetchProgress
+from ravnest.spec import OptimizerSpec
+from tests.adversary.strangers import run
+from tests.provider.test_deployment import FakeClient, captured
+
+GENERATION = 4
+LINK = "d1-0"
+SAMPLES = 8
+
+
+@dataclass
+class Victim:
+    """A provider that listens, with a real stage on it. Its one neighbour is mallory."""
+
+    server: ProviderServer
+    address: str
+    nodes: dict[str, NodeIdentity]
+    graph: PortableGraph
+    deployment: Deployment
+    feed: ResumableLink
+
+    async def link(self, peer: str, connection: Link) -> None:
+        await self.deployment.accept(peer, connection)
+
+    async def dial(self, name: str = "mallory", link: str = LINK) -> Link:
+        """A connection of this node; the counts have not been said yet."""
+        return await dial_link(self.address, "victim", self.nodes[name], link)
+
+    async def begin(self) -> Link:
+        """A connection on which mallory began as it should."""
+        connection = await self.dial()
+        await connection.send(Frame(FrameKind.RESUME, 0))
+        first = await connection.receive()
+        assert first is not None and first.kind is FrameKind.RESUME
+        return connection
+
+    async def failure(self) -> str:
+        """Why the stage cannot go on, which is what the coordinator is told."""
+        kind, sentence, _ = await self.deployment.failure
+        assert kind == "link"
+        return sentence
+
+
+def values(specs: tuple[ValueSpec, ...]) -> dict[str, Tensor]:
+    shapes = {
+        s.name: tuple(d if isinstance(d, int) else SAMPLES for d in s.shape) for s in specs if s.dtype is not None
+    }
+    return {s.name: torch.zeros(shapes[s.name], dtype=s.dtype) for s in specs if s.dtype is not None}
+
+
+@contextlib.asynccontextmanager
+async def victim(stage: int) -> AsyncIterator[Victim]:
+    """The first of two stages, or the second."""
+    found = captured()
+    graph = split(found.graph, layout(found.graph).cuts[1:2])[stage]
+    weights = {f"weight:{w.key}": found.weights[w.key] for w in graph.weights}
+    artifacts = {"graph": graph.to_json().encode(), "weights": b"".join(stream_tensors(weights, {}))}
+    refs = {
+        name: ArtifactRef(id=name, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
+        for name, data in artifacts.items()
+    }
+    settings = StageSettings(
+        optimizer=OptimizerSpec("SGD", {"lr": 0.1}).to_json(), stage=stage, stages=2, in_flight=3
+    ).to_json()
+    order = Deploy(deployment="d1", stage=stage, stages=2, settings_json=settings, generation=GENERATION, **refs)
+    mallory = Neighbour(node="mallory", link=LINK, dialling=DIALLING_AWAIT)
+    (order.next if stage == 0 else order.previous).CopyFrom(mallory)
+
+    admission = Admission.in_memory()
+    nodes = {}
+    for name in ("victim", "mallory", "other"):
+        node = nodes[name] = NodeIdentity.new()
+        identity = Identity("invite", admission.invite("127.0.0.1", 1).token.id)
+        node.adopt(admission.join(identity, node.request(), name).certificate, admission.authority.certificate)
+    client: Any = FakeClient(artifacts)
+    progress = FetchProgress(order.graph.size_bytes + order.weights.size_bytes)
+    deployment = await Deployment.make(
+        order, client, nodes["victim"], torch.device("cpu"), 0, Artifacts(client), progress
+    )
+
+    class Handler:
+        async def link(self, peer: str, connection: Link) -> None:
+            await made.link(peer, connection)
+
+    server = ProviderServer(Handler(), nodes["victim"])
+    server.neighbours = {"mallory"}
+    port = await server.start("127.0.0.1", 0)
+    made = Victim(server, f"127.0.0.1:{port}", nodes, graph, deployment, ResumableLink("the coordinator"))
+    deployment.open(made.feed)
+    deployment.link()
+    try:
+        yield made
+    finally:
+        await deployment.close()
+        await server.stop(grace_seconds=0)
+
+
+def forward(stage: Victim, microbatch: int = 0) -> Frame:
+    """What mallory should send to the leaf."""
+    return Frame(
+        FrameKind.FORWARD,
+        microbatch,
+        samples=SAMPLES,
+        generation=GENERATION,
+        tensors=values(stage.graph.receives),
+    )
+
+
+def fed(stage: Victim, microbatch: int = 0) -> Frame:
+    return replace(forward(stage, microbatch), kind=FrameKind.FEED, tensors=values(stage.graph.inputs))
+
+
+def with_values(frame: Frame, change: Any) -> Frame:
+    return replace(frame, tensors={name: change(tensor) for name, tensor in frame.tensors.items()})
+
+
+async def is_told(connection: Link, words: str, kind: type[PeerError] = RefusedError) -> None:
+    """Whoever dialled learns why it was dropped, behind whatever it was sent before."""
+    with pytest.raises(kind, match=words):
+        while await connection.receive() is not None:
+            pass
+
+
+TO_A_LEAF: dict[str, tuple[Any, str]] = {
+    "BACKWARD for FORWARD": (
+        lambda f: [replace(f, kind=FrameKind.BACKWARD)],
+        "a BACKWARD frame came where only FORWARD",
+    ),
+    "FEED for FORWARD": (lambda f: [replace(f, kind=FrameKind.FEED)], "a FEED frame came where only FORWARD"),
+    "DONE for FORWARD": (lambda f: [replace(f, kind=FrameKind.DONE)], "a DONE frame came where only FORWARD"),
+    "CONTROL for FORWARD": (lambda f: [replace(f, kind=FrameKind.CONTROL)], "a CONTROL frame came where only FORWARD"),
+    "an old generation": (lambda f: [replace(f, generation=3)], "a frame of generation 3 came, this stage is of 4"),
+    "a generation to come": (lambda f: [replace(f, generation=5)], "a frame of generation 5 came, this stage is of 4"),
+    "another type": (lambda f: [with_values(f, Tensor.double)], "has type torch.float64"),
+    "another shape": (lambda f: [with_values(f, lambda t: t[:, :-1])], "which does not fit the stage's"),
+    "no dimensions": (lambda f: [with_values(f, lambda t: t.sum())], r"and shape \(\), which does not fit"),
+    "no values": (lambda f: [replace(f, tensors={})], "a FORWARD frame has the wrong values"),
+    "more values": (lambda f: [replace(f, scalars={"x": 1})], r"foreign \['x'\]"),
+    "the same again": (lambda f: [f, f], "microbatch 0 came again"),
+    "a flood of microbatches": (
+        lambda f: [replace(f, microbatch=n) for n in range(1000)],
+        "76 microbatches wait here already, more than can be in flight",
+    ),
+}
+
+
+@pytest.mark.parametrize("trick", TO_A_LEAF)
+def test_a_leaf_whose_neighbour_sends(trick: str) -> None:
+    frames, words = TO_A_LEAF[trick]
+
+    async def test() -> None:
+        async with victim(1) as leaf:
+            connection = await leaf.begin()
+            with contextlib.suppress(PeerError):
+                for frame in frames(forward(leaf)):
+                    await connection.send(frame)
+            # Where the end of a stream meets a write, gRPC says no more than that it ended.
+            gist = "Internal error from Core|" if trick == "a flood of microbatches" else ""
+            await is_told(
+                connection, f"{gist}mallory broke the protocol: .*{words}", PeerError if gist else RefusedError
+            )
+            said = await leaf.failure()
+            assert said.startswith("mallory broke the protocol: ")
+            # It may not come again on this link either, and is told the same.
+            again = await leaf.dial()
+            await is_told(again, f"mallory broke the protocol: .*{words}")
+            report, _ = leaf.deployment.report()
+            assert (report.forwards, report.updates) == (0, 0)
+
+    run(test())
+
+
+TO_A_ROOT: dict[str, tuple[Any, str]] = {
+    "FORWARD for BACKWARD": (lambda f: replace(f, kind=FrameKind.FORWARD), "a FORWARD frame came where only BACKWARD"),
+    "gradients that nobody waits for": (lambda f: f, "gradients of microbatch 7 came, which no stage here waits for"),
+    "gradients of another type": (lambda f: with_values(f, Tensor.half), "has type torch.float16"),
+    "gradients of another shape": (lambda f: with_values(f, lambda t: t[:, :-1]), "which does not fit the stage's"),
+    "gradients of an old generation": (lambda f: replace(f, generation=1), "a frame of generation 1 came"),
+}
+
+
+@pytest.mark.parametrize("trick", TO_A_ROOT)
+def test_a_root_whose_neighbour_sends(trick: str) -> None:
+    change, words = TO_A_ROOT[trick]
+
+    async def test() -> None:
+        async with victim(0) as root:
+            connection = await root.begin()
+            gradients = values(tuple(v for v in root.graph.sends if v.needs_grad))
+            frame = Frame(FrameKind.BACKWARD, 7, samples=SAMPLES, generation=GENERATION, tensors=gradients)
+            await connection.send(change(frame))
+            await is_told(connection, f"mallory broke the protocol: .*{words}")
+            assert (await root.failure()).startswith("mallory broke the protocol: ")
+            report, _ = root.deployment.report()
+            assert report.updates == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([Frame(FrameKind.ACK, 3)], "mallory confirms 3 frames, 0 to 0 are possible; the link is given up"),
+        ([Frame(FrameKind.RESUME, 0)], "mallory said its count in the middle of a connection; the link is given up"),
+        ([Frame(FrameKind.ACK, 0, scalars={"x": 1})], "mallory sent a ACK frame that carries values"),
+    ],
+    ids=["a confirmation of nothing", "its count in the middle", "a confirmation with values"],
+)
+def test_a_stage_whose_neighbour_abuses_the_counts(frames: list[Frame], words: str) -> None:
+    async def test() -> None:
+        async with victim(1) as leaf:
+            connection = await leaf.begin()
+            for frame in frames:
+                await connection.send(frame)
+            await is_told(connection, words)
+            assert words in await leaf.failure()
+
+    run(test())
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "twice, and goes on"])
+def test_a_stage_whose_neighbour_ends_the_link(again: bool) -> None:
+    async def test() -> None:
+        async with victim(1) as leaf:
+            connection = await leaf.begin()
+            await connection.send(Frame(FrameKind.END, 0))
+            with contextlib.suppress(PeerError):
+                for frame in (Frame(FrameKind.END, 0), forward(leaf)) if again else ():
+                    await connection.send(frame)
+            # Not silence: the coordinator is told that the stage cannot go on.
+            assert await leaf.failure() == "mallory ended the link"
+            report, _ = leaf.deployment.report()
+            assert report.forwards == 0
+            connection.abort()
+
+    run(test())
+
+
+def test_an_honest_neighbour_goes_on_beside_a_stranger_who_tries_everything() -> None:
+    async def test() -> None:
+        async with victim(1) as leaf:
+            # The node of this name is honest in this test.
+            link = ResumableLink("victim")
+            dialling = asyncio.create_task(link.keep_dialling(leaf.dial))
+            for microbatch in range(10):
+                with pytest.raises(RefusedError, match="other may not call Link: mallory may"):
+                    await leaf.dial("other")
+                # Neither may a neighbour speak on a link that it was not given.
+                stray = await leaf.dial("mallory", f"d{microbatch}-7")
+                await is_told(stray, f"there is no link 'd{microbatch}-7' with mallory here")
+                await link.send(forward(leaf, microbatch))
+                leaf.deployment.take_feed(fed(leaf, microbatch))
+                gradients = await link.receive()
+                assert gradients is not None
+                assert (gradients.kind, gradients.microbatch) == (FrameKind.BACKWARD, microbatch)
+            assert link.connections == 1 and not leaf.deployment.failure.done()
+            link.fail(PeerError("the test is over"))
+            with contextlib.suppress(PeerError):
+                await dialling
+
+    run(test())
