@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -12,6 +13,7 @@ _STEP_SECONDS = 1.0
 """How long a step of the requester's code may go on after an interrupt: most end at once, and a data loader that is
 broken off in the middle of one leaves noise and workers behind."""
 _KNOCK_SECONDS = 0.1
+_NUDGES = 3
 _KNOCK = signal.SIGURG
 """Breaks into a call that blocks. Nobody's program ends of it, so one that comes late does no harm."""
 
@@ -44,6 +46,8 @@ class Interrupts:
         self._over = False
         self._in_users_code = False
         self._heard = threading.Event()
+        self._breaking = False
+        self._bell: int | None = None
 
     @property
     def exit_code(self) -> int:
@@ -57,12 +61,17 @@ class Interrupts:
                     self._replace(number, self._on_signal)
             if signal.SIGINT in self._before:
                 self._replace(_KNOCK, self._on_knock)
+                self._watch()
             _active.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._bell is not None:
+            bell, self._bell = self._bell, None
+            signal.set_wakeup_fd(-1)
+            os.close(bell)
         while self._before:
             signal.signal(*self._before.popitem())
         if self in _active:
@@ -120,7 +129,23 @@ class Interrupts:
             self._before[number] = before
             signal.signal(number, handler)
 
+    def _watch(self) -> None:
+        """Sees to it that a signal is acted on even where it comes just before a call that blocks, which then does not
+        end of it: the system's own note of each signal wakes a thread, which interrupts that call a moment later.
+        """
+        ear, bell = os.pipe()
+        os.set_blocking(bell, False)
+        if (others := signal.set_wakeup_fd(bell, warn_on_full_buffer=False)) != -1:
+            # Somebody runs an event loop on this thread, which has the same cares.
+            signal.set_wakeup_fd(others)
+            os.close(ear)
+            os.close(bell)
+            return
+        self._bell = bell
+        threading.Thread(target=_nudge, args=(ear,), name="ravnest-signals", daemon=True).start()
+
     def _break_in(self) -> None:
+        self._breaking = True
         self._heard.clear()
         threading.Thread(target=self._knock, name="ravnest-knock", daemon=True).start()
 
@@ -134,8 +159,18 @@ class Interrupts:
 
     def _on_knock(self, number: int, frame: FrameType | None) -> None:
         self._heard.set()
-        if self._in_users_code:
+        if self._breaking and self._in_users_code:
             self.check()
+
+
+def _nudge(ear: int) -> None:
+    with open(ear, "rb", buffering=0) as notes:
+        while note := notes.read(1):
+            if note[0] in _REPLACED:
+                for _ in range(_NUDGES):
+                    time.sleep(_KNOCK_SECONDS)
+                    with suppress(ProcessLookupError):
+                        signal.pthread_kill(threading.main_thread().ident or 0, _KNOCK)
 
 
 def _nothing() -> None:

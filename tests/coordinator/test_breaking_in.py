@@ -1,5 +1,6 @@
 """A run that ends while the requester's own code keeps it waiting, and signals while a run goes on."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -97,3 +98,42 @@ def test_a_forked_worker_ends_of_a_signal() -> None:
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+
+
+def test_a_signal_just_before_a_call_that_blocks_is_not_lost() -> None:
+    # From before the call to within it, in steps finer than its start takes.
+    for microseconds in range(0, 200, 4):
+        with Interrupts():
+            ready = threading.Event()
+
+            def ask(ready: threading.Event = ready, wait: float = microseconds / 1e6) -> None:
+                ready.wait()
+                until = time.perf_counter() + wait
+                while time.perf_counter() < until:
+                    pass
+                os.kill(os.getpid(), signal.SIGTERM)
+
+            thread = threading.Thread(target=ask)
+            thread.start()
+            started = time.perf_counter()
+            with pytest.raises(Interrupted):
+                ready.set()
+                threading.Event().wait(30)
+            thread.join()
+            assert time.perf_counter() - started < 15
+
+
+def test_an_event_loop_on_the_main_thread_keeps_its_own_note_of_signals() -> None:
+    async def inside() -> None:
+        before = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(before)
+        with Interrupts():
+            now = signal.set_wakeup_fd(before)
+        assert now == before
+
+    loop = asyncio.new_event_loop()
+    loop.add_signal_handler(signal.SIGUSR1, lambda: None)
+    try:
+        loop.run_until_complete(inside())
+    finally:
+        loop.close()
