@@ -27,6 +27,7 @@ fuzz: $(VENV)/.fuzz-installed
 bench: $(VENV)/.dev-installed
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.memory
+	@$(BIN)/python -m benchmarks.transport
 
 format: $(VENV)/.dev-installed
 	@$(BIN)/ruff format .
