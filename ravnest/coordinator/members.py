@@ -37,6 +37,8 @@ class Member:
     session: str = field(default_factory=lambda: secrets.token_hex(16))
     reach: Reach | None = None
     """Whether it can be dialled, once that is known."""
+    reports: bool = False
+    """Whether it holds a stage and has begun to report on it."""
 
     cores: int = 0
     flops_per_second: float = 0.0

@@ -24,6 +24,7 @@ from ravnest.net.dialling_back import NONCE_BYTES, dial_back
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
 from ravnest.net.link import Link, RelayEnd
+from ravnest.net.measuring import LinkSpeed
 from ravnest.net.resumable import ResumableLink
 from ravnest.net.server import CoordinatorServer
 from ravnest.net.v1.control_pb2 import (
@@ -42,6 +43,10 @@ from ravnest.net.version import PROTOCOL_VERSION
 HEARTBEAT_SECONDS = 1.0
 PATIENCE_SECONDS = 30.0
 """How long a provider may be without a connection before it is taken for gone."""
+SILENCE_SECONDS = 60.0
+"""How long a provider that is connected and holds a stage may say nothing, over a fast line."""
+_BUFFERED_BYTES = 16 << 20
+"""What may be on its way out of a machine before a report gets its turn."""
 _STOP_SECONDS = 1.0
 
 
@@ -129,6 +134,8 @@ class Swarm:
         """Says something to a provider, now or when it is connected again; PeerError when it is gone."""
         if message.HasField("deploy"):
             self._orders[node_id] = message.deploy
+            # It is busy fetching and building now, and reports when that is done.
+            self.members[node_id].reports = False
         await self.members[node_id].control.send(message)
 
     async def feed_frame(self, node_id: str, frame: Frame) -> None:
@@ -217,7 +224,8 @@ class Swarm:
         """Passes on what a provider says, until its stay is over."""
         reason, left = "it ended its connection", ""
         try:
-            while (message := await member.control.receive()) is not None:
+            while (message := await self._next_message(member)) is not None:
+                member.reports |= message.HasField("report")
                 if self._hear_measures(member, message):
                     continue
                 if message.HasField("leaving"):
@@ -231,6 +239,18 @@ class Swarm:
             if self.events is not None:
                 self.events.vanished(member.node_id, left or reason)
             self.members.changes.notify()
+
+    async def _next_message(self, member: Member) -> ProviderMessage | None:
+        """What a provider says next. One that holds a stage says something every second: silence ends its stay."""
+        seconds = silence_seconds(member.link)
+        try:
+            async with asyncio.timeout(seconds if member.reports else None):
+                return await member.control.receive()
+        except TimeoutError:
+            why = RefusedError(f"{member.node_id} is connected and has said nothing for {seconds:.0f} s")
+            member.fail(why)
+            self._server.drop(member.node_id, str(why))
+            raise why from None
 
     def _hear_measures(self, member: Member, message: ProviderMessage) -> bool:
         measured_before = member.measured
@@ -298,6 +318,13 @@ class Swarm:
         if self.events is None:
             raise RefusedError("there is no run to upload to")
         await self.events.uploaded(node_id, name, chunks)
+
+
+def silence_seconds(link: LinkSpeed | None) -> float:
+    """How long a provider that reports may be silent: longer over a slow line, where a report waits for what else is
+    being sent."""
+    waiting = _BUFFERED_BYTES / link.up_bytes_per_second if link is not None and link.up_bytes_per_second > 0 else 0.0
+    return SILENCE_SECONDS + waiting
 
 
 def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, str]:

@@ -13,13 +13,14 @@ from ravnest.coordinator.admission import Admission
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Artifact
 from ravnest.coordinator.reception import announce, watch_for_kicks
-from ravnest.coordinator.swarm import Swarm
+from ravnest.coordinator.swarm import Swarm, silence_seconds
 from ravnest.coordinator.waiting import Changes
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net import CoordinatorClient, Frame, FrameKind, NodeIdentity, SwarmInvite
 from ravnest.net.certificates import Certificate
 from ravnest.net.control_link import ControlLink
+from ravnest.net.measuring import LinkSpeed
 from ravnest.net.node_identity import joiner_keys
 from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
@@ -360,6 +361,31 @@ def test_a_provider_that_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
                 await swarm.swarm.feed_frame("anna", Frame(FrameKind.FEED, 1))
 
     run(test())
+
+
+def test_a_stage_that_is_connected_and_silent_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ravnest.coordinator.swarm.SILENCE_SECONDS", 0.3)
+
+    async def test() -> None:
+        async with ends() as swarm:
+            anna, ben = await swarm.provider("anna"), await swarm.provider("ben")
+            await swarm.deploy(anna, 0, 1)
+            await anna.control.send(ProviderMessage(report={"deployment": "d"}))
+            await swarm.until(lambda: bool(swarm.told.gone))
+            assert swarm.told.gone == [("anna", "anna is connected and has said nothing for 0 s")]
+            with pytest.raises(RefusedError, match="has said nothing"):
+                await anna.feed.receive()
+            # One that holds no stage has nothing to say.
+            assert ben.control.link.connected and [m.node_id for m in swarm.swarm.members.connected()] == ["ben"]
+
+    run(test())
+
+
+def test_over_a_slow_line_silence_is_borne_for_longer() -> None:
+    fast, slow = (LinkSpeed(0.05, rate, rate) for rate in (100e6, 50e3))
+    assert silence_seconds(None) == 60
+    assert 60 < silence_seconds(fast) < 61
+    assert silence_seconds(slow) > 300
 
 
 def test_a_node_cannot_use_the_stay_of_another() -> None:
