@@ -83,9 +83,12 @@ def read_certificate(data: bytes) -> Certificate:
     try:
         if len(data) > 2 * MAX_DER_BYTES:
             raise ValueError("it is too long")
-        if data.startswith(b"-----"):
-            return x509.load_pem_x509_certificate(data)
-        return x509.load_der_x509_certificate(data)
+        pem = data.startswith(b"-----")
+        certificate = x509.load_pem_x509_certificate(data) if pem else x509.load_der_x509_certificate(data)
+        # All of the signature's bits are used. The library does not look, so one certificate would have many forms.
+        if not certificate.public_bytes(serialization.Encoding.DER).endswith(b"\x00" + certificate.signature):
+            raise ValueError("its signature has bits that are not used")
+        return certificate
     except Exception as error:  # as above
         raise PeerError(f"a certificate cannot be read: {str(error)[:300]}") from None
 
