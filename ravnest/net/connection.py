@@ -60,8 +60,8 @@ def _bind_refusal(host: str, port: int) -> str:
 
 
 # The window is gRPC's own, which it fits to the measured line. A fixed one of 4 MiB gave 0.95 of its rate under TLS on
-# loopback (medians of seven runs with bare gRPC on a busy machine, so within its noise). With it what is held for a peer
-# that does not read stayed within 16 MiB; without it 19 were seen.
+# loopback (medians of seven runs with bare gRPC on a busy machine, so within its noise). With it what is held for a
+# peer that does not read stayed within 16 MiB; without it 19 were seen.
 _HTTP2_OPTIONS: Final = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
