@@ -225,7 +225,7 @@ class Swarm:
         reason, left = "it ended its connection", ""
         try:
             while (message := await self._next_message(member)) is not None:
-                member.reports |= message.HasField("report")
+                self._hear_whether_it_reports(member, message)
                 if self._hear_measures(member, message):
                     continue
                 if message.HasField("leaving"):
@@ -251,6 +251,13 @@ class Swarm:
             member.fail(why)
             self._server.drop(member.node_id, str(why))
             raise why from None
+
+    def _hear_whether_it_reports(self, member: Member, message: ProviderMessage) -> None:
+        """A stage reports until it fails: so does that of a run before, whose neighbours have other stages now."""
+        order = self._orders.get(member.node_id)
+        for kind in ("report", "failed"):
+            if order is not None and message.HasField(kind) and getattr(message, kind).deployment == order.deployment:
+                member.reports = kind == "report"
 
     def _hear_measures(self, member: Member, message: ProviderMessage) -> bool:
         measured_before = member.measured

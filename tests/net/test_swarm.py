@@ -134,7 +134,9 @@ class Ends:
     async def deploy(
         self, provider: Provider, stage: int, stages: int, artifact: str = "", generation: int = 1
     ) -> None:
-        order = Deploy(stage=stage, stages=stages, generation=generation, graph=ArtifactRef(id=artifact))
+        order = Deploy(
+            deployment="d", stage=stage, stages=stages, generation=generation, graph=ArtifactRef(id=artifact)
+        )
         await self.swarm.tell(provider.node.node_id, CoordinatorMessage(deploy=order))
 
     def break_connections(self, node_id: str) -> None:
@@ -377,6 +379,25 @@ def test_a_stage_that_is_connected_and_silent_is_dropped(monkeypatch: pytest.Mon
                 await anna.feed.receive()
             # One that holds no stage has nothing to say.
             assert ben.control.link.connected and [m.node_id for m in swarm.swarm.members.connected()] == ["ben"]
+
+    run(test())
+
+
+def test_a_stage_that_has_failed_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of a run before, in a swarm that serves several: its neighbours hold other stages now, and it does not."""
+    monkeypatch.setattr("ravnest.coordinator.swarm.SILENCE_SECONDS", 0.3)
+
+    async def test() -> None:
+        async with ends() as swarm:
+            anna, ben = await swarm.provider("anna"), await swarm.provider("ben")
+            await swarm.deploy(anna, 0, 1)
+            await swarm.deploy(ben, 0, 1)
+            # One has failed; the other was given a new stage while a last word on the old one was under way.
+            await anna.control.send(ProviderMessage(report={"deployment": "d"}))
+            await anna.control.send(ProviderMessage(failed={"deployment": "d", "kind": "link", "message": "gone"}))
+            await ben.control.send(ProviderMessage(report={"deployment": "one before"}))
+            await asyncio.sleep(1.0)
+            assert swarm.told.gone == []
 
     run(test())
 
