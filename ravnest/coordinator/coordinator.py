@@ -39,7 +39,7 @@ from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Fault
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, ProviderMessage, Save, Start, Threads
-from ravnest.planner.plan import Plan, ProviderProfile, plan_cluster
+from ravnest.planner.stage_plan import Plan, ProviderProfile, plan_cluster
 
 _BETTER_REASON_SECONDS = 0.2
 _LOST_NEIGHBOUR_SECONDS = 1.0

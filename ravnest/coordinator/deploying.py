@@ -10,7 +10,7 @@ from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
 from ravnest.coordinator.reachability import Reach, choose_dialling
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour
-from ravnest.planner.plan import Plan
+from ravnest.planner.stage_plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ravnest.graph.profile import CostProfile, profile
 from ravnest.graph.update_cost import time_update
 from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
 from ravnest.job import Job
-from ravnest.planner.plan import StagePlan
+from ravnest.planner.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, slots=True)

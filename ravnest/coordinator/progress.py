@@ -11,7 +11,7 @@ from ravnest.monitor import summary as written
 from ravnest.monitor.snapshot import Snapshot, StageView
 from ravnest.monitor.summary import ClusterSummary, Fault, StageLink, StageSummary, Staleness, Status, Summary
 from ravnest.net.v1.control_pb2 import Report
-from ravnest.planner.plan import Plan
+from ravnest.planner.stage_plan import Plan
 
 _RATE_SECONDS = 5.0
 _HALT_SECONDS = 2.0

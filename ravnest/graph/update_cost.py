@@ -25,6 +25,8 @@ class UpdateCost:
     step_seconds: float = 0.0
     parameter_seconds: float = 0.0
     byte_seconds: float = 0.0
+    state_bytes_per_byte: float = 2.0
+    """What the optimizer keeps for a parameter, against the parameter itself: Adam's two moments, say."""
 
 
 def time_update(optimizer: OptimizerSpec, accumulate: int = 1) -> UpdateCost:

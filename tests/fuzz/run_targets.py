@@ -25,7 +25,7 @@ from ravnest.net.v1.control_pb2 import (
     ProviderMessage,
     Report,
 )
-from ravnest.planner.plan import Plan, StagePlan
+from ravnest.planner.stage_plan import Plan, StagePlan
 from tests.fuzz.files import File
 from tests.fuzz.message_targets import control
 from tests.fuzz.rule import Target

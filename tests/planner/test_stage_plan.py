@@ -6,7 +6,7 @@ import pytest
 
 from ravnest.graph.profile import CostProfile, NodeCost
 from ravnest.graph.update_cost import UpdateCost
-from ravnest.planner.plan import FRAME_SECONDS, Plan, ProviderProfile, plan_cluster, role_of
+from ravnest.planner.stage_plan import FRAME_SECONDS, Plan, ProviderProfile, plan_cluster, role_of
 from tests.graph.cutting import example
 
 SAMPLES = 10

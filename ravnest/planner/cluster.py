@@ -1,0 +1,218 @@
+"""One cluster: what each stage takes of its machine and its lines, and the rate that comes of it.
+
+The formulas are in docs/planning.md. A cluster takes a microbatch every `period_seconds`: that of its slowest stage or
+line, or longer where too few microbatches are in flight to cover the way through all stages and back.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ravnest.planner.model_costs import ModelCosts, Table
+from ravnest.planner.providers import Goal, Network, Provider
+
+FRAME_SECONDS: Final = 300e-6
+"""Processor time that a frame costs a node beyond its computation: packing, the transport, passing it from thread to
+thread. It hardly depends on the frame's size. Measured by `python -m benchmarks.overhead` on an AMD EPYC at 2.6 GHz;
+other machines of this age differ by less than a factor of two."""
+
+HANDLED_BYTES_PER_SECOND: Final = 1e9
+"""What packing, encrypting and unpacking costs a stage on its own processor."""
+
+SPARE: Final = 1.3
+"""Beyond what a stage holds: fragments, buffers of the network. `python -m benchmarks.memory` measures this factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """A stage between two places of the model, on one provider, for one microbatch."""
+
+    provider: str
+    start: int
+    """The place in the model where it begins, as `split` counts them."""
+    end: int
+    compute_seconds: float
+    """Forward, backward, update, and handling frames."""
+    up_seconds: float
+    """What it sends, over its own line; of both neighbours."""
+    down_seconds: float
+    line_seconds: float
+    """What crosses between it and the stage before, over the line between them: of both directions the slower."""
+    trip_seconds: float
+    """Its part of the way of a microbatch through all stages and back, with the line to the stage before."""
+    memory_bytes: float
+    parameter_bytes: float
+    fed_bytes: float
+    relayed_bytes: float
+    """What the coordinator passes on between it and the stage before, both ways."""
+
+    @property
+    def seconds(self) -> float:
+        """Of whatever of it is busy longest."""
+        return max(self.compute_seconds, self.up_seconds, self.down_seconds, self.line_seconds)
+
+    @property
+    def limit(self) -> str:
+        """What that is, in words."""
+        named = {
+            f"the computation of {self.provider}": self.compute_seconds,
+            f"what {self.provider} can send": self.up_seconds,
+            f"what {self.provider} can receive": self.down_seconds,
+            f"the line between {self.provider} and the stage before": self.line_seconds,
+        }
+        return max(named, key=lambda name: named[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Stages in order from root to leaf, and the rate of the cluster by itself."""
+
+    stages: tuple[StageCost, ...]
+    in_flight: int
+    samples: int
+    """In a microbatch."""
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        return tuple(stage.provider for stage in self.stages)
+
+    @property
+    def busiest_seconds(self) -> float:
+        return max(stage.seconds for stage in self.stages)
+
+    @property
+    def round_trip_seconds(self) -> float:
+        """The way of one microbatch through all stages and back, when nothing else is under way."""
+        return sum(stage.trip_seconds for stage in self.stages)
+
+    @property
+    def period_seconds(self) -> float:
+        return max(self.busiest_seconds, self.round_trip_seconds / self.in_flight)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.period_seconds
+
+    @property
+    def limit(self) -> str:
+        """What the rate hangs on."""
+        if self.round_trip_seconds / self.in_flight > self.busiest_seconds:
+            return f"{self.in_flight} microbatches in flight on a way of {self.round_trip_seconds:.3g} s"
+        return max(self.stages, key=lambda stage: stage.seconds).limit
+
+
+@dataclass(frozen=True, slots=True)
+class StageTables:
+    """One provider at one position of an order: for a stage from place i to place j, what `StageCost` holds."""
+
+    compute: Table
+    up: Table
+    down: Table
+    line: Table
+    """By the place where the stage begins."""
+    trip: Table
+    relayed: bool
+
+    @property
+    def seconds(self) -> Table:
+        return np.maximum(np.maximum(self.compute, self.line[:, None]), np.maximum(self.up, self.down))
+
+
+def stage_tables(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    provider: Provider,
+    before: Provider | None,
+    after: Provider | None,
+) -> StageTables:
+    """What any stage would cost this provider between these neighbours (None: it is the first, or the last)."""
+    forward, backward, fed = model.forward_bytes, model.backward_bytes, model.fed_bytes
+    compute = compute_seconds(model, goal, provider)
+    here = provider.machine
+    left = 0.0 if before is None or before.machine == here else 1.0
+    right = 0.0 if after is None or after.machine == here else 1.0
+    fed_over_line = fed if network.requester.host != here else np.zeros_like(fed)
+    up = (left * backward[:, None] + right * forward[None, :]) / provider.up_bytes_per_second
+    down = (left * forward[:, None] + right * backward[None, :] + fed_over_line) / provider.down_bytes_per_second
+    line, trip, relayed = np.zeros_like(forward), compute, False
+    if before is not None:
+        here_to, back_to = network.line(before, provider), network.line(provider, before)
+        forth, back = forward / here_to.bytes_per_second, backward / back_to.bytes_per_second
+        line = np.maximum(forth, back)
+        trip = trip + (forth + back + here_to.latency_seconds + back_to.latency_seconds)[:, None]
+        relayed = network.relayed(before, provider)
+    return StageTables(compute, up, down, line, trip, relayed)
+
+
+def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
+    """Forward, backward, update and the handling of frames, for a stage from place i to place j."""
+    heavy, light = model.heavy_seconds, model.light_seconds
+    if goal.recompute:
+        heavy, light = heavy + model.heavy_forward_seconds, light + model.light_forward_seconds
+    work = model.between(heavy / provider.compute_speed + light / provider.memory_speed)
+    places = np.arange(len(model.places))
+    begins, ends = places == 0, places == model.last
+    frames = 2.0 * ~begins[:, None] + begins[:, None] + 2.0 * ~ends[None, :] + (model.fed_bytes > 0)
+    crossing = model.forward_bytes + model.backward_bytes
+    handled = crossing[:, None] + crossing[None, :] + model.fed_bytes
+    step = model.step_seconds / provider.memory_speed
+    seconds: Table = work + step + frames * FRAME_SECONDS + handled / HANDLED_BYTES_PER_SECOND
+    return seconds
+
+
+def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
+    """What a stage from place i to place j holds, with so many microbatches in flight in its cluster.
+
+    A leaf has one at a time: its backward follows at once. The newest microbatch uses the weights as they are; each
+    older one needs a version of its own.
+    """
+    flying = np.full(len(model.places), float(in_flight))
+    flying[model.last] = 1.0
+    parameters = model.between(model.parameter_bytes)
+    saved = model.between(model.saved_bytes)
+    held = 2.0 + model.state_bytes_per_byte + flying[None, :] - 1.0
+    activations = saved + (flying[None, :] - 1.0) * (
+        (model.forward_bytes[:, None] + model.fed_bytes) if goal.recompute else saved
+    )
+    total: Table = SPARE * (parameters * held + activations)
+    return total
+
+
+def cluster_of(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    order: Sequence[Provider],
+    cuts: Sequence[int],
+    in_flight: int,
+) -> Cluster:
+    """The cluster of these providers in this order, cut at these places (indices into `model.places`)."""
+    bounds = (0, *cuts, model.last)
+    held = memory_bytes(model, goal, in_flight)
+    crossing = model.forward_bytes + model.backward_bytes
+    stages = []
+    for number, provider in enumerate(order):
+        i, j = bounds[number], bounds[number + 1]
+        before = order[number - 1] if number else None
+        after = order[number + 1] if number + 1 < len(order) else None
+        tables = stage_tables(model, goal, network, provider, before, after)
+        stages.append(
+            StageCost(
+                provider=provider.name,
+                start=model.places[i],
+                end=model.places[j],
+                compute_seconds=float(tables.compute[i, j]),
+                up_seconds=float(tables.up[i, j]),
+                down_seconds=float(tables.down[i, j]),
+                line_seconds=float(tables.line[i]),
+                trip_seconds=float(tables.trip[i, j]),
+                memory_bytes=float(held[i, j]),
+                parameter_bytes=float(model.parameter_bytes[j] - model.parameter_bytes[i]),
+                fed_bytes=float(model.fed_bytes[i, j]),
+                relayed_bytes=float(crossing[i]) if tables.relayed else 0.0,
+            )
+        )
+    return Cluster(tuple(stages), in_flight, model.samples)

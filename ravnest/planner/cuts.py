@@ -1,0 +1,181 @@
+"""Where to cut the model for providers in a given order: exactly the best place for every cut.
+
+For a number of microbatches in flight, a set of cuts is as good as its slowest stage or line allows, and no better than
+that number over the round trip. Both are found together: the cuts with the shortest round trip among those without a
+stage slower than a bound, for the smallest bound that is worth it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes, stage_tables
+from ravnest.planner.model_costs import ModelCosts, Table
+from ravnest.planner.providers import Goal, Network, Provider
+
+
+def best_cuts(model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider]) -> Cluster | None:
+    """The best cluster of all of these in this order; None where the model cannot be cut so that each stage fits.
+
+    Best is the rate, times what a sample is worth with so many in flight; among equals the fewest in flight.
+    """
+    if not order or len(order) > model.most_stages:
+        return None
+    ways = _Ways.of(model, goal, network, order)
+    numbers = _numbers(goal, len(order))
+    found = ways.fastest(numbers)
+    if found is None:
+        return None
+    if goal.worth(found.in_flight) < 1 or found.period_seconds > ways.least_seconds(numbers[0]) * (1 + _CLOSE):
+        # Memory, staleness and the length of the way stand against one another.
+        found = ways.best_of_all(numbers)
+    in_flight = found.in_flight
+    if _one_more_fits(model, goal, order, found):
+        in_flight += 1
+    return cluster_of(model, goal, network, order, found.cuts, in_flight)
+
+
+_CLOSE = 1e-9
+
+
+def _one_more_fits(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_Found") -> bool:
+    """Whether there is room for one more than just enough: stages do not take turns as evenly as the formula has it."""
+    more = found.in_flight + 1
+    if len(order) == 1 or goal.in_flight is not None or more > goal.most_in_flight:
+        return False
+    held = memory_bytes(model, goal, more)
+    bounds = (0, *found.cuts, model.last)
+    fits = all(held[bounds[k], bounds[k + 1]] <= order[k].memory_bytes for k in range(len(order)))
+    return fits and goal.worth(more) == goal.worth(found.in_flight)
+
+
+def _numbers(goal: Goal, stages: int) -> range:
+    """How many in flight may be tried."""
+    if stages == 1:
+        return range(1, 2)
+    if goal.in_flight is not None:
+        return range(goal.most_in_flight, goal.most_in_flight + 1)
+    return range(1, goal.most_in_flight + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    cuts: tuple[int, ...]
+    slowest_seconds: float
+    round_trip_seconds: float
+    in_flight: int
+
+    @property
+    def period_seconds(self) -> float:
+        return max(self.slowest_seconds, self.round_trip_seconds / self.in_flight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """For each position of the order, what a stage from place i to place j costs there."""
+
+    seconds: list[Table]
+    trips: list[Table]
+    model: ModelCosts
+    goal: Goal
+    order: Sequence[Provider]
+
+    @classmethod
+    def of(cls, model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider]) -> "_Ways":
+        around = (None, *order, None)
+        tables = [
+            stage_tables(model, goal, network, provider, around[k], around[k + 2]) for k, provider in enumerate(order)
+        ]
+        seconds = [np.where(model.legal, t.seconds, np.inf) for t in tables]
+        return cls(seconds, [t.trip for t in tables], model, goal, order)
+
+    def best_of_all(self, numbers: range) -> _Found:
+        """The best rate, times what a sample is worth, over all numbers in flight."""
+        best: _Found | None = None
+        for in_flight in numbers:
+            found = self.best(in_flight)
+            if found is None:
+                # More in flight need more memory.
+                break
+            if best is None or self._score(found) > self._score(best) * (1 + _CLOSE):
+                best = found
+            if found.round_trip_seconds <= in_flight * found.slowest_seconds:
+                # The slowest stage or line is the limit: with more in flight nothing gets faster.
+                break
+        assert best is not None
+        return best
+
+    def fastest(self, numbers: range) -> _Found | None:
+        """The cuts of the fastest slowest stage, with as many in flight as that takes; None where nothing fits."""
+        least = self.least_seconds(numbers[0])
+        if not np.isfinite(least):
+            return None
+        way = self._quickest(self._fitting(numbers[0]), least, numbers[0]).round_trip_seconds
+        enough = min(max(math.ceil(way / least - _CLOSE), numbers[0]), numbers[-1])
+        return self.best(enough) or self.best(numbers[0])
+
+    def least_seconds(self, in_flight: int) -> float:
+        """The slowest stage or line of the cuts that make it fastest."""
+        return _shortest(self._fitting(in_flight), np.maximum)[0]
+
+    def best(self, in_flight: int) -> _Found | None:
+        """The cuts of the shortest period with this many in flight; None where no cuts fit into the memory."""
+        seconds = self._fitting(in_flight)
+        least, _ = _shortest(seconds, np.maximum)
+        if not np.isfinite(least):
+            return None
+        found = self._quickest(seconds, least, in_flight)
+        if found.round_trip_seconds <= in_flight * found.slowest_seconds:
+            return found
+        # A slower stage may have the shorter way: the longest of the two is least where they meet.
+        bounds = np.unique(np.concatenate([t[np.isfinite(t) & (t > least)] for t in seconds]))
+        low, high = 0, len(bounds) - 1
+        best = found
+        while low <= high:
+            middle = (low + high) // 2
+            found = self._quickest(seconds, float(bounds[middle]), in_flight)
+            if found.period_seconds < best.period_seconds:
+                best = found
+            if found.round_trip_seconds > in_flight * bounds[middle]:
+                low = middle + 1
+            else:
+                high = middle - 1
+        return best
+
+    def _score(self, found: _Found) -> float:
+        return self.goal.worth(found.in_flight) / found.period_seconds
+
+    def _fitting(self, in_flight: int) -> list[Table]:
+        """Seconds of the stages that fit into the memory of their provider."""
+        held = memory_bytes(self.model, self.goal, in_flight)
+        return [
+            np.where(held <= provider.memory_bytes, table, np.inf)
+            for provider, table in zip(self.order, self.seconds, strict=True)
+        ]
+
+    def _quickest(self, seconds: list[Table], bound: float, in_flight: int) -> _Found:
+        """The cuts of the shortest round trip among those without a stage or line slower than the bound."""
+        allowed = [np.where(table <= bound, trip, np.inf) for table, trip in zip(seconds, self.trips, strict=True)]
+        way, cuts = _shortest(allowed, np.add)
+        places = (0, *cuts, self.model.last)
+        slowest = max(float(table[places[k], places[k + 1]]) for k, table in enumerate(seconds))
+        return _Found(cuts, slowest, way, in_flight)
+
+
+def _shortest(tables: Sequence[Table], combine: np.ufunc) -> tuple[float, tuple[int, ...]]:
+    """Best way from the first place to the last, one table for each step, costs joined by `combine` (max or sum)."""
+    best = tables[0][0]
+    back = []
+    for table in tables[1:]:
+        through = combine(best[:, None], table)
+        step = np.argmin(through, axis=0)
+        back.append(step)
+        best = through[step, np.arange(len(best))]
+    place = len(best) - 1
+    cuts = []
+    for step in reversed(back):
+        place = int(step[place])
+        cuts.append(place)
+    return float(best[-1]), tuple(reversed(cuts))

@@ -1,0 +1,119 @@
+"""The machines as the planner sees them: what each computes and holds, and how fast two of them talk."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+Pair = tuple[str, str]
+"""From whom, and to whom."""
+
+NO_LIMIT: Final = math.inf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provider:
+    """One machine. Speeds are relative to the machine on which the model's costs were measured."""
+
+    name: str
+    memory_bytes: int
+    compute_speed: float = 1.0
+    """Of products and convolutions."""
+    memory_speed: float = 1.0
+    """Of everything that is limited by moving bytes: the other operators, and updates."""
+    up_bytes_per_second: float = NO_LIMIT
+    down_bytes_per_second: float = NO_LIMIT
+    latency_seconds: float = 0.0
+    """One way to the coordinator."""
+    reachable: bool = True
+    """Whether other machines can dial it."""
+    reliability: float = 1.0
+    """How likely it is there when it is needed."""
+    host: str = ""
+    """Providers of the same host share its cores, and talk over no line; none: it is a host of its own."""
+    cores: int = 1
+    threads: int = 1
+
+    @property
+    def machine(self) -> str:
+        return self.host or self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """From one machine to another: what it carries in a second, and how long a byte takes."""
+
+    bytes_per_second: float = NO_LIMIT
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Requester:
+    """The coordinator's machine: it feeds every cluster, and passes on what two machines cannot send directly."""
+
+    host: str = ""
+    up_bytes_per_second: float = NO_LIMIT
+    down_bytes_per_second: float = NO_LIMIT
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What is known of the lines: those that were measured, and for the others what both ends say of themselves."""
+
+    measured: Mapping[Pair, Line] = field(default_factory=dict)
+    requester: Requester = field(default_factory=Requester)
+
+    def line(self, sender: Provider, receiver: Provider) -> Line:
+        """What carries bytes from one to the other."""
+        if sender.machine == receiver.machine:
+            return Line()
+        found = self.measured.get((sender.name, receiver.name))
+        if found is not None:
+            return found
+        rate = min(sender.up_bytes_per_second, receiver.down_bytes_per_second)
+        if self.relayed(sender, receiver):
+            rate = min(rate, self.requester.up_bytes_per_second, self.requester.down_bytes_per_second)
+        # By way of the coordinator: the straight way is hardly longer, and is known once it was measured.
+        return Line(rate, sender.latency_seconds + receiver.latency_seconds)
+
+    def relayed(self, one: Provider, other: Provider) -> bool:
+        """Whether the coordinator passes on what these two send one another."""
+        return not (one.reachable or other.reachable) and one.machine != other.machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What the job and its requester fix about a plan."""
+
+    in_flight: int | None = None
+    """Microbatches in flight in a cluster, where they are set."""
+    max_staleness: int | None = None
+    """A bound that always holds."""
+    accumulate: int = 1
+    recompute: bool = False
+    """Keep no activations between forward and backward, and compute them a second time."""
+    average_every: int = 100
+    """Microbatches of a cluster between two rounds of averaging."""
+    most_clusters: int | None = None
+    least_stages: int = 1
+    """Of a cluster; with `least_stages` as many as there are providers, each gets a stage."""
+
+    @property
+    def most_in_flight(self) -> int:
+        """As many as the bounds on staleness allow, and never more than MOST_IN_FLIGHT."""
+        most = MOST_IN_FLIGHT if self.in_flight is None else self.in_flight
+        return most if self.max_staleness is None else min(most, (self.max_staleness + 1) * self.accumulate)
+
+    def worth(self, in_flight: int) -> float:
+        """What a sample is worth that was trained on with so many in flight, against one that was not stale.
+
+        Up to STALENESS_BOUND staleness costs nothing here: it is what every pipeline has. Beyond it, every further
+        update costs STALENESS_COST.
+        """
+        beyond = max(0.0, (in_flight - 1) / self.accumulate - STALENESS_BOUND)
+        return 1.0 / (1.0 + STALENESS_COST * beyond)
+
+
+MOST_IN_FLIGHT: Final = 32
+STALENESS_BOUND: Final = 8
+STALENESS_COST: Final = 0.02

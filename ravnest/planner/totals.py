@@ -1,0 +1,95 @@
+"""What several clusters do together: the cores and lines they share, and what averaging takes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ravnest.planner.cluster import FRAME_SECONDS, Cluster
+from ravnest.planner.providers import Goal, Network, Provider
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The rates of clusters that train one model together."""
+
+    rates: tuple[float, ...]
+    """Samples a second of each, beside the others."""
+    averaging_seconds: float
+    """What one round takes."""
+    samples_per_second: float
+    """Of all of them, averaging included."""
+    score: float
+    """The same, less what staleness beyond the bound takes: what a plan is chosen by."""
+    limit: str
+    """What they share that holds them back; empty where nothing does."""
+
+
+def totals(goal: Goal, network: Network, providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> Totals:
+    """The rates of these clusters beside one another."""
+    rates, limit = _sharing_hosts(network, providers, clusters)
+    rates, limit = _sharing_the_requester(network, clusters, rates, limit)
+    together = sum(rates)
+    averaging = averaging_seconds(providers, clusters)
+    kept = 1.0
+    if averaging and together:
+        # A round comes after so many microbatches of each cluster, on average.
+        between = goal.average_every * sum(c.samples for c in clusters) / together
+        kept = between / (between + averaging)
+    worth = sum(rate * goal.worth(cluster.in_flight) for rate, cluster in zip(rates, clusters, strict=True))
+    return Totals(rates, averaging, together * kept, worth * kept, limit)
+
+
+def averaging_seconds(providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> float:
+    """How long a round takes: every node sends and receives 2(C-1)/C of its stage, all rings at once."""
+    count = len(clusters)
+    if count < 2:
+        return 0.0
+    slowest = 0.0
+    for cluster in clusters:
+        for stage in cluster.stages:
+            provider = providers[stage.provider]
+            rate = min(provider.up_bytes_per_second, provider.down_bytes_per_second)
+            slowest = max(slowest, stage.parameter_bytes / rate)
+    return 2 * (count - 1) / count * slowest
+
+
+def _sharing_hosts(
+    network: Network, providers: Mapping[str, Provider], clusters: Sequence[Cluster]
+) -> tuple[tuple[float, ...], str]:
+    """Providers on one host share its cores: where they would be busier than it has cores, all of them slow down."""
+    busy: dict[str, dict[int, float]] = {}
+    cores: dict[str, int] = {}
+    for number, cluster in enumerate(clusters):
+        for stage in cluster.stages:
+            provider = providers[stage.provider]
+            if provider.host:
+                share = busy.setdefault(provider.host, {})
+                share[number] = share.get(number, 0.0) + stage.compute_seconds * provider.threads
+                cores[provider.host] = provider.cores
+        if network.requester.host in busy:
+            fed = sum(stage.fed_bytes > 0 for stage in cluster.stages)
+            share = busy[network.requester.host]
+            share[number] = share.get(number, 0.0) + (fed + 1) * FRAME_SECONDS
+    rates = [cluster.samples_per_second for cluster in clusters]
+    limit = ""
+    for host in sorted(busy):
+        load = sum(seconds * rates[n] / clusters[n].samples for n, seconds in busy[host].items())
+        if load > cores[host]:
+            limit = f"the {cores[host]} cores of {host}"
+            for n in busy[host]:
+                rates[n] *= cores[host] / load
+    return tuple(rates), limit
+
+
+def _sharing_the_requester(
+    network: Network, clusters: Sequence[Cluster], rates: tuple[float, ...], limit: str
+) -> tuple[tuple[float, ...], str]:
+    """The requester's line carries what all clusters are fed, and what is relayed, which passes it both ways."""
+    fed = relayed = 0.0
+    for rate, cluster in zip(rates, clusters, strict=True):
+        fed += rate / cluster.samples * sum(s.fed_bytes for s in cluster.stages)
+        relayed += rate / cluster.samples * sum(s.relayed_bytes for s in cluster.stages)
+    requester = network.requester
+    load = max((fed + relayed) / requester.up_bytes_per_second, relayed / requester.down_bytes_per_second)
+    if load <= 1:
+        return rates, limit
+    return tuple(rate / load for rate in rates), "the requester's line"
