@@ -21,6 +21,7 @@ from ravnest.coordinator.gathering import gather
 from ravnest.coordinator.ledger import Entry
 from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
+from ravnest.coordinator.planning import Machine, RunPlan, check_fit, goal_of, plan_measured
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
@@ -30,7 +31,6 @@ from ravnest.coordinator.stage_parts import BadPartError, StagePart
 from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
-from ravnest.engine.schedule import flight_limit
 from ravnest.errors import PeerError, RavnestError, RefusedError, RunError, TrainingError, printable
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
@@ -39,12 +39,9 @@ from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Fault
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, ProviderMessage, Save, Start, Threads
-from ravnest.planner.stage_plan import Plan, ProviderProfile, plan_cluster
 
 _BETTER_REASON_SECONDS = 0.2
 _LOST_NEIGHBOUR_SECONDS = 1.0
-_PREFETCH = 2
-"""Microbatches that wait at the root beyond those in flight, so that it never waits for the feeder."""
 _DISPLAY_SECONDS = 0.25
 _SUMMARY_SECONDS = 2.0
 
@@ -84,6 +81,7 @@ class Coordinator:
         self._evaluation: Evaluation | None = None
         self._last_info: CheckpointInfo | None = None
         self._limit = 1
+        self._ahead = 0
         self._generation = 0
         self._closing = False
         self.on_failure: Callable[[], None] = lambda: None
@@ -97,29 +95,33 @@ class Coordinator:
             self.joined(member)
         self._spawn(self._show())
 
-    async def deploy(self, prepared: Prepared, providers: int | None, threads: int, cores: int) -> Plan:
+    async def deploy(self, prepared: Prepared, providers: int | None, threads: int, cores: int) -> RunPlan:
         """Waits for the providers, plans, and returns when every stage is built and linked.
 
         Without a number, it waits for as many as have the memory for the model together.
         """
-        job = prepared.job
+        job, machine = prepared.job, Machine(cores, threads)
         self.phase("waiting for providers")
-        gathering = gather(self._swarm.members, prepared, providers, self._display.message)
+        gathering = gather(
+            self._swarm.members, providers, lambda present: check_fit(prepared, present, machine), self._display.message
+        )
         members, why = await self._while_well(gathering)
         self._events.emit("gathered", f"{len(members)} providers: {why}")
-        providers = len(members)
-        profiles = tuple(ProviderProfile(m.node_id, m.host, m.threads or cores, m.threads or threads) for m in members)
-        graph, host = prepared.captured.graph, self._swarm.host
-        plan = await asyncio.to_thread(plan_cluster, graph, prepared.costs, profiles, host)
-        self._limit, why = flight_limit(providers, job.pipeline.in_flight, job.pipeline.max_staleness)
+        self.phase("planning")
+        planning = plan_measured(self._swarm, prepared, members, goal_of(job, providers), machine, self.phase)
+        plan: RunPlan = await self._while_well(planning)
+        self._limit, self._ahead = plan.in_flight, plan.ahead
         self._events.emit(
             "planned",
             plan.reason,
             predicted_samples_per_second=plan.predicted_samples_per_second,
             stages=[{"provider": s.node, "role": s.role, "parameters": s.parameters} for s in plan.stages],
             places=plan.places,
+            in_flight=plan.in_flight,
+            standbys=plan.plan.standbys,
         )
-        self._events.emit("in_flight", f"{self._limit} microbatches in flight: {why}", limit=self._limit)
+        taking_part = {stage.node for stage in plan.stages}
+        members = [member for member in members if member.node_id in taking_part]
         if self._swarm.state is not None:
             await asyncio.to_thread(self._swarm.state.planned, [s.node for s in plan.stages])
             await asyncio.to_thread(self._swarm.state.reached, self._position())
@@ -136,7 +138,7 @@ class Coordinator:
             {
                 "aliases": dict(prepared.captured.aliases),
                 "non_persistent": sorted(prepared.captured.not_saved),
-                "stages": providers,
+                "stages": len(plan.stages),
                 **trained_with(job),
             },
             self._ledger.updates,
@@ -308,7 +310,7 @@ class Coordinator:
 
     # Deploying.
 
-    async def _deploy_stages(self, prepared: Prepared, plan: Plan, members: list[Member], threads: int) -> None:
+    async def _deploy_stages(self, prepared: Prepared, plan: RunPlan, members: list[Member], threads: int) -> None:
         self._swarm.generation += 1
         self._generation = self._swarm.generation
         by_id = {member.node_id: member for member in members}
@@ -339,7 +341,7 @@ class Coordinator:
     # Items.
 
     async def _take_batch(self, item: TrainBatch) -> None:
-        await self._until(lambda: self._ledger.outstanding < self._limit + _PREFETCH and self._evaluation is None)
+        await self._until(lambda: self._ledger.outstanding < self._limit + self._ahead and self._evaluation is None)
         self.progress.run_clock()
         self.progress.epoch = item.after.epoch
         self._ledger.feed(Entry(item.microbatch, item.samples, item.after, item.completes_update))
@@ -368,7 +370,7 @@ class Coordinator:
             self._evaluation = Evaluation()
             self.phase("evaluating")
         evaluation = self._evaluation
-        await self._until(lambda: evaluation.outstanding < 2 * self._limit + _PREFETCH)
+        await self._until(lambda: evaluation.outstanding < 2 * self._limit + self._ahead)
         evaluation.sent(item.microbatch, item.samples)
         await self._send(item.tensors, item.microbatch, item.samples, train=False)
 

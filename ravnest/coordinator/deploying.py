@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from ravnest.coordinator.members import Member
+from ravnest.coordinator.planning import RunPlan
 from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
 from ravnest.coordinator.reachability import Reach, choose_dialling
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour
-from ravnest.planner.stage_plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Orders:
     async def make(
         cls,
         prepared: Prepared,
-        plan: Plan,
+        plan: RunPlan,
         members: Mapping[str, Member],
         reaches: Mapping[str, Reach],
         deployment: str,
@@ -63,7 +63,7 @@ class Orders:
                 stages=len(nodes),
                 graph=_reference(graph),
                 weights=_reference(weights),
-                settings_json=stage_settings(prepared.job, number, len(nodes)).to_json(),
+                settings_json=stage_settings(prepared.job, number, len(nodes), plan.in_flight).to_json(),
                 generation=generation,
                 previous=links[number - 1].to_before if number else None,
                 next=links[number].to_after if number < len(links) else None,

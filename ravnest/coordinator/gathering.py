@@ -4,31 +4,28 @@ import asyncio
 from collections.abc import Callable
 
 from ravnest.coordinator.members import Member, Members
-from ravnest.coordinator.prepare import Prepared
-from ravnest.planner.memory import Enough, enough_memory
+from ravnest.errors import PlanError
 
 
 async def gather(
-    members: Members, prepared: Prepared, count: int | None, tell: Callable[[str], None]
+    members: Members, count: int | None, fits: Callable[[list[Member]], None], tell: Callable[[str], None]
 ) -> tuple[list[Member], str]:
-    """Who is to take a stage, in order, and why these.
+    """Who may take a stage, and why these.
 
-    They are the first `count` that are there; without a count, as many as have the memory for the model together.
-    `tell` hears what is still missing.
+    They are the first `count` that are there; without a count, all that are there once the model fits into their
+    memory: `fits` raises PlanError while it does not. `tell` hears what is still missing.
     """
     if count is not None:
         return await members.wait_for(count), f"{count} were asked for"
     told = ""
     while True:
         present = members.in_order()
-        found = await asyncio.to_thread(_enough, prepared, present)
-        if found.count:
-            return present[: found.count], found.reason
-        if present and found.reason != told:
-            tell(f"waiting for more memory: {found.reason}")
-            told = found.reason
+        try:
+            if present:
+                await asyncio.to_thread(fits, present)
+                return present, "the model fits into the memory there is"
+        except PlanError as error:
+            if str(error) != told:
+                told = str(error)
+                tell(f"waiting for more memory: {told}")
         await members.changes.until(lambda before=present: members.in_order() != before)  # type: ignore[misc]
-
-
-def _enough(prepared: Prepared, present: list[Member]) -> Enough:
-    return enough_memory(prepared.captured.graph, prepared.costs, [member.memory_bytes for member in present])

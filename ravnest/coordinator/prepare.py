@@ -11,7 +11,6 @@ import torch
 from ravnest.coordinator.checkpoints import CheckpointContents
 from ravnest.coordinator.feeder import Guard, first_batches
 from ravnest.coordinator.resuming import resumed_metadata
-from ravnest.engine.schedule import flight_limit
 from ravnest.engine.settings import StageSettings
 from ravnest.errors import RunError
 from ravnest.graph.batch import samples_in
@@ -67,10 +66,9 @@ def prepare(
     return Prepared(job, captured, costs, peeked, restored)
 
 
-def stage_settings(job: Job, stage: int, stages: int) -> StageSettings:
+def stage_settings(job: Job, stage: int, stages: int, in_flight: int) -> StageSettings:
     """What the provider of one stage is told about training it."""
     schedule = job.schedule_spec
-    limit, _ = flight_limit(stages, job.pipeline.in_flight, job.pipeline.max_staleness)
     return StageSettings(
         optimizer=job.optimizer_spec.to_json(),
         schedule=None if schedule is None else schedule.to_json(),
@@ -80,7 +78,7 @@ def stage_settings(job: Job, stage: int, stages: int) -> StageSettings:
         accumulate=job.pipeline.accumulate,
         clip_norm=job.pipeline.clip_norm,
         clip_value=job.pipeline.clip_value,
-        in_flight=limit,
+        in_flight=in_flight,
         record_updates=job.pipeline.record_updates,
     )
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ravnest.coordinator.ledger import Ledger
+from ravnest.coordinator.planning import RunPlan
 from ravnest.monitor import summary as written
 from ravnest.monitor.snapshot import Snapshot, StageView
 from ravnest.monitor.summary import ClusterSummary, Fault, StageLink, StageSummary, Staleness, Status, Summary
 from ravnest.net.v1.control_pb2 import Report
-from ravnest.planner.stage_plan import Plan
 
 _RATE_SECONDS = 5.0
 _HALT_SECONDS = 2.0
@@ -41,7 +41,7 @@ class Progress:
     samples_limit: int | None = None
     """Samples after which `max_updates` ends the run."""
     eval: dict[str, float] | None = None
-    plan: Plan | None = None
+    plan: RunPlan | None = None
     devices: Mapping[str, str] = field(default_factory=dict)
     reports: dict[str, Report] = field(default_factory=dict)
     first_update_seconds: float | None = None

@@ -1,0 +1,222 @@
+"""From the members of a swarm to a plan for a run: what each said it measured, as the planner takes it.
+
+The lines between providers are measured where a plan would use them: it is planned with what each said of its own
+line, the lines between neighbours of that plan are measured, and it is planned again with what was found.
+"""
+
+import asyncio
+import ipaddress
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ravnest.coordinator.measures import measure_pairs
+from ravnest.coordinator.members import Member
+from ravnest.coordinator.prepare import Prepared
+from ravnest.coordinator.reachability import Reach
+from ravnest.coordinator.swarm import Swarm
+from ravnest.errors import PeerError
+from ravnest.graph.profile import CostProfile
+from ravnest.job import Job
+from ravnest.net.measuring import LinkSpeed
+from ravnest.planner.cluster import Cluster
+from ravnest.planner.formation import form
+from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.plan import Plan
+from ravnest.planner.providers import Goal, Line, Network, Pair, Provider, Requester
+from ravnest.planner.stage_plan import StagePlan, stages_of
+
+_AHEAD = 2
+_MOST_AHEAD = 32
+"""More would wait at a stage than it may be told to keep."""
+
+_MEASURED_PLANS = 3
+"""How often it is planned anew with the lines that the plan before would have used."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run deploys: the stages of its cluster, and the plan they come from."""
+
+    plan: Plan
+    stages: tuple[StagePlan, ...]
+    ahead: int
+    """Microbatches to feed beyond those in flight."""
+    reason: str
+
+    @property
+    def predicted_samples_per_second(self) -> float:
+        return self.plan.predicted_samples_per_second
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where the model is cut."""
+        return tuple(stage.start for stage in self.plan.clusters[0].stages[1:])
+
+    @property
+    def in_flight(self) -> int:
+        return self.plan.clusters[0].in_flight
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The coordinator's own machine, whose cores the providers on it share."""
+
+    cores: int
+    threads: int
+    """What each of them computes with, unless it says so itself."""
+
+    @property
+    def host(self) -> str:
+        return "this machine"
+
+
+def goal_of(job: Job, stages: int | None) -> Goal:
+    """What the job fixes about its plan, for a run of one cluster of so many stages (None: of as many as pay)."""
+    pipeline = job.pipeline
+    return Goal(
+        in_flight=pipeline.in_flight,
+        max_staleness=pipeline.max_staleness,
+        accumulate=pipeline.accumulate,
+        most_clusters=1,
+        least_stages=stages or 1,
+    )
+
+
+def model_costs(prepared: Prepared) -> ModelCosts:
+    """The prepared model's tables."""
+    captured = prepared.captured
+    sizes = {name: tensor.nbytes for name, tensor in captured.sample.items()}
+    return ModelCosts.of(captured.graph, prepared.costs, sizes)
+
+
+def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Network, goal: Goal) -> RunPlan:
+    """The plan of a run with these providers; PlanError where the model does not fit."""
+    plan = form(model_costs(prepared), goal, network, providers)
+    cluster = plan.clusters[0]
+    stages = stages_of(prepared.captured.graph, cluster)
+    reason = (
+        f"{len(stages)} stage{'s' if len(stages) > 1 else ''}, {cluster.in_flight} microbatches in flight; "
+        f"{plan.limit or cluster.limit} limits it to {plan.predicted_samples_per_second:.1f} samples/s"
+    )
+    return RunPlan(plan, stages, feed_ahead(cluster, {p.name: p for p in providers}), reason)
+
+
+def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
+    """How many microbatches are fed beyond those in flight, so that no stage ever waits for the coordinator: as many as
+    are trained on while word of a completed one comes and the next goes out, and a few."""
+    longest = max(
+        2 * providers[stage.provider].latency_seconds
+        + stage.fed_bytes / providers[stage.provider].down_bytes_per_second
+        for stage in cluster.stages
+        if stage.fed_bytes
+    )
+    return _AHEAD + min(_MOST_AHEAD, math.ceil(longest / cluster.period_seconds))
+
+
+def check_fit(prepared: Prepared, members: Sequence[Member], machine: Machine) -> None:
+    """PlanError where the model does not fit into the memory of these; nothing of lines is asked here."""
+    anywhere = Reach("", "not asked")
+    providers = [provider_of(member, prepared.costs, anywhere, machine) for member in members]
+    form(model_costs(prepared), goal_of(prepared.job, None), Network(), providers)
+
+
+async def plan_measured(
+    swarm: Swarm,
+    prepared: Prepared,
+    members: Sequence[Member],
+    goal: Goal,
+    machine: Machine,
+    tell: Callable[[str], None],
+) -> RunPlan:
+    """The plan of a run with these members, with the lines that it uses measured. PlanError, as `plan_members`."""
+    reaches = await swarm.reaches(members)
+    providers = [provider_of(member, prepared.costs, reaches[member.node_id], machine) for member in members]
+    lines: dict[Pair, Line] = {}
+    for _ in range(_MEASURED_PLANS):
+        network = Network(lines, requester_of(members, machine.host))
+        planned = await asyncio.to_thread(plan_members, prepared, providers, network, goal)
+        missing = lines_to_measure(planned.plan, {p.name: p for p in providers}, network)
+        missing = [pair for pair in missing if all(swarm.members[node].measures_link for node in pair)]
+        if not missing:
+            break
+        tell("measuring the lines between providers")
+        for pair, found in (await measure_pairs(swarm, missing)).items():
+            lines.update(measured_lines(pair, found, {p.name: p for p in providers}, network))
+    return planned
+
+
+def lines_to_measure(plan: Plan, providers: Mapping[str, Provider], network: Network) -> list[Pair]:
+    """Who is to measure the line to whom: neighbours in the plan whose line is not known, and can be dialled."""
+    missing = []
+    for cluster in plan.clusters:
+        for before, after in itertools.pairwise(cluster.providers):
+            one, other = providers[before], providers[after]
+            if (before, after) in network.measured or one.machine == other.machine or network.relayed(one, other):
+                continue
+            missing.append((before, after) if other.reachable else (after, before))
+    return missing
+
+
+def measured_lines(
+    pair: Pair, found: LinkSpeed | PeerError, providers: Mapping[str, Provider], network: Network
+) -> dict[Pair, Line]:
+    """What a measurement says of the line both ways; one that failed leaves what both ends say of themselves."""
+    here, there = pair
+    if isinstance(found, PeerError):
+        one, other = providers[here], providers[there]
+        return {pair: network.line(one, other), (there, here): network.line(other, one)}
+    latency = found.round_trip_seconds / 2
+    return {
+        pair: Line(found.up_bytes_per_second, latency),
+        (there, here): Line(found.down_bytes_per_second, latency),
+    }
+
+
+def provider_of(member: Member, costs: CostProfile, reach: Reach, machine: Machine) -> Provider:
+    """A member as the planner sees it."""
+    here = _is_here(member.host)
+    provider = Provider(
+        name=member.node_id,
+        memory_bytes=member.memory_bytes,
+        compute_speed=_relative(member.flops_per_second, costs.flops_per_second),
+        memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second),
+        reachable=bool(reach.address),
+        host=machine.host if here else "",
+        cores=machine.cores if here else member.cores,
+        threads=member.threads or machine.threads,
+    )
+    if member.link is None or here:
+        return provider
+    return replace(
+        provider,
+        up_bytes_per_second=member.link.up_bytes_per_second,
+        down_bytes_per_second=member.link.down_bytes_per_second,
+        latency_seconds=member.link.round_trip_seconds / 2,
+    )
+
+
+def requester_of(members: Sequence[Member], host: str) -> Requester:
+    """The coordinator's own line, which is at least as fast as the fastest that was measured to it."""
+    links = [member.link for member in members if member.link is not None and not _is_here(member.host)]
+    if not links:
+        return Requester(host)
+    return Requester(
+        host,
+        up_bytes_per_second=max(link.down_bytes_per_second for link in links),
+        down_bytes_per_second=max(link.up_bytes_per_second for link in links),
+    )
+
+
+def _relative(speed: float, reference: float) -> float:
+    """How fast a machine is against the one that measured the model; as fast, where one of them was not measured."""
+    return speed / reference if speed > 0 and reference > 0 else 1.0
+
+
+def _is_here(host: str) -> bool:
+    """Whether a provider is on the coordinator's own machine: other machines do not connect from its loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
