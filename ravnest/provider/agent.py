@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ravnest import __version__, amounts
+from ravnest.engine.speed import Speed
 from ravnest.errors import PeerError, RavnestError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
@@ -54,7 +55,6 @@ from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.links import PeerMeasuring, report_link
 from ravnest.provider.measuring import core_count, device_name, machine_speed
 from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
-from ravnest.provider.speed import Speed
 from ravnest.provider.stay import Stay
 
 _FIRST_TELL_SECONDS = 2.0
