@@ -3,7 +3,8 @@
 The block grows until a step takes long enough to be told from the overhead of starting it: an ordinary processor is
 measured with a small block, a large GPU with a large one. What is counted is the arithmetic of the matrix products;
 what is timed is the whole step, with the optimizer. So the figure is one that training reaches. On a processor the time
-is what the computing thread got of it: others that are busy at that moment do not make the machine slow.
+is what the computing thread got of it, where there is one: others that are busy at that moment do not make the machine
+slow.
 """
 
 import time
@@ -13,6 +14,8 @@ from typing import Final
 
 import torch
 import torch.nn.functional as F
+
+from ravnest.graph.clock import work_clock
 
 MEASUREMENT_VERSION: Final = 2
 """Of what is measured here and how; figures of another version are not comparable."""
@@ -68,7 +71,7 @@ def measure_speed(
     The first step wakes the device up, and may take some seconds more. `clock` replaces every clock that is looked at.
     """
     elapsed = clock or time.perf_counter
-    worked = clock or (time.thread_time if device.type == "cpu" else time.perf_counter)
+    worked = clock or (work_clock() if device.type == "cpu" else time.perf_counter)
     deadline = float("inf")
     flops_per_second = 0.0
     for size in SIZES:
