@@ -30,6 +30,10 @@ class Speed:
     flops_per_second: float
     memory_bytes_per_second: float
 
+    def divided(self, slower: float) -> "Speed":
+        """Of a device that is so many times slower."""
+        return Speed(self.flops_per_second / slower, self.memory_bytes_per_second / slower)
+
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
