@@ -19,7 +19,6 @@ from benchmarks.models import GPT, LARGE, Repeated, next_token_loss, token_batch
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.coordinator.prepare import Prepared, prepare
-from ravnest.engine.schedule import flight_limit
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.monitor.events import read_events
@@ -84,11 +83,11 @@ def _measure(stages: int, prepared: Prepared, bare: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(stages) as swarm:
         run = Path(folder, "run")
         summary = swarm.train(_job(3 * (stages + 1)), run=run, display=False).summary
-        places = next(event["places"] for event in read_events(run / "events.jsonl") if event["kind"] == "planned")
+        planned = next(event for event in read_events(run / "events.jsonl") if event["kind"] == "planned")
     rows = []
-    for graph, ran in zip(split(prepared.captured.graph, places), summary.clusters[0].stages, strict=True):
+    for graph, ran in zip(split(prepared.captured.graph, planned["places"]), summary.clusters[0].stages, strict=True):
         # A microbatch's staleness is the number of those that were in flight when its forward ran.
-        share = share_of(graph, prepared, ran.staleness.max + 1, flight_limit(stages, None, None)[0])
+        share = share_of(graph, prepared, ran.staleness.max + 1, planned["in_flight"])
         rows.append(_row(stages, ran, share, bare))
         say(f"{rows[-1]['case']}: {rows[-1]['factor']:.2f} times its share")
     return rows

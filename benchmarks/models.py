@@ -1,5 +1,6 @@
 """The models that benchmarks train, in plain PyTorch, with data for them that costs nothing to make."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -72,6 +73,23 @@ class Block(nn.Module):
         return fed
 
 
+class Convolutions(nn.Module):
+    """Six convolutions with batch norms over small pictures, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 32, 32, 64, 64, 128, 128)
+        layers: list[nn.Module] = []
+        for number, (before, after) in enumerate(itertools.pairwise(widths)):
+            stride = 2 if number in (2, 4) else 1
+            layers += [nn.Conv2d(before, after, 3, stride, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128 * 16, 10))
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.layers(pictures)
+        return scores
+
+
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -94,6 +112,13 @@ def token_batches(size: GPTSize, batch_size: int, count: int = 8) -> list[Batch]
     shape = (count, batch_size, size.context + 1)
     tokens = torch.randint(size.vocabulary, shape, generator=generator)
     return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens]
+
+
+def picture_batches(batch_size: int, count: int = 8) -> list[Batch]:
+    """Random pictures of 32 by 32 points, and a random class for each."""
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randn((count, batch_size, 3, 32, 32), generator=generator)
+    return list(zip(pictures, torch.randint(10, (count, batch_size), generator=generator), strict=True))
 
 
 def _initialise(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.reachability import Reach
 from ravnest.coordinator.swarm import Swarm
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, PlanError
 from ravnest.graph.profile import CostProfile
 from ravnest.job import Job
 from ravnest.net.measuring import LinkSpeed
@@ -91,9 +91,21 @@ def model_costs(prepared: Prepared) -> ModelCosts:
     return ModelCosts.of(captured.graph, prepared.costs, sizes)
 
 
+def check_stages(model: ModelCosts, stages: int) -> None:
+    """PlanError where the model cannot be cut into so many; it says into how many it can."""
+    possible = model.most_stages
+    if stages > possible:
+        raise PlanError(
+            f"the model can be cut into at most {possible} stage{'s' if possible > 1 else ''}, not {stages} "
+            f"(each stage needs a trainable parameter of its own); use --providers {possible} or fewer"
+        )
+
+
 def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Network, goal: Goal) -> RunPlan:
     """The plan of a run with these providers; PlanError where the model does not fit."""
-    plan = form(model_costs(prepared), goal, network, providers)
+    model = model_costs(prepared)
+    check_stages(model, goal.least_stages)
+    plan = form(model, goal, network, providers)
     cluster = plan.clusters[0]
     stages = stages_of(prepared.captured.graph, cluster)
     reason = (

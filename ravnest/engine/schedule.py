@@ -42,12 +42,3 @@ def next_task(waiting: Waiting, in_flight: int, limit: int | None) -> Decision:
     if waiting.forwards:
         return Decision(Task.WAIT, f"{in_flight} in flight is the limit; waiting for a gradient")
     return Decision(Task.WAIT, "nothing is ready")
-
-
-def flight_limit(stages: int, in_flight: int | None, max_staleness: int | None) -> tuple[int, str]:
-    """How many microbatches a cluster keeps between forward and backward, and why."""
-    wanted = in_flight if in_flight is not None else (1 if stages == 1 else stages + 1)
-    why = "pipeline.in_flight" if in_flight is not None else f"{stages} stages and one to cover the links"
-    if max_staleness is not None and wanted > max_staleness + 1:
-        return max_staleness + 1, f"pipeline.max_staleness={max_staleness} allows no more ({why} would give {wanted})"
-    return wanted, why

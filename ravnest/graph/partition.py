@@ -1,65 +1,19 @@
-"""Cuts a model into contiguous stages: where (by measured cost), and into what graphs."""
+"""Cuts a model into contiguous stages, each a graph of its own. Where to cut is the planner's to say."""
 
 import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
-import torch
-
-from ravnest.errors import PlanError
 from ravnest.graph.layout import Layout, layout
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec
-from ravnest.graph.profile import CostProfile
 
-_BYTES_PER_SECOND = 1e9
-"""What packing, sending and unpacking costs a stage on its own CPU; the link itself is the planner's concern."""
-_NEAR = 1.02
-_MOST_CUTS = 1500
 _SIZE = "aten.sym_size.int"
-
-
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """Chosen places, what each stage costs there, and why."""
-
-    places: tuple[int, ...]
-    stage_seconds: tuple[float, ...]
-    crossing_bytes: tuple[int, ...]
-    reason: str
 
 
 def most_stages(graph: PortableGraph) -> int:
     """Into how many stages the model can be cut at most: each must own a trained parameter."""
     return len(_smallest_stages(layout(graph))) + 1
-
-
-def choose_cuts(graph: PortableGraph, costs: CostProfile, stages: int) -> Cuts:
-    """The cuts that make the slowest stage fastest, and among nearly equal ones those with the fewest bytes.
-
-    PlanError where the model has fewer places to cut than asked for; it says how many stages are possible.
-    """
-    plan = layout(graph)
-    smallest = _smallest_stages(plan)
-    possible = len(smallest) + 1
-    if stages > possible:
-        raise PlanError(
-            f"the model can be cut into at most {possible} stage{'s' if possible > 1 else ''}, not {stages} "
-            f"(each stage needs a trainable parameter of its own); use --providers {possible} or fewer"
-        )
-    places, cost, traffic = _tables(graph, plan, costs, smallest[: stages - 1])
-    best = _shortest(np.where(np.isfinite(cost), cost, np.inf), stages, np.maximum)
-    bottleneck = best[0]
-    bytes_in = np.where(cost <= bottleneck * _NEAR, traffic[:, None], np.inf)
-    chosen = _shortest(bytes_in, stages, np.add)[1]
-    seconds = tuple(float(cost[a, b]) for a, b in zip((0, *chosen), (*chosen, len(places) - 1), strict=True))
-    crossing = tuple(int(traffic[c]) for c in chosen)
-    reason = (
-        f"slowest of {stages} stages {max(seconds) * 1e3:.2f} ms of {sum(seconds) * 1e3:.2f} ms a microbatch, "
-        f"{sum(crossing):,} bytes over {len(crossing)} cuts"
-    )
-    return Cuts(tuple(places[c] for c in chosen), seconds, crossing, reason)
 
 
 def split(graph: PortableGraph, places: Sequence[int]) -> tuple[PortableGraph, ...]:
@@ -153,59 +107,3 @@ def _smallest_stages(plan: Layout) -> list[int]:
             cuts.append(cut)
             start = cut
     return cuts
-
-
-def _tables(
-    graph: PortableGraph, plan: Layout, costs: CostProfile, kept: Sequence[int]
-) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Candidate places (with both ends), seconds of the stage between each two of them, bytes that cross at each.
-
-    Of very many places those with the least traffic stay, and `kept`: with them there is always a way.
-    """
-    cuts = list(plan.cuts)
-    traffic_at = {c: sum(_value_bytes(v, costs) for v in plan.crossing[c]) for c in cuts}
-    if len(cuts) > _MOST_CUTS:
-        cuts = sorted({*sorted(cuts, key=lambda c: traffic_at[c])[:_MOST_CUTS], *kept})
-    places = [0, *cuts, len(plan.line)]
-    traffic = np.array([0.0, *(traffic_at[c] for c in cuts), 0.0])
-    work, owned = np.zeros(len(plan.line)), np.zeros(len(plan.line))
-    for i, node in enumerate(plan.line):
-        work[i] = costs.seconds(node.name)
-    for parameter in graph.parameters:
-        if (first := plan.first_use.get(parameter.name)) is not None:
-            owned[first] += 1
-            size = torch.Size(parameter.shape).numel() * parameter.dtype.itemsize
-            work[first] += costs.update.parameter_seconds + costs.update.byte_seconds * size
-    time, count = (np.concatenate([[0.0], np.cumsum(values)])[places] for values in (work, owned))
-    # A stage moves its traffic both ways, and makes one update, for each microbatch.
-    moving = 2 * (traffic[:, None] + traffic[None, :]) / _BYTES_PER_SECOND
-    seconds = time[None, :] - time[:, None] + moving + costs.update.step_seconds
-    legal = count[None, :] > count[:, None]
-    return places, np.where(legal, seconds, np.inf), traffic
-
-
-def _value_bytes(value: ValueSpec, costs: CostProfile) -> int:
-    if value.dtype is None:
-        return 8
-    cost = costs.nodes.get(value.name)
-    if cost is not None:
-        return cost.output_bytes
-    return torch.Size([s if isinstance(s, int) else 1 for s in value.shape]).numel() * value.dtype.itemsize
-
-
-def _shortest(cost: np.ndarray, stages: int, combine: np.ufunc) -> tuple[float, list[int]]:
-    """Best way from the first place to the last in exactly `stages` steps, costs joined by `combine` (max or sum)."""
-    count = cost.shape[0]
-    best = np.full(count, np.inf)
-    best[0] = 0.0
-    back: list[np.ndarray] = []
-    for _ in range(stages):
-        through = combine(best[:, None], cost)
-        back.append(np.argmin(through, axis=0))
-        best = np.min(through, axis=0)
-    path, place = [], count - 1
-    for step in reversed(back):
-        path.append(place)
-        place = int(step[place])
-    path.reverse()
-    return float(best[count - 1]), path[:-1]

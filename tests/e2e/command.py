@@ -47,6 +47,7 @@ class Running:
             stderr=subprocess.PIPE,
             process_group=0,
         )
+        self.patience_seconds = PATIENCE_SECONDS
         self.said = ""
         self.out = ""
         self._family: set[psutil.Process] = set()
@@ -72,7 +73,7 @@ class Running:
 
     def until(self, words: str) -> str:
         """Waits until `words` have been said; what was said up to then."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + self.patience_seconds
         while words not in self.said:
             if not self._read(deadline):
                 raise AssertionError(f"{words!r} was never said, but: {self.said}")
@@ -81,12 +82,12 @@ class Running:
 
     def to_the_end(self) -> str:
         """Waits for its end; all it said."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        deadline = time.monotonic() + self.patience_seconds
         while self._read(deadline):
             self.family()
         assert self.process.stdout is not None
         self.out += self.process.stdout.read().decode()
-        self.process.wait(PATIENCE_SECONDS)
+        self.process.wait(self.patience_seconds)
         return self.said
 
     def family(self) -> set[psutil.Process]:

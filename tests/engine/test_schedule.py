@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.engine.schedule import Decision, Task, Waiting, flight_limit, next_task
+from ravnest.engine.schedule import Decision, Task, Waiting, next_task
 
 
 @pytest.mark.parametrize(
@@ -29,26 +29,3 @@ def test_a_stage_that_is_full_says_so() -> None:
     full = next_task(Waiting(0, 1, 0), 2, 2)
     assert full == Decision(Task.WAIT, "2 in flight is the limit; waiting for a gradient")
     assert next_task(Waiting(0, 0, 0), 2, 2).reason == "nothing is ready"
-
-
-@pytest.mark.parametrize(
-    ("stages", "in_flight", "max_staleness", "limit"),
-    [
-        (1, None, None, 1),
-        (3, None, None, 4),
-        (3, 1, None, 1),
-        (3, 9, None, 9),
-        (3, None, 0, 1),
-        (3, None, 1, 2),
-        (3, 2, 5, 2),
-        (1, None, 4, 1),
-    ],
-)
-def test_the_number_in_flight(stages: int, in_flight: int | None, max_staleness: int | None, limit: int) -> None:
-    assert flight_limit(stages, in_flight, max_staleness)[0] == limit
-
-
-def test_a_bound_on_staleness_that_holds_something_back_is_the_reason() -> None:
-    assert flight_limit(3, None, 1)[1].startswith("pipeline.max_staleness=1 allows no more")
-    assert flight_limit(3, 2, None)[1] == "pipeline.in_flight"
-    assert flight_limit(3, None, None)[1] == "3 stages and one to cover the links"

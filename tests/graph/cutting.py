@@ -11,8 +11,12 @@ import torch
 from ravnest.graph.capture import Captured, capture
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
+from ravnest.graph.profile import CostProfile, NodeCost
 from ravnest.graph.program import Program
 from ravnest.net.frames import Frame, FrameKind, decode, encode
+from ravnest.planner.cuts import best_cuts
+from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.providers import Goal, Network, Provider
 from tests.exactness.plain_loop import copied
 from tests.models import ZOO, Kind, Made
 from tests.odd_models import ODD
@@ -35,6 +39,20 @@ def example(name: str) -> Example:
     """A model of the zoo with its capture; made once, and changed by nobody."""
     made = ALL[name].make(batches=3)
     return Example(made, capture(made.model, made.loss, made.metrics, made.batches[:2]))
+
+
+def even_costs(graph: PortableGraph) -> ModelCosts:
+    """Every operator takes equally long."""
+    costs = CostProfile({n.name: NodeCost(1e-3, 0.0, 64, 0) for n in graph.nodes}, samples=4, threads=1)
+    return ModelCosts.of(graph, costs, {v.name: 64 for v in graph.inputs})
+
+
+def even_places(graph: PortableGraph, stages: int) -> list[int]:
+    """Where to cut for so many stages that take about equally long."""
+    alike = [Provider(name=f"p{i}", memory_bytes=1 << 50) for i in range(stages)]
+    found = best_cuts(even_costs(graph), Goal(), Network(), alike)
+    assert found is not None
+    return [stage.start for stage in found.stages[1:]]
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,16 @@
 """Cutting a model changes where it is computed, and nothing else."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
+from ravnest.coordinator.planning import check_stages
 from ravnest.errors import PlanError
 from ravnest.graph.layout import layout
-from ravnest.graph.partition import choose_cuts, most_stages, split
-from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
-from ravnest.graph.profile import CostProfile, NodeCost
+from ravnest.graph.partition import most_stages, split
 from tests.exactness.plain_loop import call, copied, replayed_draws
-from tests.graph.cutting import ALL, Outcome, example, kept_generator, run
+from tests.graph.cutting import ALL, Outcome, even_costs, even_places, example, kept_generator, run
 from tests.models import ZOO
 
 
@@ -79,7 +77,7 @@ def test_every_number_of_stages_up_to_the_most_can_really_be_made(name: str) -> 
     graph = example(name).graph
     most = most_stages(graph)
     for stages in range(1, most + 1):
-        parts = split(graph, choose_cuts(graph, _equal_costs(graph), stages).places)
+        parts = split(graph, even_places(graph, stages))
         assert len(parts) == stages
         assert all(part.parameters for part in parts)
         owned = [p.key for part in parts for p in part.parameters]
@@ -88,7 +86,7 @@ def test_every_number_of_stages_up_to_the_most_can_really_be_made(name: str) -> 
         assert sorted(kept) == sorted(s.key for s in graph.states)
         assert [part.loss for part in parts] == [None] * (stages - 1) + [graph.loss]
     with pytest.raises(PlanError, match=f"at most {most} stage.*not {most + 1}.*--providers {most} or fewer"):
-        choose_cuts(graph, _equal_costs(graph), most + 1)
+        check_stages(even_costs(graph), most + 1)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -110,7 +108,7 @@ def test_every_model_of_the_zoo_can_be_cut_into_four(name: str) -> None:
 
 def test_masks_and_token_ids_are_fed_to_the_stages_that_need_them_and_cross_no_link() -> None:
     graph = example("hf_bert").graph
-    parts = split(graph, choose_cuts(graph, _equal_costs(graph), 4).places)
+    parts = split(graph, even_places(graph, 4))
     for part in parts:
         for value in (*part.receives, *part.sends):
             assert value.dtype is not None and value.dtype.is_floating_point and value.needs_grad, value
@@ -132,7 +130,7 @@ def test_no_whole_number_and_no_mask_crosses_any_cut_of_the_zoo(name: str) -> No
 
 def test_a_value_that_skips_a_stage_passes_through_it() -> None:
     graph = example("unet").graph
-    root, stem, leaf = split(graph, choose_cuts(graph, _equal_costs(graph), 3).places)
+    root, stem, leaf = split(graph, even_places(graph, 3))
     skipping = {v.name for v in stem.receives} & {v.name for v in stem.sends}
     assert skipping, "the first level's activations are needed by the last"
     assert skipping <= {n.name for n in root.nodes}
@@ -142,42 +140,8 @@ def test_a_value_that_skips_a_stage_passes_through_it() -> None:
 
 def test_a_size_is_read_off_what_a_stage_has_and_not_off_an_input_sent_for_that_alone() -> None:
     graph = example("hf_llama").graph
-    parts = split(graph, choose_cuts(graph, _equal_costs(graph), 3).places)
+    parts = split(graph, even_places(graph, 3))
     assert [{v.name for v in part.inputs} for part in parts] == [{"inputs_input_ids"}, set(), {"targets"}]
-
-
-def test_cuts_balance_the_stages_by_their_cost() -> None:
-    graph = _chain(12)
-    seconds = {f"n{i}": 4.0 if i in (0, 5) else 1.0 for i in range(12)}
-    cuts = choose_cuts(graph, _costs(seconds), 3)
-    # 18 seconds of work, of which 4 are in the first and 4 in the sixth node: the best is 4+1+1 | 1+1+4 | 6 times 1
-    assert cuts.places == (3, 6)
-    assert max(cuts.stage_seconds) == pytest.approx(6.0, rel=1e-3)
-    assert "slowest of 3 stages" in cuts.reason
-
-
-def test_among_equal_cuts_the_one_with_the_fewest_bytes_is_taken() -> None:
-    graph = _chain(10)
-    costs = _costs({f"n{i}": 1.0 for i in range(10)})
-    # The cut at 5 is best balanced; the last node costs nothing, so that cutting at 4 is as good once it is cheaper.
-    free = replace(costs, nodes={**costs.nodes, "n9": NodeCost(0.0, 0.0, 64, 0), "n4": NodeCost(1.0, 0.0, 10**7, 0)})
-    assert choose_cuts(graph, free, 2).places == (4,)
-    heavy = replace(costs, nodes={**free.nodes, "n4": NodeCost(1.0, 0.0, 64, 0), "n3": NodeCost(1.0, 0.0, 10**7, 0)})
-    assert choose_cuts(graph, heavy, 2).places == (5,)
-
-
-def test_a_model_with_more_places_than_are_weighed_is_still_cut_as_often_as_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ravnest.graph.partition._MOST_CUTS", 10)
-    graph = _chain(40)
-    costs = _costs({f"n{i}": 1.0 for i in range(40)})
-    # The cheapest places lie together at the end, where they would leave no parameter to the stages between.
-    cheap = {f"n{i}": NodeCost(1.0, 0.0, 64 if i > 28 else 128, 0) for i in range(40)}
-    for stages in (2, 25, 40):
-        places = choose_cuts(graph, replace(costs, nodes=cheap), stages).places
-        assert len(set(places)) == stages - 1
-        assert set(places) <= set(layout(graph).cuts)
 
 
 def _assert_same(have: Outcome, want: Outcome, where: str) -> None:
@@ -187,23 +151,3 @@ def _assert_same(have: Outcome, want: Outcome, where: str) -> None:
         assert set(found) == set(expected), f"{what} {where}"
         for key, value in expected.items():
             assert torch.equal(found[key], value), f"{what} {key} {where}"
-
-
-def _equal_costs(graph: PortableGraph) -> CostProfile:
-    return _costs({n.name: 1e-3 for n in graph.nodes})
-
-
-def _costs(seconds: dict[str, float]) -> CostProfile:
-    return CostProfile({name: NodeCost(s, 0.0, 64, 0) for name, s in seconds.items()}, samples=4, threads=1)
-
-
-def _chain(length: int) -> PortableGraph:
-    """A column of layers, each with a weight of its own."""
-    nodes, weights, before = [], [], "inputs"
-    for i in range(length):
-        spec = ValueSpec(f"n{i}", torch.float32, ("b", 4), True)
-        nodes.append(Node(f"n{i}", "aten.mul.Tensor", (Ref(before), Ref(f"w{i}")), output=spec))
-        weights.append(WeightSpec(f"w{i}", f"w{i}", torch.float32, (4,)))
-        before = f"n{i}"
-    inputs = (ValueSpec("inputs", torch.float32, ("b", 4)),)
-    return PortableGraph(tuple(nodes), inputs=inputs, parameters=tuple(weights), loss=before)
