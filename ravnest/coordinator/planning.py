@@ -229,6 +229,6 @@ def _relative(speed: float, reference: float) -> float:
 def _is_here(host: str) -> bool:
     """Whether a provider is on the coordinator's own machine: other machines do not connect from its loopback."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"

@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("wan-swarm")]
 ROOT = FilePath(__file__).resolve().parents[2]
 PROVIDERS = ("p1", "p2", "p3", "p4", "p5")
 BEHIND_A_ROUTER = ("p2", "p3")
+ALL_BUT_ONE = ("p2", "p3", "p4", "p5")
+"""With so many behind routers some neighbours can dial neither way, however they are put in order."""
 
 DIGITS = """
 import ravnest
@@ -95,9 +97,11 @@ class Internet:
 
 
 @pytest.fixture
-def internet(tmp_path: FilePath) -> Iterator[Internet]:
+def internet(tmp_path: FilePath, request: pytest.FixtureRequest) -> Iterator[Internet]:
+    """Providers behind routers are BEHIND_A_ROUTER, or those that the test's parameter names."""
     need_lab()
-    hosts = [Host(name, up_mbps=100, down_mbps=100, nat=name in BEHIND_A_ROUTER) for name in ("home", *PROVIDERS)]
+    behind = getattr(request, "param", BEHIND_A_ROUTER)
+    hosts = [Host(name, up_mbps=100, down_mbps=100, nat=name in behind) for name in ("home", *PROVIDERS)]
     away = {("home", name): Path(delay_ms=10 + 5 * number) for number, name in enumerate(PROVIDERS)}
     back = {(name, "home"): path for (_, name), path in away.items()}
     with Lab(hosts, default=Path(delay_ms=20), paths={**away, **back}) as lab, ExitStack() as stack:
@@ -114,6 +118,11 @@ def stages(summary: dict[str, Any]) -> list[dict[str, Any]]:
     found = summary["clusters"][0]["stages"]
     assert isinstance(found, list)
     return found
+
+
+def routes(summary: dict[str, Any]) -> dict[tuple[str, str], str]:
+    """How the link from one provider to another runs, by both."""
+    return {(stage["provider"], link["to"]): link["route"] for stage in stages(summary) for link in stage["links"]}
 
 
 def ended_well(running: Running) -> str:
@@ -135,24 +144,35 @@ def test_five_providers_two_behind_routers_train_digits_to_the_loss_of_the_embed
     assert summary["status"] == "finished", said
     assert summary["ledger"]["fed"] == summary["ledger"]["completed"] == 44
 
-    assert [stage["provider"] for stage in stages(summary)] == list(PROVIDERS)
-    routes = {(stage["provider"], link["to"]): link["route"] for stage in stages(summary) for link in stage["links"]}
-    expected = {("p1", "p2"): "direct", ("p2", "p3"): "relayed", ("p3", "p4"): "direct", ("p4", "p5"): "direct"}
-    assert routes == {pair: route for (a, b), route in expected.items() for pair in ((a, b), (b, a))}
+    order = [stage["provider"] for stage in stages(summary)]
+    assert sorted(order) == list(PROVIDERS)
+    # The two that nobody can dial are not neighbours: a link between them would run over the coordinator.
+    assert abs(order.index("p2") - order.index("p3")) > 1
+    assert set(routes(summary).values()) == {"direct"} and len(routes(summary)) == 8
     told = ravnest("status", "run", folder=internet.folder).stdout
-    assert "p2 to p3: relayed\n" in told and "p1 to p2: direct\n" in told, told
+    assert f"{order[0]} to {order[1]}: direct\n" in told, told
+    promised, was = summary["predicted_samples_per_second"], summary["samples_per_second"]
+    assert promised > 0 and was > 0
 
     alone = swarm.train(load_job(str(tmp_path / "job.py")), providers=4, run=tmp_path / "alone", display=False)
     assert summary["eval"]["loss"] == pytest.approx(alone.summary.eval["loss"], rel=1e-5)
     assert summary["eval"]["accuracy"] == pytest.approx(alone.summary.eval["accuracy"])
 
 
+@pytest.mark.parametrize("internet", [ALL_BUT_ONE], indirect=True)
 def test_a_link_that_is_cut_for_five_seconds_loses_and_repeats_nothing(
     internet: Internet, swarm: EmbeddedSwarm, tmp_path: FilePath
 ) -> None:
     serving, joined = internet.train(GPT.format(root=str(ROOT), times=4, updates=60))
     joined[0].until("training ")
-    cut = [("p3", "p4"), ("p2", "home")]  # a direct link; and a provider's way to the coordinator, and its relay
+    found = routes(internet.summary())
+    direct = next(pair for pair, route in found.items() if route == "direct")
+    relayed = next(pair for pair, route in found.items() if route == "relayed")
+    told = ravnest("status", "run", folder=internet.folder).stdout
+    assert f"{relayed[0]} to {relayed[1]}: relayed\n" in told or f"{relayed[1]} to {relayed[0]}: relayed\n" in told, (
+        told
+    )
+    cut = [direct, (relayed[0], "home")]  # a direct link; and a provider's way to the coordinator, and its relay
     for pair in cut:
         internet.lab.cut(*pair)
     time.sleep(5)
@@ -186,7 +206,9 @@ def test_a_host_whose_every_connection_is_reset_goes_on_over_new_ones(internet: 
     summary = internet.summary()
     assert internet.events("lost") == [] and summary["ledger"]["applied_twice"] == 0
     assert {event["provider"] for event in internet.events("reconnected")} == {"p4"}
-    connections = {stage["provider"]: [link["connections"] for link in stage["links"]] for stage in stages(summary)}
-    assert all(count > 1 for count in connections["p4"]) and connections["p1"] == [1], connections
+    connections = {
+        (stage["provider"], link["to"]): link["connections"] for stage in stages(summary) for link in stage["links"]
+    }
+    assert {pair for pair, count in connections.items() if count > 1} == {pair for pair in connections if "p4" in pair}
     for provider in joined:
         ended_well(provider)

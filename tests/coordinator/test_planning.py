@@ -1,0 +1,162 @@
+"""What members said of themselves becomes what the planner takes; what it needs to know of lines is measured."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ravnest import Job, Pipeline
+from ravnest.coordinator.members import Member
+from ravnest.coordinator.planning import (
+    Machine,
+    check_fit,
+    check_stages,
+    feed_ahead,
+    goal_of,
+    lines_to_measure,
+    measured_lines,
+    model_costs,
+    plan_members,
+    provider_of,
+    requester_of,
+)
+from ravnest.coordinator.prepare import Prepared, prepare
+from ravnest.coordinator.reachability import Reach
+from ravnest.errors import PeerError, PlanError
+from ravnest.graph.profile import CostProfile
+from ravnest.net.measuring import LinkSpeed
+from ravnest.planner.plan import Plan, plan_of
+from ravnest.planner.providers import Goal, Line, Network, Provider
+from tests.graph.cutting import even_costs, example
+
+HERE = Machine(cores=4, threads=2)
+COSTS = CostProfile({}, samples=8, threads=1, flops_per_second=100e9, memory_bytes_per_second=10e9)
+REACHED, NOT_REACHED = Reach("10.0.0.1:7000", "it answers"), Reach("", "nobody answers")
+
+
+def member(name: str = "anna", **facts: object) -> Member:
+    made = Member(name, "10.0.0.1:7000", "cpu", 8 << 30, cores=6, threads=3, seen_host="10.0.0.1")
+    for fact, value in facts.items():
+        setattr(made, fact, value)
+    return made
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Prepared:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    batches = [(torch.randn(8, 64), torch.randint(0, 64, (8,))) for _ in range(2)]
+    job = Job(model=nn.Sequential(*layers), loss=F.cross_entropy, train_data=batches, optimizer=torch.optim.SGD)
+    return prepare(job, 1, None, lambda phase: None)
+
+
+def test_a_machine_is_as_fast_as_it_measured_against_the_one_that_profiled_the_model() -> None:
+    measured = member(flops_per_second=50e9, memory_bytes_per_second=30e9, link=LinkSpeed(0.04, 5e6, 20e6))
+    provider = provider_of(measured, COSTS, REACHED, HERE)
+    assert (provider.compute_speed, provider.memory_speed) == (0.5, 3.0)
+    assert (provider.up_bytes_per_second, provider.down_bytes_per_second) == (5e6, 20e6)
+    assert provider.latency_seconds == 0.02 and provider.reachable
+    assert provider.machine == "anna" and (provider.cores, provider.threads) == (6, 3)
+    assert not provider_of(measured, COSTS, NOT_REACHED, HERE).reachable
+
+
+def test_what_was_not_measured_is_taken_to_be_as_fast() -> None:
+    provider = provider_of(member(), COSTS, REACHED, HERE)
+    assert provider.compute_speed == provider.memory_speed == 1.0
+    assert provider_of(member(flops_per_second=5.0), replace(COSTS, flops_per_second=0.0), REACHED, HERE) == provider
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7000", "127.0.0.5:7000", "[::1]:7000"])
+def test_providers_on_the_coordinators_machine_share_it(address: str) -> None:
+    one = provider_of(member(address=address, link=LinkSpeed(0.04, 5e6, 20e6)), COSTS, REACHED, HERE)
+    other = provider_of(member("ben", address=address), COSTS, REACHED, HERE)
+    assert one.machine == other.machine == HERE.host and one.cores == 4
+    assert Network().line(one, other) == Line()
+    # Two friends behind one router come from one address, and are not one machine.
+    friends = [provider_of(member(name, address="", seen_host="203.0.113.7"), COSTS, REACHED, HERE) for name in "ab"]
+    assert friends[0].machine != friends[1].machine
+
+
+def test_the_requesters_line_is_at_least_the_fastest_measured_to_it() -> None:
+    members = [member(link=LinkSpeed(0.04, 5e6, 20e6)), member(link=LinkSpeed(0.01, 9e6, 10e6)), member()]
+    found = requester_of(members, "home")
+    assert (found.up_bytes_per_second, found.down_bytes_per_second) == (20e6, 9e6)
+    assert requester_of([member()], "home").up_bytes_per_second == float("inf")
+
+
+def test_the_job_says_what_is_fixed() -> None:
+    settings = Pipeline(in_flight=3, max_staleness=4, accumulate=2)
+    job = Job(
+        model=nn.Linear(2, 2),
+        loss=F.cross_entropy,
+        train_data=[(torch.ones(2, 2), torch.ones(2, dtype=torch.long))],
+        optimizer=torch.optim.SGD,
+        pipeline=settings,
+    )
+    assert goal_of(job, 5) == Goal(in_flight=3, max_staleness=4, accumulate=2, most_clusters=1, least_stages=5)
+    assert goal_of(job, None).least_stages == 1
+
+
+def two_stages(one: Provider, other: Provider, network: Network) -> Plan:
+    from ravnest.planner.cuts import best_cuts
+
+    cluster = best_cuts(even_costs(example("resnet").graph), Goal(), network, [one, other])
+    assert cluster is not None
+    return plan_of(Goal(), network, {p.name: p for p in (one, other)}, [cluster])
+
+
+def test_lines_between_neighbours_are_measured_by_whoever_can_dial() -> None:
+    open_one = Provider(name="a", memory_bytes=1 << 40)
+    closed = replace(open_one, name="b", reachable=False)
+    both = {"a": open_one, "b": closed}
+    assert lines_to_measure(two_stages(open_one, closed, Network()), both, Network()) == [("b", "a")]
+    assert lines_to_measure(two_stages(closed, open_one, Network()), both, Network()) == [("b", "a")]
+    known = Network({("a", "b"): Line(1e6, 0.1)})
+    assert lines_to_measure(two_stages(open_one, closed, known), both, known) == []
+    relayed = {"a": replace(open_one, reachable=False), "b": closed}
+    assert lines_to_measure(two_stages(relayed["a"], closed, Network()), relayed, Network()) == []
+
+
+def test_a_measured_line_holds_both_ways_and_a_failed_one_is_as_its_ends_say() -> None:
+    one = Provider(name="a", memory_bytes=1, up_bytes_per_second=3e6, down_bytes_per_second=7e6, latency_seconds=0.01)
+    both = {"a": one, "b": replace(one, name="b", up_bytes_per_second=1e6)}
+    assert measured_lines(("a", "b"), LinkSpeed(0.05, 2e6, 4e6), both, Network()) == {
+        ("a", "b"): Line(2e6, 0.025),
+        ("b", "a"): Line(4e6, 0.025),
+    }
+    failed = measured_lines(("a", "b"), PeerError("nobody answers"), both, Network())
+    assert failed == {("a", "b"): Line(3e6, 0.02), ("b", "a"): Line(1e6, 0.02)}
+
+
+def test_a_plan_names_every_stage_what_limits_it_and_the_rate(prepared: Prepared) -> None:
+    providers = [Provider(name=f"p{i}", memory_bytes=1 << 40, compute_speed=1.0 + i) for i in range(3)]
+    planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 3))
+    assert {stage.node for stage in planned.stages} == {"p0", "p1", "p2"}
+    assert [stage.role for stage in planned.stages] == ["root", "stem", "leaf"]
+    assert list(planned.places) == [stage.start for stage in planned.plan.clusters[0].stages[1:]]
+    assert "3 stages" in planned.reason and "limits it to" in planned.reason
+    assert planned.predicted_samples_per_second > 0
+    assert sum(stage.parameters for stage in planned.stages) == 4 * (64 * 64 + 64)
+
+
+def test_more_stages_than_the_model_has_are_refused_with_the_number_it_has(prepared: Prepared) -> None:
+    with pytest.raises(PlanError, match=r"at most 4 stages, not 5 .* use --providers 4 or fewer"):
+        check_stages(model_costs(prepared), 5)
+
+
+def test_a_model_that_does_not_fit_says_so(prepared: Prepared) -> None:
+    check_fit(prepared, [member()], HERE)
+    with pytest.raises(PlanError):
+        check_fit(prepared, [member(memory_bytes=1000)], HERE)
+
+
+def test_more_is_fed_ahead_the_farther_the_coordinator_is(prepared: Prepared) -> None:
+    near = [Provider(name=f"p{i}", memory_bytes=1 << 40) for i in range(2)]
+    far = [replace(p, latency_seconds=0.1) for p in near]
+    ahead = []
+    for providers in (near, far):
+        planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 2))
+        ahead.append(feed_ahead(planned.plan.clusters[0], {p.name: p for p in providers}))
+        assert planned.ahead == ahead[-1]
+    assert ahead[0] < ahead[1] <= 34
