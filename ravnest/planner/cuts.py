@@ -16,14 +16,21 @@ from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.providers import Goal, Network, Provider
 
 
-def best_cuts(model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider]) -> Cluster | None:
+def best_cuts(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    order: Sequence[Provider],
+    averaging_seconds: float = math.inf,
+) -> Cluster | None:
     """The best cluster of all of these in this order; None where the model cannot be cut so that each stage fits.
 
-    Best is the rate, times what a sample is worth with so many in flight; among equals the fewest in flight.
+    Best is the rate, times what a sample is worth with so many in flight; among equals the fewest in flight. With
+    `averaging_seconds`, no stage has more parameters than pass its provider's line in that time.
     """
     if not order or len(order) > model.most_stages:
         return None
-    ways = _Ways.of(model, goal, network, order)
+    ways = _Ways.of(model, goal, network, order, averaging_seconds)
     numbers = _numbers(goal, len(order))
     found = ways.fastest(numbers)
     if found is None:
@@ -83,12 +90,19 @@ class _Ways:
     order: Sequence[Provider]
 
     @classmethod
-    def of(cls, model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider]) -> "_Ways":
+    def of(
+        cls, model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider], averaging_seconds: float
+    ) -> "_Ways":
         around = (None, *order, None)
         tables = [
             stage_tables(model, goal, network, provider, around[k], around[k + 2]) for k, provider in enumerate(order)
         ]
         seconds = [np.where(model.legal, t.seconds, np.inf) for t in tables]
+        if math.isfinite(averaging_seconds):
+            owned = model.between(model.parameter_bytes)
+            for number, provider in enumerate(order):
+                line = min(provider.up_bytes_per_second, provider.down_bytes_per_second)
+                seconds[number] = np.where(owned <= averaging_seconds * line, seconds[number], np.inf)
         return cls(seconds, [t.trip for t in tables], model, goal, order)
 
     def best_of_all(self, numbers: range) -> _Found:
@@ -101,8 +115,8 @@ class _Ways:
                 break
             if best is None or self._score(found) > self._score(best) * (1 + _CLOSE):
                 best = found
-            if found.round_trip_seconds <= in_flight * found.slowest_seconds:
-                # The slowest stage or line is the limit: with more in flight nothing gets faster.
+            if found.period_seconds <= self.least_seconds(in_flight) * (1 + _CLOSE):
+                # The slowest stage or line is the limit, and cannot be faster: with more in flight nothing is.
                 break
         assert best is not None
         return best
