@@ -59,12 +59,14 @@ class Estimates:
         self._memory = np.array([p.memory_bytes for p in providers], dtype=float)
         seconds, compute = self._provider_tables()
         self._base, self._compute = seconds, compute
+        # What fits, for one number in flight behind the other; filled in as it is asked for.
+        self._fitting = np.empty((len(self.numbers) * len(seconds), *seconds.shape[1:]), dtype=np.float32)
         self.limit_averaging(averaging_seconds)
 
     def limit_averaging(self, averaging_seconds: float) -> None:
         """Leaves out stages whose parameters take longer than this to pass their provider's line."""
         self.averaging_seconds = averaging_seconds
-        self._fitting: dict[int, np.ndarray[Any, np.dtype[np.float32]]] = {}
+        self._filled: set[int] = set()
 
     def rates(self, orders: Orders) -> tuple[Table, Orders]:
         """For each order its rate, less what staleness takes (0: nothing fits), and the number in flight."""
@@ -78,10 +80,6 @@ class Estimates:
             part = slice(start, start + size)
             rates[part], numbers[part] = self._rates(orders[part])
         return rates, numbers
-
-    def averaging_rate(self, provider: int) -> float:
-        """Bytes a second that a provider averages with."""
-        return float(min(self._up[provider], self._down[provider]))
 
     def _rates(self, orders: Orders) -> tuple[Table, Orders]:
         count, stages = orders.shape
@@ -122,8 +120,9 @@ class Estimates:
     ) -> tuple[Table, Table]:
         """The slowest stage and the way of each order, with the memory of a number in flight, by the kept way to each
         place: the better the less its slowest stage and its way over `flying`."""
-        tables = self._tables(chosen)
-        at = self._offset[chosen]
+        for number in np.unique(chosen):
+            self._fill(int(number))
+        tables, at = self._fitting, chosen * len(self._base)
         weight = (1 / flying).astype(np.float32)[:, None, None]
         slow = tables[at + rows[:, 0], :, 0]
         way = self._compute[rows[:, 0], :, 0]
@@ -138,29 +137,20 @@ class Estimates:
             way = np.take_along_axis(path, start, axis=2)[:, :, 0]
         return slow[:, -1].astype(float), way[:, -1].astype(float)
 
-    def _tables(self, chosen: Orders) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Seconds of the stages that fit, for the numbers in flight that are asked for, one behind the other."""
-        wanted = tuple(int(n) for n in np.unique(chosen))
-        self._offset = np.zeros(len(self.numbers), dtype=np.int64)
-        if len(wanted) == 1:
-            return self._table(wanted[0])
-        for place, number in enumerate(wanted):
-            self._offset[number] = place * len(self._base)
-        return np.concatenate([self._table(number) for number in wanted])
-
-    def _table(self, number: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        if number not in self._fitting:
-            held = memory_bytes(self.model, self.goal, self.numbers[number]).T
+    def _fill(self, number: int) -> None:
+        """Seconds of the stages that fit with so many in flight."""
+        if number in self._filled:
+            return
+        held = memory_bytes(self.model, self.goal, self.numbers[number]).T
+        fits = held[None] <= self._memory[:, None, None]
+        if math.isfinite(self.averaging_seconds):
             owned = self.model.between(self.model.parameter_bytes).T
-            table = self._base.copy()
-            variants = len(table) // max(1, self.count)
-            for i in range(self.count):
-                fits = held <= self._memory[i]
-                if math.isfinite(self.averaging_seconds):
-                    fits &= owned <= self.averaging_seconds * self.averaging_rate(i)
-                table[i * variants : (i + 1) * variants, ~fits] = np.inf
-            self._fitting[number] = table
-        return self._fitting[number]
+            most = self.averaging_seconds * np.minimum(self._up, self._down)
+            fits &= owned[None] <= most[:, None, None]
+        fits = np.repeat(fits, len(self._base) // self.count, axis=0)
+        rows = slice(number * len(self._base), (number + 1) * len(self._base))
+        self._fitting[rows] = np.where(fits, self._base, np.float32(np.inf))
+        self._filled.add(number)
 
     def _provider_tables(
         self,
