@@ -1,7 +1,7 @@
 """The rates of many orders at once, on a model with few places: what a search looks at thousands of.
 
-The same tables as for exact cuts, one for every provider, gathered for all orders of one length and gone through stage by
-stage. For a number in flight, one way up to each place is kept, the one whose slowest stage and share of the round trip
+The same tables as for exact cuts, one for every provider, gathered for all orders of one length and gone through stage
+by stage. For a number in flight, one way up to each place is kept, the one whose slowest stage and share of the round trip
 are least: so an estimate is the rate of cuts that exist, and at most the rate of the best ones.
 """
 
@@ -18,6 +18,9 @@ from ravnest.planner.providers import Goal, Line, Network, Provider
 
 Orders = np.ndarray[Any, np.dtype[np.int64]]
 """One order in each row, as indices of providers."""
+
+Single = np.ndarray[Any, np.dtype[np.float32]]
+"""Half as large as a Table: in a search there are many."""
 
 _NUMBERS: Final = (1, 2, 3, 4, 5, 6, 7, 9, 12, 16, 24, 32)
 """Numbers in flight that are looked at; between them little changes."""
@@ -47,7 +50,7 @@ class Estimates:
         most = goal.most_in_flight
         self.numbers = (most,) if goal.in_flight is not None else tuple(sorted({min(n, most) for n in _NUMBERS}))
         self._worth = np.array([goal.worth(n) for n in self.numbers])
-        self._number = np.array(self.numbers, dtype=np.float32)
+        self._number = np.array(self.numbers, dtype=float)
         self._up = np.array([p.up_bytes_per_second for p in providers])
         self._down = np.array([p.down_bytes_per_second for p in providers])
         self._latency = np.array([p.latency_seconds for p in providers])
@@ -56,6 +59,9 @@ class Estimates:
         self._machine = np.array([machines[p.machine] for p in providers])
         self._shared = len(machines) < self.count
         self._measured = _Measured(network, providers)
+        self.line_speed = np.minimum(np.minimum(self._up, self._down), 1e12)
+        """Of each provider: bytes a second both ways."""
+        self.speed = np.array([p.compute_speed for p in providers])
         self._memory = np.array([p.memory_bytes for p in providers], dtype=float)
         seconds, compute = self._provider_tables()
         self._base, self._compute = seconds, compute
@@ -116,7 +122,7 @@ class Estimates:
         return score
 
     def _through(
-        self, rows: Orders, lines: Sequence[tuple[Table, Table]], chosen: Orders, flying: Table
+        self, rows: Orders, lines: Sequence[tuple[Single, Single]], chosen: Orders, flying: Table
     ) -> tuple[Table, Table]:
         """The slowest stage and the way of each order, with the memory of a number in flight, by the kept way to each
         place: the better the less its slowest stage and its way over `flying`."""
@@ -124,8 +130,8 @@ class Estimates:
             self._fill(int(number))
         tables, at = self._fitting, chosen * len(self._base)
         weight = (1 / flying).astype(np.float32)[:, None, None]
-        slow = tables[at + rows[:, 0], :, 0]
-        way = self._compute[rows[:, 0], :, 0]
+        slow: Single = tables[at + rows[:, 0], :, 0]
+        way: Single = self._compute[rows[:, 0], :, 0]
         for k, (line, trip) in enumerate(lines, 1):
             row = rows[:, k]
             through = np.maximum(np.maximum(slow, line)[:, None, :], tables[at + row])
@@ -154,7 +160,7 @@ class Estimates:
 
     def _provider_tables(
         self,
-    ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], np.ndarray[Any, np.dtype[np.float32]]]:
+    ) -> tuple[Single, Single]:
         """For each provider, seconds of a stage by its end and its start; where hosts are shared, four: with the stage
         before, and the one after, on another machine or on its own."""
         seconds, compute = [], []
@@ -179,7 +185,7 @@ class Estimates:
         rows[:, :-1] += apart
         return rows
 
-    def _lines(self, before: Orders, after: Orders) -> tuple[Table, Table]:
+    def _lines(self, before: Orders, after: Orders) -> tuple[Single, Single]:
         """For pairs of neighbours, the seconds at each place, and the part of the way."""
         there, there_latency = self._line(before, after)
         back, back_latency = self._line(after, before)

@@ -6,7 +6,7 @@ look best get exact cuts, and are compared by what their clusters do together.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -52,8 +52,9 @@ class FewProviders:
     def can_hold_it(self) -> bool:
         return bool(self._sets)
 
-    def best(self, standbys: int) -> tuple[Cluster, ...]:
-        """The best clusters that leave at least so many providers without a stage; none where that cannot be."""
+    def best(self, standbys: int, allowed: Callable[[Sequence[Cluster]], bool] | None = None) -> tuple[Cluster, ...]:
+        """The best clusters that leave at least so many providers without a stage, of those that are allowed; none
+        where that cannot be."""
         partitions = [p for p in self._partitions() if len(self._providers) - _members(p).bit_count() >= standbys]
         if not partitions:
             return ()
@@ -62,7 +63,7 @@ class FewProviders:
         for partition, bound in self._promising(partitions):
             clusters = [self._cluster(members, bound) for members in partition]
             found = tuple(c for c in clusters if c is not None)
-            if len(found) < len(clusters):
+            if len(found) < len(clusters) or (allowed is not None and not allowed(found)):
                 continue
             score = totals(self._goal, self._network, self._by_name, found).score
             if score > best_score * (1 + 1e-9):

@@ -1,7 +1,7 @@
 """What a search compares: the score of clusters that share neither a host nor the requester's line, from few numbers.
 
-The same formula as in totals, with the longest averaging of any stage as a bound that all clusters keep to: so the worth
-of each cluster is known by itself, and clusters can be put together like stones.
+The same formula as in totals, with the longest averaging of any stage as a bound that all clusters keep to: so the
+worth of each cluster is known by itself, and clusters can be put together like stones.
 """
 
 import math
@@ -40,8 +40,6 @@ def averaging_bounds(model: ModelCosts, providers: Sequence[Provider], steps: in
     stages = min(len(providers), model.most_stages)
     longest, shortest = total / min(finite), total / stages / max(finite)
     return [float(a) for a in np.geomspace(longest * 1.001, shortest, steps)]
-
-
 
 
 def _averaging(clusters: Table) -> Table:

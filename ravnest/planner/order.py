@@ -69,8 +69,8 @@ def best_clusters(model: ModelCosts, goal: Goal, network: Network, providers: Se
 def ranked_orders(estimates: Estimates, exact: int = EXACT, kept: int = _KEPT) -> dict[int, Orders]:
     """For every set of providers that can hold the model, its best orders, the best first.
 
-    Of sets up to `exact` all orders are looked at; of larger ones those that come from a best order of all but one, with
-    that one put in anywhere.
+    Of sets up to `exact` all orders are looked at; of larger ones those that come from a best order of all but one,
+    with that one put in anywhere.
     """
     count = estimates.count
     found: dict[int, Orders] = {}
@@ -177,7 +177,7 @@ def plausible_orders(providers: Sequence[Provider]) -> Orders:
 def _changes(count: int) -> Orders:
     """All exchanges of two positions, and all moves of one; in a large order over a short distance."""
     reach = count if count <= 10 else 4
-    rows = set()
+    rows: set[tuple[int, ...]] = set()
     for i, j in itertools.permutations(range(count), 2):
         if abs(i - j) <= reach:
             exchanged = list(range(count))
