@@ -16,7 +16,6 @@ import torch
 from ravnest.engine.speed import wait_for
 from ravnest.graph.clock import work_clock
 
-
 _MOST_LATE_SECONDS: Final = 0.1
 
 
