@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +21,14 @@ from ravnest.errors import RunError
 from ravnest.graph.batch import samples_in
 from ravnest.graph.capture import Captured, capture
 from ravnest.graph.profile import CostProfile, profile
+from ravnest.graph.program import Program
 from ravnest.graph.update_cost import time_update
 from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
 from ravnest.job import Job
 from ravnest.planner.stage_plan import StagePlan
 
 _SPEED_SECONDS = 0.4
+_LONG_FORWARD_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +55,44 @@ class Artifact:
 
 def prepare(
     job: Job,
-    threads: int,
+    threads: int | None,
     restored: CheckpointContents | None,
     on_phase: Callable[[str], None],
     guard: Guard = contextlib.nullcontext,
 ) -> Prepared:
-    """Captures and profiles the job's model; CaptureError or JobError names what stands in the way."""
+    """Captures and profiles the job's model; CaptureError or JobError names what stands in the way.
+
+    Profiled is with so many threads, or, without a number, with as many as `choose_threads` says.
+    """
     on_phase("capturing the model")
     peeked = first_batches(job, guard)
     captured = capture(job.model, job.loss, job.metrics, peeked)
     on_phase("profiling the model")
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     try:
+        torch.set_num_threads(threads or 1)
+        if threads is None:
+            torch.set_num_threads(choose_threads(_forward_seconds(captured), os.cpu_count() or 1))
         costs = measure_costs(job, captured)
     finally:
         torch.set_num_threads(before)
     return Prepared(job, captured, costs, peeked, restored)
+
+
+def choose_threads(forward_seconds: float, cores: int) -> int:
+    """With how many threads to profile a model whose forward takes one thread so long.
+
+    One, whose time on the processor can be told from that of others, unless that would take too long.
+    """
+    return 1 if forward_seconds <= _LONG_FORWARD_SECONDS else cores
+
+
+def _forward_seconds(captured: Captured) -> float:
+    weights = {spec.name: captured.weights[spec.key] for spec in captured.graph.weights}
+    began = time.perf_counter()
+    with torch.no_grad():
+        Program(captured.graph).run(captured.sample, weights, train=False)
+    return time.perf_counter() - began
 
 
 def measure_costs(job: Job, captured: Captured) -> CostProfile:

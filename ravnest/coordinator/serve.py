@@ -4,7 +4,6 @@ The same coordinator and the same providers as in the embedded swarm; here the p
 invite. Who they are is kept in the run directory, so that a coordinator that is started again knows its swarm.
 """
 
-import os
 import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -143,8 +142,7 @@ class ServedSwarm:
             stack.callback(session.close)
             loop.call(session.coordinator.start())
             stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
-            # These threads are for measuring the model here; a provider elsewhere knows its own.
-            result = session.train(self._providers, os.cpu_count() or 1, loop.call)
+            result = session.train(self._providers, None, loop.call)
         self._ended = f"the run has {result.summary.status}"
         return result
 

@@ -102,8 +102,11 @@ class Session:
             display.message(f"run directory: {self._run.path}")
             self._opened = opened.pop_all()
 
-    def train(self, providers: int | None, threads: int, call: Call) -> TrainResult:
-        """The whole run. However it ends, summary.json says how; a RavnestError is raised again after that."""
+    def train(self, providers: int | None, threads: int | None, call: Call) -> TrainResult:
+        """The whole run. However it ends, summary.json says how; a RavnestError is raised again after that.
+
+        `threads` is what each provider on this machine computes with; None where they are elsewhere.
+        """
         model: Path | None
         try:
             model = self._work(providers, threads, call)
@@ -127,11 +130,11 @@ class Session:
     def close(self) -> None:
         self._opened.close()
 
-    def _work(self, providers: int | None, threads: int, call: Call) -> Path:
+    def _work(self, providers: int | None, threads: int | None, call: Call) -> Path:
         try:
             call(self.coordinator.check())
             prepared = self._prepare(threads)
-            call(self.coordinator.deploy(prepared, providers, threads, os.cpu_count() or 1))
+            call(self.coordinator.deploy(prepared, providers, threads or 1, os.cpu_count() or 1))
             self._feed(prepared, call)
             return self._write_model(call(self.coordinator.finish()))
         except RunOver:
@@ -149,7 +152,7 @@ class Session:
             raise RunError(f"{self._run.path} has no good checkpoint to resume from; start afresh in another --run")
         return info
 
-    def _prepare(self, threads: int) -> Prepared:
+    def _prepare(self, threads: int | None) -> Prepared:
         restored: CheckpointContents | None = None if self._info is None else load_checkpoint(self._info)
         prepared = prepare(self._job, threads, restored, self.coordinator.phase, self._interrupts.users_code)
         possible = most_stages(prepared.captured.graph)
