@@ -120,6 +120,7 @@ class Coordinator:
             in_flight=plan.in_flight,
             standbys=plan.plan.standbys,
         )
+        self._display.message(f"plan: {plan.reason}")
         taking_part = {stage.node for stage in plan.stages}
         members = [member for member in members if member.node_id in taking_part]
         if self._swarm.state is not None:

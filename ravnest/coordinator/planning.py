@@ -27,6 +27,12 @@ from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Line, Network, Pair, Provider, Requester
 from ravnest.planner.stage_plan import StagePlan, stages_of
 
+SPEEDS = (1e-5, 1e5)
+"""How fast a machine may be against the one that measured the model, for what it says to be believed."""
+RATES = (1e3, 1e12)
+"""Bytes a second of a line."""
+MOST_LATENCY_SECONDS = 10.0
+
 _AHEAD = 2
 _MOST_AHEAD = 32
 """More would wait at a stage than it may be told to keep."""
@@ -179,10 +185,10 @@ def measured_lines(
     if isinstance(found, PeerError):
         one, other = providers[here], providers[there]
         return {pair: network.line(one, other), (there, here): network.line(other, one)}
-    latency = found.round_trip_seconds / 2
+    latency = _latency(found)
     return {
-        pair: Line(found.up_bytes_per_second, latency),
-        (there, here): Line(found.down_bytes_per_second, latency),
+        pair: Line(_believed(found.up_bytes_per_second, RATES), latency),
+        (there, here): Line(_believed(found.down_bytes_per_second, RATES), latency),
     }
 
 
@@ -203,9 +209,9 @@ def provider_of(member: Member, costs: CostProfile, reach: Reach, machine: Machi
         return provider
     return replace(
         provider,
-        up_bytes_per_second=member.link.up_bytes_per_second,
-        down_bytes_per_second=member.link.down_bytes_per_second,
-        latency_seconds=member.link.round_trip_seconds / 2,
+        up_bytes_per_second=_believed(member.link.up_bytes_per_second, RATES),
+        down_bytes_per_second=_believed(member.link.down_bytes_per_second, RATES),
+        latency_seconds=_latency(member.link),
     )
 
 
@@ -216,14 +222,23 @@ def requester_of(members: Sequence[Member], host: str) -> Requester:
         return Requester(host)
     return Requester(
         host,
-        up_bytes_per_second=max(link.down_bytes_per_second for link in links),
-        down_bytes_per_second=max(link.up_bytes_per_second for link in links),
+        up_bytes_per_second=_believed(max(link.down_bytes_per_second for link in links), RATES),
+        down_bytes_per_second=_believed(max(link.up_bytes_per_second for link in links), RATES),
     )
 
 
 def _relative(speed: float, reference: float) -> float:
     """How fast a machine is against the one that measured the model; as fast, where one of them was not measured."""
-    return speed / reference if speed > 0 and reference > 0 else 1.0
+    return _believed(speed / reference, SPEEDS) if speed > 0 and reference > 0 else 1.0
+
+
+def _latency(link: LinkSpeed) -> float:
+    return min(link.round_trip_seconds / 2, MOST_LATENCY_SECONDS)
+
+
+def _believed(figure: float, limits: tuple[float, float]) -> float:
+    """A figure as a machine gave it, within what is believed: no plan is to hang on one that says it cannot compute."""
+    return min(max(figure, limits[0]), limits[1])
 
 
 def _is_here(host: str) -> bool:

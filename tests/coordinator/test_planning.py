@@ -67,6 +67,17 @@ def test_what_was_not_measured_is_taken_to_be_as_fast() -> None:
     assert provider_of(member(flops_per_second=5.0), replace(COSTS, flops_per_second=0.0), REACHED, HERE) == provider
 
 
+def test_figures_that_cannot_be_are_not_believed() -> None:
+    absurd = member(flops_per_second=1e-300, memory_bytes_per_second=1e300, link=LinkSpeed(1e9, 1e-300, 1e300))
+    provider = provider_of(absurd, COSTS, REACHED, HERE)
+    assert (provider.compute_speed, provider.memory_speed) == (1e-5, 1e5)
+    assert (provider.up_bytes_per_second, provider.down_bytes_per_second) == (1e3, 1e12)
+    assert provider.latency_seconds == 10.0
+    both = {"anna": provider, "ben": replace(provider, name="ben")}
+    lines = measured_lines(("anna", "ben"), LinkSpeed(1e9, 1e-300, 1e300), both, Network())
+    assert set(lines.values()) == {Line(1e3, 10.0), Line(1e12, 10.0)}
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:7000", "127.0.0.5:7000", "[::1]:7000"])
 def test_providers_on_the_coordinators_machine_share_it(address: str) -> None:
     one = provider_of(member(address=address, link=LinkSpeed(0.04, 5e6, 20e6)), COSTS, REACHED, HERE)
