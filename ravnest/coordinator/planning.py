@@ -33,6 +33,9 @@ RATES = (1e3, 1e12)
 """Bytes a second of a line."""
 MOST_LATENCY_SECONDS = 10.0
 
+OPERATOR_SECONDS = 60e-6
+"""What a GPU takes to start an operator and its backward. Measured with small models on an NVIDIA H200."""
+
 _AHEAD = 2
 _MOST_AHEAD = 32
 """More would wait at a stage than it may be told to keep."""
@@ -195,11 +198,14 @@ def measured_lines(
 def provider_of(member: Member, costs: CostProfile, reach: Reach, machine: Machine) -> Provider:
     """A member as the planner sees it."""
     here = _is_here(member.host)
+    # One that was not measured is as fast as the machine that measured the model, or pretends not to be.
+    unmeasured = 1.0 / max(1.0, member.slower)
     provider = Provider(
         name=member.node_id,
         memory_bytes=member.memory_bytes,
-        compute_speed=_relative(member.flops_per_second, costs.flops_per_second),
-        memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second),
+        compute_speed=_relative(member.flops_per_second, costs.flops_per_second, unmeasured),
+        memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second, unmeasured),
+        operator_seconds=0.0 if member.device.startswith("cpu") else OPERATOR_SECONDS,
         reachable=bool(reach.address),
         host=machine.host if here else "",
         cores=machine.cores if here else member.cores,
@@ -227,9 +233,9 @@ def requester_of(members: Sequence[Member], host: str) -> Requester:
     )
 
 
-def _relative(speed: float, reference: float) -> float:
-    """How fast a machine is against the one that measured the model; as fast, where one of them was not measured."""
-    return _believed(speed / reference, SPEEDS) if speed > 0 and reference > 0 else 1.0
+def _relative(speed: float, reference: float, unmeasured: float) -> float:
+    """How fast a machine is against the one that measured the model; `unmeasured`, where one of them was not."""
+    return _believed(speed / reference if speed > 0 and reference > 0 else unmeasured, SPEEDS)
 
 
 def _latency(link: LinkSpeed) -> float:

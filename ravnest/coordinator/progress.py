@@ -50,6 +50,8 @@ class Progress:
     samples_at_start: int = 0
     faults: list[Fault] = field(default_factory=list)
     losses: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
+    _before_counting: float = 0.0
+    _uncounted: int = 0
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     @property
@@ -67,6 +69,7 @@ class Progress:
         now = time.perf_counter()
         if self.first_update_seconds is None:
             self.first_update_seconds = now - self.started
+            self._count_from_here(now)
         self._recent.append((now, self.ledger.samples))
         while len(self._recent) > 2 and now - self._recent[0][0] > _RATE_SECONDS:
             self._recent.popleft()
@@ -84,11 +87,24 @@ class Progress:
             self._recent.append((self.training_started, self.ledger.samples))
 
     def samples_per_second(self) -> float:
-        """Over the whole training time so far."""
+        """Over the whole training time so far, from the first completed microbatch on."""
         seconds = self.training_seconds
         if self.training_started is not None:
             seconds += time.perf_counter() - self.training_started
-        return (self.ledger.samples - self.samples_at_start) / seconds if seconds else 0.0
+        samples = self.ledger.samples - self.samples_at_start
+        if samples > self._uncounted:
+            samples -= self._uncounted
+        else:
+            # There is no other to go by.
+            seconds += self._before_counting
+        return samples / seconds if seconds else 0.0
+
+    def _count_from_here(self, now: float) -> None:
+        """The first microbatch has every process to wake up and a pipeline to fill: it says nothing of the rate."""
+        if self.training_started is not None:
+            self._before_counting = now - self.training_started
+            self.training_started = now
+            self._uncounted = self.ledger.samples - self.samples_at_start
 
     def recent_samples_per_second(self) -> float:
         if len(self._recent) < 2 or self._recent[-1][0] <= self._recent[0][0]:

@@ -153,6 +153,8 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     if goal.recompute:
         heavy, light = heavy + model.heavy_forward_seconds, light + model.light_forward_seconds
     work = model.between(heavy / provider.compute_speed + light / provider.memory_speed)
+    if provider.operator_seconds and model.operators is not None:
+        work = np.maximum(work, model.between(model.operators) * provider.operator_seconds)
     places = np.arange(len(model.places))
     begins, ends = places == 0, places == model.last
     frames = 2.0 * ~begins[:, None] + begins[:, None] + 2.0 * ~ends[None, :] + (model.fed_bytes > 0)

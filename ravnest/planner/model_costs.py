@@ -49,6 +49,8 @@ class ModelCosts:
     input_uses: Table
     """For each input, how many operators up to each place read it: a stage with one of them is fed."""
     samples: int
+    operators: Table | None = None
+    """How many operators, where that is known."""
     step_seconds: float = 0.0
     """What a microbatch costs a stage, however small it is: an update, and tasks that find an empty cache."""
     copy_byte_seconds: float = 0.0
@@ -65,7 +67,16 @@ class ModelCosts:
         size = len(plan.line)
         rows: dict[str, Table] = {
             name: np.zeros(size)
-            for name in ("heavy", "light", "heavy_forward", "light_forward", "bytes", "parameters", "saved")
+            for name in (
+                "heavy",
+                "light",
+                "heavy_forward",
+                "light_forward",
+                "bytes",
+                "parameters",
+                "saved",
+                "operators",
+            )
         }
         for i, node in enumerate(plan.line):
             cost = costs.nodes.get(node.name)
@@ -74,6 +85,7 @@ class ModelCosts:
                 rows[kind][i] += cost.seconds
                 rows[f"{kind}_forward"][i] += cost.forward_seconds
                 rows["saved"][i] += cost.saved_bytes
+                rows["operators"][i] += 1
         for parameter in graph.parameters:
             if (first := plan.first_use.get(parameter.name)) is not None:
                 bytes_ = torch.Size(parameter.shape).numel() * parameter.dtype.itemsize
@@ -99,6 +111,7 @@ class ModelCosts:
             input_bytes=tuple(float(input_bytes[v.name]) for v in graph.inputs),
             input_uses=np.array([used[v.name] for v in graph.inputs]).reshape(len(graph.inputs), len(places)),
             samples=costs.samples,
+            operators=sums["operators"],
             step_seconds=costs.update.step_seconds + costs.stage_seconds,
             copy_byte_seconds=costs.update.copy_byte_seconds,
             state_bytes_per_byte=costs.update.state_bytes_per_byte,
@@ -179,6 +192,7 @@ class ModelCosts:
             forward_bytes=self.forward_bytes[index],
             backward_bytes=self.backward_bytes[index],
             input_uses=self.input_uses[:, index],
+            operators=None if self.operators is None else self.operators[index],
         )
 
 

@@ -21,6 +21,8 @@ class Provider:
     """Of products and convolutions."""
     memory_speed: float = 1.0
     """Of everything that is limited by moving bytes: the other operators, and updates."""
+    operator_seconds: float = 0.0
+    """What starting an operator and its backward takes at least, however little they compute: on a GPU, most of it."""
     up_bytes_per_second: float = NO_LIMIT
     down_bytes_per_second: float = NO_LIMIT
     latency_seconds: float = 0.0

@@ -212,7 +212,8 @@ class _Agent:
             graph_format=FORMAT_VERSION,
             slower=self._slower,
         )
-        if not self._embedded:
+        # Where all are processors of one machine they are alike, and there is nothing to tell.
+        if not self._embedded or self._device.type != "cpu":
             await self._describe(about_us)
         client, reply = await join(self._invite, authority, self._node, about_us)
         where = f"at {address}" if address else "without a port of its own"
@@ -225,14 +226,14 @@ class _Agent:
             await stay.close()
 
     async def _describe(self, about_us: JoinRequest) -> None:
-        """Measures this machine, once. Where all are on one machine they are alike, and there is nothing to tell."""
+        """Measures this machine, once."""
         known, self._speed = self._speed, self._speed or await machine_speed(self._device, self._memory_bytes)
         speed = self._speed.divided(self._slower)
         about_us.flops_per_second = speed.flops_per_second
         about_us.memory_bytes_per_second = speed.memory_bytes_per_second
         about_us.cores = core_count()
         about_us.device_name = device_name(self._device)
-        about_us.measures_link = True
+        about_us.measures_link = not self._embedded
         if known is None:
             memory, rate = amounts.gibibytes(self._memory_bytes), amounts.flops(speed.flops_per_second)
             self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")

@@ -64,6 +64,7 @@ def test_a_machine_is_as_fast_as_it_measured_against_the_one_that_profiled_the_m
 def test_what_was_not_measured_is_taken_to_be_as_fast() -> None:
     provider = provider_of(member(), COSTS, REACHED, HERE)
     assert provider.compute_speed == provider.memory_speed == 1.0
+    assert provider_of(member(slower=4.0), COSTS, REACHED, HERE).compute_speed == 0.25
     assert provider_of(member(flops_per_second=5.0), replace(COSTS, flops_per_second=0.0), REACHED, HERE) == provider
 
 

@@ -56,6 +56,15 @@ def test_the_rate_is_that_of_training_and_not_of_evaluations(clock: Clock) -> No
     assert progress.summary("running", "").samples_per_second == pytest.approx(80)
 
 
+def test_the_first_microbatch_wakes_everything_up_and_does_not_count(clock: Clock) -> None:
+    progress = a_progress(clock)
+    train(progress, clock, 1, seconds_each=30.0)
+    assert progress.samples_per_second() == pytest.approx(8 / 30)
+    train(progress, clock, 10)
+    assert progress.samples_per_second() == pytest.approx(80)
+    assert progress.first_update_seconds == 30.0
+
+
 def test_what_was_done_before_a_resume_counts_as_done_and_not_as_fast(clock: Clock) -> None:
     progress = a_progress(clock, Place(epoch=0, position=100, microbatches=100, updates=100, samples=800))
     train(progress, clock, 10)
