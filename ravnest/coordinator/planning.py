@@ -33,7 +33,7 @@ RATES = (1e3, 1e12)
 """Bytes a second of a line."""
 MOST_LATENCY_SECONDS = 10.0
 
-OPERATOR_SECONDS = 60e-6
+OPERATOR_SECONDS = 100e-6
 """What a GPU takes to start an operator and its backward. Measured with small models on an NVIDIA H200."""
 
 _AHEAD = 2
