@@ -1,6 +1,7 @@
 """`ravnest join INVITE`: lend this machine to a coordinator."""
 
 import argparse
+import math
 from typing import TYPE_CHECKING
 
 from ravnest import amounts
@@ -50,6 +51,13 @@ def add_parser(subparsers: "Subparsers") -> None:
         help="how much of stages to keep on this disk, so that they need not be fetched again; 0 keeps nothing "
         "(default: 20GiB, and no more than half of the free space)",
     )
+    parser.add_argument(
+        "--pretend-slower",
+        metavar="FACTOR",
+        type=slower,
+        default=1.0,
+        help="compute as a machine that is so many times slower, such as 2.5, to try out a swarm of unequal machines",
+    )
     parser.add_argument("--name", help="what to call this provider (default: this machine's name)")
     # A provider that `ravnest train` started ends with its parent and leaves the talking to it.
     parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
@@ -69,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         name=args.name,
         outbound_only=args.outbound_only,
         cache_bytes=args.cache,
+        slower=args.pretend_slower,
         embedded=args.embedded,
     )
 
@@ -84,6 +93,17 @@ def memory_bytes(text: str) -> int:
 def cache_bytes(text: str) -> int:
     """Bytes as in `memory_bytes`, or 0; raises ArgumentTypeError for anything else."""
     return 0 if text.strip() == "0" else memory_bytes(text)
+
+
+def slower(text: str) -> float:
+    """How many times slower, a number of at least 1; raises ArgumentTypeError for anything else."""
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 1 <= factor < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not how many times slower: give a number of at least 1")
+    return factor
 
 
 def host_and_port(text: str) -> tuple[str, int]:

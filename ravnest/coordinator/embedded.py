@@ -75,10 +75,11 @@ def train_from_reference(
 class EmbeddedSwarm:
     """Providers on this machine that can train one job after another; however the block ends, none outlives it."""
 
-    def __init__(self, providers: int, devices: Sequence[str] = ("auto",)) -> None:
-        """Starts the providers, on the `devices` in turn."""
+    def __init__(self, providers: int, devices: Sequence[str] = ("auto",), slower: Sequence[float] = (1.0,)) -> None:
+        """Starts the providers, on the `devices` in turn; those for which `slower` says more than 1, in turn as well,
+        compute as machines that are so many times slower."""
         self._stack = ExitStack()
-        self._processes = self._stack.enter_context(ProviderProcesses(providers, devices))
+        self._processes = self._stack.enter_context(ProviderProcesses(providers, devices, slower))
         self._loop: NetworkLoop | None = None
         self._swarm: Swarm | None = None
 

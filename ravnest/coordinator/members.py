@@ -44,6 +44,8 @@ class Member:
     flops_per_second: float = 0.0
     """As it measured itself; 0 where it did not, as in the embedded swarm, where all machines are one."""
     memory_bytes_per_second: float = 0.0
+    slower: float = 1.0
+    """It computes so many times slower than its machine could. A speed that it measured is told as if it had to."""
     device_name: str = ""
     measures_link: bool = False
     """Whether it measures its connection: it is present once it has said what it found."""
@@ -65,6 +67,7 @@ class Member:
             cores=request.cores,
             flops_per_second=positive(request.flops_per_second),
             memory_bytes_per_second=positive(request.memory_bytes_per_second),
+            slower=max(1.0, positive(request.slower)),
             device_name=printable(request.device_name[:_NAME_CHARACTERS]),
             measures_link=request.measures_link,
         )

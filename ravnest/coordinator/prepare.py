@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 
 from ravnest.coordinator.checkpoints import CheckpointContents
 from ravnest.coordinator.feeder import Guard, first_batches
 from ravnest.coordinator.resuming import resumed_metadata
+from ravnest.engine.calibrate import calibrate
 from ravnest.engine.schedule import flight_limit
 from ravnest.engine.settings import StageSettings
+from ravnest.engine.speed import measure_speed
 from ravnest.errors import RunError
 from ravnest.graph.batch import samples_in
 from ravnest.graph.capture import Captured, capture
@@ -21,6 +24,8 @@ from ravnest.graph.update_cost import time_update
 from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
 from ravnest.job import Job
 from ravnest.planner.stage_plan import StagePlan
+
+_SPEED_SECONDS = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +65,23 @@ def prepare(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        costs = profile(captured.graph, captured.weights, captured.sample, samples_in(captured.sample))
-        costs = replace(costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate))
+        costs = measure_costs(job, captured)
     finally:
         torch.set_num_threads(before)
     return Prepared(job, captured, costs, peeked, restored)
+
+
+def measure_costs(job: Job, captured: Captured) -> CostProfile:
+    """What the model costs on this machine, with as many threads as torch uses now, and how fast the machine is."""
+    graph, weights, sample = captured.graph, captured.weights, captured.sample
+    costs = profile(graph, weights, sample, samples_in(sample))
+    costs = replace(costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate))
+    available_bytes = psutil.virtual_memory().available
+    costs = calibrate(costs, graph, weights, sample, stage_settings(job, 0, 1), available_bytes)
+    speed = measure_speed(torch.device("cpu"), available_bytes, _SPEED_SECONDS)
+    return replace(
+        costs, flops_per_second=speed.flops_per_second, memory_bytes_per_second=speed.memory_bytes_per_second
+    )
 
 
 def stage_settings(job: Job, stage: int, stages: int) -> StageSettings:

@@ -1,5 +1,6 @@
 """The processes of an embedded swarm's providers: the same command a remote machine runs, started and ended here."""
 
+import math
 import os
 import signal
 import subprocess
@@ -19,8 +20,11 @@ _END_SECONDS = 1.5
 class ProviderProcesses:
     """`count` providers. However the block ends, none of them outlives it; they also end when this process dies."""
 
-    def __init__(self, count: int, devices: Sequence[str] = ("auto",)) -> None:
-        """Starts them, on the devices in turn; PlanError when that many make no sense here."""
+    def __init__(self, count: int, devices: Sequence[str] = ("auto",), slower: Sequence[float] = (1.0,)) -> None:
+        """Starts them, on the devices in turn, and in turn as machines that are so many times slower.
+
+        PlanError when that many, or so much slower, make no sense here.
+        """
         self.count = count
         self._started: float | None = time.perf_counter()
         cores = os.cpu_count() or 1
@@ -31,6 +35,9 @@ class ProviderProcesses:
             raise PlanError(
                 f"{count} providers are too many for the {cores} cores here; use --providers {most} or fewer"
             )
+        for factor in slower:
+            if not 1 <= factor < math.inf:
+                raise PlanError(f"slower is {factor!r} for a provider: give a number of at least 1, such as 2.5")
         threads = max(1, cores // count)
         # Set before torch is imported there: its thread pools are sized once.
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -43,6 +50,7 @@ class ProviderProcesses:
             for number in range(count):
                 command = [sys.executable, "-m", "ravnest", "join", "-", "--embedded", "--name", _name(number)]
                 command += ["--device", devices[number % len(devices)]]
+                command += ["--pretend-slower", str(slower[number % len(slower)])]
                 # Its own session: an interrupt typed at the terminal is the coordinator's to handle.
                 process = subprocess.Popen(
                     command,

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 from ravnest.engine.messages import Counters, LossRecord, Message, Outbox
+from ravnest.engine.pace import Pace
 from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.engine.stage import Stage, Update
 from ravnest.errors import PeerError, RavnestError
@@ -28,8 +29,10 @@ _SPARE_WAITING: Final = 64
 class StageWorker:
     """Runs one stage. `feed`, `receive_forward`, `receive_backward` may be called from any thread and never block."""
 
-    def __init__(self, stage: Stage, outbox: Outbox) -> None:
+    def __init__(self, stage: Stage, outbox: Outbox, slower: float = 1.0) -> None:
+        """`slower` makes all its work take so many times as long, as on a slower machine."""
         self.counters = Counters()
+        self._pace = Pace(slower, stage.device)
         self._stage = stage
         self._outbox = outbox
         graph = stage.graph
@@ -60,6 +63,7 @@ class StageWorker:
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
         """Ends the thread after the task at hand."""
+        self._pace.end()
         with self._condition:
             self._stopping = True
             self._condition.notify()
@@ -154,7 +158,8 @@ class StageWorker:
             self._save(message.checkpoint, "after the last update")
 
     def _forward(self, message: Message) -> None:
-        results = self._stage.forward(message.microbatch, message.values)
+        with self._pace.work():
+            results = self._stage.forward(message.microbatch, message.values)
         self.counters.forwards += 1
         if not self._is_leaf:
             self._running[message.microbatch] = replace(message, values={})
@@ -173,26 +178,31 @@ class StageWorker:
         self._backward(message, None)
 
     def _backward(self, message: Message, gradients: Mapping[str, torch.Tensor] | None) -> None:
-        for name, gradient in (gradients or {}).items():
-            if not torch.isfinite(gradient).all():
-                # Before anything is applied: the weights stay as they are.
-                self._stage.drop(message.microbatch)
-                raise _NotFiniteError(
-                    f"the gradient of {name} that the next stage sent for microbatch {message.microbatch} is not "
-                    "finite, so it is not applied; lower the learning rate or set pipeline.clip_norm"
-                )
-        found = self._stage.backward(message.microbatch, gradients)
+        with self._pace.work():
+            self._check_gradients(message.microbatch, gradients or {})
+            found = self._stage.backward(message.microbatch, gradients)
         self.counters.backwards += 1
         if not self._is_root:
             # Before the update: the stage before can work on it meanwhile.
             self._outbox.backward(replace(message, values=found))
-        update = self._stage.update(message.microbatch, flush=message.flush)
+        with self._pace.work():
+            update = self._stage.update(message.microbatch, flush=message.flush)
         if update is not None:
             self._count(update)
         if message.checkpoint:
             self._save(message.checkpoint, f"after microbatch {message.microbatch}")
         if self._is_root:
             self._outbox.done(replace(message, values={}))
+
+    def _check_gradients(self, microbatch: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        for name, gradient in gradients.items():
+            if not torch.isfinite(gradient).all():
+                # Before anything is applied: the weights stay as they are.
+                self._stage.drop(microbatch)
+                raise _NotFiniteError(
+                    f"the gradient of {name} that the next stage sent for microbatch {microbatch} is not "
+                    "finite, so it is not applied; lower the learning rate or set pipeline.clip_norm"
+                )
 
     def _save(self, checkpoint: int, when: str) -> None:
         tensors, metadata = self._stage.state()
@@ -211,7 +221,8 @@ class StageWorker:
         self._outbox.updated(update)
 
     def _evaluate(self, message: Message) -> None:
-        results = self._stage.evaluate(message.values)
+        with self._pace.work():
+            results = self._stage.evaluate(message.values)
         self.counters.forwards += 1
         if not self._is_leaf:
             self._outbox.forward(replace(message, values=results))

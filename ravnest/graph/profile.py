@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ravnest.graph import ops
+from ravnest.graph.clock import work_clock
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program, Step
 from ravnest.graph.update_cost import UpdateCost
@@ -28,6 +29,9 @@ class NodeCost:
     saved_bytes: int
     """Memory that autograd keeps from this node until its backward (parameters and earlier nodes' savings not
     counted)."""
+    heavy: bool = False
+    """Whether it is products of matrices or convolutions, whose time goes with a machine's arithmetic; that of others
+    goes with its memory."""
 
     @property
     def seconds(self) -> float:
@@ -42,6 +46,10 @@ class CostProfile:
     samples: int
     threads: int
     update: UpdateCost = field(default_factory=UpdateCost)
+    flops_per_second: float = 0.0
+    """Of the machine that measured, with so many threads: what a provider's own figure is held against. 0: not
+    known."""
+    memory_bytes_per_second: float = 0.0
 
     def seconds(self, name: str) -> float:
         cost = self.nodes.get(name)
@@ -66,7 +74,7 @@ def profile(
                 step.call(env)
                 env[program.slot(name)] = _marked(env[program.slot(name)], step)
             size = _bytes(env[program.slot(name)])
-            costs[name] = NodeCost(forward, backward, size, saved.get(name, 0))
+            costs[name] = NodeCost(forward, backward, size, saved.get(name, 0), ops.is_heavy(step.node.op))
             for slot in step.frees:
                 env[slot] = None
     return CostProfile(costs, samples, torch.get_num_threads())
@@ -98,10 +106,11 @@ class _Trial:
     def __init__(self, step: Step, args: list[Any], kwargs: dict[str, Any]) -> None:
         function = ops.resolve(step.node.op)
         self._grad = step.node.grad
-        start = time.perf_counter()
+        self._clock = work_clock()
+        start = self._clock()
         with torch.set_grad_enabled(self._grad):
             self._result = function(*args, **kwargs)
-        self.forward_seconds = time.perf_counter() - start
+        self.forward_seconds = self._clock() - start
 
     def backward(self, leaves: list[torch.Tensor]) -> float:
         results = self._result if isinstance(self._result, tuple | list) else [self._result]
@@ -110,9 +119,9 @@ class _Trial:
         if not self._grad or not wanted or not leaves:
             return 0.0
         ones = [torch.ones_like(r) for r in wanted]
-        start = time.perf_counter()
+        start = self._clock()
         torch.autograd.grad(wanted, leaves, ones, allow_unused=True)
-        return time.perf_counter() - start
+        return self._clock() - start
 
 
 def _marked(value: Any, step: Step) -> Any:

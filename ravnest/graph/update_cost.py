@@ -4,11 +4,12 @@ A stage's update grows with the number of its parameters and with their size; bo
 cost of a stage is known for every way of cutting the model, without a copy of it.
 """
 
-import time
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 
+from ravnest.graph.clock import work_clock
 from ravnest.spec import OptimizerSpec
 
 _REPETITIONS = 5
@@ -25,26 +26,63 @@ class UpdateCost:
     step_seconds: float = 0.0
     parameter_seconds: float = 0.0
     byte_seconds: float = 0.0
-    state_bytes_per_byte: float = 2.0
-    """What the optimizer keeps for a parameter, against the parameter itself: Adam's two moments, say."""
+    copy_byte_seconds: float = 0.0
+    """More for each byte where a microbatch in flight holds the weights: they move to fresh memory first. That is every
+    stage but a leaf, and a leaf never."""
+    state_bytes_per_byte: float = 0.0
+    """Memory that the optimizer keeps for a byte of parameters: Adam 2, SGD 0, with momentum 1."""
+
+    def seconds(self, parameters: int, size_bytes: int, *, held: bool = False) -> float:
+        """Of an update of so many parameters that take so many bytes together; `held` where versions are kept."""
+        byte = self.byte_seconds + held * self.copy_byte_seconds
+        return self.step_seconds + parameters * self.parameter_seconds + size_bytes * byte
+
+    def scaled(self, factor: float) -> "UpdateCost":
+        """The optimizer's step so many times as long."""
+        return replace(
+            self,
+            step_seconds=factor * self.step_seconds,
+            parameter_seconds=factor * self.parameter_seconds,
+            byte_seconds=factor * self.byte_seconds,
+        )
 
 
 def time_update(optimizer: OptimizerSpec, accumulate: int = 1) -> UpdateCost:
     """The cost of this optimizer's updates for each microbatch, where every `accumulate` of them make one."""
     one, many, large = (_seconds(optimizer, shapes) for shapes in ([_SMALL], [_SMALL] * _MANY, [_LARGE]))
-    parameter = max(0.0, (many - one) / (_MANY - 1))
-    byte = max(0.0, large - one) / (_LARGE[0] * _LARGE[1] * torch.float32.itemsize)
-    return UpdateCost(max(0.0, one - parameter) / accumulate, parameter / accumulate, byte / accumulate)
+    parameter = max(0.0, (many.step - one.step) / (_MANY - 1))
+    size = math.prod(_LARGE) * torch.float32.itemsize
+    return UpdateCost(
+        step_seconds=max(0.0, one.step - parameter) / accumulate,
+        parameter_seconds=parameter / accumulate,
+        byte_seconds=max(0.0, large.step - one.step) / size / accumulate,
+        copy_byte_seconds=large.copy / size / accumulate,
+        state_bytes_per_byte=large.state_bytes / size,
+    )
 
 
-def _seconds(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> float:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    step: float
+    copy: float
+    state_bytes: int
+
+
+def _seconds(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> _Found:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     made = optimizer.build(parameters)
-    best = float("inf")
+    step = copy = float("inf")
+    clock = work_clock()
     for _ in range(_REPETITIONS):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        start = time.perf_counter()
+        start = clock()
         made.step()
-        best = min(best, time.perf_counter() - start)
-    return best
+        step = min(step, clock() - start)
+        start = clock()
+        for parameter in parameters:
+            parameter.data = parameter.data.clone()
+        copy = min(copy, clock() - start)
+    # A counter of steps is not of the parameter's size.
+    kept = [value for state in made.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return _Found(step, copy, sum(value.nbytes for value in kept if value.numel() > 1))

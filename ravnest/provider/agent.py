@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ravnest import __version__, amounts
+from ravnest.engine.speed import Speed
 from ravnest.errors import PeerError, RavnestError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
@@ -54,7 +55,6 @@ from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.links import PeerMeasuring, report_link
 from ravnest.provider.measuring import core_count, device_name, machine_speed
 from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
-from ravnest.provider.speed import Speed
 from ravnest.provider.stay import Stay
 
 _FIRST_TELL_SECONDS = 2.0
@@ -75,11 +75,13 @@ def run(
     name: str | None = None,
     outbound_only: bool = False,
     cache_bytes: int | None = None,
+    slower: float = 1.0,
     embedded: bool = False,
 ) -> int:
     """Provides until the run ends; the exit code. A RavnestError says why it could not.
 
     `cache_bytes` is how much of stages may be kept on the disk; 0: nothing, None: a bound that leaves room for others.
+    `slower` makes it a machine that is so many times slower than this one.
     """
     leave_out_the_compiler()
     give_memory_back()
@@ -92,7 +94,9 @@ def run(
                 return 1
         # Several embedded providers and their coordinator share a machine, which has it all in memory already.
         cache = None if embedded else ArtifactCache.of_user(cache_bytes)
-        agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name or platform.node(), cache, embedded)
+        agent = _Agent(
+            SwarmInvite.parse(invite), chosen, memory_bytes, name or platform.node(), cache, slower, embedded
+        )
         listen = listen or ("127.0.0.1" if embedded else "0.0.0.0", 0)
         return asyncio.run(agent.main(None if outbound_only else listen, advertise))
     except RavnestError as error:
@@ -126,6 +130,7 @@ class _Agent:
         memory_bytes: int | None,
         name: str,
         cache: ArtifactCache | None,
+        slower: float,
         embedded: bool,
     ) -> None:
         self._invite = invite
@@ -134,6 +139,7 @@ class _Agent:
         self._name = name
         self._node = NodeIdentity.new()
         self._cache = cache
+        self._slower = slower
         self._embedded = embedded
         self._fetch_line = None if embedded else FetchLine(sys.stderr)
         self._baseline = 0
@@ -204,6 +210,7 @@ class _Agent:
             version=__version__,
             protocol=PROTOCOL_VERSION,
             graph_format=FORMAT_VERSION,
+            slower=self._slower,
         )
         if not self._embedded:
             await self._describe(about_us)
@@ -220,7 +227,7 @@ class _Agent:
     async def _describe(self, about_us: JoinRequest) -> None:
         """Measures this machine, once. Where all are on one machine they are alike, and there is nothing to tell."""
         known, self._speed = self._speed, self._speed or await machine_speed(self._device, self._memory_bytes)
-        speed = self._speed
+        speed = self._speed.divided(self._slower)
         about_us.flops_per_second = speed.flops_per_second
         about_us.memory_bytes_per_second = speed.memory_bytes_per_second
         about_us.cores = core_count()
@@ -229,6 +236,8 @@ class _Agent:
         if known is None:
             memory, rate = amounts.gibibytes(self._memory_bytes), amounts.flops(speed.flops_per_second)
             self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")
+            if self._slower > 1:
+                self._say(f"it computes as a machine that is {self._slower:g} times slower than it is")
 
     async def _report_link(self, stay: Stay) -> None:
         """Measures the connection to the coordinator, once: one that comes back says what it found then."""
@@ -331,7 +340,7 @@ class _Agent:
             artifacts = Artifacts(stay.client, self._cache, self._say)
             async with fetching(order, stay.control, self._fetch_line) as progress:
                 deployment = await Deployment.make(
-                    order, stay.client, self._node, self._device, self._baseline, artifacts, progress
+                    order, stay.client, self._node, self._device, self._baseline, artifacts, progress, self._slower
                 )
             async with self._deployed:
                 self._deployment = deployment

@@ -37,14 +37,20 @@ class Deployment:
     """A stage at work. `failure` is done when it cannot go on; everything it started ends with `close`."""
 
     def __init__(
-        self, order: Deploy, stage: Stage, outbox: FrameOutbox, links: list[StageLink], baseline_memory_bytes: int
+        self,
+        order: Deploy,
+        stage: Stage,
+        outbox: FrameOutbox,
+        links: list[StageLink],
+        baseline_memory_bytes: int,
+        slower: float = 1.0,
     ) -> None:
         self.name = order.deployment
         self.generation = order.generation
         self._stage = stage
         self._outbox = outbox
         self._baseline = baseline_memory_bytes
-        self._worker = StageWorker(stage, outbox)
+        self._worker = StageWorker(stage, outbox, slower)
         self._links = links
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -66,6 +72,7 @@ class Deployment:
         baseline_memory_bytes: int,
         artifacts: Artifacts,
         progress: FetchProgress,
+        slower: float = 1.0,
     ) -> "Deployment":
         """Fetches what the order names and builds the stage; GraphError or PeerError says why it cannot be."""
         settings = StageSettings.from_json(order.settings_json)
@@ -91,7 +98,7 @@ class Deployment:
             for neighbour, is_next in ((order.previous, False), (order.next, True))
             if neighbour.node
         ]
-        return cls(order, stage, outbox, links, baseline_memory_bytes)
+        return cls(order, stage, outbox, links, baseline_memory_bytes, slower)
 
     @property
     def failure(self) -> asyncio.Future[tuple[str, str, int]]:

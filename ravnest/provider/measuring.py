@@ -24,9 +24,9 @@ from typing import Final
 import psutil
 import torch
 
+from ravnest.engine.speed import MEASUREMENT_VERSION, Speed, measure_speed
 from ravnest.provider.footprint import give_free_memory_back
 from ravnest.provider.memory import forget_peak
-from ravnest.provider.speed import MEASUREMENT_VERSION, Speed, measure_speed
 
 KEPT_SECONDS: Final = 30 * 86400.0
 """A machine that was busy when it was measured is not called slow for ever."""

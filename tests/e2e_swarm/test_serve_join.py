@@ -42,10 +42,10 @@ class Swarm:
         assert line.startswith("invite: ravnest join ravnest://127.0.0.2:"), line
         return running, SwarmInvite.parse(line.removeprefix("invite: ravnest join "))
 
-    def join(self, invite: SwarmInvite, name: str) -> Running:
+    def join(self, invite: SwarmInvite, name: str, *options: str) -> Running:
         """A provider on an address of its own."""
         words = ("join", invite.line, "--name", name, "--listen", f"127.0.0.{next(self._addresses)}:0")
-        return self._stack.enter_context(Running(*words, folder=self.folder))
+        return self._stack.enter_context(Running(*words, *options, folder=self.folder))
 
     def new_invite(self, *words: str) -> SwarmInvite:
         made = ravnest("invite", "run", "--new", *words, folder=self.folder)
@@ -85,7 +85,9 @@ def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
     alone = swarm.train(load_job(str(path)), providers=3, run=tmp_path / "embedded", display=False)
 
     serving, invite = machines.serve("--providers", "3")
-    providers = [machines.join(invite, name) for name in ("Anna's PC", "ben", "ben")]
+    # So much slower that no measuring on a busy machine could be wrong by as much.
+    providers = [machines.join(invite, "Anna's PC", "--pretend-slower", "20")]
+    providers += [machines.join(invite, "ben"), machines.join(invite, "ben")]
     for provider in providers:
         said = ended_well(provider)
         assert re.search(r"^this machine: cpu, \d+ cores?, [\d.]+ GiB, [\d.]+ [GT]FLOP/s$", said, re.M), said
@@ -104,6 +106,7 @@ def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
     joined = {event["provider"]: event for event in events if event["kind"] == "joined"}
     assert joined.keys() == {"anna-s-pc", "ben", "ben-2"}
     assert re.fullmatch(f"ben joined with {machine}", joined["ben"]["reason"]), joined
+    assert joined["anna-s-pc"]["flops_per_second"] < joined["ben"]["flops_per_second"] / 2
     assert joined["ben"]["flops_per_second"] > 1e8 and 0 < joined["ben"]["round_trip_seconds"] < 5
     assert invite.token.encode() not in said
 

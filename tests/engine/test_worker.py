@@ -1,5 +1,6 @@
 """A pipeline of workers in one process, without a network: what comes out of one is given to the next by hand."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -86,7 +87,7 @@ def make() -> Iterator[Make]:
     """Workers of as many stages as asked for, root first; all are ended afterwards."""
     started: list[StageWorker] = []
 
-    def made(stages: int, *, lr: float = 0.1, **settings: Any) -> list[Pair]:
+    def made(stages: int, *, lr: float = 0.1, slower: float = 1.0, **settings: Any) -> list[Pair]:
         found = captured()
         # Behind the layers that have parameters.
         graphs = split(found.graph, layout(found.graph).cuts[1::2][: stages - 1])
@@ -98,7 +99,7 @@ def make() -> Iterator[Make]:
             )
             weights = {spec.key: found.weights[spec.key].clone() for spec in graph.weights}
             box = Box()
-            pairs.append((StageWorker(Stage(graph, weights, told), box), box))
+            pairs.append((StageWorker(Stage(graph, weights, told), box, slower), box))
             started.append(pairs[-1][0])
         for worker, _ in pairs:
             worker.start()
@@ -324,3 +325,58 @@ def test_what_waits_for_its_other_half_is_bounded(make: Make) -> None:
         for number in range(1_000_000):
             leaf.receive_forward(replace(activations, microbatch=number))
     assert len(leaf._received) < 100
+
+
+def test_what_a_slower_stage_sends_leaves_as_late_as_on_a_slower_machine(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = make(2, slower=3.0)
+    (root, first), (leaf, last) = pairs
+    monkeypatch.setattr("ravnest.engine.pace.work_clock", lambda: iter(range(1000)).__next__)
+    waits: dict[str, list[float]] = {"root": [], "leaf": []}
+    sent: dict[str, int] = {}
+
+    def watch(name: str, pair: Pair, *kinds: str) -> None:
+        """Notes for how many waits what it sends has waited."""
+        worker, box = pair
+        monkeypatch.setattr(worker._pace, "_wait", waits[name].append)
+        for kind in kinds:
+            put = getattr(box, kind)
+
+            def noted(message: Message, kind: str = kind, put: Callable[[Message], None] = put) -> None:
+                sent[kind] = len(waits[name])
+                put(message)
+
+            monkeypatch.setattr(box, kind, noted)
+
+    watch("root", pairs[0], "forward", "done")
+    watch("leaf", pairs[1], "backward")
+    feed(pairs, 0, batches([8])[0])
+    leaf.receive_forward(first.next("forward"))
+    root.receive_backward(last.next("backward"))
+    first.next("done")
+    # After the forward; after forward and backward, and before the update; after all three.
+    assert sent == {"forward": 1, "backward": 2, "done": 3}
+    assert waits["root"] == [2.0] * 3
+
+
+def test_a_slower_stage_is_busy_while_it_waits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    [(worker, box)] = make(1, slower=20.0)
+
+    def update(*_: object, **__: object) -> None:
+        until = time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+
+    monkeypatch.setattr(worker._stage, "update", update)
+    worker.feed(message(0, batches([8])[0]))
+    box.next("done")
+    worker.stop(PATIENCE_SECONDS)
+    assert worker.counters.busy_seconds >= 0.2
+
+
+def test_a_stage_that_waits_is_stopped_at_once(make: Make) -> None:
+    [(worker, _)] = make(1, slower=1e9)
+    worker.feed(message(0, batches([8])[0]))
+    worker.stop(PATIENCE_SECONDS)
+    assert not worker._thread.is_alive()

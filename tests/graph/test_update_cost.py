@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.graph.update_cost import UpdateCost, time_update
+from ravnest.graph.update_cost import UpdateCost, _Found, time_update
 from ravnest.spec import OptimizerSpec
 
 
@@ -16,11 +16,36 @@ def test_every_part_of_an_update_costs_something(name: str) -> None:
 
 def test_an_update_for_several_microbatches_costs_each_of_them_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 3e-6, 9: 11e-6}
-    large = 3e-6 + 2048 * 2048 * 4 * 1e-9
-    monkeypatch.setattr(
-        "ravnest.graph.update_cost._seconds",
-        lambda optimizer, shapes: large if shapes == [(2048, 2048)] else seconds[len(shapes)],
-    )
+    size = 2048 * 2048 * 4
+
+    def found(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> object:
+        large = shapes == [(2048, 2048)]
+        return _Found(3e-6 + size * 1e-9 if large else seconds[len(shapes)], size * 2e-9, size)
+
+    monkeypatch.setattr("ravnest.graph.update_cost._seconds", found)
     once, shared = (time_update(OptimizerSpec("SGD"), accumulate) for accumulate in (1, 4))
-    assert once == UpdateCost(pytest.approx(2e-6), pytest.approx(1e-6), pytest.approx(1e-9))
-    assert shared == UpdateCost(pytest.approx(0.5e-6), pytest.approx(0.25e-6), pytest.approx(0.25e-9))
+    approx = pytest.approx
+    assert once == UpdateCost(approx(2e-6), approx(1e-6), approx(1e-9), approx(2e-9), approx(1.0))
+    assert shared == UpdateCost(approx(0.5e-6), approx(0.25e-6), approx(0.25e-9), approx(0.5e-9), approx(1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "state"),
+    [
+        ("SGD", {}, 0.0),
+        ("SGD", {"momentum": 0.9}, 1.0),
+        ("AdamW", {}, 2.0),
+        ("AdamW", {"amsgrad": True}, 3.0),
+        ("Adagrad", {}, 1.0),
+    ],
+)
+def test_the_memory_of_the_optimizers_state_is_known(name: str, options: dict[str, object], state: float) -> None:
+    assert time_update(OptimizerSpec(name, {"lr": 0.01, **options})).state_bytes_per_byte == state
+
+
+def test_an_update_of_weights_in_use_moves_them_first() -> None:
+    cost = UpdateCost(1.0, 0.5, 0.25, copy_byte_seconds=0.125)
+    assert cost.seconds(4, 8) == 1.0 + 2.0 + 2.0
+    assert cost.seconds(4, 8, held=True) == cost.seconds(4, 8) + 1.0
+    assert cost.scaled(2.0) == UpdateCost(2.0, 1.0, 0.5, copy_byte_seconds=0.125)
+    assert time_update(OptimizerSpec("SGD", {"lr": 0.01})).copy_byte_seconds > 0

@@ -19,6 +19,7 @@ from ravnest.coordinator.admission import Admission
 from ravnest.coordinator.loop import NetworkLoop
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.tokens import TokenStore
+from ravnest.engine.speed import Speed
 from ravnest.net.authority import SwarmAuthority
 from ravnest.net.identity import Identity
 from ravnest.net.server import CoordinatorServer
@@ -27,7 +28,6 @@ from ravnest.provider import doctor
 from ravnest.provider.doctor import Wanted, examine
 from ravnest.provider.findings import Finding
 from ravnest.provider.joining import kept_identity
-from ravnest.provider.speed import Speed
 from tests.e2e.command import ravnest
 
 FIGURES = Speed(95e9, 30e9)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ravnest.provider import measuring, speed
+from ravnest.engine import speed
+from ravnest.engine.speed import SIZES, BlockSize, Speed, measure_speed
+from ravnest.provider import measuring
 from ravnest.provider.measuring import (
     KEPT_SECONDS,
     Load,
@@ -22,7 +24,6 @@ from ravnest.provider.measuring import (
     read_kept,
 )
 from ravnest.provider.memory import forget_peak, group_bytes, lent_bytes, peak_bytes, resident_bytes
-from ravnest.provider.speed import SIZES, BlockSize, Speed, measure_speed
 
 CPU = torch.device("cpu")
 FIGURES = Speed(95e9, 30e9)

@@ -1,0 +1,115 @@
+"""A profile is scaled to what real steps take, and nothing of the user's changes on the way."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import ravnest
+from ravnest.coordinator.prepare import prepare, stage_settings
+from ravnest.engine import calibrate as module
+from ravnest.engine.calibrate import StepSeconds, calibrate, scaled, step_bytes, time_steps
+from ravnest.engine.settings import StageSettings
+from ravnest.graph.profile import CostProfile, NodeCost
+from ravnest.graph.update_cost import UpdateCost
+from ravnest.spec import OptimizerSpec
+from tests.graph.cutting import ALL, example
+
+SETTINGS = StageSettings(optimizer=OptimizerSpec("AdamW", {"lr": 0.01}).to_json())
+
+
+def costs_of(name: str) -> CostProfile:
+    """Each node 1 ms forward and 2 ms backward, an update 10 ms and 1 ms a parameter."""
+    graph = example(name).captured.graph
+    nodes = {node.name: NodeCost(1e-3, 2e-3, 64, 1000) for node in graph.nodes}
+    update = UpdateCost(10e-3, 1e-3, 0.0, copy_byte_seconds=1e-9, state_bytes_per_byte=2.0)
+    return CostProfile(nodes, samples=4, threads=1, update=update)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_real_steps_are_timed_and_nothing_is_changed(name: str) -> None:
+    found = example(name).captured
+    before, random_state = copy.deepcopy(dict(found.weights)), torch.get_rng_state()
+    sample = {key: value.clone() for key, value in found.sample.items()}
+    measured = time_steps(found.graph, found.weights, found.sample, SETTINGS, budget_seconds=0.0)
+    assert min(measured.forward, measured.backward, measured.update) > 0
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for key, weight in found.weights.items():
+        assert torch.equal(weight, before[key]), key
+        assert weight.grad is None
+    assert all(torch.equal(value, sample[key]) for key, value in found.sample.items())
+
+
+def test_scaled_costs_add_up_to_what_was_measured() -> None:
+    graph = example("cnn").captured.graph
+    costs = costs_of("cnn")
+    found = scaled(costs, graph, StepSeconds(0.5, 3.0, 0.7))
+    assert sum(cost.forward_seconds for cost in found.nodes.values()) == pytest.approx(0.5)
+    assert sum(cost.backward_seconds for cost in found.nodes.values()) == pytest.approx(3.0)
+    size = sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in graph.parameters)
+    assert found.update.seconds(len(graph.parameters), size) == pytest.approx(0.7)
+    # What is not a time of the step stays as it is.
+    assert replace(found.update, step_seconds=0, parameter_seconds=0) == replace(
+        costs.update, step_seconds=0, parameter_seconds=0
+    )
+    assert all(cost.saved_bytes == 1000 and cost.output_bytes == 64 for cost in found.nodes.values())
+
+
+def test_costs_of_nothing_stay_nothing() -> None:
+    graph = example("cnn").captured.graph
+    costs = replace(costs_of("cnn"), update=UpdateCost())
+    assert scaled(costs, graph, StepSeconds(0.5, 3.0, 0.7)).update == UpdateCost()
+
+
+def test_a_model_too_large_for_a_whole_step_keeps_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = example("cnn").captured
+    costs = costs_of("cnn")
+    monkeypatch.setattr(module, "time_steps", lambda *_: StepSeconds(1.0, 1.0, 1.0))
+    needed = step_bytes(costs, found.graph)
+    parameters = sum(torch.Size(p.shape).numel() * 4 for p in found.graph.parameters)
+    assert needed == 4 * parameters + 1000 * len(found.graph.nodes)
+    given = (found.graph, found.weights, found.sample, SETTINGS)
+    assert calibrate(costs, *given, available_bytes=needed - 1) is costs
+    assert calibrate(costs, *given, available_bytes=needed) != costs
+
+
+def test_the_first_step_does_not_count_and_the_budget_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = example("cnn").captured
+    seconds = [10.0, 1.0, 1.0, 5.0, 1.0, 1.0]
+    now = 0.0
+
+    def step(*_: object) -> StepSeconds:
+        nonlocal now
+        taken = seconds.pop(0)
+        now += taken
+        return StepSeconds(taken, taken, taken)
+
+    monkeypatch.setattr(module, "_step", step)
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    measured = time_steps(found.graph, found.weights, found.sample, replace(SETTINGS, accumulate=4), 18.0)
+    # 10 + 1 + 1 seconds, and the mean of 4 for the next: then 17, and the next would be too late.
+    assert len(seconds) == 2
+    assert measured == StepSeconds(1.0, 1.0, 0.25)
+
+
+def test_what_a_job_costs_comes_with_the_speed_of_the_machine_that_measured() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+    batches = [(torch.randn(6, 4), torch.zeros(6, dtype=torch.long))] * 2
+    job = ravnest.Job(
+        model=model,
+        loss=torch.nn.functional.cross_entropy,
+        train_data=batches,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    )
+    before = copy.deepcopy(model.state_dict())
+    costs = prepare(job, 1, None, lambda phase: None).costs
+    assert costs.threads == 1 and costs.samples == 6
+    assert 1e8 < costs.flops_per_second < 1e14 and 1e8 < costs.memory_bytes_per_second < 1e13
+    assert costs.update.state_bytes_per_byte == 1.0
+    assert stage_settings(job, 0, 1).in_flight == 1
+    heavy = {name for name, cost in costs.nodes.items() if cost.heavy}
+    assert heavy and all(name.startswith("linear") for name in heavy)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

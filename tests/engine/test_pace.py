@@ -1,0 +1,77 @@
+"""A stage that pretends to be slower takes as long as a slower machine, without using the processor for it."""
+
+import threading
+import time
+
+import pytest
+
+from ravnest.engine.pace import Pace
+
+WORK_SECONDS = 0.02
+
+
+def work() -> None:
+    until = time.thread_time() + WORK_SECONDS
+    while time.thread_time() < until:
+        pass
+
+
+def test_work_takes_so_many_times_as_long_and_no_more_of_the_processor() -> None:
+    pace = Pace(4.0)
+    elapsed, used = time.perf_counter(), time.thread_time()
+    for _ in range(3):
+        with pace.work():
+            work()
+    elapsed, used = time.perf_counter() - elapsed, time.thread_time() - used
+    assert elapsed >= 3 * 4 * WORK_SECONDS * 0.95
+    assert used < 3 * WORK_SECONDS * 1.5
+
+
+def test_a_wait_that_was_too_long_shortens_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace(2.0)
+    now, used, waits = 0.0, 0.0, []
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        waits.append(seconds)
+        now += seconds + 0.25
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr("ravnest.engine.pace.work_clock", lambda: lambda: used)
+    monkeypatch.setattr(pace._ended, "wait", wait)
+    for _ in range(3):
+        with pace.work():
+            used += 1.0
+    assert waits == pytest.approx([1.0, 0.75, 0.75])
+
+
+def test_at_its_own_speed_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace()
+    monkeypatch.setattr(pace._ended, "wait", None)
+    with pace.work():
+        work()
+
+
+def test_the_end_interrupts_a_wait_and_later_ones() -> None:
+    pace = Pace(1e6)
+    worked = threading.Event()
+
+    def run() -> None:
+        for _ in range(2):
+            with pace.work():
+                work()
+                worked.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert worked.wait(10)
+    pace.end()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_error_is_not_waited_for() -> None:
+    pace = Pace(1e6)
+    with pytest.raises(ValueError, match="at once"), pace.work():
+        work()
+        raise ValueError("at once")
