@@ -257,7 +257,14 @@ def _links(
         one_way = _one_way(entry)
         for pair in _pairs(entry, nodes, groups, where, len(measured)):
             # What the link does not say is as without it: what both ends say of themselves.
-            known = network.line(nodes[pair[0]].provider, nodes[pair[1]].provider)
+            sender, receiver = (nodes[name].provider for name in pair)
+            if network.relayed(sender, receiver):
+                entry.fail(
+                    "",
+                    f"{pair[0]} and {pair[1]} are both reachable = false, so that what they send goes through the "
+                    "requester: make one of them reachable, or remove the link",
+                )
+            known = network.line(sender, receiver)
             measured[pair] = Line(
                 known.bytes_per_second if rate is None else rate,
                 known.latency_seconds if one_way is None else one_way,

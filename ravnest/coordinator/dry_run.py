@@ -1,0 +1,100 @@
+"""`ravnest plan`: a job planned for machines of a file, and nothing run but the capture and the profile."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ravnest.coordinator.interrupts import Interrupts
+from ravnest.coordinator.nodes_file import NodesFile
+from ravnest.coordinator.plan_parts import Parts
+from ravnest.coordinator.prepare import prepare
+from ravnest.job import Job
+from ravnest.jobfile import load_job
+from ravnest.overrides import apply_overrides
+from ravnest.planner.cluster import Cluster
+from ravnest.planner.formation import form
+from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.plan import Plan
+from ravnest.planner.providers import Goal, Line, Network, Provider
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """A plan with all that is needed to tell it."""
+
+    title: str
+    plan: Plan
+    providers: Mapping[str, Provider]
+    network: Network
+    goal: Goal
+    model: ModelCosts
+    parts: Parts
+    devices: Mapping[str, str] = field(default_factory=dict)
+    """What the machines are, for the reader."""
+
+    def line_before(self, cluster: Cluster, stage: int) -> tuple[Line, Line] | None:
+        """The line from the stage before, and the one back; None for the first stage."""
+        if stage == 0:
+            return None
+        before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
+        return self.network.line(before, here), self.network.line(here, before)
+
+    def relayed(self, cluster: Cluster, stage: int) -> bool:
+        """Whether the requester passes on what this stage and the one before send one another."""
+        if stage == 0:
+            return False
+        before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
+        return self.network.relayed(before, here)
+
+    def staleness(self, cluster: Cluster) -> int:
+        """Updates between a microbatch's forward and its backward, at most, at the first stage."""
+        return -(-(cluster.in_flight - 1) // self.goal.accumulate)
+
+
+def goal_of(job: Job, most_clusters: int | None) -> Goal:
+    """What the job fixes about its plan, for as many clusters as pay, and no more than these."""
+    pipeline = job.pipeline
+    return Goal(
+        in_flight=pipeline.in_flight,
+        max_staleness=pipeline.max_staleness,
+        accumulate=pipeline.accumulate,
+        most_clusters=most_clusters,
+    )
+
+
+def dry_run(
+    reference: str,
+    nodes: NodesFile,
+    *,
+    title: str,
+    overrides: Sequence[str] = (),
+    most_clusters: int | None = None,
+    seed: int = 0,
+    seconds: float | None = None,
+    tell: Callable[[str], None] = lambda phase: None,
+) -> DryRun:
+    """Captures and profiles the job here, and plans it for the machines of the file.
+
+    JobError or CaptureError where the job is at fault; PlanError where the model does not fit.
+    """
+    with Interrupts() as interrupts:
+        tell("loading the job")
+        job = apply_overrides(load_job(reference), overrides)
+        interrupts.check()
+        prepared = prepare(job, os.cpu_count() or 1, None, tell, interrupts.users_code)
+        costs, captured = prepared.costs, prepared.captured
+        providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second)
+        tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
+        model = ModelCosts.of(captured.graph, costs, {name: value.nbytes for name, value in captured.sample.items()})
+        goal = goal_of(job, most_clusters)
+        plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
+        return DryRun(
+            title=title,
+            plan=plan,
+            providers={provider.name: provider for provider in providers},
+            network=nodes.network,
+            goal=goal,
+            model=model,
+            parts=Parts.of(captured.graph),
+            devices=nodes.devices,
+        )

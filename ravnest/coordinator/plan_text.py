@@ -1,0 +1,169 @@
+"""A plan for a person: the promise first, then each cluster as a picture and a table, then who stands by and why."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ravnest.coordinator.dry_run import DryRun
+from ravnest.coordinator.plan_picture import milliseconds, picture, rate
+from ravnest.monitor import words
+from ravnest.planner.cluster import StageCost
+from ravnest.planner.stage_plan import role_of
+
+SHOWN_STAGES: Final = 40
+"""Clusters are shown until they have so many stages together; the others are summed up."""
+SHOWN_ROWS: Final = 30
+"""Of one cluster's table."""
+SHOWN_NAMES: Final = 12
+_NAME: Final = 16
+
+
+def print_plan(dry: DryRun, console: Console) -> None:
+    """The plan, within the console's width."""
+    for part in renderables(dry, console.width):
+        console.print(part)
+
+
+def renderables(dry: DryRun, width: int) -> Iterator[RenderableType]:
+    """The parts of what is shown, from top to bottom."""
+    yield _headline(dry)
+    shown = 0
+    for number, cluster in enumerate(dry.plan.clusters):
+        if shown and shown + len(cluster.stages) > SHOWN_STAGES:
+            yield Text("")
+            yield _the_others(dry, number)
+            break
+        shown += len(cluster.stages)
+        yield Text("")
+        yield _cluster_line(dry, number)
+        yield Text("")
+        yield Text(words_of(picture(dry, number, width)), no_wrap=True, overflow="crop")
+        yield stage_table(dry, number)
+    yield from (Text(line) for line in _below(dry))
+
+
+def stage_table(dry: DryRun, number: int) -> Table:
+    """One row for each stage of a cluster."""
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
+    longest = max(cell_len(name) for name in dry.plan.clusters[number].providers)
+    table.add_column("\nprovider", overflow="fold", min_width=min(_NAME, longest))
+    table.add_column("\nlayers", overflow="fold")
+    table.add_column("\nparams", justify="right", no_wrap=True)
+    for title in ("memory\nneeds/has", "compute\nms", "line\nms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("\nlimit", no_wrap=True)
+    cluster = dry.plan.clusters[number]
+    slowest = max(cluster.stages, key=lambda stage: stage.seconds)
+    for k, stage in enumerate(cluster.stages):
+        if len(cluster.stages) > SHOWN_ROWS and k == SHOWN_ROWS - 5:
+            table.add_row("…", Text(f"{len(cluster.stages) - SHOWN_ROWS + 1} more"))
+        if len(cluster.stages) > SHOWN_ROWS and SHOWN_ROWS - 5 <= k < len(cluster.stages) - 4:
+            continue
+        part = dry.parts.between(stage.start, stage.end)
+        table.add_row(
+            role_of(k, len(cluster.stages)),
+            Text(words_of(stage.provider)),
+            Text(words_of(part.title)),
+            words.short_count(part.parameters),
+            f"{_size(stage.memory_bytes)}/{_size(dry.providers[stage.provider].memory_bytes)}",
+            milliseconds(stage.compute_seconds),
+            milliseconds(max(stage.up_seconds, stage.down_seconds, stage.line_seconds)),
+            limit_word(stage),
+            style="bold" if stage is slowest else "",
+        )
+    return table
+
+
+def limit_word(stage: StageCost) -> str:
+    """What of a stage is busy longest, in one word."""
+    named = {
+        "compute": stage.compute_seconds,
+        "upload": stage.up_seconds,
+        "download": stage.down_seconds,
+        "link": stage.line_seconds,
+    }
+    return max(named, key=lambda name: named[name])
+
+
+def words_of(text: str) -> str:
+    """Names as they may be shown; line ends are ours."""
+    return "\n".join(words.printable(line) for line in text.split("\n"))
+
+
+def _headline(dry: DryRun) -> Text:
+    plan = dry.plan
+    stages = [len(cluster.stages) for cluster in plan.clusters]
+    what = f"{_counted(len(stages), 'cluster')} of {_range(stages)} {'stage' if max(stages) == 1 else 'stages'}"
+    text = Text.assemble(
+        (f"{words_of(dry.title)}: {words.rate(plan.predicted_samples_per_second)} samples/s predicted", "bold"),
+        f" with {what}, of {_counted(len(dry.providers), 'machine')}",
+    )
+    parameters, size = words.short_count(dry.parts.count), words.size(float(dry.model.parameter_bytes[-1]))
+    text.append(f"\n{parameters} parameters, {size}; microbatches of {dry.model.samples} samples")
+    return text
+
+
+def _cluster_line(dry: DryRun, number: int) -> Text:
+    cluster = dry.plan.clusters[number]
+    providers = [dry.providers[name] for name in cluster.providers]
+    speeds = [provider.compute_speed for provider in providers]
+    text = Text.assemble(
+        (f"cluster {number + 1}: {words.rate(dry.plan.rates[number])} samples/s", "bold"),
+        f", {_counted(cluster.in_flight, 'microbatch', 'microbatches')} in flight, staleness up to "
+        f"{dry.staleness(cluster)}",
+    )
+    text.append(f"\nlimited by {words_of(cluster.limit)}\nmachines {_range(speeds)} times as fast as this one")
+    rates = [line.bytes_per_second for k in range(1, len(providers)) for line in dry.line_before(cluster, k) or ()]
+    if rates:
+        slow, fast = rate(min(rates)), rate(max(rates))
+        text.append(f", lines of {slow}" if slow == fast else f", lines of {slow} to {fast}")
+    return text
+
+
+def _the_others(dry: DryRun, first: int) -> Text:
+    clusters, rates = dry.plan.clusters[first:], dry.plan.rates[first:]
+    stages = _range([len(cluster.stages) for cluster in clusters])
+    return Text(
+        f"… and {_counted(len(clusters), 'cluster')} more like these, of {stages} stages and "
+        f"{_range(rates)} samples/s each; --json tells all"
+    )
+
+
+def _below(dry: DryRun) -> Iterator[str]:
+    plan = dry.plan
+    yield ""
+    if len(plan.clusters) > 1:
+        yield (
+            f"averaging: {words.duration(plan.averaging_seconds)} a round, after every {dry.goal.average_every} "
+            "microbatches of each cluster"
+        )
+    if plan.limit:
+        yield f"together they are held back by {words_of(plan.limit)}"
+    yield f"standing by: {_names(plan.standbys)}" if plan.standbys else "nobody stands by"
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(words_of(name) for name in names[:SHOWN_NAMES])
+    return shown if len(names) <= SHOWN_NAMES else f"{shown} and {len(names) - SHOWN_NAMES:,} more"
+
+
+def _size(value_bytes: float) -> str:
+    """1234567890 as "1.15G", in powers of 1024."""
+    return words.size(value_bytes).replace(" ", "").removesuffix("iB").removesuffix("B")
+
+
+def _counted(number: int, word: str, several: str = "") -> str:
+    return f"{number:,} {word if number == 1 else several or word + 's'}"
+
+
+def _range(values: Sequence[float]) -> str:
+    """ "3", or "2 to 5", with three digits that matter."""
+    low, high = (f"{v:,.0f}" if v >= 1000 or v == math.floor(v) else f"{v:.3g}" for v in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
