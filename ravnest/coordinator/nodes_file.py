@@ -156,9 +156,7 @@ def _nodes(top: Table, where: Where) -> tuple[dict[str, Node], dict[str, tuple[s
     lines: dict[str, Table] = {}
     entries = top.tables("node")
     if not entries:
-        raise PlanError(
-            f'{where.source} names no machine: write [[node]], and under it name = "..." and memory = "8GB"'
-        )
+        raise PlanError(f'{where.source} names no machine: write [[node]], below it name = "anna" and memory = "8GB"')
     for number, entry in enumerate(entries, start=1):
         entry.title = f"the {_ordinal(number)} node"
         name = entry.text("name")

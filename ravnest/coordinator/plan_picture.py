@@ -24,7 +24,7 @@ _LINK: Final = 12
 
 _ROWS: Final = 5
 
-PLAIN: Final = str.maketrans("┌┐└┘│─▶◀…·", "++++|-><~,")
+PLAIN: Final = str.maketrans("┌┐└┘│─▶◀…·", "++++|-><~-")
 """For what cannot show more than ASCII, each for one."""
 
 
