@@ -1,5 +1,6 @@
 """A plan as JSON: every number of it, in a form that any program reads."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -31,7 +32,7 @@ def test_the_stages_of_every_cluster_cover_the_model_once() -> None:
         stages = cluster["stages"]
         assert [stage["stage"] for stage in stages] == list(range(len(stages)))
         assert (stages[0]["start"], stages[-1]["end"]) == (0, LAYERS)
-        assert all(a["end"] == b["start"] for a, b in zip(stages, stages[1:], strict=False))
+        assert all(a["end"] == b["start"] for a, b in itertools.pairwise(stages))
         assert sum(stage["parameters"] for stage in stages) == plan_json(DRY)["model"]["parameters"]
         assert stages[0]["first_parameter"] == "blocks.0.weight"
         assert stages[-1]["last_parameter"] == f"blocks.{LAYERS - 1}.weight"
