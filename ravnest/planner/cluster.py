@@ -158,7 +158,9 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     frames = 2.0 * ~begins[:, None] + begins[:, None] + 2.0 * ~ends[None, :] + (model.fed_bytes > 0)
     crossing = model.forward_bytes + model.backward_bytes
     handled = crossing[:, None] + crossing[None, :] + model.fed_bytes
-    step = model.step_seconds / provider.memory_speed
+    # A leaf alone updates its weights in place: nothing in flight holds them.
+    copied = model.between(model.parameter_bytes) * model.copy_byte_seconds * ~ends[None, :]
+    step = (model.step_seconds + copied) / provider.memory_speed
     seconds: Table = work + step + frames * FRAME_SECONDS + handled / HANDLED_BYTES_PER_SECOND
     return seconds
 

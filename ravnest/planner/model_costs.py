@@ -51,6 +51,8 @@ class ModelCosts:
     samples: int
     step_seconds: float = 0.0
     """What an update costs a stage, however small it is."""
+    copy_byte_seconds: float = 0.0
+    """What an update costs for each byte of parameters where older microbatches hold the version before."""
     state_bytes_per_byte: float = 2.0
     """Of the optimizer, for every byte of a parameter."""
 
@@ -98,6 +100,7 @@ class ModelCosts:
             input_uses=np.array([used[v.name] for v in graph.inputs]).reshape(len(graph.inputs), len(places)),
             samples=costs.samples,
             step_seconds=costs.update.step_seconds,
+            copy_byte_seconds=costs.update.copy_byte_seconds,
             state_bytes_per_byte=costs.update.state_bytes_per_byte,
         )
         return whole.coarser(MOST_PLACES)

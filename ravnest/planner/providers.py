@@ -102,7 +102,8 @@ class Goal:
     def most_in_flight(self) -> int:
         """As many as the bounds on staleness allow, and never more than MOST_IN_FLIGHT."""
         most = MOST_IN_FLIGHT if self.in_flight is None else self.in_flight
-        return most if self.max_staleness is None else min(most, (self.max_staleness + 1) * self.accumulate)
+        # Gradients of `accumulate` microbatches make an update, and the first of them may have come before.
+        return most if self.max_staleness is None else min(most, self.max_staleness * self.accumulate + 1)
 
     def worth(self, in_flight: int) -> float:
         """What a sample is worth that was trained on with so many in flight, against one that was not stale.
