@@ -1,7 +1,7 @@
 """The rates of many orders at once, on a model with few places: what a search looks at thousands of.
 
 The same tables as for exact cuts, one for every provider, gathered for all orders of one length and gone through stage
-by stage. For a number in flight, one way up to each place is kept, the one whose slowest stage and share of the round trip
+by stage. For a number in flight, one way up to each place is kept: the one whose slowest stage and share of the way
 are least: so an estimate is the rate of cuts that exist, and at most the rate of the best ones.
 """
 
