@@ -16,21 +16,28 @@ from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.providers import Goal, Network, Provider
 
 
-def best_cuts(model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider]) -> Cluster | None:
+def best_cuts(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    order: Sequence[Provider],
+    averaging_seconds: float = math.inf,
+) -> Cluster | None:
     """The best cluster of all of these in this order; None where the model cannot be cut so that each stage fits.
 
-    Best is the rate, times what a sample is worth with so many in flight; among equals the fewest in flight.
+    Best is the rate, times what a sample is worth with so many in flight; among equals the fewest in flight. With
+    `averaging_seconds`, no stage has more parameters than pass its provider's line in that time.
     """
     if not order or len(order) > model.most_stages:
         return None
-    ways = _Ways.of(model, goal, network, order)
+    ways = _Ways.of(model, goal, network, order, averaging_seconds)
     numbers = _numbers(goal, len(order))
     found = ways.fastest(numbers)
     if found is None:
         return None
     if goal.worth(found.in_flight) < 1 or found.period_seconds > ways.least_seconds(numbers[0]) * (1 + _CLOSE):
         # Memory, staleness and the length of the way stand against one another.
-        found = ways.best_of_all(numbers)
+        found = ways.best_of_all(numbers, found)
     in_flight = found.in_flight
     if _one_more_fits(model, goal, order, found):
         in_flight += 1
@@ -83,28 +90,39 @@ class _Ways:
     order: Sequence[Provider]
 
     @classmethod
-    def of(cls, model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider]) -> "_Ways":
+    def of(
+        cls, model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider], averaging_seconds: float
+    ) -> "_Ways":
         around = (None, *order, None)
         tables = [
             stage_tables(model, goal, network, provider, around[k], around[k + 2]) for k, provider in enumerate(order)
         ]
         seconds = [np.where(model.legal, t.seconds, np.inf) for t in tables]
+        if math.isfinite(averaging_seconds):
+            owned = model.between(model.parameter_bytes)
+            for number, provider in enumerate(order):
+                line = min(provider.up_bytes_per_second, provider.down_bytes_per_second)
+                seconds[number] = np.where(owned <= averaging_seconds * line, seconds[number], np.inf)
         return cls(seconds, [t.trip for t in tables], model, goal, order)
 
-    def best_of_all(self, numbers: range) -> _Found:
-        """The best rate, times what a sample is worth, over all numbers in flight."""
-        best: _Found | None = None
+    def best_of_all(self, numbers: range, known: _Found) -> _Found:
+        """The best rate, times what a sample is worth, over all numbers in flight; `known` is one to begin with."""
+        best = known
         for in_flight in numbers:
-            found = self.best(in_flight)
-            if found is None:
+            seconds = self._fitting(in_flight)
+            least, _ = _shortest(seconds, np.maximum)
+            if not np.isfinite(least):
                 # More in flight need more memory.
                 break
-            if best is None or self._score(found) > self._score(best) * (1 + _CLOSE):
-                best = found
-            if found.round_trip_seconds <= in_flight * found.slowest_seconds:
-                # The slowest stage or line is the limit: with more in flight nothing gets faster.
+            worth = self.goal.worth(in_flight)
+            enough = worth / self._score(best) * (1 - _CLOSE)
+            if least < enough and self._shortest_way(seconds) / in_flight < enough:
+                found = self._best(seconds, least, in_flight, enough)
+                if self._score(found) > self._score(best) * (1 + _CLOSE):
+                    best = found
+            if best.in_flight <= in_flight and best.period_seconds <= least * (1 + _CLOSE):
+                # The slowest stage or line is the limit, and cannot be faster: with more in flight nothing is.
                 break
-        assert best is not None
         return best
 
     def fastest(self, numbers: range) -> _Found | None:
@@ -124,15 +142,17 @@ class _Ways:
         """The cuts of the shortest period with this many in flight; None where no cuts fit into the memory."""
         seconds = self._fitting(in_flight)
         least, _ = _shortest(seconds, np.maximum)
-        if not np.isfinite(least):
-            return None
-        found = self._quickest(seconds, least, in_flight)
-        if found.round_trip_seconds <= in_flight * found.slowest_seconds:
-            return found
+        return self._best(seconds, least, in_flight, math.inf) if np.isfinite(least) else None
+
+    def _best(self, seconds: list[Table], least: float, in_flight: int, below: float) -> _Found:
+        """The cuts of the shortest period, if that is below a bound; `seconds` are those of all stages that fit."""
+        best = self._quickest(seconds, least, in_flight)
+        if best.round_trip_seconds <= in_flight * best.slowest_seconds:
+            return best
         # A slower stage may have the shorter way: the longest of the two is least where they meet.
-        bounds = np.unique(np.concatenate([t[np.isfinite(t) & (t > least)] for t in seconds]))
+        below = min(below, best.period_seconds)
+        bounds = np.unique(np.concatenate([t[(t > least) & (t < below)] for t in seconds]))
         low, high = 0, len(bounds) - 1
-        best = found
         while low <= high:
             middle = (low + high) // 2
             found = self._quickest(seconds, float(bounds[middle]), in_flight)
@@ -143,6 +163,11 @@ class _Ways:
             else:
                 high = middle - 1
         return best
+
+    def _shortest_way(self, seconds: list[Table]) -> float:
+        """The shortest round trip of all cuts that fit."""
+        ways = [np.where(np.isfinite(table), trip, np.inf) for table, trip in zip(seconds, self.trips, strict=True)]
+        return _shortest(ways, np.add)[0]
 
     def _score(self, found: _Found) -> float:
         return self.goal.worth(found.in_flight) / found.period_seconds

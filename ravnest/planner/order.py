@@ -1,64 +1,106 @@
-"""In which order providers make up a cluster: exact for few of them, good for many.
+"""In which order providers make up a cluster: of few all orders are looked at, of many what small changes find.
 
-For few, the best way to hold the first places of the model is found for every set of providers and every last one of
-them, from the smallest sets up: so all orders are looked at, of every subset, without listing them.
+Orders are compared by estimates on a model with few places, thousands at a time; the best of them get exact cuts.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from ravnest.planner.cluster import Cluster, memory_bytes, stage_tables
+from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
-from ravnest.planner.model_costs import ModelCosts, Table
+from ravnest.planner.estimates import Estimates, Orders
+from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.providers import Goal, Network, Provider
 
-EXACT: Final = 8
+EXACT: Final = 5
 """Up to so many providers all orders are looked at."""
 
-_IN_FLIGHT: Final = (1, 3, 5, 7, 9, 12)
-"""Numbers in flight for which orders are looked for: more need more memory, which makes for other orders."""
+PLACES: Final = 25
+"""Of the model on which orders are compared; more where there are many stages."""
 
-_ABOUT: Final = 0.1
-"""Slowest stages that differ by no more than this share are taken for about as fast."""
+_CUT: Final = 6
+"""So many of the best orders get exact cuts."""
 
-_TRIP_WEIGHT: Final = 1e-3
-"""How much a shorter way counts against a faster slowest stage, of which it makes nothing slower."""
+_KEPT: Final = 8
+"""So many orders of a set are the beginning of those of a larger one."""
+
+_ROUNDS: Final = 40
+"""Of small changes at most."""
 
 
 def best_order(
-    model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider], exact: int = EXACT
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    providers: Sequence[Provider],
+    exact: int = EXACT,
+    averaging_seconds: float = math.inf,
 ) -> Cluster | None:
-    """The best cluster of all of these, in whatever order; None where the model cannot be cut for them."""
+    """The best cluster of all of these, in whatever order; None where no order was found that the model can be cut for.
+
+    With `averaging_seconds`, no stage has more parameters than pass its provider's line in that time.
+    """
     if not providers or len(providers) > model.most_stages:
         return None
+    estimates = Estimates(coarse(model, len(providers)), goal, network, providers, averaging_seconds)
     if len(providers) <= exact:
-        everyone = (1 << len(providers)) - 1
-        candidates = [orders[everyone] for orders in _orders(model, goal, network, providers) if everyone in orders]
-        return best_of(model, goal, network, [[providers[i] for i in order] for order in candidates])
-    return _improved(model, goal, network, providers)
+        orders = np.array(list(itertools.permutations(range(len(providers)))))
+    else:
+        orders = _improved(estimates)
+    candidates = [[providers[i] for i in order] for order in _best(estimates, orders, _CUT)]
+    return best_of(model, goal, network, candidates, averaging_seconds)
 
 
 def best_clusters(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> dict[int, Cluster]:
     """For every set of these (bit i: providers[i]) that can hold the model, its best cluster."""
-    found: dict[int, list[tuple[int, ...]]] = {}
-    for orders in _orders(model, goal, network, providers):
-        for members, order in orders.items():
-            if order not in found.setdefault(members, []):
-                found[members].append(order)
+    estimates = Estimates(coarse(model, len(providers)), goal, network, providers)
     clusters: dict[int, Cluster] = {}
-    for members, candidates in found.items():
-        best = best_of(model, goal, network, [[providers[i] for i in order] for order in candidates])
+    for members, orders in ranked_orders(estimates).items():
+        best = best_of(model, goal, network, [[providers[i] for i in order] for order in orders[:3]])
         if best is not None:
             clusters[members] = best
     return clusters
 
 
-def best_of(model: ModelCosts, goal: Goal, network: Network, orders: Sequence[Sequence[Provider]]) -> Cluster | None:
+def ranked_orders(estimates: Estimates, exact: int = EXACT, kept: int = _KEPT) -> dict[int, Orders]:
+    """For every set of providers that can hold the model, its best orders, the best first.
+
+    Of sets up to `exact` all orders are looked at; of larger ones those that come from a best order of all but one,
+    with that one put in anywhere.
+    """
+    count = estimates.count
+    found: dict[int, Orders] = {}
+    for size in range(1, min(count, estimates.model.most_stages) + 1):
+        if size <= exact:
+            orders = np.array(list(itertools.permutations(range(count), size)))
+        else:
+            orders = _one_more(found, count, size)
+        rates, _ = estimates.rates(orders)
+        fits = rates > 0
+        orders, rates = orders[fits], rates[fits]
+        members = np.bitwise_or.reduce(1 << orders, axis=1)
+        by_rate = np.lexsort((-rates, members))
+        orders, members = orders[by_rate], members[by_rate]
+        starts = np.flatnonzero(np.diff(members, prepend=-1))
+        for start, end in itertools.pairwise([*starts, len(members)]):
+            found[int(members[start])] = orders[start : min(end, start + kept)]
+    return found
+
+
+def best_of(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    orders: Sequence[Sequence[Provider]],
+    averaging_seconds: float = math.inf,
+) -> Cluster | None:
     """The best of the clusters in these orders, each with its best cuts; the first of equals."""
-    found = [cluster for order in orders if (cluster := best_cuts(model, goal, network, order)) is not None]
-    return max(found, key=lambda cluster: score(goal, cluster), default=None)
+    found = [best_cuts(model, goal, network, order, averaging_seconds) for order in orders]
+    return max((c for c in found if c is not None), key=lambda cluster: score(goal, cluster), default=None)
 
 
 def score(goal: Goal, cluster: Cluster) -> float:
@@ -66,131 +108,87 @@ def score(goal: Goal, cluster: Cluster) -> float:
     return cluster.samples_per_second * goal.worth(cluster.in_flight)
 
 
-def _orders(
-    model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]
-) -> Iterator[dict[int, tuple[int, ...]]]:
-    """For some numbers in flight, the best order of every set of providers that can hold the model."""
-    if not providers:
-        return
-    alone = [stage_tables(model, goal, network, p, None, None) for p in providers]
-    nodes = []
-    for table, provider in zip(alone, providers, strict=True):
-        # Between neighbours on other machines, which is what most have.
-        crossing = model.backward_bytes[:, None] + model.forward_bytes[None, :]
-        back = model.forward_bytes[:, None] + model.backward_bytes[None, :]
-        up, down = crossing / provider.up_bytes_per_second, table.down + back / provider.down_bytes_per_second
-        nodes.append(np.where(model.legal, np.maximum(table.compute, np.maximum(up, down)), np.inf))
-    seen: list[list[Table]] = []
-    for in_flight in sorted({min(n, goal.most_in_flight) for n in _IN_FLIGHT}):
-        held = memory_bytes(model, goal, in_flight)
-        fitting = [np.where(held <= p.memory_bytes, n, np.inf) for n, p in zip(nodes, providers, strict=True)]
-        if any(all(np.array_equal(a, b) for a, b in zip(fitting, other, strict=True)) for other in seen):
-            continue
-        seen.append(fitting)
-        for step in (None, _ABOUT):
-            yield _best_orders(model, network, providers, fitting, [t.compute for t in alone], in_flight, step)
+def coarse(model: ModelCosts, stages: int, places: int = PLACES) -> ModelCosts:
+    """The model on which orders of so many stages are compared: at least as many stages can be cut from it."""
+    coarser = model.coarser(max(places, 2 * stages + 1))
+    return coarser if coarser.most_stages >= min(stages, model.most_stages) else model
 
 
-def _best_orders(
-    model: ModelCosts,
-    network: Network,
-    providers: Sequence[Provider],
-    seconds: Sequence[Table],
-    trips: Sequence[Table],
-    in_flight: int,
-    step: float | None,
-) -> dict[int, tuple[int, ...]]:
-    """For every set of providers, the order of the fastest slowest stage, and of those nearly as fast a short way."""
-    count = len(providers)
-    lines = [[_between(model, network, a, b) for b in providers] for a in providers]
-    # By set and last provider: for every place, the slowest stage up to there, the way, and whom and where from.
-    slowest: dict[tuple[int, int], Table] = {(1 << k, k): seconds[k][0] for k in range(count)}
-    way: dict[tuple[int, int], Table] = {(1 << k, k): trips[k][0] for k in range(count)}
-    came: dict[tuple[int, int], np.ndarray] = {}
-    places = np.arange(len(model.places))
-    for members in range(1, 1 << count):
-        for last in range(count):
-            if not members >> last & 1 or members == 1 << last:
-                continue
-            rest = members ^ (1 << last)
-            best_key: Table | None = None
-            for before in range(count):
-                if not rest >> before & 1:
-                    continue
-                line, line_trip = lines[before][last]
-                at = np.maximum(slowest[rest, before], line)
-                through = np.maximum(at[:, None], seconds[last])
-                path = (way[rest, before] + line_trip)[:, None] + trips[last]
-                key = _key(through, path, in_flight, step)
-                start = np.argmin(key, axis=0)
-                value = key[start, places]
-                if best_key is None:
-                    best_key, best = value, (through[start, places], path[start, places])
-                    origin = np.stack([np.full(len(places), before), start])
-                else:
-                    better = value < best_key
-                    best_key = np.where(better, value, best_key)
-                    best = tuple(
-                        np.where(better, new[start, places], old)
-                        for new, old in zip((through, path), best, strict=True)
-                    )
-                    origin = np.where(better, np.stack([np.full(len(places), before), start]), origin)
-            slowest[members, last], way[members, last] = best
-            came[members, last] = origin
-    orders: dict[int, tuple[int, ...]] = {}
-    for members in range(1, 1 << count):
-        ends = [k for k in range(count) if members >> k & 1 and np.isfinite(slowest[members, k][-1])]
-        if ends:
-            last = min(ends, key=lambda k: max(slowest[members, k][-1], way[members, k][-1] / in_flight))
-            orders[members] = _traced(came, members, last, model.last)
+def _one_more(found: dict[int, Orders], count: int, size: int) -> Orders:
+    """The orders of one more provider than the largest that were found, also where a smaller set could not hold it."""
+    rows: set[tuple[int, ...]] = set()
+    for members in itertools.combinations(range(count), size):
+        everyone = sum(1 << i for i in members)
+        for one in members:
+            for order in found.get(everyone ^ (1 << one), ()):
+                for place in range(size):
+                    rows.add((*order[:place], one, *order[place:]))
+        if everyone not in found:
+            # Where no smaller set fits there is nothing to begin with: turns of one order, and of its reverse.
+            for turn in range(size):
+                turned = members[turn:] + members[:turn]
+                rows.update((turned, turned[::-1]))
+    return np.array(sorted(rows)).reshape(len(rows), size)
+
+
+def _improved(estimates: Estimates) -> Orders:
+    """Good orders of all providers: from a few plausible ones, by putting one elsewhere or exchanging two."""
+    orders = np.unique(plausible_orders(estimates.providers), axis=0)
+    rates, _ = estimates.rates(orders)
+    count = estimates.count
+    kept = np.argsort(-rates, kind="stable")[: 5 if count <= 8 else 3 if count <= 12 else 1]
+    orders, rates = orders[kept], rates[kept]
+    changes = _changes(count)
+    for _ in range(_ROUNDS):
+        tried = orders[:, changes].reshape(-1, count)
+        tried_rates, _ = estimates.rates(tried)
+        by_start = tried_rates.reshape(len(orders), -1)
+        at = np.argmax(by_start, axis=1)
+        best = by_start[np.arange(len(orders)), at]
+        better = best > rates * (1 + 1e-6)
+        if not better.any():
+            break
+        chosen = tried.reshape(len(orders), -1, count)[np.arange(len(orders)), at]
+        orders, rates = np.where(better[:, None], chosen, orders), np.where(better, best, rates)
+        # Those that meet go on as one, and the worst are given up.
+        orders, first = np.unique(orders, axis=0, return_index=True)
+        rates = rates[first]
+        kept = np.argsort(-rates, kind="stable")[: max(1, len(orders) - 1)]
+        orders, rates = orders[kept], rates[kept]
     return orders
 
 
-def _key(slowest: Table, way: Table, in_flight: int, step: float | None) -> Table:
-    """What makes the better beginning of an order, whose end is not known yet: the faster slowest stage, or, where the
-    end may well be slower, the shorter way among those about as fast."""
-    if step is None:
-        return np.maximum(slowest, way / in_flight) + _TRIP_WEIGHT * way
-    about = np.floor(np.log(np.maximum(slowest, 1e-12)) / step)
-    key: Table = about + way / (np.max(way) + 1)
-    return key
+def plausible_orders(providers: Sequence[Provider]) -> Orders:
+    """Orders to begin with: fast lines inside, little memory last, and some simple ones."""
+    everyone = range(len(providers))
+
+    def line(i: int) -> float:
+        return min(providers[i].up_bytes_per_second, providers[i].down_bytes_per_second)
+
+    by_line = sorted(everyone, key=lambda i: (line(i), providers[i].name))
+    by_memory = sorted(everyone, key=lambda i: (-providers[i].memory_bytes, providers[i].name))
+    by_speed = sorted(everyone, key=lambda i: (-providers[i].compute_speed, providers[i].name))
+    by_latency = sorted(everyone, key=lambda i: (providers[i].latency_seconds, providers[i].name))
+    inside = by_line[::2] + by_line[1::2][::-1]
+    hosts = sorted(everyone, key=lambda i: (providers[i].machine, providers[i].name))
+    return np.array([inside, inside[::-1], by_memory, by_speed, by_speed[::-1], by_latency, hosts, list(everyone)])
 
 
-def _traced(
-    came: dict[tuple[int, int], np.ndarray],
-    members: int,
-    last: int,
-    place: int,
-) -> tuple[int, ...]:
-    order = [last]
-    while members != 1 << last:
-        before, start = came[members, last][:, place]
-        members, last, place = members ^ (1 << last), int(before), int(start)
-        order.append(last)
-    return tuple(reversed(order))
+def _changes(count: int) -> Orders:
+    """All exchanges of two positions, and all moves of one; in a large order over a short distance."""
+    reach = count if count <= 10 else 4
+    rows: set[tuple[int, ...]] = set()
+    for i, j in itertools.permutations(range(count), 2):
+        if abs(i - j) <= reach:
+            exchanged = list(range(count))
+            exchanged[i], exchanged[j] = exchanged[j], exchanged[i]
+            moved = list(range(count))
+            moved.insert(j, moved.pop(i))
+            rows.update((tuple(exchanged), tuple(moved)))
+    return np.array(sorted(rows))
 
 
-def _between(model: ModelCosts, network: Network, before: Provider, after: Provider) -> tuple[Table, Table]:
-    """Seconds that the line between two takes at each place, and its part of the way."""
-    forth, back = network.line(before, after), network.line(after, before)
-    there, here = model.forward_bytes / forth.bytes_per_second, model.backward_bytes / back.bytes_per_second
-    return np.maximum(there, here), there + here + forth.latency_seconds + back.latency_seconds
-
-
-def _improved(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> Cluster | None:
-    """Many providers: from a few plausible orders, exchanging two at a time while that helps."""
-    by_memory = sorted(providers, key=lambda p: (-p.memory_bytes, p.name))
-    by_line = sorted(providers, key=lambda p: (-min(p.up_bytes_per_second, p.down_bytes_per_second), p.name))
-    best = best_of(model, goal, network, [list(providers), by_memory, by_line])
-    if best is None:
-        return None
-    by_name = {p.name: p for p in providers}
-    order = [by_name[name] for name in best.providers]
-    for distance in range(1, len(order)):
-        for k in range(len(order) - distance):
-            tried = list(order)
-            tried[k], tried[k + distance] = tried[k + distance], tried[k]
-            cluster = best_cuts(model, goal, network, tried)
-            if cluster is not None and score(goal, cluster) > score(goal, best) * (1 + 1e-9):
-                best, order = cluster, tried
-    return best
+def _best(estimates: Estimates, orders: Orders, most: int) -> Orders:
+    rates, _ = estimates.rates(orders)
+    by_rate = np.argsort(-rates, kind="stable")[:most]
+    return orders[by_rate[rates[by_rate] > 0]]

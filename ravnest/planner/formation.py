@@ -1,0 +1,119 @@
+"""Cluster formation: which providers train together, and who stands by, for the most predicted samples a second.
+
+Of few providers all partitions are looked at; of many, several strategies compete for the same score. Like machines
+come together because that makes the fastest clusters; `likeness` says how alike they came out.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ravnest.planner.cluster import Cluster, memory_bytes
+from ravnest.planner.cuts import best_cuts
+from ravnest.planner.exhaustive import MOST, FewProviders
+from ravnest.planner.many import ManyProviders
+from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.plan import Plan, plan_of
+from ravnest.planner.providers import Goal, Network, Provider
+from ravnest.planner.shortage import cannot_be_held, fitting_order
+
+
+def form(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    providers: Sequence[Provider],
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+    known: Sequence[Sequence[str]] = (),
+) -> Plan:
+    """The plan with the best score that was found; PlanError, with what is lacking, where the model fits nowhere.
+
+    The same arguments and seed give the same plan, unless `seconds` says how long to look for a better one. `known` are
+    orders of clusters, by name, of another plan: the result is no worse than those whose providers are all here.
+    """
+    ordered = sorted(providers, key=lambda p: p.name)
+    by_name = {p.name: p for p in ordered}
+    assert len(by_name) == len(ordered), "Providers have names of their own."
+    usable = [p for p in ordered if p.memory_bytes >= _smallest_stage_bytes(model, goal)]
+    if not usable or goal.least_stages > min(len(usable), model.most_stages):
+        raise cannot_be_held(model, goal, ordered)
+    search = _search(model, goal, network, usable, seed, seconds)
+    clusters: Sequence[Cluster] = ()
+    for standbys in range(expected_absent(usable), -1, -1):
+        clusters = search(standbys)
+        if clusters:
+            break
+    plans = [plan_of(goal, network, by_name, clusters)] if clusters else []
+    plans += _known_plans(model, goal, network, by_name, known, len(plans[0].standbys) if plans else 0)
+    if not plans:
+        # The search looks at what is likely to be fast; a model that just fits may need another order.
+        order = fitting_order(model, goal, usable)
+        cluster = best_cuts(model, goal, network, order) if order is not None else None
+        if cluster is None:
+            raise cannot_be_held(model, goal, ordered)
+        plans = [plan_of(goal, network, by_name, [cluster])]
+    return max(plans, key=lambda plan: plan.score)
+
+
+def expected_absent(providers: Sequence[Provider]) -> int:
+    """How many of these will be missing, on average: so many stand by."""
+    return math.ceil(sum(1 - p.reliability for p in providers) - 1e-9)
+
+
+def enough_stand_by(providers: Sequence[Provider], clusters: Sequence[Cluster]) -> bool:
+    """Whether as many as will be missing stand by with the memory to take over some stage; others do not count."""
+    busy = {stage.provider for cluster in clusters for stage in cluster.stages}
+    least = min(stage.memory_bytes for cluster in clusters for stage in cluster.stages)
+    ready = [p for p in providers if p.name not in busy and p.memory_bytes >= least]
+    return len(ready) >= expected_absent([p for p in providers if p.name in busy] + ready)
+
+
+def _search(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    providers: Sequence[Provider],
+    seed: int,
+    seconds: float | None,
+) -> Callable[[int], Sequence[Cluster]]:
+    """What finds clusters that leave a number of providers out."""
+
+    def enough(clusters: Sequence[Cluster]) -> bool:
+        return enough_stand_by(providers, clusters)
+
+    if len(providers) <= MOST:
+        few = FewProviders(model, goal, network, providers)
+        return lambda standbys: few.best(standbys, enough if standbys else None)
+    go_on = None
+    if seconds is not None:
+        deadline = time.monotonic() + seconds
+        go_on = lambda: time.monotonic() < deadline  # noqa: E731
+    many = ManyProviders(model, goal, network, providers, seed, go_on)
+    return lambda standbys: many.best(standbys, enough if standbys else None)
+
+
+def _known_plans(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    providers: Mapping[str, Provider],
+    known: Sequence[Sequence[str]],
+    standbys: int,
+) -> list[Plan]:
+    orders = [[providers[name] for name in order] for order in known if all(name in providers for name in order)]
+    found = [cluster for order in orders if (cluster := best_cuts(model, goal, network, order)) is not None]
+    if not found or len(found) > (goal.most_clusters or len(found)):
+        return []
+    if min(len(cluster.stages) for cluster in found) < goal.least_stages:
+        return []
+    plan = plan_of(goal, network, providers, found)
+    return [plan] if len(plan.standbys) >= min(standbys, expected_absent(list(providers.values()))) else []
+
+
+def _smallest_stage_bytes(model: ModelCosts, goal: Goal) -> float:
+    held = memory_bytes(model, goal, goal.in_flight or 1)
+    return float(np.min(np.where(model.legal, held, np.inf)))

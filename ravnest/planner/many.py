@@ -1,0 +1,251 @@
+"""Clusters of many providers: several ways to group them, the best of which is improved by small changes.
+
+How long averaging may take is tried out on a sample, with providers sorted by several things; what is best there is
+done with all of them. Budgets are counted in estimates, so that the same seed finds the same plan on any machine.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+
+from ravnest.planner.chunks import KEYS, Runs, sorted_line
+from ravnest.planner.cluster import Cluster, memory_bytes
+from ravnest.planner.cuts import best_cuts
+from ravnest.planner.estimates import Estimates
+from ravnest.planner.genetic import evolved
+from ravnest.planner.improve import Grouping, Improver, Rules
+from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.objective import averaging_bounds, cluster_bonus, score_of
+from ravnest.planner.order import coarse
+from ravnest.planner.providers import Goal, Network, Provider
+from ravnest.planner.totals import totals
+
+_SAMPLE: Final = 96
+"""Providers on which bounds and sort keys are tried out."""
+
+_BOUNDS: Final = 9
+_STEPS: Final = 14
+"""Of looking for the bonus that leaves enough providers out, or makes few enough clusters."""
+
+_FINE_PLACES: Final = 64
+"""A model with more places is cut in two steps: roughly, then exactly around the rough cuts."""
+
+
+class ManyProviders:
+    """The search for clusters of many providers. `go_on` is asked whether there is still time."""
+
+    def __init__(
+        self,
+        model: ModelCosts,
+        goal: Goal,
+        network: Network,
+        providers: Sequence[Provider],
+        seed: int,
+        go_on: Callable[[], bool] | None,
+    ) -> None:
+        self._model, self._goal, self._network, self._providers = model, goal, network, providers
+        self._by_name = {p.name: p for p in providers}
+        self._rng = np.random.default_rng(seed)
+        self._go_on = go_on
+        self._sizes = _sizes(model, goal, providers)
+        self._rough = coarse(model, 0, 25 if len(providers) <= 300 else 17)
+        if self._rough.most_stages < self._sizes[0]:
+            self._rough = coarse(model, self._sizes[-1])
+        self._estimates = Estimates(self._rough, goal, network, providers)
+
+    def best(self, standbys: int, allowed: Callable[[Sequence[Cluster]], bool] | None = None) -> tuple[Cluster, ...]:
+        """The best clusters found that leave at least so many providers without a stage, of those that are allowed;
+        none where none was found."""
+        candidates = self._tried_out(standbys)
+        found: list[tuple[float, float, Grouping]] = []
+        for bound, key in candidates[: 3 if len(self._providers) <= 2000 else 2]:
+            self._estimates.limit_averaging(bound)
+            grouping = self._grouped(self._estimates, key, bound, standbys)
+            if grouping.orders:
+                found.append((self._score(grouping, bound), bound, grouping))
+        if not found:
+            return ()
+        found.sort(key=lambda one: -one[0])
+        best: tuple[Cluster, ...] = ()
+        best_score = 0.0
+        starts = found[: 2 if len(self._providers) <= 1000 else 1]
+        for _, bound, grouping in starts:
+            clusters = self._finished(self._better(grouping, bound, standbys, 1 / len(starts)), bound)
+            for choice in self._trimmed(clusters):
+                score = totals(self._goal, self._network, self._by_name, choice).score
+                if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
+                    best, best_score = choice, score
+        return best
+
+    def _tried_out(self, standbys: int) -> list[tuple[float, str]]:
+        """Bounds on averaging and keys to sort by, the most promising first."""
+        step = max(1, len(self._providers) // _SAMPLE)
+        sample = [self._providers[i] for i in sorted_line(self._providers, "both")[step // 2 :: step]]
+        estimates = Estimates(self._rough, self._goal, self._network, sample) if step > 1 else self._estimates
+        share = standbys // step
+        bounds = averaging_bounds(self._model, self._providers, _BOUNDS)
+        if self._goal.most_clusters == 1:
+            bounds = [math.inf]
+        scored: dict[tuple[float, str], float] = {}
+
+        def look(bound: float, key: str) -> None:
+            if (bound, key) not in scored:
+                estimates.limit_averaging(bound)
+                scored[bound, key] = self._score(self._grouped(estimates, key, bound, share), bound)
+
+        for bound in bounds:
+            look(bound, "both")
+        for bound in sorted(bounds, key=lambda b: -scored[b, "both"])[:2]:
+            for key in KEYS:
+                look(bound, key)
+        return sorted(scored, key=lambda one: -scored[one])
+
+    def _grouped(self, estimates: Estimates, key: str, bound: float, standbys: int) -> Grouping:
+        """Clusters of neighbours in a sorted line."""
+        runs = Runs.of(estimates, sorted_line(estimates.providers, key), self._sizes)
+        most = self._goal.most_clusters or len(estimates.providers)
+        everyone = set(range(estimates.count))
+        bonus = 0.0
+        grouping = Grouping([], [], sorted(everyone))
+        for _ in range(3):
+            chosen = _within(runs, bonus, standbys, most, estimates.count)
+            orders = [order for order, _ in chosen]
+            grouping = Grouping(
+                orders, [rate for _, rate in chosen], sorted(everyone.difference(*orders) if orders else everyone)
+            )
+            again = cluster_bonus(self._goal, self._model.samples, grouping.together, len(orders), bound)
+            if abs(again - bonus) <= 0.02 * again:
+                break
+            bonus = again
+        return grouping
+
+    def _better(self, grouping: Grouping, bound: float, standbys: int, share: float) -> Grouping:
+        """What the genetic search and small changes make of a grouping, with the budget that there is."""
+        self._estimates.limit_averaging(bound)
+        improver = Improver(self._estimates, self._rng)
+        rules = Rules(
+            least_stages=self._sizes[0],
+            most_stages=self._sizes[-1],
+            most_clusters=self._goal.most_clusters or len(self._providers),
+            standbys=standbys,
+            bonus=self._bonus(grouping, bound),
+        )
+        most = self._estimates.looked_at + int(share * _budget(len(self._providers)))
+
+        def go_on() -> bool:
+            return self._go_on() if self._go_on is not None else self._estimates.looked_at < most
+
+        if len(self._providers) <= 100:
+            half = self._estimates.looked_at + int(share * _budget(len(self._providers)) / 2)
+            grouping = evolved(improver, grouping, rules, lambda: go_on() and self._estimates.looked_at < half)
+        return improver.improved(grouping, rules, go_on)
+
+    def _finished(self, grouping: Grouping, bound: float) -> list[Cluster]:
+        """Exact cuts for every cluster, in the order that is best of it and what one exchange makes of it."""
+        found = []
+        for order in grouping.orders:
+            providers = [self._providers[i] for i in order]
+            cluster = _cut(self._model, self._rough, self._goal, self._network, providers, bound)
+            if cluster is not None:
+                found.append(cluster)
+        return found
+
+    def _trimmed(self, clusters: Sequence[Cluster]) -> list[tuple[Cluster, ...]]:
+        """All of them, and those that are left without the slowest to average, or without the slowest."""
+        choices = [tuple(clusters)]
+
+        def averaging(cluster: Cluster) -> float:
+            lines = (self._by_name[stage.provider] for stage in cluster.stages)
+            return max(
+                stage.parameter_bytes / min(p.up_bytes_per_second, p.down_bytes_per_second)
+                for stage, p in zip(cluster.stages, lines, strict=True)
+            )
+
+        by_averaging = sorted(clusters, key=lambda c: (averaging(c), c.providers))
+        by_rate = sorted(clusters, key=lambda c: (-c.samples_per_second, c.providers))
+        for ranked in (by_averaging, by_rate):
+            for count in sorted({int(n) for n in np.geomspace(1, len(clusters), 24)}) if clusters else ():
+                if count < len(clusters):
+                    choices.append(tuple(ranked[:count]))
+        return choices
+
+    def _score(self, grouping: Grouping, bound: float) -> float:
+        together, count = np.array(grouping.together), np.array(float(len(grouping.orders)))
+        return float(score_of(self._goal, self._model.samples, together, count, bound))
+
+    def _bonus(self, grouping: Grouping, bound: float) -> float:
+        return cluster_bonus(self._goal, self._model.samples, grouping.together, len(grouping.orders), bound)
+
+
+def _within(
+    runs: Runs, bonus: float, standbys: int, most_clusters: int, count: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """The best runs that leave enough providers out, and are few enough: the rewards for that are found by halving."""
+    chosen = runs.best(bonus, 0.0)
+
+    def left_out(found: list[tuple[tuple[int, ...], float]]) -> int:
+        return count - sum(len(order) for order, _ in found)
+
+    top = max((rate for _, rate in chosen), default=0.0) + bonus
+    if len(chosen) > most_clusters:
+        low, high = 0.0, top
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            fewer = runs.best(bonus - middle, 0.0)
+            low, high = (middle, high) if len(fewer) > most_clusters else (low, middle)
+            chosen = fewer if 0 < len(fewer) <= most_clusters else chosen
+        chosen = sorted(chosen, key=lambda one: -one[1])[:most_clusters]
+    if chosen and left_out(chosen) < standbys:
+        low, high = 0.0, top
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            fewer = runs.best(bonus, middle)
+            enough = left_out(fewer) >= standbys
+            low, high = (low, middle) if enough else (middle, high)
+            chosen = fewer if enough and fewer else chosen
+        while chosen and left_out(chosen) < standbys:
+            chosen.remove(min(chosen, key=lambda one: one[1]))
+    return chosen
+
+
+def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list[int]:
+    """How many stages a cluster may have: as many as are needed, and some more."""
+    memory = float(np.median([p.memory_bytes for p in providers]))
+    held = float(memory_bytes(model, goal, 3 if goal.in_flight is None else goal.in_flight)[0, :].max())
+    needed = math.ceil(held / memory)
+    most = max(8, 2 * needed + 2, goal.least_stages)
+    if goal.most_clusters is not None:
+        most = max(most, min(32, math.ceil(len(providers) / goal.most_clusters)))
+    most = min(most, model.most_stages, len(providers))
+    return list(range(min(goal.least_stages, most), most + 1))
+
+
+def _budget(count: int) -> int:
+    """Estimates for small changes: what keeps within the time that so many providers may take."""
+    return int(np.interp(count, [9, 100, 1000, 10_000], [5_000, 14_000, 70_000, 500_000]))
+
+
+def _cut(
+    model: ModelCosts,
+    rough: ModelCosts,
+    goal: Goal,
+    network: Network,
+    order: Sequence[Provider],
+    bound: float,
+) -> Cluster | None:
+    """The best cuts in a model of few places; in one of many, the best near the best of few."""
+    if len(model.places) <= _FINE_PLACES:
+        return best_cuts(model, goal, network, order, bound)
+    cluster = best_cuts(rough, goal, network, order, bound)
+    if cluster is None:
+        return best_cuts(model.coarser(_FINE_PLACES), goal, network, order, bound)
+    index = {place: i for i, place in enumerate(model.places)}
+    kept = {0, model.last, *(index[p] for p in rough.places)}
+    reach = max(2, len(model.places) // len(rough.places))
+    for stage in cluster.stages[1:]:
+        middle = index[stage.start]
+        kept.update(i for i in range(middle - reach, middle + reach + 1) if 0 < i < model.last)
+    finer = best_cuts(model.at(sorted(kept)), goal, network, order, bound)
+    return finer or cluster
