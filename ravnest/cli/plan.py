@@ -44,6 +44,13 @@ def add_parser(subparsers: "Subparsers") -> None:
         help="no more clusters than these (default: as many as are fastest)",
     )
     parser.add_argument(
+        "--stages",
+        metavar="N",
+        type=whole_number,
+        default=1,
+        help="at least so many stages in every cluster; with 2, no machine holds the whole model (default: 1)",
+    )
+    parser.add_argument(
         "--seconds",
         metavar="S",
         type=_seconds,
@@ -80,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             title=title,
             overrides=args.overrides,
             most_clusters=args.clusters,
+            least_stages=args.stages,
             seed=args.seed,
             seconds=args.seconds,
             tell=lambda phase: print(f"{phase} ...", file=sys.stderr, flush=True),

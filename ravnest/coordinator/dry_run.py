@@ -1,8 +1,9 @@
 """`ravnest plan`: a job planned for machines of a file, and nothing run but the capture and the profile."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.nodes_file import NodesFile
@@ -51,7 +52,7 @@ class DryRun:
         return -(-(cluster.in_flight - 1) // self.goal.accumulate)
 
 
-def goal_of(job: Job, most_clusters: int | None) -> Goal:
+def goal_of(job: Job, most_clusters: int | None, least_stages: int) -> Goal:
     """What the job fixes about its plan, for as many clusters as pay, and no more than these."""
     pipeline = job.pipeline
     return Goal(
@@ -59,6 +60,7 @@ def goal_of(job: Job, most_clusters: int | None) -> Goal:
         max_staleness=pipeline.max_staleness,
         accumulate=pipeline.accumulate,
         most_clusters=most_clusters,
+        least_stages=least_stages,
     )
 
 
@@ -69,6 +71,7 @@ def dry_run(
     title: str,
     overrides: Sequence[str] = (),
     most_clusters: int | None = None,
+    least_stages: int = 1,
     seed: int = 0,
     seconds: float | None = None,
     tell: Callable[[str], None] = lambda phase: None,
@@ -81,12 +84,12 @@ def dry_run(
         tell("loading the job")
         job = apply_overrides(load_job(reference), overrides)
         interrupts.check()
-        prepared = prepare(job, os.cpu_count() or 1, None, tell, interrupts.users_code)
+        prepared = prepare(job, torch.get_num_threads(), None, tell, interrupts.users_code)
         costs, captured = prepared.costs, prepared.captured
         providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second)
         tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
         model = ModelCosts.of(captured.graph, costs, {name: value.nbytes for name, value in captured.sample.items()})
-        goal = goal_of(job, most_clusters)
+        goal = goal_of(job, most_clusters, least_stages)
         plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
         return DryRun(
             title=title,

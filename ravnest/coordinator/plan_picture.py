@@ -35,13 +35,13 @@ def picture(dry: DryRun, number: int, width: int) -> str:
     left_out = len(numbers) - MOST_BOXES
     if left_out > 1:
         numbers = [*numbers[: MOST_BOXES - 4], *numbers[-4:]]
-    inside = _inside(dry, cluster, numbers, width)
+    inside = _inside(dry, number, numbers, width)
     pieces: list[list[str]] = []
     for place, k in enumerate(numbers):
         if place:
             gap = k - numbers[place - 1] - 1
             pieces.append(_skipped(gap) if gap else _link(dry, cluster, k))
-        pieces.append(_box(dry, cluster, k, inside))
+        pieces.append(_box(_texts(dry, number, k), inside))
     return "\n".join(line for row in _rows(pieces, width) for line in row)
 
 
@@ -54,19 +54,20 @@ def rate(bytes_per_second: float) -> str:
     return f"{amounts.megabits(bytes_per_second)} Mbit/s"
 
 
-def _inside(dry: DryRun, cluster: Cluster, numbers: list[int], width: int) -> int:
+def _inside(dry: DryRun, number: int, numbers: list[int], width: int) -> int:
     """How wide the boxes are inside: for the longest name, within bounds, and one box must fit."""
-    texts = [cell_len(text) for k in numbers for text in _texts(dry, cluster, k)]
+    texts = [cell_len(text) for k in numbers for text in _texts(dry, number, k)]
     return max(4, min(max(_LEAST_INSIDE, *texts), _MOST_INSIDE, width - _LINK - 4))
 
 
-def _texts(dry: DryRun, cluster: Cluster, number: int) -> tuple[str, str, str]:
-    stage = cluster.stages[number]
+def _texts(dry: DryRun, number: int, k: int) -> tuple[str, str, str]:
+    cluster = dry.plan.clusters[number]
+    stage = cluster.stages[k]
     part = dry.parts.between(stage.start, stage.end)
-    busy = round(100 * stage.compute_seconds / cluster.period_seconds)
+    busy = round(100 * stage.compute_seconds * dry.plan.rates[number] / cluster.samples)
     return (
         stage.provider,
-        f"{role_of(number, len(cluster.stages))} · {short_count(part.parameters)}",
+        f"{role_of(k, len(cluster.stages))} · {short_count(part.parameters)}",
         f"{milliseconds(stage.compute_seconds)} ms · {busy} %",
     )
 
@@ -77,9 +78,9 @@ def milliseconds(seconds: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 or value == 0 else "<0.01"
 
 
-def _box(dry: DryRun, cluster: Cluster, number: int, inside: int) -> list[str]:
+def _box(texts: tuple[str, ...], inside: int) -> list[str]:
     lines = []
-    for text in _texts(dry, cluster, number):
+    for text in texts:
         shown = text if cell_len(text) <= inside else f"{set_cell_size(text, inside - 1)}…"
         lines.append(f"│ {set_cell_size(shown, inside)} │")
     edge = "─" * (inside + 2)

@@ -33,19 +33,44 @@ def print_plan(dry: DryRun, console: Console) -> None:
 def renderables(dry: DryRun, width: int) -> Iterator[RenderableType]:
     """The parts of what is shown, from top to bottom."""
     yield _headline(dry)
+    clusters = dry.plan.clusters
+    alone = [number for number, cluster in enumerate(clusters) if len(cluster.stages) == 1]
+    together = [number for number, cluster in enumerate(clusters) if len(cluster.stages) > 1]
     shown = 0
-    for number, cluster in enumerate(dry.plan.clusters):
-        if shown and shown + len(cluster.stages) > SHOWN_STAGES:
+    for place, number in enumerate(together):
+        if shown and shown + len(clusters[number].stages) > SHOWN_STAGES:
             yield Text("")
-            yield _the_others(dry, number)
+            yield _the_others(dry, together[place:])
             break
-        shown += len(cluster.stages)
+        shown += len(clusters[number].stages)
         yield Text("")
         yield _cluster_line(dry, number)
         yield Text("")
         yield Text(words_of(picture(dry, number, width)), no_wrap=True, overflow="crop")
         yield stage_table(dry, number)
+    if alone:
+        yield Text("")
+        yield Text("machines that hold the whole model, each a cluster of its own", style="bold")
+        yield Text("")
+        yield single_table(dry, alone[:SHOWN_ROWS])
+        if len(alone) > SHOWN_ROWS:
+            yield _the_others(dry, alone[SHOWN_ROWS:])
     yield from (Text(line) for line in _below(dry))
+
+
+def single_table(dry: DryRun, numbers: Sequence[int]) -> Table:
+    """One row for each of these clusters, which have one stage each."""
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column("\ncluster", justify="right", no_wrap=True)
+    table.add_column("\nprovider", overflow="fold")
+    for title in ("\nsamples/s", "memory\nneeds/has", "compute\nms", "line\nms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("\nlimit", no_wrap=True)
+    for number in numbers:
+        stage = dry.plan.clusters[number].stages[0]
+        rate_shown = words.rate(dry.plan.rates[number])
+        table.add_row(str(number + 1), Text(words_of(stage.provider)), rate_shown, *_figures(dry, stage))
+    return table
 
 
 def stage_table(dry: DryRun, number: int) -> Table:
@@ -72,13 +97,19 @@ def stage_table(dry: DryRun, number: int) -> Table:
             Text(words_of(stage.provider)),
             Text(words_of(part.title)),
             words.short_count(part.parameters),
-            f"{_size(stage.memory_bytes)}/{_size(dry.providers[stage.provider].memory_bytes)}",
-            milliseconds(stage.compute_seconds),
-            milliseconds(max(stage.up_seconds, stage.down_seconds, stage.line_seconds)),
-            limit_word(stage),
+            *_figures(dry, stage),
             style="bold" if stage is slowest else "",
         )
     return table
+
+
+def _figures(dry: DryRun, stage: StageCost) -> tuple[str, str, str, str]:
+    return (
+        f"{_size(stage.memory_bytes)}/{_size(dry.providers[stage.provider].memory_bytes)}",
+        milliseconds(stage.compute_seconds),
+        milliseconds(max(stage.up_seconds, stage.down_seconds, stage.line_seconds)),
+        limit_word(stage),
+    )
 
 
 def limit_word(stage: StageCost) -> str:
@@ -100,7 +131,7 @@ def words_of(text: str) -> str:
 def _headline(dry: DryRun) -> Text:
     plan = dry.plan
     stages = [len(cluster.stages) for cluster in plan.clusters]
-    what = f"{_counted(len(stages), 'cluster')} of {_range(stages)} {'stage' if max(stages) == 1 else 'stages'}"
+    what = f"{_counted(len(stages), 'cluster')} of {_stages(stages)}"
     text = Text.assemble(
         (f"{words_of(dry.title)}: {words.rate(plan.predicted_samples_per_second)} samples/s predicted", "bold"),
         f" with {what}, of {_counted(len(dry.providers), 'machine')}",
@@ -119,7 +150,7 @@ def _cluster_line(dry: DryRun, number: int) -> Text:
         f", {_counted(cluster.in_flight, 'microbatch', 'microbatches')} in flight, staleness up to "
         f"{dry.staleness(cluster)}",
     )
-    text.append(f"\nlimited by {words_of(cluster.limit)}\nmachines {_range(speeds)} times as fast as this one")
+    text.append(f"\nlimited by {words_of(_limit(dry, number))}\nmachines {_range(speeds)} times as fast as this one")
     rates = [line.bytes_per_second for k in range(1, len(providers)) for line in dry.line_before(cluster, k) or ()]
     if rates:
         slow, fast = rate(min(rates)), rate(max(rates))
@@ -127,12 +158,18 @@ def _cluster_line(dry: DryRun, number: int) -> Text:
     return text
 
 
-def _the_others(dry: DryRun, first: int) -> Text:
-    clusters, rates = dry.plan.clusters[first:], dry.plan.rates[first:]
-    stages = _range([len(cluster.stages) for cluster in clusters])
+def _limit(dry: DryRun, number: int) -> str:
+    cluster = dry.plan.clusters[number]
+    if dry.plan.rates[number] > 0.999 * cluster.samples_per_second:
+        return cluster.limit
+    return f"{dry.plan.limit}; alone it would do {words.rate(cluster.samples_per_second)}, limited by {cluster.limit}"
+
+
+def _the_others(dry: DryRun, numbers: Sequence[int]) -> Text:
+    stages = [len(dry.plan.clusters[number].stages) for number in numbers]
     return Text(
-        f"… and {_counted(len(clusters), 'cluster')} more like these, of {stages} stages and "
-        f"{_range(rates)} samples/s each; --json tells all"
+        f"… and {_counted(len(numbers), 'cluster')} more like these, of {_stages(stages)} and "
+        f"{_range([dry.plan.rates[number] for number in numbers])} samples/s each; --json tells all"
     )
 
 
@@ -141,12 +178,16 @@ def _below(dry: DryRun) -> Iterator[str]:
     yield ""
     if len(plan.clusters) > 1:
         yield (
-            f"averaging: {words.duration(plan.averaging_seconds)} a round, after every {dry.goal.average_every} "
+            f"averaging: {_brief(plan.averaging_seconds)} a round, after every {dry.goal.average_every} "
             "microbatches of each cluster"
         )
     if plan.limit:
         yield f"together they are held back by {words_of(plan.limit)}"
     yield f"standing by: {_names(plan.standbys)}" if plan.standbys else "nobody stands by"
+
+
+def _brief(seconds: float) -> str:
+    return words.duration(seconds) if seconds >= 1 else f"{milliseconds(seconds)} ms"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -161,6 +202,10 @@ def _size(value_bytes: float) -> str:
 
 def _counted(number: int, word: str, several: str = "") -> str:
     return f"{number:,} {word if number == 1 else several or word + 's'}"
+
+
+def _stages(counts: Sequence[int]) -> str:
+    return f"{_range(counts)} {'stage' if max(counts) == 1 else 'stages'}"
 
 
 def _range(values: Sequence[float]) -> str:
