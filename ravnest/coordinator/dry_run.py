@@ -17,6 +17,7 @@ from ravnest.planner.formation import form
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Line, Network, Provider
+from ravnest.planner.rings import Ring, rings_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class DryRun:
     goal: Goal
     model: ModelCosts
     parts: Parts
+    rings: tuple[Ring, ...] = ()
+    """Who averages with whom; none where there is one cluster."""
     devices: Mapping[str, str] = field(default_factory=dict)
     """What the machines are, for the reader."""
 
@@ -91,13 +94,15 @@ def dry_run(
         model = ModelCosts.of(captured.graph, costs, {name: value.nbytes for name, value in captured.sample.items()})
         goal = goal_of(job, most_clusters, least_stages)
         plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
+        by_name = {provider.name: provider for provider in providers}
         return DryRun(
             title=title,
             plan=plan,
-            providers={provider.name: provider for provider in providers},
+            providers=by_name,
             network=nodes.network,
             goal=goal,
             model=model,
             parts=Parts.of(captured.graph),
+            rings=rings_of(plan, model, nodes.network, by_name) if len(plan.clusters) > 1 else (),
             devices=nodes.devices,
         )

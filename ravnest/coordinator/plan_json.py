@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from ravnest.coordinator.dry_run import DryRun
 from ravnest.planner.cluster import Cluster, StageCost
+from ravnest.planner.rings import Ring
 from ravnest.planner.stage_plan import role_of
 
 FORMAT: Final = 1
@@ -30,6 +31,7 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
         },
         "clusters": [_cluster(dry, number, cluster) for number, cluster in enumerate(plan.clusters)],
         "standbys": list(plan.standbys),
+        "rings": [_ring(dry, ring) for ring in dry.rings],
         "providers": {
             provider.name: {
                 "device": dry.devices.get(provider.name, ""),
@@ -96,6 +98,20 @@ def _stage(dry: DryRun, cluster: Cluster, number: int, stage: StageCost) -> dict
         "fed_bytes": int(stage.fed_bytes),
         "limit": stage.limit,
         "link": link,
+    }
+
+
+def _ring(dry: DryRun, ring: Ring) -> dict[str, Any]:
+    part = dry.parts.between(ring.start, ring.end)
+    return {
+        "start": ring.start,
+        "end": ring.end,
+        "first_parameter": part.first,
+        "last_parameter": part.last,
+        "parameters": part.parameters,
+        "parameter_bytes": int(ring.parameter_bytes),
+        "owners": list(ring.owners),
+        "slowest_bytes_per_second": _finite(ring.slowest_bytes_per_second),
     }
 
 

@@ -21,6 +21,8 @@ SHOWN_STAGES: Final = 40
 SHOWN_ROWS: Final = 30
 """Of one cluster's table."""
 SHOWN_NAMES: Final = 12
+SHOWN_RINGS: Final = 6
+SHOWN_OWNERS: Final = 6
 _NAME: Final = 16
 
 
@@ -179,11 +181,23 @@ def _below(dry: DryRun) -> Iterator[str]:
     if len(plan.clusters) > 1:
         yield (
             f"averaging: {_brief(plan.averaging_seconds)} a round, after every {dry.goal.average_every} "
-            "microbatches of each cluster"
+            f"microbatches of each cluster, in {_counted(len(dry.rings), 'ring')}"
         )
+        yield from _rings(dry)
     if plan.limit:
         yield f"together they are held back by {words_of(plan.limit)}"
     yield f"standing by: {_names(plan.standbys)}" if plan.standbys else "nobody stands by"
+
+
+def _rings(dry: DryRun) -> Iterator[str]:
+    for ring in dry.rings[:SHOWN_RINGS]:
+        part = dry.parts.between(ring.start, ring.end)
+        owners = " > ".join(words_of(name) for name in ring.owners[:SHOWN_OWNERS])
+        more = len(ring.owners) - SHOWN_OWNERS
+        owners += f" > … {more:,} more" if more > 0 else ""
+        yield f"  {words_of(part.title)}: {owners}, slowest line {rate(ring.slowest_bytes_per_second)}"
+    if len(dry.rings) > SHOWN_RINGS:
+        yield f"  … and {len(dry.rings) - SHOWN_RINGS:,} more"
 
 
 def _brief(seconds: float) -> str:

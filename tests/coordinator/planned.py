@@ -10,6 +10,7 @@ from ravnest.planner.cluster import cluster_of
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import plan_of
 from ravnest.planner.providers import Goal, Line, Network, Provider, Requester
+from ravnest.planner.rings import rings_of
 
 LAYERS = 60
 
@@ -71,7 +72,8 @@ def dry_run_of(
         cuts = [round(LAYERS * k / len(members)) for k in range(1, len(members))]
         made.append(cluster_of(costs, goal, network, members, cuts, in_flight))
     plan = plan_of(goal, network, everyone, made)
-    return DryRun("made-up", plan, everyone, network, goal, costs, parts(), {"anna": "RTX 3060"})
+    rings = rings_of(plan, costs, network, everyone) if len(clusters) > 1 else ()
+    return DryRun("made-up", plan, everyone, network, goal, costs, parts(), rings, {"anna": "RTX 3060"})
 
 
 def fast_line() -> dict[tuple[str, str], Line]:

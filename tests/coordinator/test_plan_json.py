@@ -55,6 +55,17 @@ def test_its_numbers_are_those_of_the_plan() -> None:
     assert first["stages"][1]["compute_seconds"] == DRY.plan.clusters[0].stages[1].compute_seconds
 
 
+def test_the_rings_cover_every_parameter_once_with_an_owner_in_every_cluster() -> None:
+    told = plan_json(DRY)
+    rings = told["rings"]
+    assert sum(ring["parameters"] for ring in rings) == told["model"]["parameters"]
+    for ring in rings:
+        assert len(ring["owners"]) == len(told["clusters"])
+        for name in ring["owners"]:
+            (stage,) = (s for c in told["clusters"] for s in c["stages"] if s["provider"] == name)
+            assert stage["start"] <= ring["start"] and ring["end"] <= stage["end"]
+
+
 def test_what_has_no_limit_is_null() -> None:
     unlimited = [Provider(name=name, memory_bytes=8 << 30) for name in "ab"]
     told = plan_json(dry_run_of([unlimited], network=Network()))

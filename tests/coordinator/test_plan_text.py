@@ -96,6 +96,22 @@ def test_a_thousand_machines_fit_on_a_few_screens() -> None:
     assert "averaging: " in text
 
 
+def test_rings_name_their_owners_in_order() -> None:
+    two = dry_run_of([machines("anna", "ben"), machines("carla", "dora")])
+    text = shown(two, 120)
+    assert "in 2 rings" in text
+    assert "blocks.0 to .29: anna > carla, slowest line 40 Mbit/s" in text
+    assert "blocks.30 to .59: ben > dora, slowest line 40 Mbit/s" in text
+
+
+def test_machines_that_hold_the_whole_model_are_one_table() -> None:
+    dry = dry_run_of([machines(name) for name in ("anna", "ben", "carla")], in_flight=1)
+    text = shown(dry, 80)
+    assert "┌" not in text
+    assert re.search(r"^ +1 anna +[\d.,]+ +[\d.]+[MG]/8G ", text, re.MULTILINE)
+    assert text.startswith("made-up: ") and "3 clusters of 1 stage" in text
+
+
 def test_a_cluster_of_many_stages_is_shown_by_its_ends() -> None:
     names = [f"pc-{i:02}" for i in range(50)]
     dry = dry_run_of([machines(*names)])
