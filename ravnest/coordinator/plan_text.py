@@ -7,6 +7,7 @@ from typing import Final
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +17,7 @@ from ravnest.monitor import words
 from ravnest.planner.cluster import StageCost
 from ravnest.planner.stage_plan import role_of
 
-SHOWN_STAGES: Final = 40
+SHOWN_STAGES: Final = 24
 """Clusters are shown until they have so many stages together; the others are summed up."""
 SHOWN_ROWS: Final = 30
 """Of one cluster's table."""
@@ -57,7 +58,9 @@ def renderables(dry: DryRun, width: int) -> Iterator[RenderableType]:
         yield single_table(dry, alone[:SHOWN_ROWS])
         if len(alone) > SHOWN_ROWS:
             yield _the_others(dry, alone[SHOWN_ROWS:])
-    yield from (Text(line) for line in _below(dry))
+    for line in _below(dry):
+        indent = len(line) - len(line.lstrip())
+        yield Padding(Text(line.lstrip()), (0, 0, 0, indent), expand=False)
 
 
 def single_table(dry: DryRun, numbers: Sequence[int]) -> Table:
