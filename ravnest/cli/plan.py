@@ -73,14 +73,20 @@ def add_parser(subparsers: "Subparsers") -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print; raises a RavnestError for a mistake in the job or the file, and where the model does not fit."""
     # What can be told without torch is told first.
+    from ravnest.coordinator.interrupts import Interrupts
     from ravnest.coordinator.nodes_file import read_nodes
     from ravnest.reference import parse_reference
 
+    def tell(phase: str) -> None:
+        print(f"{phase} ...", file=sys.stderr, flush=True)
+
     title = parse_reference(args.job).title
     nodes = read_nodes(_file(args.nodes), str(args.nodes))
-    with _stdout_for_the_plan_alone():
+    with Interrupts() as interrupts, _stdout_for_the_plan_alone():
+        tell("loading the job")
         from ravnest.coordinator.dry_run import dry_run
 
+        interrupts.check()
         planned = dry_run(
             args.job,
             nodes,
@@ -90,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
             least_stages=args.stages,
             seed=args.seed,
             seconds=args.seconds,
-            tell=lambda phase: print(f"{phase} ...", file=sys.stderr, flush=True),
+            interrupts=interrupts,
+            tell=tell,
         )
     if args.json:
         from ravnest.coordinator.plan_json import plan_json

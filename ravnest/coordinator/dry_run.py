@@ -77,32 +77,31 @@ def dry_run(
     least_stages: int = 1,
     seed: int = 0,
     seconds: float | None = None,
+    interrupts: Interrupts,
     tell: Callable[[str], None] = lambda phase: None,
 ) -> DryRun:
     """Captures and profiles the job here, and plans it for the machines of the file.
 
     JobError or CaptureError where the job is at fault; PlanError where the model does not fit.
     """
-    with Interrupts() as interrupts:
-        tell("loading the job")
-        job = apply_overrides(load_job(reference), overrides)
-        interrupts.check()
-        prepared = prepare(job, torch.get_num_threads(), None, tell, interrupts.users_code)
-        costs, captured = prepared.costs, prepared.captured
-        providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second)
-        tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
-        model = ModelCosts.of(captured.graph, costs, {name: value.nbytes for name, value in captured.sample.items()})
-        goal = goal_of(job, most_clusters, least_stages)
-        plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
-        by_name = {provider.name: provider for provider in providers}
-        return DryRun(
-            title=title,
-            plan=plan,
-            providers=by_name,
-            network=nodes.network,
-            goal=goal,
-            model=model,
-            parts=Parts.of(captured.graph),
-            rings=rings_of(plan, model, nodes.network, by_name) if len(plan.clusters) > 1 else (),
-            devices=nodes.devices,
-        )
+    job = apply_overrides(load_job(reference), overrides)
+    interrupts.check()
+    prepared = prepare(job, torch.get_num_threads(), None, tell, interrupts.users_code)
+    costs, captured = prepared.costs, prepared.captured
+    providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second)
+    tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
+    model = ModelCosts.of(captured.graph, costs, {name: value.nbytes for name, value in captured.sample.items()})
+    goal = goal_of(job, most_clusters, least_stages)
+    plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
+    by_name = {provider.name: provider for provider in providers}
+    return DryRun(
+        title=title,
+        plan=plan,
+        providers=by_name,
+        network=nodes.network,
+        goal=goal,
+        model=model,
+        parts=Parts.of(captured.graph),
+        rings=rings_of(plan, model, nodes.network, by_name) if len(plan.clusters) > 1 else (),
+        devices=nodes.devices,
+    )

@@ -84,9 +84,10 @@ def test_a_model_that_does_not_fit_ends_with_what_would_make_it_fit(folder: Path
     assert done.stdout == ""
 
 
-def test_ctrl_c_ends_it_at_once_and_cleanly(folder: Path) -> None:
+@pytest.mark.parametrize("phase", ["loading the job", "capturing the model", "profiling the model"])
+def test_ctrl_c_ends_it_at_once_and_cleanly(folder: Path, phase: str) -> None:
     with Running("plan", "job.py", "--nodes", "nodes.toml", folder=folder) as running:
-        running.until("capturing the model")
+        running.until(phase)
         running.signal(signal.SIGINT, group=True)
         said = running.to_the_end()
     assert running.process.returncode == 130
