@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from ravnest.coordinator.dry_run import DryRun
 from ravnest.planner.cluster import Cluster, StageCost
+from ravnest.planner.likeness import likeness
 from ravnest.planner.rings import Ring
 from ravnest.planner.stage_plan import role_of
 
@@ -51,6 +52,7 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
 
 
 def _cluster(dry: DryRun, number: int, cluster: Cluster) -> dict[str, Any]:
+    alike = likeness(dry.providers, cluster)
     return {
         "id": number,
         "samples_per_second": dry.plan.rates[number],
@@ -61,6 +63,7 @@ def _cluster(dry: DryRun, number: int, cluster: Cluster) -> dict[str, Any]:
         "busiest_seconds": cluster.busiest_seconds,
         "round_trip_seconds": cluster.round_trip_seconds,
         "limit": cluster.limit,
+        "likeness": {"speed": alike.speed, "line": _finite(alike.line)},
         "stages": [_stage(dry, cluster, k, stage) for k, stage in enumerate(cluster.stages)],
     }
 

@@ -1,6 +1,7 @@
 """The formulas of docs/planning.md, as they stand there, give what the planner's code gives."""
 
 import ast
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ravnest.planner import exhaustive, order, ring_order
 from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
-from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.providers import Goal, Line, Network, Provider, Requester
+from ravnest.planner.formation import expected_absent
+from ravnest.planner.model_costs import MOST_PLACES, ModelCosts
+from ravnest.planner.providers import MOST_IN_FLIGHT, Goal, Line, Network, Provider, Requester
 from ravnest.planner.totals import totals
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
@@ -267,6 +270,26 @@ def test_providers_on_one_host_share_its_cores() -> None:
     assert share < 1
     found = totals(goal, network, members, clusters)
     assert list(found.rates) == [close(cluster.samples_per_second * share) for cluster in clusters]
+
+
+NUMBERS = [
+    ("all orders of up to {} machines", order.EXACT),
+    ("Of up to {} machines every set", exhaustive.MOST),
+    ("exactly for up to {} owners", ring_order.EXACT),
+    ("more than {} places are looked at", MOST_PLACES),
+    ("Never more than {}, nor than", MOST_IN_FLIGHT),
+]
+
+
+@pytest.mark.parametrize(("sentence", "number"), NUMBERS)
+def test_the_bounds_on_the_page_are_the_code_s(sentence: str, number: int) -> None:
+    assert sentence.format(number) in " ".join(PAGE.split())
+
+
+def test_as_many_stand_by_as_will_be_missing_on_average() -> None:
+    reliabilities = (0.9, 0.8, 0.75, 0.99)
+    providers = [Provider(name=str(r), memory_bytes=1, reliability=r) for r in reliabilities]
+    assert expected_absent(providers) == math.ceil(sum(1 - r for r in reliabilities))
 
 
 def test_every_formula_of_the_page_is_tested() -> None:
