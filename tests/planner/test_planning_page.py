@@ -17,6 +17,7 @@ from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.formation import expected_absent
 from ravnest.planner.model_costs import MOST_PLACES, ModelCosts
 from ravnest.planner.providers import MOST_IN_FLIGHT, Goal, Line, Network, Provider, Requester
+from ravnest.planner.replan import DEPLOY_SECONDS, HORIZON_SECONDS
 from ravnest.planner.totals import totals
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
@@ -278,11 +279,13 @@ NUMBERS = [
     ("exactly for up to {} owners", ring_order.EXACT),
     ("more than {} places are looked at", MOST_PLACES),
     ("Never more than {}, nor than", MOST_IN_FLIGHT),
+    ("within the next {:.0f} seconds", HORIZON_SECONDS),
+    ("stands still for {:.0f} seconds", DEPLOY_SECONDS),
 ]
 
 
 @pytest.mark.parametrize(("sentence", "number"), NUMBERS)
-def test_the_bounds_on_the_page_are_the_code_s(sentence: str, number: int) -> None:
+def test_the_bounds_on_the_page_are_the_code_s(sentence: str, number: float) -> None:
     assert sentence.format(number) in " ".join(PAGE.split())
 
 
