@@ -3,6 +3,10 @@
 A profile times each node alone. Within a model there is more to do: the interpreter between the nodes, memory that is
 handed out and taken back, a cache that holds what the node before needed. So a few microbatches are trained through
 the same stage that a provider runs, and the costs of nodes and updates are scaled until their sums are what that took.
+
+Those steps follow one another at once. In a swarm a stage's tasks are apart, and meanwhile the processor sends,
+receives, or computes for others: so a few more steps are timed with the cache emptied before each task. How much
+longer they take hardly depends on the model, and is the price of being a stage.
 """
 
 import math
@@ -21,8 +25,14 @@ from ravnest.graph.portable import PortableGraph
 from ravnest.graph.profile import CostProfile
 
 BUDGET_SECONDS: Final = 3.0
+_WARM_PART: Final = 0.7
 _LEAST_STEPS: Final = 2
 _MOST_STEPS: Final = 40
+_MOST_COLD_STEPS: Final = 8
+_CACHE_BYTES: Final = 32 << 20
+"""Copied from one place to another, this leaves nothing else in the cache of an ordinary processor."""
+_MOST_COLD_SECONDS: Final = 3e-3
+"""Filling the cache again takes no longer: more than that is how long steps differ from one to the next."""
 _COPIES: Final = 4
 """Of the parameters in a step: the stage's own, gradients, and the two moments that most optimizers keep."""
 
@@ -34,6 +44,8 @@ class StepSeconds:
     forward: float
     backward: float
     update: float
+    cold: float = 0.0
+    """How much longer all three take where each begins with an empty cache."""
 
 
 def calibrate(
@@ -73,21 +85,14 @@ def time_steps(
     update.
     """
     stage = Stage(graph, {spec.key: weights[spec.key].clone() for spec in graph.weights}, settings)
-    clock = work_clock()
     began = time.perf_counter()
-    steps: list[StepSeconds] = []
     with torch.random.fork_rng(devices=[]):
-        for number in range(_MOST_STEPS + 1):
-            # Fresh memory, as it comes from the network.
-            steps.append(_step(stage, number, {name: value.clone() for name, value in sample.items()}, clock))
-            spent = time.perf_counter() - began
-            if len(steps) >= _LEAST_STEPS and spent + spent / len(steps) > budget_seconds:
-                break
-    return StepSeconds(
-        statistics.median(step.forward for step in steps[1:]),
-        statistics.median(step.backward for step in steps[1:]),
-        statistics.median(step.update for step in steps[1:]) / settings.accumulate,
-    )
+        warm = _steps(stage, sample, lambda: None, _MOST_STEPS, began + _WARM_PART * budget_seconds)[1:]
+        cold = _steps(stage, sample, _empty_cache(), _MOST_COLD_STEPS, began + budget_seconds)
+    forward, backward, update = (statistics.median(part) for part in zip(*warm, strict=True))
+    longer = sum(min(part) for part in zip(*cold, strict=True)) - sum(min(part) for part in zip(*warm, strict=True))
+    cold_seconds = min(max(0.0, longer), _MOST_COLD_SECONDS)
+    return StepSeconds(forward, backward, update / settings.accumulate, cold_seconds)
 
 
 def scaled(costs: CostProfile, graph: PortableGraph, measured: StepSeconds) -> CostProfile:
@@ -103,18 +108,47 @@ def scaled(costs: CostProfile, graph: PortableGraph, measured: StepSeconds) -> C
         )
         for name, cost in costs.nodes.items()
     }
-    return replace(costs, nodes=nodes, update=costs.update.scaled(update))
+    return replace(costs, nodes=nodes, update=costs.update.scaled(update), stage_seconds=measured.cold)
 
 
-def _step(stage: Stage, number: int, values: Mapping[str, torch.Tensor], clock: Callable[[], float]) -> StepSeconds:
-    began = clock()
-    # A worker looks at the loss before it goes on.
-    float(stage.forward(number, values)[str(stage.graph.loss)])
-    forward = clock()
-    stage.backward(number, None)
-    backward = clock()
-    stage.update(number, flush=True)
-    return StepSeconds(forward - began, backward - forward, clock() - backward)
+def _steps(
+    stage: Stage, sample: Mapping[str, torch.Tensor], between: Callable[[], None], most: int, deadline: float
+) -> list[tuple[float, float, float]]:
+    """Seconds of forward, backward and update, each after `between`: at least two steps, more until the deadline."""
+    steps: list[tuple[float, float, float]] = []
+    began = time.perf_counter()
+    while len(steps) < most:
+        # Fresh memory, as it comes from the network.
+        steps.append(_step(stage, {name: value.clone() for name, value in sample.items()}, between))
+        now = time.perf_counter()
+        if len(steps) >= _LEAST_STEPS and now + (now - began) / len(steps) > deadline:
+            break
+    return steps
+
+
+def _step(stage: Stage, values: Mapping[str, torch.Tensor], between: Callable[[], None]) -> tuple[float, float, float]:
+    def forward() -> None:
+        # A worker looks at the loss before it goes on.
+        float(stage.forward(0, values)[str(stage.graph.loss)])
+
+    def timed(task: Callable[[], object]) -> float:
+        between()
+        began = clock()
+        task()
+        return clock() - began
+
+    clock = work_clock()
+    return timed(forward), timed(lambda: stage.backward(0, None)), timed(lambda: stage.update(0, flush=True))
+
+
+def _empty_cache() -> Callable[[], None]:
+    source = torch.zeros(_CACHE_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+
+    def empty() -> None:
+        target.copy_(source)
+
+    return empty
 
 
 def _factor(measured: float, summed: float) -> float:

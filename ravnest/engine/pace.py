@@ -8,12 +8,15 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Final
 
 import torch
 
 from ravnest.engine.speed import wait_for
 from ravnest.graph.clock import work_clock
+
+_MOST_LATE_SECONDS: Final = 0.1
 
 
 class Pace:
@@ -24,35 +27,32 @@ class Pace:
         self.slower = slower
         self._device = torch.device(device)
         self._ended = threading.Event()
-        self._waited_too_long_seconds = 0.0
+        self._late_seconds = 0.0
 
     @contextlib.contextmanager
     def work(self) -> Iterator[None]:
         """A piece of work: after it, waits for as long as a slower machine would still be at it. Not after an error.
 
-        On a processor with one thread, what counts is the time that the thread got of it: what others took would not
-        have been more on a slower machine.
+        On a processor with one thread, what counts is the time that the thread got of it: a slower machine of one's own
+        would not have been shared with others.
         """
         if self.slower == 1.0:
             yield
             return
-        clock = self._clock()
-        began = clock()
+        clock = work_clock() if self._device.type == "cpu" else time.perf_counter
+        began, began_work = time.perf_counter(), clock()
         yield
         wait_for(self._device)
-        self._wait((self.slower - 1.0) * (clock() - began))
+        self._wait_until(began + self.slower * (clock() - began_work))
 
     def end(self) -> None:
         """Ends the wait under way, and all later ones before they begin. From any thread."""
         self._ended.set()
 
-    def _wait(self, seconds: float) -> None:
-        # A thread is woken a moment too late each time; the next wait is so much shorter.
-        wanted = seconds - self._waited_too_long_seconds
-        began = time.perf_counter()
-        if wanted > 0:
-            self._ended.wait(wanted)
-        self._waited_too_long_seconds = time.perf_counter() - began - wanted
-
-    def _clock(self) -> Callable[[], float]:
-        return work_clock() if self._device.type == "cpu" else time.perf_counter
+    def _wait_until(self, moment: float) -> None:
+        # A thread is woken a moment too late each time, or gets the processor late: the next wait is so much shorter.
+        moment -= self._late_seconds
+        left = moment - time.perf_counter()
+        if left > 0:
+            self._ended.wait(left)
+        self._late_seconds = min(max(0.0, time.perf_counter() - moment), _MOST_LATE_SECONDS)

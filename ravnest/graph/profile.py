@@ -50,6 +50,9 @@ class CostProfile:
     """Of the machine that measured, with so many threads: what a provider's own figure is held against. 0: not
     known."""
     memory_bytes_per_second: float = 0.0
+    stage_seconds: float = 0.0
+    """What each stage takes for a microbatch beside its nodes and its update, however it is cut: between two of its
+    tasks the processor does other things, and each task finds little in the cache of what it needs."""
 
     def seconds(self, name: str) -> float:
         cost = self.nodes.get(name)

@@ -45,7 +45,8 @@ def test_real_steps_are_timed_and_nothing_is_changed(name: str) -> None:
 def test_scaled_costs_add_up_to_what_was_measured() -> None:
     graph = example("cnn").captured.graph
     costs = costs_of("cnn")
-    found = scaled(costs, graph, StepSeconds(0.5, 3.0, 0.7))
+    found = scaled(costs, graph, StepSeconds(0.5, 3.0, 0.7, cold=0.01))
+    assert found.stage_seconds == 0.01
     assert sum(cost.forward_seconds for cost in found.nodes.values()) == pytest.approx(0.5)
     assert sum(cost.backward_seconds for cost in found.nodes.values()) == pytest.approx(3.0)
     size = sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in graph.parameters)
@@ -77,21 +78,34 @@ def test_a_model_too_large_for_a_whole_step_keeps_its_profile(monkeypatch: pytes
 
 def test_the_first_step_does_not_count_and_the_budget_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     found = example("cnn").captured
-    seconds = [10.0, 1.0, 1.0, 5.0, 1.0, 1.0]
+    seconds = [10.0, 1.0, 1.0, 5.0, 1.001, 1.0005, 9.0]
     now = 0.0
 
-    def step(*_: object) -> StepSeconds:
+    def step(*_: object) -> tuple[float, float, float]:
         nonlocal now
         taken = seconds.pop(0)
         now += taken
-        return StepSeconds(taken, taken, taken)
+        return taken, taken, taken
 
     monkeypatch.setattr(module, "_step", step)
+    monkeypatch.setattr(module, "_WARM_PART", 1.0)
     monkeypatch.setattr("time.perf_counter", lambda: now)
     measured = time_steps(found.graph, found.weights, found.sample, replace(SETTINGS, accumulate=4), 18.0)
-    # 10 + 1 + 1 seconds, and the mean of 4 for the next: then 17, and the next would be too late.
-    assert len(seconds) == 2
-    assert measured == StepSeconds(1.0, 1.0, 0.25)
+    # 10 + 1 + 1 seconds, and their mean for the next is in time. After 17 another is not, and two without the cache
+    # come in any case.
+    assert seconds == [9.0]
+    assert (measured.forward, measured.backward, measured.update) == (1.0, 1.0, 0.25)
+    assert measured.cold == pytest.approx(3 * 0.0005)
+
+
+def test_a_difference_that_no_cache_explains_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = example("cnn").captured
+    for first, then, cold in ((1.0, 1.5, module._MOST_COLD_SECONDS), (1.5, 1.0, 0.0)):
+        parts = iter([(first,) * 3] * 3 + [(then,) * 3] * 2)
+        clock = iter(range(100))
+        monkeypatch.setattr(module, "_step", lambda *_, parts=parts: next(parts))
+        monkeypatch.setattr("time.perf_counter", lambda clock=clock: float(next(clock)))
+        assert time_steps(found.graph, found.weights, found.sample, SETTINGS, 6.0).cold == cold
 
 
 def test_what_a_job_costs_comes_with_the_speed_of_the_machine_that_measured() -> None:

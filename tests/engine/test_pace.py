@@ -27,22 +27,35 @@ def test_work_takes_so_many_times_as_long_and_no_more_of_the_processor() -> None
     assert used < 3 * WORK_SECONDS * 1.5
 
 
-def test_a_wait_that_was_too_long_shortens_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = Pace(2.0)
-    now, used, waits = 0.0, 0.0, []
+@pytest.mark.parametrize(
+    ("elapsed", "expected"),
+    [
+        (1.0, [3.0, 2.75, 2.75]),  # Woken a quarter of a second late each time.
+        (2.0, [2.0, 1.75, 1.75]),  # Others had the processor for half of the time.
+        (9.0, []),
+    ],
+)
+def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
+    elapsed: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = Pace(4.0)
+    now, used = 0.0, 0.0
+    waits: list[float] = []
 
     def wait(seconds: float) -> None:
         nonlocal now
         waits.append(seconds)
         now += seconds + 0.25
 
+    monkeypatch.setattr("ravnest.engine.pace._MOST_LATE_SECONDS", 1.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr("ravnest.engine.pace.work_clock", lambda: lambda: used)
     monkeypatch.setattr(pace._ended, "wait", wait)
     for _ in range(3):
         with pace.work():
+            now += elapsed
             used += 1.0
-    assert waits == pytest.approx([1.0, 0.75, 0.75])
+    assert waits == pytest.approx(expected)
 
 
 def test_at_its_own_speed_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
