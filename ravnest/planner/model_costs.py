@@ -50,7 +50,7 @@ class ModelCosts:
     """For each input, how many operators up to each place read it: a stage with one of them is fed."""
     samples: int
     step_seconds: float = 0.0
-    """What an update costs a stage, however small it is."""
+    """What a microbatch costs a stage, however small it is: an update, and tasks that find an empty cache."""
     copy_byte_seconds: float = 0.0
     """What an update costs for each byte of parameters where older microbatches hold the version before."""
     state_bytes_per_byte: float = 2.0
@@ -99,7 +99,7 @@ class ModelCosts:
             input_bytes=tuple(float(input_bytes[v.name]) for v in graph.inputs),
             input_uses=np.array([used[v.name] for v in graph.inputs]).reshape(len(graph.inputs), len(places)),
             samples=costs.samples,
-            step_seconds=costs.update.step_seconds,
+            step_seconds=costs.update.step_seconds + costs.stage_seconds,
             copy_byte_seconds=costs.update.copy_byte_seconds,
             state_bytes_per_byte=costs.update.state_bytes_per_byte,
         )
