@@ -126,6 +126,16 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
+Figures = tuple[int, float, float, float, float, float, bool, str]
+
+
+def figures(provider: Provider) -> Figures:
+    """What two machines must share so that a plan may take either."""
+    p = provider
+    line = p.up_bytes_per_second, p.down_bytes_per_second, p.latency_seconds, p.reachable, p.host
+    return p.memory_bytes, p.compute_speed, p.memory_speed, *line
+
+
 _LISTED = 8
 
 _Found = tuple[Cluster | None, str]
@@ -228,11 +238,9 @@ def _by_speed(case: Case, names: Sequence[str]) -> list[str]:
 
 def _unlike(case: Case, names: Sequence[str]) -> list[str]:
     """One of each kind, the fastest first: of two that are alike in all figures the first by name will do."""
-    kinds: dict[object, str] = {}
+    kinds: dict[Figures, str] = {}
     for name in _by_speed(case, names):
-        p = case.providers[name]
-        line = p.up_bytes_per_second, p.down_bytes_per_second, p.latency_seconds, p.reachable, p.host
-        kinds.setdefault((p.memory_bytes, p.compute_speed, p.memory_speed, *line), name)
+        kinds.setdefault(figures(case.providers[name]), name)
     return list(kinds.values())
 
 

@@ -126,12 +126,17 @@ def replan(
     seen = [unchanged]
     gone = frozenset(providers) - frozenset(now)
     to_mend = broken + [cluster for cluster in going_on if not weak.isdisjoint(cluster.providers)]
-    for cluster in sorted(to_mend, key=lambda c: (-c.samples_per_second, c.providers)):
-        found = [scales.after(best, step) for step in _ways(case, best.plan, cluster, gone, weak)]
-        if cluster in going_on:
-            found = [option for option in found if _leaves(option, best, spares)]
-        seen += found
-        best = max([best, *found], key=_preference)
+    to_mend.sort(key=lambda cluster: (-cluster.samples_per_second, cluster.providers))
+    # Of several broken clusters the one that is mended first has the choice of helpers.
+    for turn in (to_mend, to_mend[::-1]) if len(to_mend) > 1 else (to_mend,):
+        mended = unchanged
+        for cluster in turn:
+            found = [scales.after(mended, step) for step in _ways(case, mended.plan, cluster, gone, weak)]
+            if cluster in going_on:
+                found = [option for option in found if _leaves(option, mended, spares)]
+            seen += found
+            mended = max([mended, *found], key=_preference)
+        best = max([best, mended], key=_preference)
     spare = plan.standbys if isinstance(change, Joined) else ()
     for _ in range(ROUNDS):
         free = [name for name in best.plan.standbys if name not in plan.standbys]
