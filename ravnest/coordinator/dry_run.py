@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -13,11 +14,15 @@ from ravnest.job import Job
 from ravnest.jobfile import load_job
 from ravnest.overrides import apply_overrides
 from ravnest.planner.cluster import Cluster
+from ravnest.planner.explain import Explanation, explain
 from ravnest.planner.formation import form
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Line, Network, Provider
 from ravnest.planner.rings import Ring, rings_of
+
+MOST_SEARCHED: Final = 12
+"""Up to so many machines, what would be with others is planned anew; for more, it is looked for close to the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,8 @@ class DryRun:
     parts: Parts
     rings: tuple[Ring, ...] = ()
     """Who averages with whom; none where there is one cluster."""
+    explanation: Explanation | None = None
+    """Why it is as it is, and what would make it better."""
     devices: Mapping[str, str] = field(default_factory=dict)
     """What the machines are, for the reader."""
 
@@ -94,6 +101,12 @@ def dry_run(
     goal = goal_of(job, most_clusters, least_stages)
     plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
     by_name = {provider.name: provider for provider in providers}
+    tell("looking at what would make it better")
+
+    def search(goal: Goal, network: Network, others: Sequence[Provider]) -> Plan:
+        return form(model, goal, network, others, seed=seed)
+
+    few = len(providers) <= MOST_SEARCHED
     return DryRun(
         title=title,
         plan=plan,
@@ -103,5 +116,6 @@ def dry_run(
         model=model,
         parts=Parts.of(captured.graph),
         rings=rings_of(plan, model, nodes.network, by_name) if len(plan.clusters) > 1 else (),
+        explanation=explain(model, goal, nodes.network, by_name, plan, search if few else None),
         devices=nodes.devices,
     )

@@ -1,6 +1,7 @@
 """A plan as JSON, for other programs: every number of it, in seconds and bytes. docs/planning.md tells each field."""
 
 import math
+from dataclasses import asdict
 from typing import Any, Final
 
 from ravnest.coordinator.dry_run import DryRun
@@ -33,6 +34,8 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
         "clusters": [_cluster(dry, number, cluster) for number, cluster in enumerate(plan.clusters)],
         "standbys": list(plan.standbys),
         "rings": [_ring(dry, ring) for ring in dry.rings],
+        "reasons": list(dry.explanation.sentences) if dry.explanation is not None else [],
+        "what_ifs": [asdict(one) for one in dry.explanation.what_ifs] if dry.explanation is not None else [],
         "providers": {
             provider.name: {
                 "device": dry.devices.get(provider.name, ""),

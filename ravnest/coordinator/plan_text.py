@@ -1,13 +1,13 @@
 """A plan for a person: the promise first, then each cluster as a picture and a table, then who stands by and why."""
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +23,7 @@ SHOWN_ROWS: Final = 30
 """Of one cluster's table."""
 SHOWN_NAMES: Final = 12
 SHOWN_RINGS: Final = 6
+SHOWN_WAITING: Final = 6
 SHOWN_OWNERS: Final = 6
 _NAME: Final = 16
 
@@ -58,9 +59,10 @@ def renderables(dry: DryRun, width: int) -> Iterator[RenderableType]:
         yield single_table(dry, alone[:SHOWN_ROWS])
         if len(alone) > SHOWN_ROWS:
             yield _the_others(dry, alone[SHOWN_ROWS:])
-    for line in _below(dry):
-        indent = len(line) - len(line.lstrip())
-        yield Padding(Text(line.lstrip()), (0, 0, 0, indent), expand=False)
+    for line in (*_below(dry), *_reasons(dry)):
+        # What goes on in the next line stands a little further in.
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        yield Text(textwrap.fill(line, max(20, width), subsequent_indent=indent))
 
 
 def single_table(dry: DryRun, numbers: Sequence[int]) -> Table:
@@ -187,9 +189,24 @@ def _below(dry: DryRun) -> Iterator[str]:
             f"microbatches of each cluster, in {_counted(len(dry.rings), 'ring')}"
         )
         yield from _rings(dry)
-    if plan.limit:
+    if plan.limit and dry.explanation is None:
         yield f"together they are held back by {words_of(plan.limit)}"
     yield f"standing by: {_names(plan.standbys)}" if plan.standbys else "nobody stands by"
+
+
+def _reasons(dry: DryRun) -> Iterator[str]:
+    """What the pictures and tables have not said yet."""
+    if dry.explanation is None:
+        return
+    said = {cluster.sentence for cluster in dry.explanation.clusters}
+    waiting = [standby.sentence for standby in dry.explanation.standbys]
+    said.update(waiting[SHOWN_WAITING:])
+    sentences = [sentence for sentence in dry.explanation.sentences if sentence not in said]
+    yield ""
+    for sentence in sentences:
+        yield f"- {words_of(sentence)}"
+    if len(waiting) > SHOWN_WAITING:
+        yield f"- … and {len(waiting) - SHOWN_WAITING:,} more stand by; --json tells why"
 
 
 def _rings(dry: DryRun) -> Iterator[str]:

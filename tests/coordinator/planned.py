@@ -7,6 +7,7 @@ import numpy as np
 from ravnest.coordinator.dry_run import DryRun
 from ravnest.coordinator.plan_parts import Parts
 from ravnest.planner.cluster import cluster_of
+from ravnest.planner.explain import explain
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import plan_of
 from ravnest.planner.providers import Goal, Line, Network, Provider, Requester
@@ -63,6 +64,7 @@ def dry_run_of(
     network: Network | None = None,
     goal: Goal | None = None,
     in_flight: int = 5,
+    explained: bool = False,
 ) -> DryRun:
     """The plan with these clusters, each cut into stages of about as many layers."""
     costs, goal, network = model(), goal or Goal(), network or Network({}, Requester("", 5e6, 12.5e6))
@@ -73,7 +75,8 @@ def dry_run_of(
         made.append(cluster_of(costs, goal, network, members, cuts, in_flight))
     plan = plan_of(goal, network, everyone, made)
     rings = rings_of(plan, costs, network, everyone) if len(clusters) > 1 else ()
-    return DryRun("made-up", plan, everyone, network, goal, costs, parts(), rings, {"anna": "RTX 3060"})
+    explanation = explain(costs, goal, network, everyone, plan) if explained else None
+    return DryRun("made-up", plan, everyone, network, goal, costs, parts(), rings, explanation, {"anna": "RTX 3060"})
 
 
 def fast_line() -> dict[tuple[str, str], Line]:

@@ -17,6 +17,7 @@ DRY = dry_run_of(
     machines("dora"),
     Network(fast_line()),
     Goal(accumulate=2),
+    explained=True,
 )
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
 
@@ -64,6 +65,13 @@ def test_the_rings_cover_every_parameter_once_with_an_owner_in_every_cluster() -
         for name in ring["owners"]:
             (stage,) = (s for c in told["clusters"] for s in c["stages"] if s["provider"] == name)
             assert stage["start"] <= ring["start"] and ring["end"] <= stage["end"]
+
+
+def test_the_reasons_are_told_in_sentences_and_what_would_help_in_numbers() -> None:
+    told = plan_json(DRY)
+    assert all(sentence.endswith(".") for sentence in told["reasons"])
+    assert any("dora stands by" in sentence for sentence in told["reasons"])
+    assert told["what_ifs"] and all(one["samples_per_second"] > 0 for one in told["what_ifs"])
 
 
 def test_what_has_no_limit_is_null() -> None:

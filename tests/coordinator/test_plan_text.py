@@ -96,6 +96,17 @@ def test_a_thousand_machines_fit_on_a_few_screens() -> None:
     assert "averaging: " in text
 
 
+def test_the_reasons_come_last_without_what_the_tables_have_said() -> None:
+    clusters = [machines("anna", "ben"), machines("carla", "emil")]
+    dry = dry_run_of(clusters, machines(*(f"waiting-{i}" for i in range(9))), explained=True)
+    assert dry.explanation is not None
+    text = " ".join(shown(dry, 80).split())
+    assert "- 2 clusters for " in text
+    assert not any(cluster.sentence in text for cluster in dry.explanation.clusters)
+    assert "- … and 3 more stand by; --json tells why" in text
+    assert "With one more machine like" in text or "No more with" in text
+
+
 def test_rings_name_their_owners_in_order() -> None:
     two = dry_run_of([machines("anna", "ben"), machines("carla", "dora")])
     text = shown(two, 120)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ravnest.coordinator.dry_run import MOST_SEARCHED
 from ravnest.planner import exhaustive, order, ring_order
 from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.formation import expected_absent
@@ -279,6 +280,7 @@ NUMBERS = [
     ("exactly for up to {} owners", ring_order.EXACT),
     ("more than {} places are looked at", MOST_PLACES),
     ("Never more than {}, nor than", MOST_IN_FLIGHT),
+    ("For up to {} machines those questions", MOST_SEARCHED),
     ("within the next {:.0f} seconds", HORIZON_SECONDS),
     ("stands still for {:.0f} seconds", DEPLOY_SECONDS),
 ]
