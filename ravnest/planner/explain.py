@@ -107,13 +107,19 @@ class Explanation:
                 f"A round of averaging takes {self.averaging_seconds:.3g} s, and all rounds "
                 f"{self.averaging_share:.1%} of the rate."
             )
-        text += [standby.sentence for standby in self.standbys]
+        text += self._standing_by()
         helping = [one for one in self.what_ifs if one.gain >= _WORTH_SAYING]
         text += [f"With {one.change}: {one.samples_per_second:.3g} samples/s ({one.gain:+.1%})." for one in helping]
         idle = [one.change for one in self.what_ifs if one.gain < _WORTH_SAYING]
         if idle:
             text.append(f"No more with {listed(idle)}.")
         return tuple(text)
+
+    def _standing_by(self) -> list[str]:
+        """One by one for the first of those that were looked at, and how many more there are."""
+        said = [standby.sentence for standby in self.standbys if standby.kind != "not-looked-at"][:KINDS]
+        more = len(self.standbys) - len(said)
+        return [*said, f"{more} more stand by."] if more else said
 
     def _count(self) -> str:
         count = len(self.clusters)

@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.model_costs import ModelCosts
@@ -89,7 +91,7 @@ def repairs(case: Case, plan: Plan, cluster: Cluster, gone: Collection[str]) -> 
         if found is not None and case.allows(found):
             any_found = True
             yield Step(removed, (found,), words)
-    if out and not any_found:
+    if out and not (left and any_found):
         yield from (replace(step, removed=removed) for step in _new_clusters(case, left, helpers))
     if left and out:
         for other in _likely(case, [c for c in plan.clusters if c != cluster], left[0])[:MERGED]:
@@ -98,7 +100,7 @@ def repairs(case: Case, plan: Plan, cluster: Cluster, gone: Collection[str]) -> 
                 if larger is not None:
                     larger = case.with_one_more(case.named(larger.providers), case.providers[name])
             if larger is not None:
-                yield Step((*removed, other), (larger,), f"{listed(left)} join {_cluster_of(other)}")
+                yield Step((*removed, other), (larger,), f"{listed(left)} {_join(left)} {_cluster_of(other)}")
     if removed:
         yield Step(removed, (), f"{_cluster_of(cluster)} is dissolved")
 
@@ -201,23 +203,22 @@ def _with_more(case: Case, left: Sequence[str], helpers: Sequence[str]) -> Itera
     """Those who are left, with some who stand by and who need not be as many as were lost."""
     if not left:
         return
-    by_speed = _by_speed(case, helpers)
-    for count in range(1, min(MORE, len(by_speed)) + 1):
-        joining = by_speed[:count]
-        join = "joins" if count == 1 else "join"
+    in_turn = _best_first(case, helpers)
+    for count in range(1, min(MORE, len(in_turn)) + 1):
+        joining = in_turn[:count]
         if count == 1:
             found = case.with_one_more(case.named(left), case.providers[joining[0]])
             yield found, f"{joining[0]} joins {listed(left)}, and the cluster is cut anew"
         yield (
             case.in_any_order(case.named([*left, *joining])),
-            f"{listed(joining)} {join} {listed(left)}, in another order",
+            f"{listed(joining)} {_join(joining)} {listed(left)}, in another order",
         )
 
 
 def _new_clusters(case: Case, free: Sequence[str], spare: Sequence[str]) -> Iterator[Step]:
-    """Clusters of those who are free, and of spare ones where these are too few: of the fewest of the fastest that can
+    """Clusters of those who are free, and of spare ones where these are too few: of the fewest of the best that can
     hold the model, and of some more."""
-    in_turn = _by_speed(case, free) + _by_speed(case, spare)
+    in_turn = _best_first(case, free) + _best_first(case, spare)
     found = 0
     for count in range(max(1, case.goal.least_stages), min(len(in_turn), case.model.most_stages, _LARGEST) + 1):
         members = in_turn[:count]
@@ -232,14 +233,31 @@ def _new_clusters(case: Case, free: Sequence[str], spare: Sequence[str]) -> Iter
 _LARGEST = 12
 
 
-def _by_speed(case: Case, names: Sequence[str]) -> list[str]:
-    return sorted(names, key=lambda name: (-case.providers[name].compute_speed, name))
+def _best_first(case: Case, names: Sequence[str]) -> list[str]:
+    """Who would be done first with a typical stage: its work, what crosses its ends, and its part of a round."""
+    model = case.model
+    heavy, light, size = (
+        float(sums[-1]) / _TYPICAL for sums in (model.heavy_seconds, model.light_seconds, model.parameter_bytes)
+    )
+    crossing = float(np.median(model.forward_bytes + model.backward_bytes))
+
+    def seconds(name: str) -> tuple[float, str]:
+        p = case.providers[name]
+        line = min(p.up_bytes_per_second, p.down_bytes_per_second)
+        work = heavy / p.compute_speed + light / p.memory_speed
+        return max(work, crossing / line) + 2 * size / line / case.goal.average_every, name
+
+    return sorted(names, key=seconds)
+
+
+_TYPICAL: Final = 4
+"""Of so many stages, for want of a better guess."""
 
 
 def _unlike(case: Case, names: Sequence[str]) -> list[str]:
-    """One of each kind, the fastest first: of two that are alike in all figures the first by name will do."""
+    """One of each kind, the best first: of two that are alike in all figures the first by name will do."""
     kinds: dict[Figures, str] = {}
-    for name in _by_speed(case, names):
+    for name in _best_first(case, names):
         kinds.setdefault(figures(case.providers[name]), name)
     return list(kinds.values())
 
@@ -253,6 +271,10 @@ def _likely(case: Case, clusters: Sequence[Cluster], name: str) -> list[Cluster]
         return -cluster.samples_per_second * speed / (others + speed), cluster.providers[0]
 
     return sorted(clusters, key=gain)[:NEIGHBOURS]
+
+
+def _join(names: Sequence[str]) -> str:
+    return "joins" if len(names) == 1 else "join"
 
 
 def _cluster_of(cluster: Cluster) -> str:

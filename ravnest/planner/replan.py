@@ -279,9 +279,10 @@ def _reason(
             names = [provider.name for provider in change.providers]
             stays += f", and {listed(names)} {'stands' if len(names) == 1 else 'stand'} by"
         return f"{_happened(change)}: {stays}; no change pays within {horizon_seconds:.0f} s"
+    fetched = f"{gibibytes(best.moved_bytes)} are fetched" if best.moved_bytes else "Nothing is fetched"
     text = (
-        f"{_happened(change)}: {'; then '.join(best.steps)}. {gibibytes(best.moved_bytes)} are fetched in "
-        f"{best.moving_seconds:.3g} s, then {rate:.3g} samples/s instead of {without:.3g} ({was})"
+        f"{_happened(change)}: {'; then '.join(best.steps)}. {fetched}; in {best.moving_seconds:.3g} s all is at work, "
+        f"with {rate:.3g} samples/s instead of {without:.3g} ({was})"
     )
     if others and best.samples > 0 and others[0].steps:
         less = 1 - others[0].samples / best.samples

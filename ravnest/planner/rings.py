@@ -60,6 +60,8 @@ def rings_of(plan: Plan, model: ModelCosts, network: Network, providers: Mapping
         rate = lines.whatever_the_order(members)
         if rate is None:
             # Neighbouring rings differ by an owner or two: what was a good order for one is for the other.
+            if order is None or lines.relayed(members[order]) > 0:
+                order = lines.hidden_apart(members)
             rates = lines.between(members)
             order = ring_order(rates, order)
             rate = slowest(rates, order)
@@ -178,6 +180,19 @@ class _Lines:
         if self.hidden[members].sum() > 1 or len(np.unique(self.machine[members])) < len(members):
             return None
         return float(min(self.up[members].min(), self.down[members].min()))
+
+    def relayed(self, members: Order) -> int:
+        """How many lines of the ring in this order the coordinator passes on."""
+        hidden = self.hidden[members]
+        return int((hidden & np.roll(hidden, -1)).sum())
+
+    def hidden_apart(self, members: Order) -> Order:
+        """An order in which those that cannot be dialled stand apart, as far as there are others to stand between:
+        what the coordinator passes on takes of its line, however fast each line is by itself."""
+        hidden = self.hidden[members]
+        apart, between = np.flatnonzero(hidden), np.flatnonzero(~hidden)
+        pairs = min(len(apart), len(between))
+        return np.concatenate([np.stack([apart[:pairs], between[:pairs]], 1).ravel(), apart[pairs:], between[pairs:]])
 
     def between(self, members: Order) -> Table:
         """What the line from each of these to each other one carries."""

@@ -23,6 +23,9 @@ SEARCHED: Final = 200
 LOOKED_AT: Final = 4
 """Clusters that a change is tried in."""
 
+DISSOLVED: Final = 2
+"""Clusters that are dissolved to see what one fewer would do; its members then join others one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
@@ -125,8 +128,10 @@ class _Asked:
         if count < 1:
             return None
         case = replace(self.case, goal=replace(self.case.goal, most_clusters=count))
+        if found := self._searched(case):
+            return found[0]
         tried: list[Plan] = []
-        for cluster in sorted(self.plan.clusters, key=lambda c: (c.samples_per_second, c.providers))[:LOOKED_AT]:
+        for cluster in sorted(self.plan.clusters, key=lambda c: (c.samples_per_second, c.providers))[:DISSOLVED]:
             rest = [other for other in self.plan.clusters if other != cluster]
             best = plan_of(case.goal, case.network, case.providers, rest)
             for _ in cluster.providers:
@@ -136,7 +141,7 @@ class _Asked:
                     break
                 best = better
             tried.append(best)
-        return max([*tried, *self._searched(case)], key=lambda plan: plan.score)
+        return max(tried, key=lambda plan: plan.score)
 
     def one_cluster_more(self) -> Plan | None:
         most = self.case.goal.most_clusters

@@ -12,7 +12,7 @@ from ravnest.planner.explain import Explanation, explain
 from ravnest.planner.order import best_clusters
 from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.providers import Goal, Network, Provider, Requester
-from ravnest.planner.what_if import SEARCHED, Search
+from ravnest.planner.what_if import Search
 from tests.planner.made_up import machine, model, named, planned
 
 GOAL = Goal()
@@ -155,16 +155,24 @@ def test_reasons_are_data_as_well_and_the_same_every_time() -> None:
     assert found == explained(nodes, ["ann", "bob"])
 
 
-def test_a_large_swarm_is_explained_without_a_search() -> None:
-    nodes = named(*(machine(f"n{i:03}", 1.0 + i % 7) for i in range(SEARCHED + 4)))
+def test_a_large_swarm_is_explained_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ravnest.planner.what_if.SEARCHED", 20)
+    nodes = named(*(machine(f"n{i:03}", 1.0 + i % 7) for i in range(24)))
     names = sorted(nodes, key=lambda name: nodes[name].compute_speed)
-    plan = planned(COSTS, GOAL, NETWORK, nodes, *(names[i : i + 4] for i in range(0, SEARCHED, 4)))
+    plan = planned(COSTS, GOAL, NETWORK, nodes, *(names[i : i + 4] for i in range(0, 20, 4)))
 
     def never(*_: object) -> Plan:
         raise AssertionError("This is too much to search for.")
 
     found = explain(COSTS, GOAL, NETWORK, nodes, plan, never)
-    assert len(found.clusters) == SEARCHED // 4 and len(found.standbys) == 4 and found.what_ifs
+    assert len(found.clusters) == 5 and len(found.standbys) == 4 and found.what_ifs
+
+
+def test_of_very_many_who_stand_by_a_few_are_looked_at_and_the_others_are_counted() -> None:
+    nodes = named(machine("ann", 4.0), *(machine(f"n{i:02}", 0.01 * (i + 1), mbps=1) for i in range(30)))
+    found = explained(nodes, ["ann"])
+    assert len(found.standbys) == 30 and {standby.kind for standby in found.standbys} == {"no-gain", "not-looked-at"}
+    assert "24 more stand by." in found.sentences
 
 
 def test_a_search_that_finds_nothing_is_no_failure() -> None:

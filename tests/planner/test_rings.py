@@ -134,6 +134,15 @@ def test_those_that_cannot_be_dialled_stand_apart_on_the_ring() -> None:
     assert not any(slow.relayed(nodes[a], nodes[b]) for a, b in ring.lines)
 
 
+def test_a_relay_that_is_fast_enough_for_each_line_is_still_avoided() -> None:
+    nodes = named(*(machine(f"n{i}", mbps=80, reachable=i >= 4) for i in range(8)))
+    fast = Network(requester=Requester(up_bytes_per_second=20e6, down_bytes_per_second=20e6))
+    plan = cut_at(COSTS, GOAL, fast, nodes, *(((name,), []) for name in nodes))
+    rings = rings_of(plan, COSTS, fast, nodes)
+    assert not any(fast.relayed(nodes[a], nodes[b]) for ring in rings for a, b in ring.lines)
+    assert round_seconds(rings, fast, nodes) == pytest.approx(plan.averaging_seconds)
+
+
 @pytest.mark.parametrize("name", ["resnet", "gpt_tied"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_ring_holds_the_parameters_that_its_owners_own(name: str, seed: int) -> None:
