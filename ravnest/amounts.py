@@ -41,6 +41,11 @@ def megabits(bytes_per_second: float) -> str:
     return _three_digits(bytes_per_second * 8 / 1e6)
 
 
+def sample_rate(per_second: float) -> str:
+    """18313.2 as "18,313", 64.04 as "64": a rate of samples with three digits that matter, unless it has more."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
 def counted(number: int, word: str) -> str:
     """ "1 core", "8 cores"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -23,7 +23,6 @@ SHOWN_ROWS: Final = 30
 """Of one cluster's table."""
 SHOWN_NAMES: Final = 12
 SHOWN_RINGS: Final = 6
-SHOWN_WAITING: Final = 6
 SHOWN_OWNERS: Final = 6
 _NAME: Final = 16
 
@@ -199,14 +198,10 @@ def _reasons(dry: DryRun) -> Iterator[str]:
     if dry.explanation is None:
         return
     said = {cluster.sentence for cluster in dry.explanation.clusters}
-    waiting = [standby.sentence for standby in dry.explanation.standbys]
-    said.update(waiting[SHOWN_WAITING:])
-    sentences = [sentence for sentence in dry.explanation.sentences if sentence not in said]
     yield ""
-    for sentence in sentences:
-        yield f"- {words_of(sentence)}"
-    if len(waiting) > SHOWN_WAITING:
-        yield f"- … and {len(waiting) - SHOWN_WAITING:,} more stand by; --json tells why"
+    for sentence in dry.explanation.sentences:
+        if sentence not in said:
+            yield f"- {words_of(sentence)}"
 
 
 def _rings(dry: DryRun) -> Iterator[str]:

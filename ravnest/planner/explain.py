@@ -6,7 +6,7 @@ from typing import Final
 
 import numpy as np
 
-from ravnest.amounts import counted, gibibytes, megabits, milliseconds
+from ravnest.amounts import counted, gibibytes, megabits, milliseconds, sample_rate
 from ravnest.planner.cluster import Cluster, memory_bytes
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
@@ -55,7 +55,7 @@ class ClusterReasons:
 
     @property
     def sentence(self) -> str:
-        text = f"{listed(self.providers)}: {self.samples_per_second:.3g} samples/s, limited by {self.limit}"
+        text = f"{listed(self.providers)}: {sample_rate(self.samples_per_second)} samples/s, limited by {self.limit}"
         text += f"; a microbatch every {milliseconds(self.period_seconds)}"
         if len(self.providers) > 1:
             stages = f"{milliseconds(self.stage_seconds.least)} to {milliseconds(self.stage_seconds.most)}"
@@ -65,7 +65,7 @@ class ClusterReasons:
                 f"lines by {self.line_bytes_per_second.ratio:.2g}x"
             )
         if self.samples_per_second < 0.999 * self.alone_samples_per_second:
-            text += f" (by itself it would make {self.alone_samples_per_second:.3g} samples/s)"
+            text += f" (by itself it would make {sample_rate(self.alone_samples_per_second)} samples/s)"
         return text + "."
 
 
@@ -109,7 +109,9 @@ class Explanation:
             )
         text += self._standing_by()
         helping = [one for one in self.what_ifs if one.gain >= _WORTH_SAYING]
-        text += [f"With {one.change}: {one.samples_per_second:.3g} samples/s ({one.gain:+.1%})." for one in helping]
+        text += [
+            f"With {one.change}: {sample_rate(one.samples_per_second)} samples/s ({one.gain:+.1%})." for one in helping
+        ]
         idle = [one.change for one in self.what_ifs if one.gain < _WORTH_SAYING]
         if idle:
             text.append(f"No more with {listed(idle)}.")
@@ -123,13 +125,13 @@ class Explanation:
 
     def _count(self) -> str:
         count = len(self.clusters)
-        text = f"{counted(count, 'cluster')} for {self.predicted_samples_per_second:.3g} samples/s"
+        text = f"{counted(count, 'cluster')} for {sample_rate(self.predicted_samples_per_second)} samples/s"
         others = []
         for other in self.other_counts:
             worth = f"{other.gain:+.1%}"
             if other.gain < 0 < other.samples_per_second - self.predicted_samples_per_second:
                 worth += ", as they would be trained on with staler weights"
-            others.append(f"with {other.clusters} it would be {other.samples_per_second:.3g} ({worth})")
+            others.append(f"with {other.clusters} it would be {sample_rate(other.samples_per_second)} ({worth})")
         if not any(other.clusters > count for other in self.other_counts):
             others.append("one more cannot be made by splitting one")
         return f"{text}; {'; '.join(others)}."

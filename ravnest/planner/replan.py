@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ravnest.amounts import gibibytes
+from ravnest.amounts import gibibytes, sample_rate
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.model_costs import ModelCosts
@@ -270,11 +270,11 @@ def _reason(
 ) -> str:
     rate = best.plan.predicted_samples_per_second
     without = unchanged.plan.predicted_samples_per_second
-    was = f"{before.predicted_samples_per_second:.3g} before"
+    was = f"{sample_rate(before.predicted_samples_per_second)} before"
     if not best.plan.clusters:
         return f"{_happened(change)}, and those who are left cannot hold the model: training waits for more machines"
     if not best.steps:
-        stays = f"the plan stays as it is, with {rate:.3g} samples/s ({was})"
+        stays = f"the plan stays as it is, with {sample_rate(rate)} samples/s ({was})"
         if isinstance(change, Joined):
             names = [provider.name for provider in change.providers]
             stays += f", and {listed(names)} {'stands' if len(names) == 1 else 'stand'} by"
@@ -282,7 +282,7 @@ def _reason(
     fetched = f"{gibibytes(best.moved_bytes)} are fetched" if best.moved_bytes else "Nothing is fetched"
     text = (
         f"{_happened(change)}: {'; then '.join(best.steps)}. {fetched}; in {best.moving_seconds:.3g} s all is at work, "
-        f"with {rate:.3g} samples/s instead of {without:.3g} ({was})"
+        f"with {sample_rate(rate)} samples/s instead of {sample_rate(without)} ({was})"
     )
     if others and best.samples > 0 and others[0].steps:
         less = 1 - others[0].samples / best.samples

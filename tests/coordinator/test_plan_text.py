@@ -103,7 +103,7 @@ def test_the_reasons_come_last_without_what_the_tables_have_said() -> None:
     text = " ".join(shown(dry, 80).split())
     assert "- 2 clusters for " in text
     assert not any(cluster.sentence in text for cluster in dry.explanation.clusters)
-    assert "- … and 3 more stand by; --json tells why" in text
+    assert "- waiting-0 stands by" in text and "more stand by." in text
     assert "With one more machine like" in text or "No more with" in text
 
 
