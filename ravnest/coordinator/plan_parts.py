@@ -23,14 +23,12 @@ class Part:
 
     @property
     def title(self) -> str:
-        """From which module to which, what they have in common once: "features.0 to .5"."""
-        first, last = _module(self.first).split("."), _module(self.last).split(".")
+        """From which module to which; of two that lie in the same one, that is named once: "features.0 to .5"."""
+        first, last = _module(self.first), _module(self.last)
         if first == last:
-            return ".".join(first)
-        same = 0
-        while same < min(len(first), len(last)) - 1 and first[same] == last[same]:
-            same += 1
-        return f"{'.'.join(first)} to {'.' if same else ''}{'.'.join(last[same:])}"
+            return first
+        around, dot, name = last.rpartition(".")
+        return f"{first} to .{name}" if dot and first.rpartition(".")[0] == around else f"{first} to {last}"
 
 
 @dataclass(frozen=True, slots=True)
