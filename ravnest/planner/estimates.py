@@ -173,7 +173,12 @@ class Estimates:
         return score
 
     def _through(
-        self, rows: Orders, lines: Sequence[tuple[Single, Single]], chosen: Orders, flying: Table, within: Table | None = None
+        self,
+        rows: Orders,
+        lines: Sequence[tuple[Single, Single]],
+        chosen: Orders,
+        flying: Table,
+        within: Table | None = None,
     ) -> tuple[Table, Table]:
         """The slowest stage and the way of each order, with the memory of a number in flight, by the kept way to each
         place: the better the less its slowest stage and its way over `flying`, or the shorter its way where no stage

@@ -86,7 +86,17 @@ class ManyProviders:
                 score = totals(self._goal, self._network, self._by_name, choice).score
                 if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
                     best, best_score = choice, score
+            if not best and allowed is not None:
+                best = self._fewer(self._finished(grouping, bound), allowed)
         return best
+
+    def _fewer(self, clusters: Sequence[Cluster], allowed: Callable[[Sequence[Cluster]], bool]) -> tuple[Cluster, ...]:
+        """The fastest of these clusters that are allowed together: those of the others stand by."""
+        ranked = sorted(clusters, key=lambda c: (-c.samples_per_second, c.providers))
+        for count in range(len(ranked), 0, -1):
+            if allowed(ranked[:count]):
+                return tuple(ranked[:count])
+        return ()
 
     def _other_bounds(
         self, grouping: Grouping, bound: float, standbys: int, budget: int
@@ -120,9 +130,7 @@ class ManyProviders:
         rates = improver.rates(grouping.orders)
         kept = [i for i, rate in enumerate(rates) if rate > 0]
         gone = [p for i, rate in enumerate(rates) if not rate for p in grouping.orders[i]]
-        again = Grouping(
-            [grouping.orders[i] for i in kept], [rates[i] for i in kept], sorted([*grouping.free, *gone])
-        )
+        again = Grouping([grouping.orders[i] for i in kept], [rates[i] for i in kept], sorted([*grouping.free, *gone]))
         if gone:
             regroup(improver, again, self._rules(grouping, bound, standbys, self._estimates.count))
         return again
@@ -188,12 +196,11 @@ class ManyProviders:
         self._estimates.limit_averaging(bound)
         return self._improved(self._estimates, grouping, bound, standbys, budget)
 
-    def _improved(
-        self, estimates: Estimates, grouping: Grouping, bound: float, standbys: int, budget: int
-    ) -> Grouping:
+    def _improved(self, estimates: Estimates, grouping: Grouping, bound: float, standbys: int, budget: int) -> Grouping:
         """What the genetic search and small changes make of a grouping, with a budget of estimates."""
         improver = Improver(estimates, self._rng)
         rules = self._rules(grouping, bound, standbys, estimates.count)
+
         def go_on() -> bool:
             return improver.looked_at < budget and (self._go_on is None or self._go_on())
 
@@ -240,9 +247,7 @@ class ManyProviders:
                     choices.append(tuple(ranked[:count]))
         return choices
 
-    def _score(
-        self, grouping: Grouping, bound: float, estimates: Estimates | None = None, share_of: int = 1
-    ) -> float:
+    def _score(self, grouping: Grouping, bound: float, estimates: Estimates | None = None, share_of: int = 1) -> float:
         """The estimated score; of a sample, as if there were `share_of` times as many of each cluster."""
         if not grouping.orders:
             return 0.0
@@ -301,7 +306,7 @@ def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
 
 def _budget(count: int) -> int:
     """Estimates for small changes: what keeps within the time that so many providers may take."""
-    return int(np.interp(count, [9, 100, 1000, 10_000], [40_000, 50_000, 200_000, 1_200_000]))
+    return int(np.interp(count, [9, 100, 1000, 10_000], [25_000, 50_000, 400_000, 2_400_000]))
 
 
 def _cut(
