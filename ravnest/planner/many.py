@@ -81,13 +81,14 @@ class ManyProviders:
         grouping = self._better(grouping, bound, standbys, int(0.3 * budget))
         best: tuple[Cluster, ...] = ()
         best_score = 0.0
-        for bound, grouping in self._other_bounds(grouping, bound, standbys, int(0.7 * budget)):
-            for choice in self._trimmed(self._finished(grouping, bound)):
-                score = totals(self._goal, self._network, self._by_name, choice).score
-                if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
-                    best, best_score = choice, score
-            if not best and allowed is not None:
-                best = self._fewer(self._finished(grouping, bound), allowed)
+        bound, grouping = self._other_bounds(grouping, bound, standbys, int(0.7 * budget))
+        clusters = self._finished(grouping, bound)
+        for choice in self._trimmed(clusters):
+            score = totals(self._goal, self._network, self._by_name, choice).score
+            if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
+                best, best_score = choice, score
+        if not best and allowed is not None:
+            best = self._fewer(clusters, allowed)
         return best
 
     def _fewer(self, clusters: Sequence[Cluster], allowed: Callable[[Sequence[Cluster]], bool]) -> tuple[Cluster, ...]:
@@ -98,13 +99,11 @@ class ManyProviders:
                 return tuple(ranked[:count])
         return ()
 
-    def _other_bounds(
-        self, grouping: Grouping, bound: float, standbys: int, budget: int
-    ) -> list[tuple[float, Grouping]]:
+    def _other_bounds(self, grouping: Grouping, bound: float, standbys: int, budget: int) -> tuple[float, Grouping]:
         """The grouping, improved within longer and shorter bounds on averaging, as long as that makes it better."""
         best, best_score = (bound, grouping), self._score(grouping, bound)
         if not math.isfinite(bound) or self._goal.most_clusters == 1:
-            return [(bound, self._better(grouping, bound, standbys, budget))]
+            return bound, self._better(grouping, bound, standbys, budget)
         factor, tries = _FACTOR, 0
         part = budget // _TRIES
         while tries < _TRIES and (self._go_on is None or self._go_on()):
@@ -121,7 +120,7 @@ class ManyProviders:
                 if went:
                     break
             factor = math.sqrt(factor)
-        return [best]
+        return best
 
     def _again(self, grouping: Grouping, bound: float, standbys: int) -> Grouping:
         """The same grouping within another bound, with others for the clusters that cannot keep to it."""
