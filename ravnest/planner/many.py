@@ -305,7 +305,7 @@ def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
 
 def _budget(count: int) -> int:
     """Estimates for small changes: what keeps within the time that so many providers may take."""
-    return int(np.interp(count, [9, 100, 1000, 10_000], [25_000, 50_000, 400_000, 2_400_000]))
+    return int(np.interp(count, [9, 100, 1000, 10_000], [25_000, 40_000, 400_000, 2_400_000]))
 
 
 def _cut(
