@@ -1,8 +1,8 @@
 """A score that no plan can have more of: to say how good a plan of many providers is, whose best nobody can compute.
 
-Let every part of the model have a price, all prices together 1. A cluster that makes r microbatches a second earns r, and
-each of its stages earns its part of that: the price of what lies in it, r times a second. A provider has one stage, from
-place i to place j, and its cluster cannot be faster than that stage: so it earns at most
+Let every part of the model have a price, all prices together 1. A cluster that makes r microbatches a second earns r,
+and each of its stages earns its part of that: the price of what lies in it, r times a second. A provider has one stage,
+from place i to place j, and its cluster cannot be faster than that stage: so it earns at most
 
     e(provider) = max over i, j that fit into its memory of  price(i, j) / seconds(provider, i, j)
 
@@ -11,7 +11,8 @@ prices; prices for which that sum is small are found by raising those of the par
 
 Averaging: if no stage takes longer than A to pass its provider's line, stages that would are left out of e, and of C
 clusters each loses at least 2(C-1)/C**2 * A * rate / every; the largest A that is not longer than what a plan has gives
-the bound. C is at most what memory allows: prices bound it just so, with price(i, j) itself in place of the earning.
+the bound. C is at most what memory allows: prices bound it just so, with price(i, j) itself in place of the earning. And
+every input leaves the requester's line once for every microbatch.
 """
 
 import itertools
@@ -38,28 +39,27 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
     least = goal.most_in_flight if goal.in_flight is not None else 1
     held = np.minimum(memory_bytes(model, goal, least), memory_bytes(model, goal, 1))
     seconds = np.concatenate(
-        [
-            Estimates(model, goal, network, providers[k : k + 500]).own_seconds()
-            for k in range(0, len(providers), 500)
-        ]
+        [Estimates(model, goal, network, providers[k : k + 500]).own_seconds() for k in range(0, len(providers), 500)]
     )
     memory = np.array([float(p.memory_bytes) for p in providers])
     fits = (held[None] <= memory[:, None, None]) & model.legal[None]
-    speed = np.where(fits, 1.0 / seconds, 0.0).astype(np.float32)
+    speed: Table = np.where(fits, 1.0 / seconds, 0.0)
     most_clusters = goal.most_clusters or len(providers)
-    clusters = min(most_clusters, math.floor(_least_sum(fits.astype(np.float32), model) + 1e-6))
+    clusters = min(most_clusters, math.floor(_least_sum(fits.astype(float), model) + 1e-6))
     if clusters < 1:
         return 0.0
     if clusters == 1:
         return model.samples * _least_sum(speed, model)
     lines = np.array([min(p.up_bytes_per_second, p.down_bytes_per_second) for p in providers])
     owned = model.between(model.parameter_bytes)
-    averaging: Table = (owned[None] / lines[:, None, None]).astype(np.float32)
+    averaging = owned[None] / lines[:, None, None]
     bounds = sorted({0.0, *averaging_bounds(model, providers, _BOUNDS)})
     # A single cluster averages with nobody, and is no faster than a provider's earnings with one copy of the model.
     best = _one_cluster(model, speed)
+    fed = sum(model.input_bytes)
+    most_fed = model.samples * network.requester.up_bytes_per_second / fed if fed else math.inf
     for shorter, longer in itertools.pairwise([*bounds, math.inf]):
-        rate = model.samples * _least_sum(np.where(averaging <= longer, speed, 0), model)
+        rate = min(most_fed, model.samples * _least_sum(np.where(averaging <= longer, speed, 0), model))
         score = score_of(goal, model.samples, np.array(rate), np.array(float(clusters)), shorter)
         best = max(best, float(score))
     return best
@@ -90,7 +90,7 @@ def _least_sum(gain: Table, model: ModelCosts) -> float:
 def _sum(gain: Table, prices: Table) -> tuple[float, Table]:
     """What all gain, and how much of that comes by each part, for a price of 1."""
     sums = np.concatenate([[0.0], np.cumsum(prices)])
-    between = np.maximum(sums[None, :] - sums[:, None], 0).astype(np.float32)
+    between = np.maximum(sums[None, :] - sums[:, None], 0)
     earned = gain * between[None]
     flat = earned.reshape(len(gain), -1)
     at = flat.argmax(axis=1)

@@ -52,6 +52,9 @@ class Estimates:
         self.count = len(providers)
         self.looked_at = 0
         """How many orders so far."""
+        self.relay_cost = 0.0
+        """The share of its rate that an order is taken to lose for every two neighbours that the coordinator passes
+        frames on between: its line may be what all clusters wait for."""
         most = goal.most_in_flight
         self.numbers = (most,) if goal.in_flight is not None else tuple(sorted({min(n, most) for n in _NUMBERS}))
         self._worth = np.array([goal.worth(n) for n in self.numbers])
@@ -93,7 +96,16 @@ class Estimates:
         for start in range(0, len(longest_first), size):
             part = longest_first[start : start + size]
             rates[part], numbers[part] = self._rates(orders[part], lengths[part])
+        if self.relay_cost:
+            rates *= np.maximum(0.0, 1.0 - self.relay_cost * self.relays(orders))
         return rates, numbers
+
+    def relays(self, orders: Orders) -> Orders:
+        """Between how many neighbours of each order the coordinator passes frames on."""
+        one, other = orders[:, :-1], orders[:, 1:]
+        relayed = ~(self._reachable[one] | self._reachable[other]) & (self._machine[one] != self._machine[other])
+        count: Orders = (relayed & (other >= 0)).sum(axis=1)
+        return count
 
     def own_seconds(self) -> Single:
         """For each provider, the least seconds of a stage by its start and its end, whoever its neighbours are."""
@@ -161,7 +173,12 @@ class Estimates:
         return score
 
     def _through(
-        self, rows: Orders, lines: Sequence[tuple[Single, Single]], chosen: Orders, flying: Table, within: Table | None = None
+        self,
+        rows: Orders,
+        lines: Sequence[tuple[Single, Single]],
+        chosen: Orders,
+        flying: Table,
+        within: Table | None = None,
     ) -> tuple[Table, Table]:
         """The slowest stage and the way of each order, with the memory of a number in flight, by the kept way to each
         place: the better the less its slowest stage and its way over `flying`, or the shorter its way where no stage

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ravnest.planner.estimates import Estimates
+from ravnest.planner.estimates import Estimates, Orders
 
 Order = tuple[int, ...]
 
@@ -66,9 +66,7 @@ class Improver:
         self.looked_at += len(orders)
         wanted = [order for order in dict.fromkeys(orders) if order not in self._known]
         if wanted:
-            longest = max(len(order) for order in wanted)
-            rows = np.array([(*order, *(-1,) * (longest - len(order))) for order in wanted])
-            rates, _ = self.estimates.rates(rows)
+            rates, _ = self.estimates.rates(filled(wanted))
             self._known.update(zip(wanted, rates.tolist(), strict=True))
         return [self._known[order] for order in orders]
 
@@ -216,3 +214,10 @@ class Improver:
             if rules.least_stages <= size <= min(rules.most_stages, len(spare)):
                 found.append(self._arranged([int(i) for i in self.rng.choice(spare, size, replace=False)]))
         return found
+
+
+def filled(orders: Sequence[Order]) -> Orders:
+    """Orders of different lengths as rows, filled up with -1."""
+    longest = max((len(order) for order in orders), default=0)
+    rows = [(*order, *(-1,) * (longest - len(order))) for order in orders]
+    return np.array(rows, dtype=np.int64).reshape(len(orders), longest)

@@ -15,7 +15,7 @@ from ravnest.planner.cluster import Cluster, memory_bytes
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates
 from ravnest.planner.genetic import evolved, regroup
-from ravnest.planner.improve import Grouping, Improver, Rules
+from ravnest.planner.improve import Grouping, Improver, Rules, filled
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.objective import averaging_bounds, cluster_bonus, score_of
 from ravnest.planner.order import coarse
@@ -61,6 +61,9 @@ class ManyProviders:
         if self._rough.most_stages < self._sizes[0]:
             self._rough = coarse(model, self._sizes[-1])
         self._estimates = Estimates(self._rough, goal, network, providers)
+        crossing = (model.forward_bytes + model.backward_bytes)[1:-1]
+        self._crossing_bytes = float(np.median(crossing)) if len(crossing) else 0.0
+        self._fed_bytes = float(sum(model.input_bytes))
 
     def best(self, standbys: int, allowed: Callable[[Sequence[Cluster]], bool] | None = None) -> tuple[Cluster, ...]:
         """The best clusters found that leave at least so many providers without a stage, of those that are allowed;
@@ -78,20 +81,29 @@ class ManyProviders:
         grouping = self._better(grouping, bound, standbys, int(0.3 * budget))
         best: tuple[Cluster, ...] = ()
         best_score = 0.0
-        for bound, grouping in self._other_bounds(grouping, bound, standbys, int(0.7 * budget)):
-            for choice in self._trimmed(self._finished(grouping, bound)):
-                score = totals(self._goal, self._network, self._by_name, choice).score
-                if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
-                    best, best_score = choice, score
+        bound, grouping = self._other_bounds(grouping, bound, standbys, int(0.7 * budget))
+        clusters = self._finished(grouping, bound)
+        for choice in self._trimmed(clusters):
+            score = totals(self._goal, self._network, self._by_name, choice).score
+            if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
+                best, best_score = choice, score
+        if not best and allowed is not None:
+            best = self._fewer(clusters, allowed)
         return best
 
-    def _other_bounds(
-        self, grouping: Grouping, bound: float, standbys: int, budget: int
-    ) -> list[tuple[float, Grouping]]:
+    def _fewer(self, clusters: Sequence[Cluster], allowed: Callable[[Sequence[Cluster]], bool]) -> tuple[Cluster, ...]:
+        """The fastest of these clusters that are allowed together: those of the others stand by."""
+        ranked = sorted(clusters, key=lambda c: (-c.samples_per_second, c.providers))
+        for count in range(len(ranked), 0, -1):
+            if allowed(ranked[:count]):
+                return tuple(ranked[:count])
+        return ()
+
+    def _other_bounds(self, grouping: Grouping, bound: float, standbys: int, budget: int) -> tuple[float, Grouping]:
         """The grouping, improved within longer and shorter bounds on averaging, as long as that makes it better."""
         best, best_score = (bound, grouping), self._score(grouping, bound)
         if not math.isfinite(bound) or self._goal.most_clusters == 1:
-            return [(bound, self._better(grouping, bound, standbys, budget))]
+            return bound, self._better(grouping, bound, standbys, budget)
         factor, tries = _FACTOR, 0
         part = budget // _TRIES
         while tries < _TRIES and (self._go_on is None or self._go_on()):
@@ -108,7 +120,7 @@ class ManyProviders:
                 if went:
                     break
             factor = math.sqrt(factor)
-        return [best]
+        return best
 
     def _again(self, grouping: Grouping, bound: float, standbys: int) -> Grouping:
         """The same grouping within another bound, with others for the clusters that cannot keep to it."""
@@ -117,9 +129,7 @@ class ManyProviders:
         rates = improver.rates(grouping.orders)
         kept = [i for i, rate in enumerate(rates) if rate > 0]
         gone = [p for i, rate in enumerate(rates) if not rate for p in grouping.orders[i]]
-        again = Grouping(
-            [grouping.orders[i] for i in kept], [rates[i] for i in kept], sorted([*grouping.free, *gone])
-        )
+        again = Grouping([grouping.orders[i] for i in kept], [rates[i] for i in kept], sorted([*grouping.free, *gone]))
         if gone:
             regroup(improver, again, self._rules(grouping, bound, standbys, self._estimates.count))
         return again
@@ -138,16 +148,29 @@ class ManyProviders:
         for bound in bounds:
             estimates.limit_averaging(bound)
             groupings[bound] = self._grouped(estimates, "both", bound, share)
-            scored[bound] = self._score(groupings[bound], bound)
+            scored[bound] = self._score(groupings[bound], bound, estimates, step)
         promising = sorted(bounds, key=lambda b: -scored[b])[:_PROMISING]
         for bound in promising:
             # Neighbours in a line are a beginning; how good it can become differs from bound to bound.
             better = self._improved(estimates, groupings[bound], bound, share, _SAMPLE_BUDGET)
-            scored[bound] = self._score(better, bound)
+            scored[bound] = self._score(better, bound, estimates, step)
         best = max(promising, key=lambda b: scored[b])
         estimates.limit_averaging(best)
-        by_key = {key: self._score(self._grouped(estimates, key, best, share), best) for key in KEYS}
-        return [(best, key) for key in sorted(KEYS, key=lambda k: -by_key[k])[:2]]
+        by_key = {key: self._score(self._grouped(estimates, key, best, share), best, estimates, step) for key in KEYS}
+        keys = sorted(KEYS, key=lambda k: -by_key[k])
+        costs = [0.0, 0.3, 1.0] if self._relays_matter else [0.0]
+        by_cost: dict[float, float] = {}
+        for cost in costs:
+            estimates.relay_cost = cost
+            by_cost[cost] = self._score(self._grouped(estimates, keys[0], best, share), best, estimates, step)
+        self._estimates.relay_cost = max(costs, key=lambda cost: by_cost[cost])
+        return [(best, key) for key in keys[:2]]
+
+    @property
+    def _relays_matter(self) -> bool:
+        requester = self._network.requester
+        limited = math.isfinite(min(requester.up_bytes_per_second, requester.down_bytes_per_second))
+        return limited and sum(not p.reachable for p in self._providers) > 1
 
     def _grouped(self, estimates: Estimates, key: str, bound: float, standbys: int) -> Grouping:
         """Clusters of neighbours in a sorted line."""
@@ -172,12 +195,11 @@ class ManyProviders:
         self._estimates.limit_averaging(bound)
         return self._improved(self._estimates, grouping, bound, standbys, budget)
 
-    def _improved(
-        self, estimates: Estimates, grouping: Grouping, bound: float, standbys: int, budget: int
-    ) -> Grouping:
+    def _improved(self, estimates: Estimates, grouping: Grouping, bound: float, standbys: int, budget: int) -> Grouping:
         """What the genetic search and small changes make of a grouping, with a budget of estimates."""
         improver = Improver(estimates, self._rng)
         rules = self._rules(grouping, bound, standbys, estimates.count)
+
         def go_on() -> bool:
             return improver.looked_at < budget and (self._go_on is None or self._go_on())
 
@@ -224,8 +246,17 @@ class ManyProviders:
                     choices.append(tuple(ranked[:count]))
         return choices
 
-    def _score(self, grouping: Grouping, bound: float) -> float:
-        together, count = np.array(grouping.together), np.array(float(len(grouping.orders)))
+    def _score(self, grouping: Grouping, bound: float, estimates: Estimates | None = None, share_of: int = 1) -> float:
+        """The estimated score; of a sample, as if there were `share_of` times as many of each cluster."""
+        if not grouping.orders:
+            return 0.0
+        estimates = estimates or self._estimates
+        relays = estimates.relays(filled(grouping.orders))
+        rates = np.array(grouping.rates) / np.maximum(1e-9, 1.0 - estimates.relay_cost * relays)
+        traffic = self._fed_bytes + relays * self._crossing_bytes
+        requester = self._network.requester
+        load = float((rates * traffic).sum()) * share_of / self._model.samples / requester.up_bytes_per_second
+        together, count = np.array(rates.sum() / max(1.0, load)), np.array(float(len(rates)))
         return float(score_of(self._goal, self._model.samples, together, count, bound))
 
 
@@ -274,7 +305,7 @@ def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
 
 def _budget(count: int) -> int:
     """Estimates for small changes: what keeps within the time that so many providers may take."""
-    return int(np.interp(count, [9, 100, 1000, 10_000], [16_000, 30_000, 120_000, 900_000]))
+    return int(np.interp(count, [9, 100, 1000, 10_000], [25_000, 40_000, 400_000, 2_400_000]))
 
 
 def _cut(
