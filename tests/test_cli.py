@@ -31,7 +31,8 @@ def run_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["join", "--help"], ["doctor", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], ["train", "--help"], ["join", "--help"], ["plan", "--help"], ["doctor", "--help"], ["--version"]],
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     program = (

@@ -2,15 +2,12 @@
 
 import argparse
 import math
-import re
 from typing import TYPE_CHECKING
+
+from ravnest import amounts
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 
 
 def add_parser(subparsers: "Subparsers") -> None:
@@ -87,10 +84,8 @@ def run(args: argparse.Namespace) -> int:
 
 def memory_bytes(text: str) -> int:
     """Bytes in `8GB`, `512MiB`, `1.5G` or a plain number; raises ArgumentTypeError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    unit = _UNITS.get(match[2].upper()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size < 1:
+    size = amounts.size_bytes(text)
+    if size is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write it as 8GB, 512MB or 4GiB")
     return size
 

@@ -27,8 +27,8 @@ class UpdateCost:
     parameter_seconds: float = 0.0
     byte_seconds: float = 0.0
     copy_byte_seconds: float = 0.0
-    """More for each byte where a microbatch in flight holds the weights: they move to fresh memory first. That is every
-    stage but a leaf, and a leaf never."""
+    """More for each byte where a microbatch in flight holds the weights: they move to fresh memory first, in every
+    stage but a leaf."""
     state_bytes_per_byte: float = 0.0
     """Memory that the optimizer keeps for a byte of parameters: Adam 2, SGD 0, with momentum 1."""
 

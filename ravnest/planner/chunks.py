@@ -35,7 +35,12 @@ class Runs:
             if size <= len(line):
                 windows = np.lib.stride_tricks.sliding_window_view(sorted_line, size)
                 orders[size] = arranged(estimates, windows)
-                rates[size], _ = estimates.rates(orders[size])
+        if orders:
+            most = max(orders)
+            filled = [np.pad(o, ((0, 0), (0, most - size)), constant_values=-1) for size, o in orders.items()]
+            found, _ = estimates.rates(np.concatenate(filled))
+            ends = np.cumsum([len(o) for o in orders.values()])[:-1]
+            rates = dict(zip(orders, np.split(found, ends), strict=True))
         return cls(orders, rates)
 
     def best(self, bonus: float, left_out: float) -> list[tuple[tuple[int, ...], float]]:

@@ -1,7 +1,7 @@
 """The rates of many orders at once, on a model with few places: what a search looks at thousands of.
 
 The same tables as for exact cuts, one for every provider, gathered for all orders of one length and gone through stage
-by stage. For a number in flight, one way up to each place is kept, the one whose slowest stage and share of the round trip
+by stage. For a number in flight, one way up to each place is kept: the one whose slowest stage and share of the way
 are least: so an estimate is the rate of cuts that exist, and at most the rate of the best ones.
 """
 
@@ -22,11 +22,13 @@ Orders = np.ndarray[Any, np.dtype[np.int64]]
 Single = np.ndarray[Any, np.dtype[np.float32]]
 """Half as large as a Table: in a search there are many."""
 
-_NUMBERS: Final = (1, 2, 3, 4, 5, 6, 7, 9, 12, 16, 24, 32)
+_NUMBERS: Final = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 32)
 """Numbers in flight that are looked at; between them little changes."""
 
 _CHUNK: Final = 1 << 18
 """So many numbers at a time: what the processor's cache holds."""
+
+_HALVINGS: Final = 4
 
 _TRIP_WEIGHT: Final = 1e-3
 """How much a shorter way counts where it makes nothing slower."""
@@ -42,11 +44,17 @@ class Estimates:
         network: Network,
         providers: Sequence[Provider],
         averaging_seconds: float = math.inf,
+        fine: bool = False,
     ) -> None:
+        """With `fine`, orders whose round trip stands against their slowest stage are looked at more closely."""
+        self._fine = fine
         self.model, self.goal, self.network, self.providers = model, goal, network, providers
         self.count = len(providers)
         self.looked_at = 0
         """How many orders so far."""
+        self.relay_cost = 0.0
+        """The share of its rate that an order is taken to lose for every two neighbours that the coordinator passes
+        frames on between: its line may be what all clusters wait for."""
         most = goal.most_in_flight
         self.numbers = (most,) if goal.in_flight is not None else tuple(sorted({min(n, most) for n in _NUMBERS}))
         self._worth = np.array([goal.worth(n) for n in self.numbers])
@@ -75,21 +83,43 @@ class Estimates:
         self._filled: set[int] = set()
 
     def rates(self, orders: Orders) -> tuple[Table, Orders]:
-        """For each order its rate, less what staleness takes (0: nothing fits), and the number in flight."""
-        count, stages = orders.shape
-        rates, numbers = np.zeros(count), np.ones(count, dtype=np.int64)
-        if stages > self.model.most_stages:
-            return rates, numbers
-        self.looked_at += count
+        """For each order its rate, less what staleness takes (0: nothing fits), and the number in flight.
+
+        Orders may be of different lengths, filled up with -1.
+        """
+        rates, numbers = np.zeros(len(orders)), np.ones(len(orders), dtype=np.int64)
+        self.looked_at += len(orders)
+        lengths = (orders >= 0).sum(axis=1)
+        longest_first = np.argsort(-lengths, kind="stable")
+        longest_first = longest_first[lengths[longest_first] <= self.model.most_stages]
         size = max(1, _CHUNK // len(self.model.places) ** 2)
-        for start in range(0, count, size):
-            part = slice(start, start + size)
-            rates[part], numbers[part] = self._rates(orders[part])
+        for start in range(0, len(longest_first), size):
+            part = longest_first[start : start + size]
+            rates[part], numbers[part] = self._rates(orders[part], lengths[part])
+        if self.relay_cost:
+            rates *= np.maximum(0.0, 1.0 - self.relay_cost * self.relays(orders))
         return rates, numbers
 
-    def _rates(self, orders: Orders) -> tuple[Table, Orders]:
-        count, stages = orders.shape
-        lines = [self._lines(orders[:, k - 1], orders[:, k]) for k in range(1, stages)]
+    def relays(self, orders: Orders) -> Orders:
+        """Between how many neighbours of each order the coordinator passes frames on."""
+        one, other = orders[:, :-1], orders[:, 1:]
+        relayed = ~(self._reachable[one] | self._reachable[other]) & (self._machine[one] != self._machine[other])
+        count: Orders = (relayed & (other >= 0)).sum(axis=1)
+        return count
+
+    def own_seconds(self) -> Single:
+        """For each provider, the least seconds of a stage by its start and its end, whoever its neighbours are."""
+        tables = self._base.reshape(self.count, -1, *self._base.shape[1:])
+        least: Single = tables.min(axis=1).transpose(0, 2, 1)
+        return least
+
+    def _rates(self, orders: Orders, lengths: Orders) -> tuple[Table, Orders]:
+        """Of orders of which the longest come first."""
+        count, stages = len(orders), int(lengths[0])
+        lines = []
+        for k in range(1, stages):
+            longer = orders[: np.count_nonzero(lengths > k)]
+            lines.append(self._lines(longer[:, k - 1], longer[:, k]))
         rows = self._rows(orders)
         chosen = np.zeros(count, dtype=np.int64)
         slowest, way = self._through(rows, lines, chosen, np.full(count, self._number[-1]))
@@ -105,7 +135,7 @@ class Estimates:
         open_ = np.flatnonzero(score > 0)
         while len(open_):
             at = wanted[open_]
-            at_lines = [(line[open_], trip[open_]) for line, trip in lines]
+            at_lines = _of(lines, open_)
             slow, path = self._through(rows[open_], at_lines, at, self._number[at])
             found = self._score(slow, path, at)
             better = found > best[open_]
@@ -115,17 +145,44 @@ class Estimates:
             ahead = wanted[open_]
             could = np.minimum(possible[open_], self.model.samples * self._number[np.maximum(ahead, 0)] / way[open_])
             open_ = open_[(ahead > 0) & (could > best[open_] * 1.001)]
+        if self._fine:
+            self._closer(rows, lines, best_at, best, possible)
         return best, self._number[best_at].astype(np.int64)
+
+    def _closer(
+        self, rows: Orders, lines: Sequence[tuple[Single, Single]], chosen: Orders, best: Table, possible: Table
+    ) -> None:
+        """Raises the rates of orders that could be faster: the shortest way without a stage slower than a bound, which
+        is found by halving."""
+        open_ = np.flatnonzero((best > 0) & (best < 0.99 * possible))
+        if not len(open_):
+            return
+        at, at_lines = chosen[open_], _of(lines, open_)
+        worth = self._worth[at] * self.model.samples
+        low, high = self.model.samples * self._worth[0] / possible[open_], worth / best[open_]
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            slow, way = self._through(rows[open_], at_lines, at, self._number[at], middle)
+            period = np.maximum(slow, way / self._number[at])
+            better = period < high
+            high, low = np.where(better, period, high), np.where(period > middle, middle, low)
+        best[open_] = worth / high
 
     def _score(self, slowest: Table, way: Table, chosen: Orders) -> Table:
         score: Table = self._worth[chosen] * self.model.samples / np.maximum(slowest, way / self._number[chosen])
         return score
 
     def _through(
-        self, rows: Orders, lines: Sequence[tuple[Single, Single]], chosen: Orders, flying: Table
+        self,
+        rows: Orders,
+        lines: Sequence[tuple[Single, Single]],
+        chosen: Orders,
+        flying: Table,
+        within: Table | None = None,
     ) -> tuple[Table, Table]:
         """The slowest stage and the way of each order, with the memory of a number in flight, by the kept way to each
-        place: the better the less its slowest stage and its way over `flying`."""
+        place: the better the less its slowest stage and its way over `flying`, or the shorter its way where no stage
+        is slower than `within`."""
         for number in np.unique(chosen):
             self._fill(int(number))
         tables, at = self._fitting, chosen * len(self._base)
@@ -133,14 +190,19 @@ class Estimates:
         slow: Single = tables[at + rows[:, 0], :, 0]
         way: Single = self._compute[rows[:, 0], :, 0]
         for k, (line, trip) in enumerate(lines, 1):
-            row = rows[:, k]
-            through = np.maximum(np.maximum(slow, line)[:, None, :], tables[at + row])
-            path = (way + trip)[:, None, :] + self._compute[row]
-            key = np.maximum(through, path * weight)
-            key += _TRIP_WEIGHT * path
+            # Those with so many stages come first; the others have come to their end.
+            count = len(line)
+            row = rows[:count, k]
+            through = np.maximum(np.maximum(slow[:count], line)[:, None, :], tables[at[:count] + row])
+            path = (way[:count] + trip)[:, None, :] + self._compute[row]
+            if within is None:
+                key = np.maximum(through, path * weight[:count])
+                key += _TRIP_WEIGHT * path
+            else:
+                key = np.where(through <= within[:count, None, None], path, np.float32(np.inf))
             start = np.argmin(key, axis=2)[:, :, None]
-            slow = np.take_along_axis(through, start, axis=2)[:, :, 0]
-            way = np.take_along_axis(path, start, axis=2)[:, :, 0]
+            slow[:count] = np.take_along_axis(through, start, axis=2)[:, :, 0]
+            way[:count] = np.take_along_axis(path, start, axis=2)[:, :, 0]
         return slow[:, -1].astype(float), way[:, -1].astype(float)
 
     def _fill(self, number: int) -> None:
@@ -179,7 +241,7 @@ class Estimates:
         if not self._shared:
             return orders
         machine = self._machine[orders]
-        apart = (machine[:, 1:] != machine[:, :-1]).astype(np.int64)
+        apart = ((machine[:, 1:] != machine[:, :-1]) & (orders[:, 1:] >= 0)).astype(np.int64)
         rows = orders * 4
         rows[:, 1:] += 2 * apart
         rows[:, :-1] += apart
@@ -206,6 +268,17 @@ class Estimates:
         rate, latency = self._measured.replace(sender, receiver, rate, latency)
         same = self._machine[sender] == self._machine[receiver]
         return np.where(same, np.inf, rate), np.where(same, 0.0, latency)
+
+
+def _of(lines: Sequence[tuple[Single, Single]], chosen: Orders) -> list[tuple[Single, Single]]:
+    """The lines of some orders, of which the longest come first."""
+    found = []
+    for line, trip in lines:
+        longer = chosen[: np.searchsorted(chosen, len(line))]
+        if not len(longer):
+            break
+        found.append((line[longer], trip[longer]))
+    return found
 
 
 class _Measured:

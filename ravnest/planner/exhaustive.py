@@ -12,10 +12,11 @@ from typing import Final
 import numpy as np
 
 from ravnest.planner.cluster import Cluster
+from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates, Orders
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.objective import averaging_bounds, score_of
-from ravnest.planner.order import best_of, coarse, ranked_orders
+from ravnest.planner.order import coarse, ranked_orders
 from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.totals import totals
 
@@ -38,7 +39,7 @@ class FewProviders:
     def __init__(self, model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> None:
         self._model, self._goal, self._network, self._providers = model, goal, network, providers
         self._by_name = {p.name: p for p in providers}
-        self._estimates = Estimates(coarse(model, len(providers)), goal, network, providers)
+        self._estimates = Estimates(coarse(model, len(providers)), goal, network, providers, fine=True)
         self._orders = {
             members: orders
             for members, orders in ranked_orders(self._estimates).items()
@@ -65,7 +66,7 @@ class FewProviders:
             found = tuple(c for c in clusters if c is not None)
             if len(found) < len(clusters) or (allowed is not None and not allowed(found)):
                 continue
-            score = totals(self._goal, self._network, self._by_name, found).score
+            score = self._score(*found)
             if score > best_score * (1 + 1e-9):
                 best, best_score = found, score
         return best
@@ -100,10 +101,10 @@ class FewProviders:
         """The best partitions where what clusters share may hold them back: all of them looked at with exact cuts."""
         found: list[tuple[float, tuple[int, ...]]] = []
         for partition in partitions:
-            clusters = [self._cluster(members, math.inf, 1) for members in partition]
+            clusters = [self._cluster(members, math.inf) for members in partition]
             complete = [c for c in clusters if c is not None]
             if len(complete) == len(clusters):
-                found.append((totals(self._goal, self._network, self._by_name, complete).score, partition))
+                found.append((self._score(*complete), partition))
         return [partition for _, partition in sorted(found, key=lambda pair: (-pair[0], pair[1]))[:_CUT]]
 
     @property
@@ -134,13 +135,17 @@ class FewProviders:
             self._rates[bound] = rates, orders
         return self._rates[bound]
 
-    def _cluster(self, members: int, bound: float, most_orders: int = _CUT_ORDERS) -> Cluster | None:
-        key = (members, bound) if most_orders > 1 else (-members, bound)
+    def _cluster(self, members: int, bound: float) -> Cluster | None:
+        key = members, bound
         if key not in self._clusters:
-            orders = self._rates_within(bound)[1][members][:most_orders]
+            orders = self._rates_within(bound)[1][members][:_CUT_ORDERS]
             rows = [[self._providers[i] for i in order] for order in orders]
-            self._clusters[key] = best_of(self._model, self._goal, self._network, rows, bound)
+            found = [best_cuts(self._model, self._goal, self._network, row, bound) for row in rows]
+            self._clusters[key] = max((c for c in found if c is not None), key=self._score, default=None)
         return self._clusters[key]
+
+    def _score(self, *clusters: Cluster) -> float:
+        return totals(self._goal, self._network, self._by_name, clusters).score
 
     def _partitions(self) -> Iterator[tuple[int, ...]]:
         """Every set of clusters of which no two have a provider in common."""

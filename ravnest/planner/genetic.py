@@ -63,12 +63,14 @@ def _child(improver: Improver, one: Grouping, other: Grouping, rules: Rules) -> 
             child.orders.append(order)
             child.rates.append(rate)
             free.difference_update(order)
-    _regroup(improver, child, sorted(free), rules)
+    child.free = sorted(free)
+    regroup(improver, child, rules)
     return child
 
 
-def _regroup(improver: Improver, child: Grouping, free: list[int], rules: Rules) -> None:
-    """Cuts a line of the free ones, sorted by something, into clusters."""
+def regroup(improver: Improver, child: Grouping, rules: Rules) -> None:
+    """Cuts a line of the free ones, sorted by something, into clusters, in place."""
+    free = child.free
     speed, line = improver.estimates.speed, improver.estimates.line_speed
     weight = improver.rng.random()
     ranked = sorted(free, key=lambda i: (-(speed[i] ** weight) * line[i] ** (1 - weight), i))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ravnest.planner.estimates import Estimates
+from ravnest.planner.estimates import Estimates, Orders
 
 Order = tuple[int, ...]
 
@@ -47,6 +47,8 @@ class Improver:
 
     estimates: Estimates
     rng: np.random.Generator
+    looked_at: int = 0
+    """How many orders so far, whether they were known or not."""
     _known: dict[Order, float] = field(default_factory=dict)
 
     def improved(self, grouping: Grouping, rules: Rules, go_on: Callable[[], bool], proposals: int = 6) -> Grouping:
@@ -61,13 +63,10 @@ class Improver:
 
     def rates(self, orders: Sequence[Order]) -> list[float]:
         """The estimated rate of each order."""
-        by_size: dict[int, set[Order]] = {}
-        for order in orders:
-            if order not in self._known:
-                by_size.setdefault(len(order), set()).add(order)
-        for members in by_size.values():
-            wanted = sorted(members)
-            rates, _ = self.estimates.rates(np.array(wanted))
+        self.looked_at += len(orders)
+        wanted = [order for order in dict.fromkeys(orders) if order not in self._known]
+        if wanted:
+            rates, _ = self.estimates.rates(filled(wanted))
             self._known.update(zip(wanted, rates.tolist(), strict=True))
         return [self._known[order] for order in orders]
 
@@ -215,3 +214,10 @@ class Improver:
             if rules.least_stages <= size <= min(rules.most_stages, len(spare)):
                 found.append(self._arranged([int(i) for i in self.rng.choice(spare, size, replace=False)]))
         return found
+
+
+def filled(orders: Sequence[Order]) -> Orders:
+    """Orders of different lengths as rows, filled up with -1."""
+    longest = max((len(order) for order in orders), default=0)
+    rows = [(*order, *(-1,) * (longest - len(order))) for order in orders]
+    return np.array(rows, dtype=np.int64).reshape(len(orders), longest)

@@ -14,8 +14,8 @@ from ravnest.planner.chunks import KEYS, Runs, sorted_line
 from ravnest.planner.cluster import Cluster, memory_bytes
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates
-from ravnest.planner.genetic import evolved
-from ravnest.planner.improve import Grouping, Improver, Rules
+from ravnest.planner.genetic import evolved, regroup
+from ravnest.planner.improve import Grouping, Improver, Rules, filled
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.objective import averaging_bounds, cluster_bonus, score_of
 from ravnest.planner.order import coarse
@@ -26,6 +26,13 @@ _SAMPLE: Final = 96
 """Providers on which bounds and sort keys are tried out."""
 
 _BOUNDS: Final = 9
+_PROMISING: Final = 3
+_FACTOR: Final = 0.7
+"""By which a bound is changed."""
+_TRIES: Final = 8
+_SAMPLE_BUDGET: Final = 2000
+_GENETIC: Final = 200
+"""Up to so many providers the genetic search takes part."""
 _STEPS: Final = 14
 """Of looking for the bonus that leaves enough providers out, or makes few enough clusters."""
 
@@ -54,53 +61,116 @@ class ManyProviders:
         if self._rough.most_stages < self._sizes[0]:
             self._rough = coarse(model, self._sizes[-1])
         self._estimates = Estimates(self._rough, goal, network, providers)
+        crossing = (model.forward_bytes + model.backward_bytes)[1:-1]
+        self._crossing_bytes = float(np.median(crossing)) if len(crossing) else 0.0
+        self._fed_bytes = float(sum(model.input_bytes))
 
     def best(self, standbys: int, allowed: Callable[[Sequence[Cluster]], bool] | None = None) -> tuple[Cluster, ...]:
         """The best clusters found that leave at least so many providers without a stage, of those that are allowed;
         none where none was found."""
-        candidates = self._tried_out(standbys)
+        budget = _budget(len(self._providers))
         found: list[tuple[float, float, Grouping]] = []
-        for bound, key in candidates[: 3 if len(self._providers) <= 2000 else 2]:
+        for bound, key in self._tried_out(standbys)[: 3 if len(self._providers) <= 2000 else 2]:
             self._estimates.limit_averaging(bound)
             grouping = self._grouped(self._estimates, key, bound, standbys)
             if grouping.orders:
                 found.append((self._score(grouping, bound), bound, grouping))
         if not found:
             return ()
-        found.sort(key=lambda one: -one[0])
+        _, bound, grouping = max(found, key=lambda one: one[0])
+        grouping = self._better(grouping, bound, standbys, int(0.3 * budget))
         best: tuple[Cluster, ...] = ()
         best_score = 0.0
-        starts = found[: 2 if len(self._providers) <= 1000 else 1]
-        for _, bound, grouping in starts:
-            clusters = self._finished(self._better(grouping, bound, standbys, 1 / len(starts)), bound)
-            for choice in self._trimmed(clusters):
-                score = totals(self._goal, self._network, self._by_name, choice).score
-                if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
-                    best, best_score = choice, score
+        bound, grouping = self._other_bounds(grouping, bound, standbys, int(0.7 * budget))
+        clusters = self._finished(grouping, bound)
+        for choice in self._trimmed(clusters):
+            score = totals(self._goal, self._network, self._by_name, choice).score
+            if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
+                best, best_score = choice, score
+        if not best and allowed is not None:
+            best = self._fewer(clusters, allowed)
         return best
+
+    def _fewer(self, clusters: Sequence[Cluster], allowed: Callable[[Sequence[Cluster]], bool]) -> tuple[Cluster, ...]:
+        """The fastest of these clusters that are allowed together: those of the others stand by."""
+        ranked = sorted(clusters, key=lambda c: (-c.samples_per_second, c.providers))
+        for count in range(len(ranked), 0, -1):
+            if allowed(ranked[:count]):
+                return tuple(ranked[:count])
+        return ()
+
+    def _other_bounds(self, grouping: Grouping, bound: float, standbys: int, budget: int) -> tuple[float, Grouping]:
+        """The grouping, improved within longer and shorter bounds on averaging, as long as that makes it better."""
+        best, best_score = (bound, grouping), self._score(grouping, bound)
+        if not math.isfinite(bound) or self._goal.most_clusters == 1:
+            return bound, self._better(grouping, bound, standbys, budget)
+        factor, tries = _FACTOR, 0
+        part = budget // _TRIES
+        while tries < _TRIES and (self._go_on is None or self._go_on()):
+            for change in (factor, 1 / factor):
+                went = False
+                while tries < _TRIES and (self._go_on is None or self._go_on()):
+                    tries += 1
+                    other = best[0] * change
+                    changed = self._better(self._again(best[1], other, standbys), other, standbys, part)
+                    score = self._score(changed, other)
+                    if score <= best_score * (1 + 1e-6):
+                        break
+                    best, best_score, went = (other, changed), score, True
+                if went:
+                    break
+            factor = math.sqrt(factor)
+        return best
+
+    def _again(self, grouping: Grouping, bound: float, standbys: int) -> Grouping:
+        """The same grouping within another bound, with others for the clusters that cannot keep to it."""
+        self._estimates.limit_averaging(bound)
+        improver = Improver(self._estimates, self._rng)
+        rates = improver.rates(grouping.orders)
+        kept = [i for i, rate in enumerate(rates) if rate > 0]
+        gone = [p for i, rate in enumerate(rates) if not rate for p in grouping.orders[i]]
+        again = Grouping([grouping.orders[i] for i in kept], [rates[i] for i in kept], sorted([*grouping.free, *gone]))
+        if gone:
+            regroup(improver, again, self._rules(grouping, bound, standbys, self._estimates.count))
+        return again
 
     def _tried_out(self, standbys: int) -> list[tuple[float, str]]:
         """Bounds on averaging and keys to sort by, the most promising first."""
         step = max(1, len(self._providers) // _SAMPLE)
         sample = [self._providers[i] for i in sorted_line(self._providers, "both")[step // 2 :: step]]
-        estimates = Estimates(self._rough, self._goal, self._network, sample) if step > 1 else self._estimates
+        estimates = Estimates(self._rough, self._goal, self._network, sample)
         share = standbys // step
         bounds = averaging_bounds(self._model, self._providers, _BOUNDS)
         if self._goal.most_clusters == 1:
             bounds = [math.inf]
-        scored: dict[tuple[float, str], float] = {}
-
-        def look(bound: float, key: str) -> None:
-            if (bound, key) not in scored:
-                estimates.limit_averaging(bound)
-                scored[bound, key] = self._score(self._grouped(estimates, key, bound, share), bound)
-
+        scored: dict[float, float] = {}
+        groupings: dict[float, Grouping] = {}
         for bound in bounds:
-            look(bound, "both")
-        for bound in sorted(bounds, key=lambda b: -scored[b, "both"])[:2]:
-            for key in KEYS:
-                look(bound, key)
-        return sorted(scored, key=lambda one: -scored[one])
+            estimates.limit_averaging(bound)
+            groupings[bound] = self._grouped(estimates, "both", bound, share)
+            scored[bound] = self._score(groupings[bound], bound, estimates, step)
+        promising = sorted(bounds, key=lambda b: -scored[b])[:_PROMISING]
+        for bound in promising:
+            # Neighbours in a line are a beginning; how good it can become differs from bound to bound.
+            better = self._improved(estimates, groupings[bound], bound, share, _SAMPLE_BUDGET)
+            scored[bound] = self._score(better, bound, estimates, step)
+        best = max(promising, key=lambda b: scored[b])
+        estimates.limit_averaging(best)
+        by_key = {key: self._score(self._grouped(estimates, key, best, share), best, estimates, step) for key in KEYS}
+        keys = sorted(KEYS, key=lambda k: -by_key[k])
+        costs = [0.0, 0.3, 1.0] if self._relays_matter else [0.0]
+        by_cost: dict[float, float] = {}
+        for cost in costs:
+            estimates.relay_cost = cost
+            by_cost[cost] = self._score(self._grouped(estimates, keys[0], best, share), best, estimates, step)
+        self._estimates.relay_cost = max(costs, key=lambda cost: by_cost[cost])
+        return [(best, key) for key in keys[:2]]
+
+    @property
+    def _relays_matter(self) -> bool:
+        requester = self._network.requester
+        limited = math.isfinite(min(requester.up_bytes_per_second, requester.down_bytes_per_second))
+        return limited and sum(not p.reachable for p in self._providers) > 1
 
     def _grouped(self, estimates: Estimates, key: str, bound: float, standbys: int) -> Grouping:
         """Clusters of neighbours in a sorted line."""
@@ -121,26 +191,31 @@ class ManyProviders:
             bonus = again
         return grouping
 
-    def _better(self, grouping: Grouping, bound: float, standbys: int, share: float) -> Grouping:
-        """What the genetic search and small changes make of a grouping, with the budget that there is."""
+    def _better(self, grouping: Grouping, bound: float, standbys: int, budget: int) -> Grouping:
         self._estimates.limit_averaging(bound)
-        improver = Improver(self._estimates, self._rng)
-        rules = Rules(
-            least_stages=self._sizes[0],
-            most_stages=self._sizes[-1],
-            most_clusters=self._goal.most_clusters or len(self._providers),
-            standbys=standbys,
-            bonus=self._bonus(grouping, bound),
-        )
-        most = self._estimates.looked_at + int(share * _budget(len(self._providers)))
+        return self._improved(self._estimates, grouping, bound, standbys, budget)
+
+    def _improved(self, estimates: Estimates, grouping: Grouping, bound: float, standbys: int, budget: int) -> Grouping:
+        """What the genetic search and small changes make of a grouping, with a budget of estimates."""
+        improver = Improver(estimates, self._rng)
+        rules = self._rules(grouping, bound, standbys, estimates.count)
 
         def go_on() -> bool:
-            return self._go_on() if self._go_on is not None else self._estimates.looked_at < most
+            return improver.looked_at < budget and (self._go_on is None or self._go_on())
 
-        if len(self._providers) <= 100:
-            half = self._estimates.looked_at + int(share * _budget(len(self._providers)) / 2)
-            grouping = evolved(improver, grouping, rules, lambda: go_on() and self._estimates.looked_at < half)
-        return improver.improved(grouping, rules, go_on)
+        better = improver.improved(grouping, rules, go_on)
+        if estimates.count <= _GENETIC:
+            better = evolved(improver, better, rules, go_on)
+        return better
+
+    def _rules(self, grouping: Grouping, bound: float, standbys: int, count: int) -> Rules:
+        return Rules(
+            least_stages=self._sizes[0],
+            most_stages=self._sizes[-1],
+            most_clusters=self._goal.most_clusters or count,
+            standbys=standbys,
+            bonus=cluster_bonus(self._goal, self._model.samples, grouping.together, len(grouping.orders), bound),
+        )
 
     def _finished(self, grouping: Grouping, bound: float) -> list[Cluster]:
         """Exact cuts for every cluster, in the order that is best of it and what one exchange makes of it."""
@@ -171,12 +246,18 @@ class ManyProviders:
                     choices.append(tuple(ranked[:count]))
         return choices
 
-    def _score(self, grouping: Grouping, bound: float) -> float:
-        together, count = np.array(grouping.together), np.array(float(len(grouping.orders)))
+    def _score(self, grouping: Grouping, bound: float, estimates: Estimates | None = None, share_of: int = 1) -> float:
+        """The estimated score; of a sample, as if there were `share_of` times as many of each cluster."""
+        if not grouping.orders:
+            return 0.0
+        estimates = estimates or self._estimates
+        relays = estimates.relays(filled(grouping.orders))
+        rates = np.array(grouping.rates) / np.maximum(1e-9, 1.0 - estimates.relay_cost * relays)
+        traffic = self._fed_bytes + relays * self._crossing_bytes
+        requester = self._network.requester
+        load = float((rates * traffic).sum()) * share_of / self._model.samples / requester.up_bytes_per_second
+        together, count = np.array(rates.sum() / max(1.0, load)), np.array(float(len(rates)))
         return float(score_of(self._goal, self._model.samples, together, count, bound))
-
-    def _bonus(self, grouping: Grouping, bound: float) -> float:
-        return cluster_bonus(self._goal, self._model.samples, grouping.together, len(grouping.orders), bound)
 
 
 def _within(
@@ -224,7 +305,7 @@ def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
 
 def _budget(count: int) -> int:
     """Estimates for small changes: what keeps within the time that so many providers may take."""
-    return int(np.interp(count, [9, 100, 1000, 10_000], [5_000, 14_000, 70_000, 500_000]))
+    return int(np.interp(count, [9, 100, 1000, 10_000], [25_000, 40_000, 400_000, 2_400_000]))
 
 
 def _cut(

@@ -46,7 +46,7 @@ def best_order(
     """
     if not providers or len(providers) > model.most_stages:
         return None
-    estimates = Estimates(coarse(model, len(providers)), goal, network, providers, averaging_seconds)
+    estimates = Estimates(coarse(model, len(providers)), goal, network, providers, averaging_seconds, fine=True)
     if len(providers) <= exact:
         orders = np.array(list(itertools.permutations(range(len(providers)))))
     else:
@@ -57,7 +57,7 @@ def best_order(
 
 def best_clusters(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> dict[int, Cluster]:
     """For every set of these (bit i: providers[i]) that can hold the model, its best cluster."""
-    estimates = Estimates(coarse(model, len(providers)), goal, network, providers)
+    estimates = Estimates(coarse(model, len(providers)), goal, network, providers, fine=True)
     clusters: dict[int, Cluster] = {}
     for members, orders in ranked_orders(estimates).items():
         best = best_of(model, goal, network, [[providers[i] for i in order] for order in orders[:3]])

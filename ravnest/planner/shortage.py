@@ -37,7 +37,9 @@ def cannot_be_held(model: ModelCosts, goal: Goal, providers: Sequence[Provider])
         f"The model does not fit on the {machines}: cut at its best, it lacks {_gib(found.lacking_bytes)} on "
         f"{found.provider}, whose stage takes {_gib(found.stage_bytes)} and which has {_gib(found.memory_bytes)}."
     )
-    fixes = list(_fixes(model, goal, providers))
+    fixes = _fixes(model, goal, providers)
+    if len(providers) >= model.most_stages:
+        fixes.append(f"{_gib(found.lacking_bytes)} more memory on each of them")
     return PlanError(f"{text} What would make it fit: {', or '.join(fixes)}.")
 
 
@@ -108,8 +110,6 @@ def _fixes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
         fixes.append("pipeline.recompute=True")
     if len(providers) < model.most_stages:
         fixes.append(_more(model, goal, providers))
-    else:
-        fixes.append("machines with more memory")
     if model.saved_bytes[-1] > 0.25 * model.parameter_bytes[-1]:
         fixes.append("a smaller microbatch")
     return fixes

@@ -3,12 +3,18 @@
 The property tests and the long runs of `make fuzz` share these. A new decoder gets its line in one of the tables.
 """
 
-from tests.fuzz import message_targets, peer_targets, run_targets, stage_targets
+from tests.fuzz import message_targets, peer_targets, plan_targets, run_targets, stage_targets
 from tests.fuzz.rule import Target, bombs, judge
 
 __all__ = ["TARGETS", "Target", "bombs", "judge", "named"]
 
-TARGETS = (*message_targets.TARGETS, *peer_targets.TARGETS, *stage_targets.TARGETS, *run_targets.TARGETS)
+TARGETS = (
+    *message_targets.TARGETS,
+    *peer_targets.TARGETS,
+    *stage_targets.TARGETS,
+    *run_targets.TARGETS,
+    *plan_targets.TARGETS,
+)
 
 
 def named(name: str) -> Target:

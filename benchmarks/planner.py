@@ -1,0 +1,173 @@
+"""How good the planner's plans are, and how long it takes: against brute force, the paper's rule, and an upper bound.
+
+Brute force tries all partitions, all orders and the best cuts of each. The paper's rule is restated in
+benchmarks.planning.paper_rule; its plans are judged by our cost model, `gain` is how many times as much ours is
+predicted to do, and plans that do not fit into the memory, or fit in part of their clusters, are counted. Times are processor time of one thread: a busy
+machine makes them longer, but not as much as by the clock.
+"""
+
+import importlib
+import importlib.util
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.planning.brute_force import best_listed_score, best_score
+from benchmarks.planning.instances import random_instance
+from benchmarks.planning.paper_rule import PaperPlan, paper_plan
+from benchmarks.report import Row, Target, arguments, finish, say
+from ravnest.errors import PlanError
+from ravnest.planner.bound import upper_bound
+from ravnest.planner.cuts import best_cuts
+from ravnest.planner.formation import form
+from ravnest.planner.order import score
+
+_COUNTS = {2: 10, 3: 22, 4: 28, 5: 28, 6: 20, 7: 10}
+"""Random instances of so many providers."""
+_QUICK_COUNTS = {2: 4, 3: 10, 4: 12, 5: 8}
+_SCALES = {100: 2.0, 1000: 10.0, 10_000: 120.0}
+"""Seconds that so many providers may take."""
+_PROMISE = "benchmarks.planning.promise"
+"""Predicted against measured rates: a module with `measure(quick) -> (rows, targets)`."""
+
+
+def main() -> int:
+    given = arguments("planner", "How good the planner's plans are, and how long it takes.")
+    rows: list[Row] = []
+    targets: list[Target] = []
+    for part in (_small, _cuts, _large, _promise):
+        more_rows, more_targets = part(given.quick)
+        rows += more_rows
+        targets += more_targets
+    return finish("planner", given, rows, targets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """One instance: our score, the best there is, and what the paper's rule makes of it."""
+
+    ours: float
+    best: float
+    paper: PaperPlan
+
+    @property
+    def share(self) -> float:
+        """Of the best; more than 1 where other cuts make averaging shorter, which brute force does not look at."""
+        return self.ours / self.best
+
+
+def _small(quick: bool) -> tuple[list[Row], list[Target]]:
+    """Up to 7 providers, against brute force and the paper's rule."""
+    rows: list[Row] = []
+    everything: list[_Compared] = []
+    for count, instances in (_QUICK_COUNTS if quick else _COUNTS).items():
+        found: list[_Compared] = []
+        for seed in itertools.count():
+            if len(found) == instances:
+                break
+            compared = _compare(seed, count)
+            if compared is not None:
+                found.append(compared)
+        everything += found
+        rows.append(_small_row(f"{count} providers, {instances} instances", found))
+        say(
+            f"{count} providers: mean {rows[-1]['mean_of_best']:.4f} of the best, worst {rows[-1]['worst_of_best']:.4f}"
+        )
+    rows.append(_small_row(f"all {len(everything)} instances", everything))
+    shares = [min(1.0, one.share) for one in everything]
+    return rows, [
+        Target("plans of up to 7 providers: mean share of the best", statistics.mean(shares), 0.99),
+        Target("plans of up to 7 providers: worst share of the best", min(shares), 0.95),
+    ]
+
+
+def _compare(seed: int, count: int) -> _Compared | None:
+    """None where the model fits nowhere; then the planner must say so too."""
+    instance = random_instance(seed, count)
+    best = best_score(instance)
+    try:
+        ours = form(instance.model, instance.goal, instance.network, instance.providers).score
+    except PlanError:
+        assert not best, f"The planner finds no plan for {instance.name}, brute force does."
+        return None
+    return _Compared(ours, best, paper_plan(instance))
+
+
+def _small_row(case: str, found: Sequence[_Compared]) -> dict[str, object]:
+    shares = [min(1.0, one.share) for one in found]
+    gains = [one.ours / one.paper.score for one in found if one.paper.score]
+    row: dict[str, object] = {
+        "case": case,
+        "mean_of_best": statistics.mean(shares),
+        "worst_of_best": min(shares),
+        "gain_median": statistics.median(gains) if gains else None,
+        "gain_least": min(gains, default=None),
+        "gain_most": max(gains, default=None),
+        "paper_unfit": f"{sum(not one.paper.score for one in found)} of {len(found)}",
+        "paper_partly_unfit": f"{sum(0 < one.paper.fitting < one.paper.clusters for one in found)} of {len(found)}",
+    }
+    return row
+
+
+def _cuts(quick: bool) -> tuple[list[Row], list[Target]]:
+    """The cuts for a given order, against listing all of them with all numbers in flight."""
+    shares = []
+    for seed in range(20 if quick else 100):
+        count = 2 + seed % 3
+        instance = random_instance(seed, count, places=9)
+        best = best_listed_score(instance.model, instance.goal, instance.network, instance.providers)
+        cluster = best_cuts(instance.model, instance.goal, instance.network, instance.providers)
+        assert (cluster is None) == (best == 0.0)
+        if cluster is not None:
+            shares.append(score(instance.goal, cluster) / best)
+    say(f"cuts: worst {min(shares):.6f} of the best of all, in {len(shares)} orders")
+    row = {
+        "case": f"cuts for a given order, {len(shares)} orders",
+        "mean_of_best": statistics.mean(shares),
+        "worst_of_best": min(shares),
+    }
+    return [row], [Target("cuts for a given order: worst share of the best", min(shares), 1 - 1e-9)]
+
+
+def _large(quick: bool) -> tuple[list[Row], list[Target]]:
+    """Many providers: how long it takes on one core, and how near the upper bound it comes."""
+    rows: list[Row] = []
+    targets: list[Target] = []
+    for count, limit in _SCALES.items():
+        if quick and count > 1000:
+            continue
+        slowest = 0.0
+        for seed in range(1 if count > 1000 or quick else 3):
+            instance = random_instance(seed, count, places=33)
+            started = time.process_time()
+            plan = form(instance.model, instance.goal, instance.network, instance.providers)
+            seconds = time.process_time() - started
+            slowest = max(slowest, seconds)
+            bound = upper_bound(instance.model, instance.goal, instance.network, instance.providers)
+            rows.append(
+                {
+                    "case": instance.name,
+                    "seconds": seconds,
+                    "clusters": len(plan.clusters),
+                    "stages_mean": statistics.mean(len(cluster.stages) for cluster in plan.clusters),
+                    "of_upper_bound": plan.score / bound,
+                }
+            )
+            say(f"{instance.name}: {seconds:.1f} s, {plan.score / bound:.2f} of the upper bound")
+        targets.append(Target(f"{count:,} providers: processor seconds", slowest, limit, at_most=True))
+    return rows, targets
+
+
+def _promise(quick: bool) -> tuple[list[Row], list[Target]]:
+    """What a run was predicted to reach against what it did, where the module that measures it is there."""
+    if importlib.util.find_spec(_PROMISE) is None:
+        return [], []
+    found: tuple[list[Row], list[Target]] = importlib.import_module(_PROMISE).measure(quick)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

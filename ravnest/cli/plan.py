@@ -1,0 +1,172 @@
+"""`ravnest plan JOB --nodes nodes.toml`: which machine would hold what, and how fast that would train."""
+
+import argparse
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ravnest.cli.train import whole_number
+
+if TYPE_CHECKING:
+    from ravnest.coordinator.dry_run import DryRun
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(subparsers: "Subparsers") -> None:
+    """Add the command and its arguments."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="show how a job would be trained on the machines of a file",
+        description="A dry run: capture and profile the job on this machine, and show for the machines of a file which "
+        "would hold what, what each would need, and the samples/s to expect. Nothing is trained. Exit code 2 when the "
+        "model does not fit.",
+    )
+    parser.add_argument("job", metavar="JOB", help="path/to/file.py, file.py:name or package.module:name")
+    parser.add_argument(
+        "--nodes",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="the machines and their lines; docs/planning.md has the form, examples/nodes.toml is one",
+    )
+    parser.add_argument("--json", action="store_true", help="print the whole plan as JSON, for other programs")
+    parser.add_argument(
+        "--clusters",
+        metavar="N",
+        type=whole_number,
+        help="no more clusters than these (default: as many as are fastest)",
+    )
+    parser.add_argument(
+        "--stages",
+        metavar="N",
+        type=whole_number,
+        default=1,
+        help="at least so many stages in every cluster; with 2, no machine holds the whole model (default: 1)",
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        type=_seconds,
+        help="how long to look for a better plan (default: until hardly anything is gained)",
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=_seed, default=0, help="the same seed gives the same plan (default: 0)"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="replace a setting of the job, such as pipeline.in_flight=2; may be repeated",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and print; raises a RavnestError for a mistake in the job or the file, and where the model does not fit."""
+    # What can be told without torch is told first.
+    from ravnest.coordinator.interrupts import Interrupts
+    from ravnest.coordinator.nodes_file import read_nodes
+    from ravnest.reference import parse_reference
+
+    def tell(phase: str) -> None:
+        print(f"{phase} ...", file=sys.stderr, flush=True)
+
+    title = parse_reference(args.job).title
+    nodes = read_nodes(_file(args.nodes), str(args.nodes))
+    with Interrupts() as interrupts, _stdout_for_the_plan_alone():
+        tell("loading the job")
+        from ravnest.coordinator.dry_run import dry_run
+
+        interrupts.check()
+        planned = dry_run(
+            args.job,
+            nodes,
+            title=title,
+            overrides=args.overrides,
+            most_clusters=args.clusters,
+            least_stages=args.stages,
+            seed=args.seed,
+            seconds=args.seconds,
+            interrupts=interrupts,
+            tell=tell,
+        )
+    if args.json:
+        from ravnest.coordinator.plan_json import plan_json
+
+        print(json.dumps(plan_json(planned), indent=2))
+    else:
+        _show(planned)
+    return 0
+
+
+def _file(path: Path) -> bytes:
+    from ravnest.coordinator.nodes_file import MOST_BYTES
+    from ravnest.errors import PlanError
+
+    try:
+        with path.open("rb") as file:
+            # One more than may be, so that too long a file is noticed without reading all of it.
+            return file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise PlanError(f"cannot read {path}: {error.strerror}; --nodes names the file with the machines") from None
+
+
+def _show(planned: "DryRun") -> None:
+    from rich.console import Console
+
+    from ravnest.coordinator.plan_picture import PLAIN
+    from ravnest.coordinator.plan_text import print_plan
+
+    encoding = (sys.stdout.encoding or "").lower()
+    if "utf" in encoding:
+        print_plan(planned, Console(highlight=False, soft_wrap=False))
+        return
+    written = io.StringIO()
+    print_plan(planned, Console(file=written, highlight=False, width=Console().width))
+    text = written.getvalue().translate(PLAIN)
+    sys.stdout.write(text.encode(encoding or "ascii", "replace").decode(encoding or "ascii"))
+
+
+@contextmanager
+def _stdout_for_the_plan_alone() -> Iterator[None]:
+    """What the job file or a data loader's worker prints meanwhile goes to stderr."""
+    sys.stdout.flush()
+    try:
+        ours, theirs = sys.stdout.fileno(), sys.stderr.fileno()
+    except (OSError, ValueError):
+        # Not files, within a test or a notebook.
+        yield
+        return
+    kept = os.dup(ours)
+    os.dup2(theirs, ours)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, ours)
+        os.close(kept)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)

@@ -1,0 +1,121 @@
+"""`ravnest plan`: a job planned for machines of a file, and nothing run but the capture and the profile."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from ravnest.coordinator.interrupts import Interrupts
+from ravnest.coordinator.nodes_file import NodesFile
+from ravnest.coordinator.plan_parts import Parts
+from ravnest.coordinator.prepare import prepare
+from ravnest.job import Job
+from ravnest.jobfile import load_job
+from ravnest.overrides import apply_overrides
+from ravnest.planner.cluster import Cluster
+from ravnest.planner.explain import Explanation, explain
+from ravnest.planner.formation import form
+from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.plan import Plan
+from ravnest.planner.providers import Goal, Line, Network, Provider
+from ravnest.planner.rings import Ring, rings_of
+
+MOST_SEARCHED: Final = 12
+"""Up to so many machines, what would be with others is planned anew; for more, it is looked for close to the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """A plan with all that is needed to tell it."""
+
+    title: str
+    plan: Plan
+    providers: Mapping[str, Provider]
+    network: Network
+    goal: Goal
+    model: ModelCosts
+    parts: Parts
+    rings: tuple[Ring, ...] = ()
+    """Who averages with whom; none where there is one cluster."""
+    explanation: Explanation | None = None
+    """Why it is as it is, and what would make it better."""
+    devices: Mapping[str, str] = field(default_factory=dict)
+    """What the machines are, for the reader."""
+
+    def line_before(self, cluster: Cluster, stage: int) -> tuple[Line, Line] | None:
+        """The line from the stage before, and the one back; None for the first stage."""
+        if stage == 0:
+            return None
+        before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
+        return self.network.line(before, here), self.network.line(here, before)
+
+    def relayed(self, cluster: Cluster, stage: int) -> bool:
+        """Whether the requester passes on what this stage and the one before send one another."""
+        if stage == 0:
+            return False
+        before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
+        return self.network.relayed(before, here)
+
+    def staleness(self, cluster: Cluster) -> int:
+        """Updates between a microbatch's forward and its backward, at most, at the first stage."""
+        return -(-(cluster.in_flight - 1) // self.goal.accumulate)
+
+
+def goal_of(job: Job, most_clusters: int | None, least_stages: int) -> Goal:
+    """What the job fixes about its plan, for as many clusters as pay, and no more than these."""
+    pipeline = job.pipeline
+    return Goal(
+        in_flight=pipeline.in_flight,
+        max_staleness=pipeline.max_staleness,
+        accumulate=pipeline.accumulate,
+        most_clusters=most_clusters,
+        least_stages=least_stages,
+    )
+
+
+def dry_run(
+    reference: str,
+    nodes: NodesFile,
+    *,
+    title: str,
+    overrides: Sequence[str] = (),
+    most_clusters: int | None = None,
+    least_stages: int = 1,
+    seed: int = 0,
+    seconds: float | None = None,
+    interrupts: Interrupts,
+    tell: Callable[[str], None] = lambda phase: None,
+) -> DryRun:
+    """Captures and profiles the job here, and plans it for the machines of the file.
+
+    JobError or CaptureError where the job is at fault; PlanError where the model does not fit.
+    """
+    job = apply_overrides(load_job(reference), overrides)
+    interrupts.check()
+    prepared = prepare(job, torch.get_num_threads(), None, tell, interrupts.users_code)
+    costs, captured = prepared.costs, prepared.captured
+    providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second)
+    tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
+    model = ModelCosts.of(captured.graph, costs, {name: value.nbytes for name, value in captured.sample.items()})
+    goal = goal_of(job, most_clusters, least_stages)
+    plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
+    by_name = {provider.name: provider for provider in providers}
+    tell("looking at what would make it better")
+
+    def search(goal: Goal, network: Network, others: Sequence[Provider]) -> Plan:
+        return form(model, goal, network, others, seed=seed)
+
+    few = len(providers) <= MOST_SEARCHED
+    return DryRun(
+        title=title,
+        plan=plan,
+        providers=by_name,
+        network=nodes.network,
+        goal=goal,
+        model=model,
+        parts=Parts.of(captured.graph),
+        rings=rings_of(plan, model, nodes.network, by_name) if len(plan.clusters) > 1 else (),
+        explanation=explain(model, goal, nodes.network, by_name, plan, search if few else None),
+        devices=nodes.devices,
+    )
