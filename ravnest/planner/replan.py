@@ -135,16 +135,16 @@ def replan(
             if cluster in going_on:
                 found = [option for option in found if _leaves(option, mended, spares)]
             seen += found
-            mended = max([mended, *found], key=_preference)
+            mended = _choice(mended, found)
         best = max([best, mended], key=_preference)
     spare = plan.standbys if isinstance(change, Joined) else ()
     for _ in range(ROUNDS):
-        free = [name for name in best.plan.standbys if name not in plan.standbys]
+        free = [name for name in best.plan.standbys if name not in plan.standbys or name in weak]
         steps = improvements(case, best.plan, free, [name for name in spare if name in best.plan.standbys])
         found = [option for step in steps if _leaves(option := scales.after(best, step), best, spares)]
         seen += found
-        better = max(found, key=_preference, default=best)
-        if better.samples <= best.samples * (1 + _CLOSE):
+        better = _choice(best, found)
+        if better is best:
             break
         best = better
     best = scales.polished(best)
@@ -154,6 +154,19 @@ def replan(
 
 
 _CLOSE: Final = 1e-6
+
+_NEARLY: Final = 0.99
+"""A step that gains this share of what the best one does is as good, if it moves less."""
+
+
+def _choice(base: Option, found: Sequence[Option]) -> Option:
+    """The one that moves least of those that gain nearly the most; `base` where none gains anything."""
+    most = max((option.samples for option in found), default=0.0)
+    if most <= base.samples * (1 + _CLOSE):
+        return base
+    enough = base.samples + _NEARLY * (most - base.samples)
+    good = [option for option in found if option.samples >= enough]
+    return min(good, key=lambda option: (option.moved_bytes, len(option.steps), -option.samples))
 
 
 def _preference(option: Option) -> tuple[float, float, int]:
