@@ -2,8 +2,8 @@
 
 Brute force tries all partitions, all orders and the best cuts of each. The paper's rule is restated in
 benchmarks.planning.paper_rule; its plans are judged by our cost model, `gain` is how many times as much ours is
-predicted to do, and plans that do not fit into the memory, or fit in part of their clusters, are counted. Times are processor time of one thread: a busy
-machine makes them longer, but not as much as by the clock.
+predicted to do, and plans that do not fit into the memory, or fit in part of their clusters, are counted. Times are
+processor time of one thread: a busy machine makes them longer, but not as much as by the clock.
 """
 
 import importlib

@@ -11,8 +11,8 @@ prices; prices for which that sum is small are found by raising those of the par
 
 Averaging: if no stage takes longer than A to pass its provider's line, stages that would are left out of e, and of C
 clusters each loses at least 2(C-1)/C**2 * A * rate / every; the largest A that is not longer than what a plan has gives
-the bound. C is at most what memory allows: prices bound it just so, with price(i, j) itself in place of the earning. And
-every input leaves the requester's line once for every microbatch.
+the bound. C is at most what memory allows: prices bound it just so, with price(i, j) itself in place of the earning.
+And every input leaves the requester's line once for every microbatch.
 """
 
 import itertools

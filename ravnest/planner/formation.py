@@ -7,6 +7,7 @@ come together because that makes the fastest clusters; `likeness` says how alike
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.shortage import cannot_be_held, fitting_order
+
+
+_MORE_PLACES: Final = 101
 
 
 def form(
@@ -87,6 +91,9 @@ def _search(
 
     if len(providers) <= MOST:
         few = FewProviders(model, goal, network, providers)
+        if not few.can_hold_it:
+            # It may be that a stage fits only between places that a search otherwise leaves out.
+            few = FewProviders(model, goal, network, providers, _MORE_PLACES)
         return lambda standbys: few.best(standbys, enough if standbys else None)
     go_on = None
     if seconds is not None:

@@ -12,8 +12,8 @@ import numpy as np
 
 from ravnest.planner.chunks import KEYS, Runs, sorted_line
 from ravnest.planner.cluster import Cluster, memory_bytes
-from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates
+from ravnest.planner.finer import finer_cuts
 from ravnest.planner.genetic import evolved, regroup
 from ravnest.planner.improve import Grouping, Improver, Rules, filled
 from ravnest.planner.model_costs import ModelCosts
@@ -35,9 +35,6 @@ _GENETIC: Final = 200
 """Up to so many providers the genetic search takes part."""
 _STEPS: Final = 14
 """Of looking for the bonus that leaves enough providers out, or makes few enough clusters."""
-
-_FINE_PLACES: Final = 64
-"""A model with more places is cut in two steps: roughly, then exactly around the rough cuts."""
 
 
 class ManyProviders:
@@ -222,7 +219,7 @@ class ManyProviders:
         found = []
         for order in grouping.orders:
             providers = [self._providers[i] for i in order]
-            cluster = _cut(self._model, self._rough, self._goal, self._network, providers, bound)
+            cluster = finer_cuts(self._model, self._goal, self._network, providers, bound)
             if cluster is not None:
                 found.append(cluster)
         return found
@@ -306,27 +303,3 @@ def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
 def _budget(count: int) -> int:
     """Estimates for small changes: what keeps within the time that so many providers may take."""
     return int(np.interp(count, [9, 100, 1000, 10_000], [25_000, 40_000, 400_000, 2_400_000]))
-
-
-def _cut(
-    model: ModelCosts,
-    rough: ModelCosts,
-    goal: Goal,
-    network: Network,
-    order: Sequence[Provider],
-    bound: float,
-) -> Cluster | None:
-    """The best cuts in a model of few places; in one of many, the best near the best of few."""
-    if len(model.places) <= _FINE_PLACES:
-        return best_cuts(model, goal, network, order, bound)
-    cluster = best_cuts(rough, goal, network, order, bound)
-    if cluster is None:
-        return best_cuts(model.coarser(_FINE_PLACES), goal, network, order, bound)
-    index = {place: i for i, place in enumerate(model.places)}
-    kept = {0, model.last, *(index[p] for p in rough.places)}
-    reach = max(2, len(model.places) // len(rough.places))
-    for stage in cluster.stages[1:]:
-        middle = index[stage.start]
-        kept.update(i for i in range(middle - reach, middle + reach + 1) if 0 < i < model.last)
-    finer = best_cuts(model.at(sorted(kept)), goal, network, order, bound)
-    return finer or cluster

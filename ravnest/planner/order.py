@@ -13,6 +13,7 @@ import numpy as np
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates, Orders
+from ravnest.planner.finer import few_places, finer_cuts
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.providers import Goal, Network, Provider
 
@@ -52,7 +53,15 @@ def best_order(
     else:
         orders = _improved(estimates)
     candidates = [[providers[i] for i in order] for order in _best(estimates, orders, _CUT)]
-    return best_of(model, goal, network, candidates, averaging_seconds)
+    rough = few_places(model)
+    found = [best_cuts(rough, goal, network, order, averaging_seconds) for order in candidates]
+    ranked = sorted((c for c in found if c is not None), key=lambda cluster: -score(goal, cluster))
+    if rough is model:
+        return ranked[0] if ranked else None
+    by_name = {p.name: p for p in providers}
+    best_orders = [[by_name[name] for name in cluster.providers] for cluster in ranked[:2]] or candidates[:1]
+    finer = [finer_cuts(model, goal, network, order, averaging_seconds) for order in best_orders]
+    return max((c for c in finer if c is not None), key=lambda cluster: score(goal, cluster), default=None)
 
 
 def best_clusters(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> dict[int, Cluster]:
