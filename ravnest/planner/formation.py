@@ -19,7 +19,7 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.shortage import cannot_be_held, fitting_order
-
+from ravnest.planner.totals import totals
 
 _MORE_PLACES: Final = 101
 
@@ -95,12 +95,22 @@ def _search(
             # It may be that a stage fits only between places that a search otherwise leaves out.
             few = FewProviders(model, goal, network, providers, _MORE_PLACES)
         return lambda standbys: few.best(standbys, enough if standbys else None)
-    go_on = None
-    if seconds is not None:
-        deadline = time.monotonic() + seconds
-        go_on = lambda: time.monotonic() < deadline  # noqa: E731
-    many = ManyProviders(model, goal, network, providers, seed, go_on)
-    return lambda standbys: many.best(standbys, enough if standbys else None)
+    if seconds is None:
+        many = ManyProviders(model, goal, network, providers, seed, None)
+        return lambda standbys: many.best(standbys, enough if standbys else None)
+    deadline = time.monotonic() + seconds
+    by_name = {p.name: p for p in providers}
+    timed = ManyProviders(model, goal, network, providers, seed, lambda: time.monotonic() < deadline)
+
+    def again_and_again(standbys: int) -> Sequence[Cluster]:
+        """Every time the search takes other ways, by chance."""
+        best = timed.best(standbys, enough if standbys else None)
+        while best and time.monotonic() < deadline:
+            other = timed.best(standbys, enough if standbys else None)
+            best = max(best, other, key=lambda c: totals(goal, network, by_name, c).score if c else 0.0)
+        return best
+
+    return again_and_again
 
 
 def _known_plans(

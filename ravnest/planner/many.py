@@ -6,12 +6,13 @@ done with all of them. Budgets are counted in estimates, so that the same seed f
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from ravnest.planner.chunks import KEYS, Runs, sorted_line
-from ravnest.planner.cluster import Cluster, memory_bytes
+from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.estimates import Estimates
 from ravnest.planner.finer import finer_cuts
 from ravnest.planner.genetic import evolved, regroup
@@ -31,6 +32,9 @@ _FACTOR: Final = 0.7
 """By which a bound is changed."""
 _TRIES: Final = 8
 _SAMPLE_BUDGET: Final = 2000
+_ALONE: Final = 2000
+"""Of more providers, the best of them are looked at for a cluster that trains alone."""
+_CROWDED: Final = 20
 _GENETIC: Final = 200
 """Up to so many providers the genetic search takes part."""
 _STEPS: Final = 14
@@ -57,7 +61,8 @@ class ManyProviders:
         self._rough = coarse(model, 0, 25 if len(providers) <= 300 else 17)
         if self._rough.most_stages < self._sizes[0]:
             self._rough = coarse(model, self._sizes[-1])
-        self._estimates = Estimates(self._rough, goal, network, providers)
+        self._slowed = _sharing_cores(providers)
+        self._estimates = Estimates(self._rough, goal, network, self._slowed)
         crossing = (model.forward_bytes + model.backward_bytes)[1:-1]
         self._crossing_bytes = float(np.median(crossing)) if len(crossing) else 0.0
         self._fed_bytes = float(sum(model.input_bytes))
@@ -66,27 +71,86 @@ class ManyProviders:
         """The best clusters found that leave at least so many providers without a stage, of those that are allowed;
         none where none was found."""
         budget = _budget(len(self._providers))
-        found: list[tuple[float, float, Grouping]] = []
-        for bound, key in self._tried_out(standbys)[: 3 if len(self._providers) <= 2000 else 2]:
-            self._estimates.limit_averaging(bound)
-            grouping = self._grouped(self._estimates, key, bound, standbys)
-            if grouping.orders:
-                found.append((self._score(grouping, bound), bound, grouping))
-        if not found:
-            return ()
-        _, bound, grouping = max(found, key=lambda one: one[0])
-        grouping = self._better(grouping, bound, standbys, int(0.3 * budget))
+        groupings = [self._one_cluster(standbys, budget // 8)]
+        if self._goal.most_clusters != 1:
+            groupings.append(self._several(standbys, budget))
         best: tuple[Cluster, ...] = ()
         best_score = 0.0
-        bound, grouping = self._other_bounds(grouping, bound, standbys, int(0.7 * budget))
-        clusters = self._finished(grouping, bound)
-        for choice in self._trimmed(clusters):
-            score = totals(self._goal, self._network, self._by_name, choice).score
-            if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
-                best, best_score = choice, score
-        if not best and allowed is not None:
-            best = self._fewer(clusters, allowed)
-        return best
+        for bound, rough in groupings:
+            grouping = self._reordered(rough, bound)
+            for slowed in (False, True) if self._slowed is not self._providers else (False,):
+                clusters = self._finished(grouping, bound, slowed)
+                choices = self._trimmed(clusters)
+                if allowed is not None:
+                    choices = [choice for choice in choices if allowed(choice)] or [self._fewer(clusters, allowed)]
+                for choice in choices:
+                    score = self._exact_score(choice)
+                    if score > best_score * (1 + 1e-9):
+                        best, best_score = choice, score
+        return self._without_crowding(best, best_score) if allowed is None else best
+
+    def _several(self, standbys: int, budget: int) -> tuple[float, Grouping]:
+        """The best grouping found, and the bound on averaging that it keeps to."""
+        found: list[tuple[float, float, Grouping]] = []
+        for bound, key in self._tried_out(standbys):
+            self._estimates.limit_averaging(bound)
+            grouping = self._grouped(self._estimates, key, bound, standbys)
+            found.append((self._score(grouping, bound), bound, grouping))
+        _, bound, grouping = max(found, key=lambda one: one[0])
+        grouping = self._better(grouping, bound, standbys, int(0.3 * budget))
+        return self._other_bounds(grouping, bound, standbys, int(0.7 * budget))
+
+    def _one_cluster(self, standbys: int, budget: int) -> tuple[float, Grouping]:
+        """The best cluster found that trains alone, and so averages with nobody."""
+        self._estimates.limit_averaging(math.inf)
+        found = []
+        for key in KEYS[:2] if len(self._providers) > 1000 else KEYS:
+            line = sorted_line(self._providers, key)
+            runs = Runs.of(self._estimates, line[:_ALONE], self._sizes)
+            tops = [(float(rates.max()), size, int(rates.argmax())) for size, rates in runs.rates.items()]
+            rate, size, start = max(tops, default=(0.0, 0, 0))
+            if rate:
+                found.append((rate, tuple(int(i) for i in runs.orders[size][start])))
+        if not found:
+            return math.inf, Grouping([], [], list(range(len(self._providers))))
+        improver = Improver(self._estimates, self._rng)
+        better = []
+        for number, (rate, order) in enumerate(sorted(found, reverse=True)[:3], 1):
+            free = sorted(set(range(len(self._providers))).difference(order))
+            grouping = Grouping([order], [rate], free)
+            rules = replace(self._rules(grouping, math.inf, standbys, len(self._providers)), most_clusters=1)
+
+            def go_on(most: int = number * budget // 3) -> bool:
+                return improver.looked_at < most and (self._go_on is None or self._go_on())
+
+            better.append(improver.improved(grouping, rules, go_on, proposals=100))
+        return math.inf, max(better, key=lambda grouping: grouping.together)
+
+    def _reordered(self, grouping: Grouping, bound: float) -> Grouping:
+        """The same clusters in better orders, looked at closely."""
+        self._estimates.limit_averaging(bound)
+        self._estimates.fine = True
+        found = Improver(self._estimates, self._rng).reordered(grouping)
+        self._estimates.fine = False
+        return found
+
+    def _exact_score(self, clusters: Sequence[Cluster]) -> float:
+        return totals(self._goal, self._network, self._by_name, clusters).score if clusters else 0.0
+
+    def _without_crowding(self, clusters: tuple[Cluster, ...], score: float) -> tuple[Cluster, ...]:
+        """The clusters without those that cost others, on the same hosts, more than they bring."""
+        crowded = {p.name for p, slowed in zip(self._providers, self._slowed, strict=True) if p is not slowed}
+        for _ in range(_CROWDED):
+            without = [
+                tuple(c for c in clusters if c is not one)
+                for one in clusters
+                if len(clusters) > 1 and crowded.intersection(one.providers)
+            ]
+            best = max(without[:_CROWDED], key=self._exact_score, default=())
+            if self._exact_score(best) <= score:
+                break
+            clusters, score = best, self._exact_score(best)
+        return clusters
 
     def _fewer(self, clusters: Sequence[Cluster], allowed: Callable[[Sequence[Cluster]], bool]) -> tuple[Cluster, ...]:
         """The fastest of these clusters that are allowed together: those of the others stand by."""
@@ -99,7 +163,7 @@ class ManyProviders:
     def _other_bounds(self, grouping: Grouping, bound: float, standbys: int, budget: int) -> tuple[float, Grouping]:
         """The grouping, improved within longer and shorter bounds on averaging, as long as that makes it better."""
         best, best_score = (bound, grouping), self._score(grouping, bound)
-        if not math.isfinite(bound) or self._goal.most_clusters == 1:
+        if not math.isfinite(bound):
             return bound, self._better(grouping, bound, standbys, budget)
         factor, tries = _FACTOR, 0
         part = budget // _TRIES
@@ -134,12 +198,10 @@ class ManyProviders:
     def _tried_out(self, standbys: int) -> list[tuple[float, str]]:
         """Bounds on averaging and keys to sort by, the most promising first."""
         step = max(1, len(self._providers) // _SAMPLE)
-        sample = [self._providers[i] for i in sorted_line(self._providers, "both")[step // 2 :: step]]
+        sample = [self._slowed[i] for i in sorted_line(self._providers, "both")[step // 2 :: step]]
         estimates = Estimates(self._rough, self._goal, self._network, sample)
         share = standbys // step
         bounds = averaging_bounds(self._model, self._providers, _BOUNDS)
-        if self._goal.most_clusters == 1:
-            bounds = [math.inf]
         scored: dict[float, float] = {}
         groupings: dict[float, Grouping] = {}
         for bound in bounds:
@@ -214,12 +276,16 @@ class ManyProviders:
             bonus=cluster_bonus(self._goal, self._model.samples, grouping.together, len(grouping.orders), bound),
         )
 
-    def _finished(self, grouping: Grouping, bound: float) -> list[Cluster]:
-        """Exact cuts for every cluster, in the order that is best of it and what one exchange makes of it."""
+    def _finished(self, grouping: Grouping, bound: float, slowed: bool) -> list[Cluster]:
+        """Exact cuts for every cluster; with `slowed`, for providers that have their part of their host's cores."""
         found = []
         for order in grouping.orders:
             providers = [self._providers[i] for i in order]
-            cluster = finer_cuts(self._model, self._goal, self._network, providers, bound)
+            cut_for = [self._slowed[i] for i in order] if slowed else providers
+            cluster = finer_cuts(self._model, self._goal, self._network, cut_for, bound)
+            if cluster is not None and slowed:
+                cuts = [self._model.places.index(stage.start) for stage in cluster.stages[1:]]
+                cluster = cluster_of(self._model, self._goal, self._network, providers, cuts, cluster.in_flight)
             if cluster is not None:
                 found.append(cluster)
         return found
@@ -286,6 +352,23 @@ def _within(
         while chosen and left_out(chosen) < standbys:
             chosen.remove(min(chosen, key=lambda one: one[1]))
     return chosen
+
+
+def _sharing_cores(providers: Sequence[Provider]) -> Sequence[Provider]:
+    """The providers, those of a host that has not enough cores for all of them as slow as that makes them."""
+    wanted: dict[str, int] = {}
+    for provider in providers:
+        if provider.host:
+            wanted[provider.host] = wanted.get(provider.host, 0) + provider.threads
+    if not any(p.host and wanted[p.host] > p.cores for p in providers):
+        return providers
+    found = []
+    for provider in providers:
+        share = min(1.0, provider.cores / wanted[provider.host]) if provider.host else 1.0
+        compute, memory = provider.compute_speed * share, provider.memory_speed * share
+        slowed = replace(provider, compute_speed=compute, memory_speed=memory)
+        found.append(slowed if share < 1 else provider)
+    return found
 
 
 def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list[int]:

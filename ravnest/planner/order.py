@@ -3,6 +3,7 @@
 Orders are compared by estimates on a model with few places, thousands at a time; the best of them get exact cuts.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -147,9 +148,9 @@ def _improved(estimates: Estimates) -> Orders:
     count = estimates.count
     kept = np.argsort(-rates, kind="stable")[: 5 if count <= 8 else 3 if count <= 12 else 1]
     orders, rates = orders[kept], rates[kept]
-    changes = _changes(count)
+    tries = changes(count)
     for _ in range(_ROUNDS):
-        tried = orders[:, changes].reshape(-1, count)
+        tried = orders[:, tries].reshape(-1, count)
         tried_rates, _ = estimates.rates(tried)
         by_start = tried_rates.reshape(len(orders), -1)
         at = np.argmax(by_start, axis=1)
@@ -183,7 +184,8 @@ def plausible_orders(providers: Sequence[Provider]) -> Orders:
     return np.array([inside, inside[::-1], by_memory, by_speed, by_speed[::-1], by_latency, hosts, list(everyone)])
 
 
-def _changes(count: int) -> Orders:
+@functools.cache
+def changes(count: int) -> Orders:
     """All exchanges of two positions, and all moves of one; in a large order over a short distance."""
     reach = count if count <= 10 else 4
     rows: set[tuple[int, ...]] = set()
@@ -194,7 +196,7 @@ def _changes(count: int) -> Orders:
             moved = list(range(count))
             moved.insert(j, moved.pop(i))
             rows.update((tuple(exchanged), tuple(moved)))
-    return np.array(sorted(rows))
+    return np.array(sorted(rows)).reshape(len(rows), count)
 
 
 def _best(estimates: Estimates, orders: Orders, most: int) -> Orders:
