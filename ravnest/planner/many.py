@@ -23,7 +23,7 @@ from ravnest.planner.order import coarse
 from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.totals import totals
 
-_SAMPLE: Final = 96
+_SAMPLE: Final = 64
 """Providers on which bounds and sort keys are tried out."""
 
 _BOUNDS: Final = 9
@@ -31,10 +31,12 @@ _PROMISING: Final = 3
 _FACTOR: Final = 0.7
 """By which a bound is changed."""
 _TRIES: Final = 8
-_SAMPLE_BUDGET: Final = 2000
+_SAMPLE_BUDGET: Final = 1500
 _ALONE: Final = 2000
 """Of more providers, the best of them are looked at for a cluster that trains alone."""
 _CROWDED: Final = 20
+_RELAY_COSTS: Final = (0.0, 0.3, 1.0)
+"""Shares of its rate that a cluster may be taken to lose for a relay."""
 _GENETIC: Final = 200
 """Up to so many providers the genetic search takes part."""
 _STEPS: Final = 14
@@ -197,33 +199,37 @@ class ManyProviders:
 
     def _tried_out(self, standbys: int) -> list[tuple[float, str]]:
         """Bounds on averaging and keys to sort by, the most promising first."""
-        step = max(1, len(self._providers) // _SAMPLE)
+        step = max(1, round(len(self._providers) / _SAMPLE))
         sample = [self._slowed[i] for i in sorted_line(self._providers, "both")[step // 2 :: step]]
         estimates = Estimates(self._rough, self._goal, self._network, sample)
         share = standbys // step
         bounds = averaging_bounds(self._model, self._providers, _BOUNDS)
         scored: dict[float, float] = {}
-        groupings: dict[float, Grouping] = {}
         for bound in bounds:
             estimates.limit_averaging(bound)
-            groupings[bound] = self._grouped(estimates, "both", bound, share)
-            scored[bound] = self._score(groupings[bound], bound, estimates, step)
+            scored[bound] = self._score(self._grouped(estimates, "both", bound, share), bound, estimates, step)
         promising = sorted(bounds, key=lambda b: -scored[b])[:_PROMISING]
-        for bound in promising:
-            # Neighbours in a line are a beginning; how good it can become differs from bound to bound.
-            better = self._improved(estimates, groupings[bound], bound, share, _SAMPLE_BUDGET)
-            scored[bound] = self._score(better, bound, estimates, step)
-        best = max(promising, key=lambda b: scored[b])
+
+        def improved(bound: float) -> float:
+            """Neighbours in a line are a beginning; how good it can become differs."""
+            estimates.limit_averaging(bound)
+            grouping = self._grouped(estimates, "both", bound, share)
+            return self._score(
+                self._improved(estimates, grouping, bound, share, _SAMPLE_BUDGET), bound, estimates, step
+            )
+
+        if self._relays_matter:
+            by_cost: dict[float, float] = {}
+            for cost in _RELAY_COSTS:
+                estimates.relay_cost = cost
+                by_cost[cost] = improved(promising[0])
+            estimates.relay_cost = max(_RELAY_COSTS, key=lambda cost: by_cost[cost])
+        self._estimates.relay_cost = estimates.relay_cost
+        by_bound = {bound: improved(bound) for bound in promising}
+        best = max(promising, key=lambda b: by_bound[b])
         estimates.limit_averaging(best)
         by_key = {key: self._score(self._grouped(estimates, key, best, share), best, estimates, step) for key in KEYS}
-        keys = sorted(KEYS, key=lambda k: -by_key[k])
-        costs = [0.0, 0.3, 1.0] if self._relays_matter else [0.0]
-        by_cost: dict[float, float] = {}
-        for cost in costs:
-            estimates.relay_cost = cost
-            by_cost[cost] = self._score(self._grouped(estimates, keys[0], best, share), best, estimates, step)
-        self._estimates.relay_cost = max(costs, key=lambda cost: by_cost[cost])
-        return [(best, key) for key in keys[:2]]
+        return [(best, key) for key in sorted(KEYS, key=lambda k: -by_key[k])[:2]]
 
     @property
     def _relays_matter(self) -> bool:
