@@ -2,8 +2,9 @@
 
 Brute force tries all partitions, all orders and the best cuts of each. The paper's rule is restated in
 benchmarks.planning.paper_rule; its plans are judged by our cost model, `gain` is how many times as much ours is
-predicted to do, and plans that do not fit into the memory, or fit in part of their clusters, are counted. Times are processor time of one thread: a busy
-machine makes them longer, but not as much as by the clock.
+predicted to do, and plans that do not fit into the memory, or fit in part of their clusters, are counted as `unfit` and
+`partly unfit`. A case "20 of 6" is 20 instances of 6 providers; `of bound` is the share of an upper bound that no plan
+can reach in full. Times are processor time of one thread: a busy machine makes them longer, but less than by the clock.
 """
 
 import importlib
@@ -72,11 +73,11 @@ def _small(quick: bool) -> tuple[list[Row], list[Target]]:
             if compared is not None:
                 found.append(compared)
         everything += found
-        rows.append(_small_row(f"{count} providers, {instances} instances", found))
+        rows.append(_small_row(f"{instances} of {count}", found))
         say(
             f"{count} providers: mean {rows[-1]['mean_of_best']:.4f} of the best, worst {rows[-1]['worst_of_best']:.4f}"
         )
-    rows.append(_small_row(f"all {len(everything)} instances", everything))
+    rows.append(_small_row(f"all {len(everything)}", everything))
     shares = [min(1.0, one.share) for one in everything]
     return rows, [
         Target("plans of up to 7 providers: mean share of the best", statistics.mean(shares), 0.99),
@@ -106,8 +107,8 @@ def _small_row(case: str, found: Sequence[_Compared]) -> dict[str, object]:
         "gain_median": statistics.median(gains) if gains else None,
         "gain_least": min(gains, default=None),
         "gain_most": max(gains, default=None),
-        "paper_unfit": f"{sum(not one.paper.score for one in found)} of {len(found)}",
-        "paper_partly_unfit": f"{sum(0 < one.paper.fitting < one.paper.clusters for one in found)} of {len(found)}",
+        "unfit": sum(not one.paper.score for one in found),
+        "partly_unfit": sum(0 < one.paper.fitting < one.paper.clusters for one in found),
     }
     return row
 
@@ -125,7 +126,7 @@ def _cuts(quick: bool) -> tuple[list[Row], list[Target]]:
             shares.append(score(instance.goal, cluster) / best)
     say(f"cuts: worst {min(shares):.6f} of the best of all, in {len(shares)} orders")
     row = {
-        "case": f"cuts for a given order, {len(shares)} orders",
+        "case": f"cuts of {len(shares)}",
         "mean_of_best": statistics.mean(shares),
         "worst_of_best": min(shares),
     }
@@ -149,11 +150,10 @@ def _large(quick: bool) -> tuple[list[Row], list[Target]]:
             bound = upper_bound(instance.model, instance.goal, instance.network, instance.providers)
             rows.append(
                 {
-                    "case": instance.name,
+                    "case": f"{count:,}, seed {seed}",
                     "seconds": seconds,
                     "clusters": len(plan.clusters),
-                    "stages_mean": statistics.mean(len(cluster.stages) for cluster in plan.clusters),
-                    "of_upper_bound": plan.score / bound,
+                    "of_bound": plan.score / bound,
                 }
             )
             say(f"{instance.name}: {seconds:.1f} s, {plan.score / bound:.2f} of the upper bound")

@@ -1,8 +1,8 @@
 """The paper's rule for clusters, restated (arXiv 2401.01728): a genetic search over who is in which cluster.
 
 Its fitness looks only at how much RAM a cluster lacks against the model's need, and at how much RAM and bandwidth
-differ inside clusters. As many clusters are looked for as the RAM of all could hold; a model is cut into equal shares by size.
-Speeds, the order of stages, what crosses a cut and what averaging takes play no part.
+differ inside clusters. As many clusters are looked for as the RAM of all could hold; a model is cut into equal
+shares by size. Speeds, the order of stages, what crosses a cut and what averaging takes play no part.
 """
 
 import itertools

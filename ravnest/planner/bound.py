@@ -9,10 +9,11 @@ from place i to place j, and its cluster cannot be faster than that stage: so it
 with the seconds that computing takes, or its own line. All clusters together make no more than the sum of e, for any
 prices; prices for which that sum is small are found by raising those of the parts that hold the least earners.
 
-Averaging: if no stage takes longer than A to pass its provider's line, stages that would are left out of e, and of C
-clusters each loses at least 2(C-1)/C**2 * A * rate / every; the largest A that is not longer than what a plan has gives
-the bound. C is at most what memory allows: prices bound it just so, with price(i, j) itself in place of the earning. And
-every input leaves the requester's line once for every microbatch.
+Averaging: where no stage takes longer than A to pass its provider's line, stages that would are left out of e; and of C
+clusters with the rate R together each round takes 2(C-1)/C * A. A plan lies between two such A: it can do no more than
+the longer allows, and loses no less than the shorter takes. Many clusters lose less, and are slower each: for any bonus
+b on a cluster, R + b C is at most the sum of e with price(i, j) * (1 / seconds + b), by the same argument. And every
+input leaves the requester's line once for every microbatch.
 """
 
 import itertools
@@ -30,6 +31,8 @@ from ravnest.planner.providers import Goal, Network, Provider
 
 _STEPS: Final = 20
 _BOUNDS: Final = 24
+_BONUSES: Final = (0.3, 1.0, 3.0, 10.0)
+"""On a cluster, against the rate that one has on average."""
 _SAMPLE: Final = 400
 """Providers by which prices are found; the bound itself is that of all of them."""
 
@@ -58,10 +61,17 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
     best = _one_cluster(model, speed)
     fed = sum(model.input_bytes)
     most_fed = model.samples * network.requester.up_bytes_per_second / fed if fed else math.inf
+    counts = np.unique(np.geomspace(2, clusters, 200).round())
     for shorter, longer in itertools.pairwise([*bounds, math.inf]):
-        rate = min(most_fed, model.samples * _least_sum(np.where(averaging <= longer, speed, 0), model))
-        score = score_of(goal, model.samples, np.array(rate), np.array(float(clusters)), shorter)
-        best = max(best, float(score))
+        within = averaging <= longer
+        rates = np.full(len(counts), most_fed)
+        fastest = _least_sum(np.where(within, speed, 0), model)
+        for bonus in (0.0, *(fastest / clusters * factor for factor in _BONUSES)):
+            most = _least_sum(np.where(within & fits, speed + bonus, 0), model) if bonus else fastest
+            # Between two counts that are looked at there are others: the fewer may be as fast as the fewest.
+            fewer = np.concatenate([[2.0], counts[:-1]])
+            rates = np.minimum(rates, model.samples * np.maximum(0.0, most - bonus * fewer))
+        best = max(best, float(score_of(goal, model.samples, rates, counts, shorter).max()))
     return best
 
 

@@ -47,7 +47,7 @@ class Estimates:
         fine: bool = False,
     ) -> None:
         """With `fine`, orders whose round trip stands against their slowest stage are looked at more closely."""
-        self._fine = fine
+        self.fine = fine
         self.model, self.goal, self.network, self.providers = model, goal, network, providers
         self.count = len(providers)
         self.looked_at = 0
@@ -145,7 +145,7 @@ class Estimates:
             ahead = wanted[open_]
             could = np.minimum(possible[open_], self.model.samples * self._number[np.maximum(ahead, 0)] / way[open_])
             open_ = open_[(ahead > 0) & (could > best[open_] * 1.001)]
-        if self._fine:
+        if self.fine:
             self._closer(rows, lines, best_at, best, possible)
         return best, self._number[best_at].astype(np.int64)
 

@@ -14,9 +14,10 @@ import numpy as np
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates, Orders
+from ravnest.planner.finer import few_places, finer_cuts
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.objective import averaging_bounds, score_of
-from ravnest.planner.order import coarse, ranked_orders
+from ravnest.planner.order import PLACES, coarse, ranked_orders
 from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.totals import totals
 
@@ -31,15 +32,25 @@ _CUT: Final = 24
 """Partitions that get exact cuts."""
 
 _CUT_ORDERS: Final = 3
+_FINER: Final = 3
+"""Partitions that are cut in a model of many places."""
 
 
 class FewProviders:
     """The clusters that few providers can make."""
 
-    def __init__(self, model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> None:
+    def __init__(
+        self,
+        model: ModelCosts,
+        goal: Goal,
+        network: Network,
+        providers: Sequence[Provider],
+        places: int = PLACES,
+    ) -> None:
         self._model, self._goal, self._network, self._providers = model, goal, network, providers
         self._by_name = {p.name: p for p in providers}
-        self._estimates = Estimates(coarse(model, len(providers)), goal, network, providers, fine=True)
+        self._rough = few_places(model)
+        self._estimates = Estimates(coarse(model, len(providers), places), goal, network, providers, fine=True)
         self._orders = {
             members: orders
             for members, orders in ranked_orders(self._estimates).items()
@@ -59,17 +70,26 @@ class FewProviders:
         partitions = [p for p in self._partitions() if len(self._providers) - _members(p).bit_count() >= standbys]
         if not partitions:
             return ()
-        best: tuple[Cluster, ...] = ()
-        best_score = 0.0
+        scored: list[tuple[float, float, tuple[Cluster, ...]]] = []
         for partition, bound in self._promising(partitions):
             clusters = [self._cluster(members, bound) for members in partition]
             found = tuple(c for c in clusters if c is not None)
             if len(found) < len(clusters) or (allowed is not None and not allowed(found)):
                 continue
-            score = self._score(*found)
-            if score > best_score * (1 + 1e-9):
-                best, best_score = found, score
-        return best
+            scored.append((self._score(*found), bound, found))
+        scored.sort(key=lambda one: -one[0])
+        if self._rough is self._model:
+            return scored[0][2] if scored else ()
+        finer = [self._finer(clusters, bound) for _, bound, clusters in scored[:_FINER]]
+        return max(finer, key=lambda clusters: self._score(*clusters), default=())
+
+    def _finer(self, clusters: Sequence[Cluster], bound: float) -> tuple[Cluster, ...]:
+        """The same clusters, cut in the model with all its places."""
+        found = []
+        for cluster in clusters:
+            order = [self._by_name[name] for name in cluster.providers]
+            found.append(finer_cuts(self._model, self._goal, self._network, order, bound) or cluster)
+        return tuple(found)
 
     def _promising(self, partitions: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], float]]:
         """Partitions with the bound on averaging that they are best with, the most promising first."""
@@ -140,7 +160,7 @@ class FewProviders:
         if key not in self._clusters:
             orders = self._rates_within(bound)[1][members][:_CUT_ORDERS]
             rows = [[self._providers[i] for i in order] for order in orders]
-            found = [best_cuts(self._model, self._goal, self._network, row, bound) for row in rows]
+            found = [best_cuts(self._rough, self._goal, self._network, row, bound) for row in rows]
             self._clusters[key] = max((c for c in found if c is not None), key=self._score, default=None)
         return self._clusters[key]
 

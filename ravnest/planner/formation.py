@@ -7,6 +7,7 @@ come together because that makes the fastest clusters; `likeness` says how alike
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.shortage import cannot_be_held, fitting_order
+from ravnest.planner.totals import totals
+
+_MORE_PLACES: Final = 101
 
 
 def form(
@@ -87,13 +91,26 @@ def _search(
 
     if len(providers) <= MOST:
         few = FewProviders(model, goal, network, providers)
+        if not few.can_hold_it:
+            # It may be that a stage fits only between places that a search otherwise leaves out.
+            few = FewProviders(model, goal, network, providers, _MORE_PLACES)
         return lambda standbys: few.best(standbys, enough if standbys else None)
-    go_on = None
-    if seconds is not None:
-        deadline = time.monotonic() + seconds
-        go_on = lambda: time.monotonic() < deadline  # noqa: E731
-    many = ManyProviders(model, goal, network, providers, seed, go_on)
-    return lambda standbys: many.best(standbys, enough if standbys else None)
+    if seconds is None:
+        many = ManyProviders(model, goal, network, providers, seed, None)
+        return lambda standbys: many.best(standbys, enough if standbys else None)
+    deadline = time.monotonic() + seconds
+    by_name = {p.name: p for p in providers}
+    timed = ManyProviders(model, goal, network, providers, seed, lambda: time.monotonic() < deadline)
+
+    def again_and_again(standbys: int) -> Sequence[Cluster]:
+        """Every time the search takes other ways, by chance."""
+        best = timed.best(standbys, enough if standbys else None)
+        while best and time.monotonic() < deadline:
+            other = timed.best(standbys, enough if standbys else None)
+            best = max(best, other, key=lambda c: totals(goal, network, by_name, c).score if c else 0.0)
+        return best
+
+    return again_and_again
 
 
 def _known_plans(

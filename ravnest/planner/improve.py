@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ravnest.planner.estimates import Estimates, Orders
+from ravnest.planner.order import changes
 
 Order = tuple[int, ...]
 
@@ -59,6 +60,24 @@ class Improver:
         while go_on() and quiet < 12:
             found = self._round(now, rules, proposals)
             quiet = 0 if found else quiet + 1
+        return now
+
+    def reordered(self, grouping: Grouping, rounds: int = 3) -> Grouping:
+        """The same clusters, each in the best order that moving one provider, or exchanging two, leads to."""
+        now = grouping.copy()
+        now.rates = self.rates(now.orders)
+        open_ = [c for c, order in enumerate(now.orders) if len(order) > 1]
+        for _ in range(rounds):
+            tried = [
+                (c, tuple(row)) for c in open_ for row in np.array(now.orders[c])[changes(len(now.orders[c]))].tolist()
+            ]
+            found: dict[int, tuple[float, Order]] = {}
+            for (c, order), rate in zip(tried, self.rates([order for _, order in tried]), strict=True):
+                if rate > max(now.rates[c] * (1 + 1e-6), found.get(c, (0.0,))[0]):
+                    found[c] = rate, order
+            for c, (rate, order) in found.items():
+                now.orders[c], now.rates[c] = order, rate
+            open_ = sorted(found)
         return now
 
     def rates(self, orders: Sequence[Order]) -> list[float]:

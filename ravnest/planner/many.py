@@ -6,14 +6,15 @@ done with all of them. Budgets are counted in estimates, so that the same seed f
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from ravnest.planner.chunks import KEYS, Runs, sorted_line
-from ravnest.planner.cluster import Cluster, memory_bytes
-from ravnest.planner.cuts import best_cuts
+from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.estimates import Estimates
+from ravnest.planner.finer import finer_cuts
 from ravnest.planner.genetic import evolved, regroup
 from ravnest.planner.improve import Grouping, Improver, Rules, filled
 from ravnest.planner.model_costs import ModelCosts
@@ -22,7 +23,7 @@ from ravnest.planner.order import coarse
 from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.totals import totals
 
-_SAMPLE: Final = 96
+_SAMPLE: Final = 64
 """Providers on which bounds and sort keys are tried out."""
 
 _BOUNDS: Final = 9
@@ -30,14 +31,16 @@ _PROMISING: Final = 3
 _FACTOR: Final = 0.7
 """By which a bound is changed."""
 _TRIES: Final = 8
-_SAMPLE_BUDGET: Final = 2000
+_SAMPLE_BUDGET: Final = 1500
+_ALONE: Final = 2000
+"""Of more providers, the best of them are looked at for a cluster that trains alone."""
+_CROWDED: Final = 20
+_RELAY_COSTS: Final = (0.0, 0.3, 1.0)
+"""Shares of its rate that a cluster may be taken to lose for a relay."""
 _GENETIC: Final = 200
 """Up to so many providers the genetic search takes part."""
 _STEPS: Final = 14
 """Of looking for the bonus that leaves enough providers out, or makes few enough clusters."""
-
-_FINE_PLACES: Final = 64
-"""A model with more places is cut in two steps: roughly, then exactly around the rough cuts."""
 
 
 class ManyProviders:
@@ -60,7 +63,8 @@ class ManyProviders:
         self._rough = coarse(model, 0, 25 if len(providers) <= 300 else 17)
         if self._rough.most_stages < self._sizes[0]:
             self._rough = coarse(model, self._sizes[-1])
-        self._estimates = Estimates(self._rough, goal, network, providers)
+        self._slowed = _sharing_cores(providers)
+        self._estimates = Estimates(self._rough, goal, network, self._slowed)
         crossing = (model.forward_bytes + model.backward_bytes)[1:-1]
         self._crossing_bytes = float(np.median(crossing)) if len(crossing) else 0.0
         self._fed_bytes = float(sum(model.input_bytes))
@@ -69,27 +73,86 @@ class ManyProviders:
         """The best clusters found that leave at least so many providers without a stage, of those that are allowed;
         none where none was found."""
         budget = _budget(len(self._providers))
-        found: list[tuple[float, float, Grouping]] = []
-        for bound, key in self._tried_out(standbys)[: 3 if len(self._providers) <= 2000 else 2]:
-            self._estimates.limit_averaging(bound)
-            grouping = self._grouped(self._estimates, key, bound, standbys)
-            if grouping.orders:
-                found.append((self._score(grouping, bound), bound, grouping))
-        if not found:
-            return ()
-        _, bound, grouping = max(found, key=lambda one: one[0])
-        grouping = self._better(grouping, bound, standbys, int(0.3 * budget))
+        groupings = [self._one_cluster(standbys, budget // 8)]
+        if self._goal.most_clusters != 1:
+            groupings.append(self._several(standbys, budget))
         best: tuple[Cluster, ...] = ()
         best_score = 0.0
-        bound, grouping = self._other_bounds(grouping, bound, standbys, int(0.7 * budget))
-        clusters = self._finished(grouping, bound)
-        for choice in self._trimmed(clusters):
-            score = totals(self._goal, self._network, self._by_name, choice).score
-            if score > best_score * (1 + 1e-9) and (allowed is None or allowed(choice)):
-                best, best_score = choice, score
-        if not best and allowed is not None:
-            best = self._fewer(clusters, allowed)
-        return best
+        for bound, rough in groupings:
+            grouping = self._reordered(rough, bound)
+            for slowed in (False, True) if self._slowed is not self._providers else (False,):
+                clusters = self._finished(grouping, bound, slowed)
+                choices = self._trimmed(clusters)
+                if allowed is not None:
+                    choices = [choice for choice in choices if allowed(choice)] or [self._fewer(clusters, allowed)]
+                for choice in choices:
+                    score = self._exact_score(choice)
+                    if score > best_score * (1 + 1e-9):
+                        best, best_score = choice, score
+        return self._without_crowding(best, best_score) if allowed is None else best
+
+    def _several(self, standbys: int, budget: int) -> tuple[float, Grouping]:
+        """The best grouping found, and the bound on averaging that it keeps to."""
+        found: list[tuple[float, float, Grouping]] = []
+        for bound, key in self._tried_out(standbys):
+            self._estimates.limit_averaging(bound)
+            grouping = self._grouped(self._estimates, key, bound, standbys)
+            found.append((self._score(grouping, bound), bound, grouping))
+        _, bound, grouping = max(found, key=lambda one: one[0])
+        grouping = self._better(grouping, bound, standbys, int(0.3 * budget))
+        return self._other_bounds(grouping, bound, standbys, int(0.7 * budget))
+
+    def _one_cluster(self, standbys: int, budget: int) -> tuple[float, Grouping]:
+        """The best cluster found that trains alone, and so averages with nobody."""
+        self._estimates.limit_averaging(math.inf)
+        found = []
+        for key in KEYS[:2] if len(self._providers) > 1000 else KEYS:
+            line = sorted_line(self._providers, key)
+            runs = Runs.of(self._estimates, line[:_ALONE], self._sizes)
+            tops = [(float(rates.max()), size, int(rates.argmax())) for size, rates in runs.rates.items()]
+            rate, size, start = max(tops, default=(0.0, 0, 0))
+            if rate:
+                found.append((rate, tuple(int(i) for i in runs.orders[size][start])))
+        if not found:
+            return math.inf, Grouping([], [], list(range(len(self._providers))))
+        improver = Improver(self._estimates, self._rng)
+        better = []
+        for number, (rate, order) in enumerate(sorted(found, reverse=True)[:3], 1):
+            free = sorted(set(range(len(self._providers))).difference(order))
+            grouping = Grouping([order], [rate], free)
+            rules = replace(self._rules(grouping, math.inf, standbys, len(self._providers)), most_clusters=1)
+
+            def go_on(most: int = number * budget // 3) -> bool:
+                return improver.looked_at < most and (self._go_on is None or self._go_on())
+
+            better.append(improver.improved(grouping, rules, go_on, proposals=100))
+        return math.inf, max(better, key=lambda grouping: grouping.together)
+
+    def _reordered(self, grouping: Grouping, bound: float) -> Grouping:
+        """The same clusters in better orders, looked at closely."""
+        self._estimates.limit_averaging(bound)
+        self._estimates.fine = True
+        found = Improver(self._estimates, self._rng).reordered(grouping)
+        self._estimates.fine = False
+        return found
+
+    def _exact_score(self, clusters: Sequence[Cluster]) -> float:
+        return totals(self._goal, self._network, self._by_name, clusters).score if clusters else 0.0
+
+    def _without_crowding(self, clusters: tuple[Cluster, ...], score: float) -> tuple[Cluster, ...]:
+        """The clusters without those that cost others, on the same hosts, more than they bring."""
+        crowded = {p.name for p, slowed in zip(self._providers, self._slowed, strict=True) if p is not slowed}
+        for _ in range(_CROWDED):
+            without = [
+                tuple(c for c in clusters if c is not one)
+                for one in clusters
+                if len(clusters) > 1 and crowded.intersection(one.providers)
+            ]
+            best = max(without[:_CROWDED], key=self._exact_score, default=())
+            if self._exact_score(best) <= score:
+                break
+            clusters, score = best, self._exact_score(best)
+        return clusters
 
     def _fewer(self, clusters: Sequence[Cluster], allowed: Callable[[Sequence[Cluster]], bool]) -> tuple[Cluster, ...]:
         """The fastest of these clusters that are allowed together: those of the others stand by."""
@@ -102,7 +165,7 @@ class ManyProviders:
     def _other_bounds(self, grouping: Grouping, bound: float, standbys: int, budget: int) -> tuple[float, Grouping]:
         """The grouping, improved within longer and shorter bounds on averaging, as long as that makes it better."""
         best, best_score = (bound, grouping), self._score(grouping, bound)
-        if not math.isfinite(bound) or self._goal.most_clusters == 1:
+        if not math.isfinite(bound):
             return bound, self._better(grouping, bound, standbys, budget)
         factor, tries = _FACTOR, 0
         part = budget // _TRIES
@@ -136,35 +199,37 @@ class ManyProviders:
 
     def _tried_out(self, standbys: int) -> list[tuple[float, str]]:
         """Bounds on averaging and keys to sort by, the most promising first."""
-        step = max(1, len(self._providers) // _SAMPLE)
-        sample = [self._providers[i] for i in sorted_line(self._providers, "both")[step // 2 :: step]]
+        step = max(1, round(len(self._providers) / _SAMPLE))
+        sample = [self._slowed[i] for i in sorted_line(self._providers, "both")[step // 2 :: step]]
         estimates = Estimates(self._rough, self._goal, self._network, sample)
         share = standbys // step
         bounds = averaging_bounds(self._model, self._providers, _BOUNDS)
-        if self._goal.most_clusters == 1:
-            bounds = [math.inf]
         scored: dict[float, float] = {}
-        groupings: dict[float, Grouping] = {}
         for bound in bounds:
             estimates.limit_averaging(bound)
-            groupings[bound] = self._grouped(estimates, "both", bound, share)
-            scored[bound] = self._score(groupings[bound], bound, estimates, step)
+            scored[bound] = self._score(self._grouped(estimates, "both", bound, share), bound, estimates, step)
         promising = sorted(bounds, key=lambda b: -scored[b])[:_PROMISING]
-        for bound in promising:
-            # Neighbours in a line are a beginning; how good it can become differs from bound to bound.
-            better = self._improved(estimates, groupings[bound], bound, share, _SAMPLE_BUDGET)
-            scored[bound] = self._score(better, bound, estimates, step)
-        best = max(promising, key=lambda b: scored[b])
+
+        def improved(bound: float) -> float:
+            """Neighbours in a line are a beginning; how good it can become differs."""
+            estimates.limit_averaging(bound)
+            grouping = self._grouped(estimates, "both", bound, share)
+            return self._score(
+                self._improved(estimates, grouping, bound, share, _SAMPLE_BUDGET), bound, estimates, step
+            )
+
+        if self._relays_matter:
+            by_cost: dict[float, float] = {}
+            for cost in _RELAY_COSTS:
+                estimates.relay_cost = cost
+                by_cost[cost] = improved(promising[0])
+            estimates.relay_cost = max(_RELAY_COSTS, key=lambda cost: by_cost[cost])
+        self._estimates.relay_cost = estimates.relay_cost
+        by_bound = {bound: improved(bound) for bound in promising}
+        best = max(promising, key=lambda b: by_bound[b])
         estimates.limit_averaging(best)
         by_key = {key: self._score(self._grouped(estimates, key, best, share), best, estimates, step) for key in KEYS}
-        keys = sorted(KEYS, key=lambda k: -by_key[k])
-        costs = [0.0, 0.3, 1.0] if self._relays_matter else [0.0]
-        by_cost: dict[float, float] = {}
-        for cost in costs:
-            estimates.relay_cost = cost
-            by_cost[cost] = self._score(self._grouped(estimates, keys[0], best, share), best, estimates, step)
-        self._estimates.relay_cost = max(costs, key=lambda cost: by_cost[cost])
-        return [(best, key) for key in keys[:2]]
+        return [(best, key) for key in sorted(KEYS, key=lambda k: -by_key[k])[:2]]
 
     @property
     def _relays_matter(self) -> bool:
@@ -217,12 +282,16 @@ class ManyProviders:
             bonus=cluster_bonus(self._goal, self._model.samples, grouping.together, len(grouping.orders), bound),
         )
 
-    def _finished(self, grouping: Grouping, bound: float) -> list[Cluster]:
-        """Exact cuts for every cluster, in the order that is best of it and what one exchange makes of it."""
+    def _finished(self, grouping: Grouping, bound: float, slowed: bool) -> list[Cluster]:
+        """Exact cuts for every cluster; with `slowed`, for providers that have their part of their host's cores."""
         found = []
         for order in grouping.orders:
             providers = [self._providers[i] for i in order]
-            cluster = _cut(self._model, self._rough, self._goal, self._network, providers, bound)
+            cut_for = [self._slowed[i] for i in order] if slowed else providers
+            cluster = finer_cuts(self._model, self._goal, self._network, cut_for, bound)
+            if cluster is not None and slowed:
+                cuts = [self._model.places.index(stage.start) for stage in cluster.stages[1:]]
+                cluster = cluster_of(self._model, self._goal, self._network, providers, cuts, cluster.in_flight)
             if cluster is not None:
                 found.append(cluster)
         return found
@@ -291,6 +360,23 @@ def _within(
     return chosen
 
 
+def _sharing_cores(providers: Sequence[Provider]) -> Sequence[Provider]:
+    """The providers, those of a host that has not enough cores for all of them as slow as that makes them."""
+    wanted: dict[str, int] = {}
+    for provider in providers:
+        if provider.host:
+            wanted[provider.host] = wanted.get(provider.host, 0) + provider.threads
+    if not any(p.host and wanted[p.host] > p.cores for p in providers):
+        return providers
+    found = []
+    for provider in providers:
+        share = min(1.0, provider.cores / wanted[provider.host]) if provider.host else 1.0
+        compute, memory = provider.compute_speed * share, provider.memory_speed * share
+        slowed = replace(provider, compute_speed=compute, memory_speed=memory)
+        found.append(slowed if share < 1 else provider)
+    return found
+
+
 def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list[int]:
     """How many stages a cluster may have: as many as are needed, and some more."""
     memory = float(np.median([p.memory_bytes for p in providers]))
@@ -306,27 +392,3 @@ def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
 def _budget(count: int) -> int:
     """Estimates for small changes: what keeps within the time that so many providers may take."""
     return int(np.interp(count, [9, 100, 1000, 10_000], [25_000, 40_000, 400_000, 2_400_000]))
-
-
-def _cut(
-    model: ModelCosts,
-    rough: ModelCosts,
-    goal: Goal,
-    network: Network,
-    order: Sequence[Provider],
-    bound: float,
-) -> Cluster | None:
-    """The best cuts in a model of few places; in one of many, the best near the best of few."""
-    if len(model.places) <= _FINE_PLACES:
-        return best_cuts(model, goal, network, order, bound)
-    cluster = best_cuts(rough, goal, network, order, bound)
-    if cluster is None:
-        return best_cuts(model.coarser(_FINE_PLACES), goal, network, order, bound)
-    index = {place: i for i, place in enumerate(model.places)}
-    kept = {0, model.last, *(index[p] for p in rough.places)}
-    reach = max(2, len(model.places) // len(rough.places))
-    for stage in cluster.stages[1:]:
-        middle = index[stage.start]
-        kept.update(i for i in range(middle - reach, middle + reach + 1) if 0 < i < model.last)
-    finer = best_cuts(model.at(sorted(kept)), goal, network, order, bound)
-    return finer or cluster

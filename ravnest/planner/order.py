@@ -3,6 +3,7 @@
 Orders are compared by estimates on a model with few places, thousands at a time; the best of them get exact cuts.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates, Orders
+from ravnest.planner.finer import few_places, finer_cuts
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.providers import Goal, Network, Provider
 
@@ -52,7 +54,15 @@ def best_order(
     else:
         orders = _improved(estimates)
     candidates = [[providers[i] for i in order] for order in _best(estimates, orders, _CUT)]
-    return best_of(model, goal, network, candidates, averaging_seconds)
+    rough = few_places(model)
+    found = [best_cuts(rough, goal, network, order, averaging_seconds) for order in candidates]
+    ranked = sorted((c for c in found if c is not None), key=lambda cluster: -score(goal, cluster))
+    if rough is model:
+        return ranked[0] if ranked else None
+    by_name = {p.name: p for p in providers}
+    best_orders = [[by_name[name] for name in cluster.providers] for cluster in ranked[:2]] or candidates[:1]
+    finer = [finer_cuts(model, goal, network, order, averaging_seconds) for order in best_orders]
+    return max((c for c in finer if c is not None), key=lambda cluster: score(goal, cluster), default=None)
 
 
 def best_clusters(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> dict[int, Cluster]:
@@ -138,9 +148,9 @@ def _improved(estimates: Estimates) -> Orders:
     count = estimates.count
     kept = np.argsort(-rates, kind="stable")[: 5 if count <= 8 else 3 if count <= 12 else 1]
     orders, rates = orders[kept], rates[kept]
-    changes = _changes(count)
+    tries = changes(count)
     for _ in range(_ROUNDS):
-        tried = orders[:, changes].reshape(-1, count)
+        tried = orders[:, tries].reshape(-1, count)
         tried_rates, _ = estimates.rates(tried)
         by_start = tried_rates.reshape(len(orders), -1)
         at = np.argmax(by_start, axis=1)
@@ -174,7 +184,8 @@ def plausible_orders(providers: Sequence[Provider]) -> Orders:
     return np.array([inside, inside[::-1], by_memory, by_speed, by_speed[::-1], by_latency, hosts, list(everyone)])
 
 
-def _changes(count: int) -> Orders:
+@functools.cache
+def changes(count: int) -> Orders:
     """All exchanges of two positions, and all moves of one; in a large order over a short distance."""
     reach = count if count <= 10 else 4
     rows: set[tuple[int, ...]] = set()
@@ -185,7 +196,7 @@ def _changes(count: int) -> Orders:
             moved = list(range(count))
             moved.insert(j, moved.pop(i))
             rows.update((tuple(exchanged), tuple(moved)))
-    return np.array(sorted(rows))
+    return np.array(sorted(rows)).reshape(len(rows), count)
 
 
 def _best(estimates: Estimates, orders: Orders, most: int) -> Orders:
