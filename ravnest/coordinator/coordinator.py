@@ -21,7 +21,7 @@ from ravnest.coordinator.gathering import gather
 from ravnest.coordinator.ledger import Entry
 from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
-from ravnest.coordinator.planning import Machine, RunPlan, check_fit, goal_of, plan_measured
+from ravnest.coordinator.planning import RUN_CLUSTERS, Machine, RunPlan, check_fit, goal_of, plan_measured
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
@@ -108,7 +108,9 @@ class Coordinator:
         members, why = await self._while_well(gathering)
         self._events.emit("gathered", f"{len(members)} providers: {why}")
         self.phase("planning")
-        planning = plan_measured(self._swarm, prepared, members, goal_of(job, providers), machine, self.phase)
+        planning = plan_measured(
+            self._swarm, prepared, members, goal_of(job, providers, RUN_CLUSTERS), machine, self.phase
+        )
         plan: RunPlan = await self._while_well(planning)
         self._limit, self._ahead = plan.in_flight, plan.ahead
         self._events.emit(

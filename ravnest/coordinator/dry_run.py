@@ -4,13 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import torch
-
 from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.nodes_file import NodesFile
 from ravnest.coordinator.plan_parts import Parts
+from ravnest.coordinator.planning import goal_of, model_costs
 from ravnest.coordinator.prepare import prepare
-from ravnest.job import Job
 from ravnest.jobfile import load_job
 from ravnest.overrides import apply_overrides
 from ravnest.planner.cluster import Cluster
@@ -62,18 +60,6 @@ class DryRun:
         return -(-(cluster.in_flight - 1) // self.goal.accumulate)
 
 
-def goal_of(job: Job, most_clusters: int | None, least_stages: int) -> Goal:
-    """What the job fixes about its plan, for as many clusters as pay, and no more than these."""
-    pipeline = job.pipeline
-    return Goal(
-        in_flight=pipeline.in_flight,
-        max_staleness=pipeline.max_staleness,
-        accumulate=pipeline.accumulate,
-        most_clusters=most_clusters,
-        least_stages=least_stages,
-    )
-
-
 def dry_run(
     reference: str,
     nodes: NodesFile,
@@ -93,12 +79,12 @@ def dry_run(
     """
     job = apply_overrides(load_job(reference), overrides)
     interrupts.check()
-    prepared = prepare(job, torch.get_num_threads(), None, tell, interrupts.users_code)
+    prepared = prepare(job, None, None, tell, interrupts.users_code)
     costs, captured = prepared.costs, prepared.captured
     providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second)
     tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
-    model = ModelCosts.of(captured.graph, costs, {name: value.nbytes for name, value in captured.sample.items()})
-    goal = goal_of(job, most_clusters, least_stages)
+    model = model_costs(prepared)
+    goal = goal_of(job, least_stages, most_clusters)
     plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
     by_name = {provider.name: provider for provider in providers}
     tell("looking at what would make it better")

@@ -33,6 +33,9 @@ RATES = (1e3, 1e12)
 """Bytes a second of a line."""
 MOST_LATENCY_SECONDS = 10.0
 
+RUN_CLUSTERS = 1
+"""Clusters of a run: several would have to average their parameters, which they cannot do yet."""
+
 OPERATOR_SECONDS = 100e-6
 """What a GPU takes to start an operator and its backward. Measured with small models on an NVIDIA H200."""
 
@@ -81,15 +84,15 @@ class Machine:
         return "this machine"
 
 
-def goal_of(job: Job, stages: int | None) -> Goal:
-    """What the job fixes about its plan, for a run of one cluster of so many stages (None: of as many as pay)."""
+def goal_of(job: Job, least_stages: int | None, most_clusters: int | None) -> Goal:
+    """What the job fixes about its plan, for clusters of so many stages at least, and no more than so many clusters."""
     pipeline = job.pipeline
     return Goal(
         in_flight=pipeline.in_flight,
         max_staleness=pipeline.max_staleness,
         accumulate=pipeline.accumulate,
-        most_clusters=1,
-        least_stages=stages or 1,
+        most_clusters=most_clusters,
+        least_stages=least_stages or 1,
     )
 
 
@@ -140,7 +143,7 @@ def check_fit(prepared: Prepared, members: Sequence[Member], machine: Machine) -
     """PlanError where the model does not fit into the memory of these; nothing of lines is asked here."""
     anywhere = Reach("", "not asked")
     providers = [provider_of(member, prepared.costs, anywhere, machine) for member in members]
-    form(model_costs(prepared), goal_of(prepared.job, None), Network(), providers)
+    form(model_costs(prepared), goal_of(prepared.job, None, RUN_CLUSTERS), Network(), providers)
 
 
 async def plan_measured(
@@ -209,7 +212,8 @@ def provider_of(member: Member, costs: CostProfile, reach: Reach, machine: Machi
         reachable=bool(reach.address),
         host=machine.host if here else "",
         cores=machine.cores if here else member.cores,
-        threads=member.threads or machine.threads,
+        # What it pretends to compute longer, it waits.
+        threads=(member.threads or machine.threads) / max(1.0, member.slower),
     )
     if member.link is None or here:
         return provider

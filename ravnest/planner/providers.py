@@ -34,7 +34,8 @@ class Provider:
     host: str = ""
     """Providers of the same host share its cores, and talk over no line; none: it is a host of its own."""
     cores: int = 1
-    threads: int = 1
+    threads: float = 1
+    """Cores that it keeps busy while it computes."""
 
     @property
     def machine(self) -> str:

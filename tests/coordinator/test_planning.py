@@ -106,8 +106,8 @@ def test_the_job_says_what_is_fixed() -> None:
         optimizer=torch.optim.SGD,
         pipeline=settings,
     )
-    assert goal_of(job, 5) == Goal(in_flight=3, max_staleness=4, accumulate=2, most_clusters=1, least_stages=5)
-    assert goal_of(job, None).least_stages == 1
+    assert goal_of(job, 5, 1) == Goal(in_flight=3, max_staleness=4, accumulate=2, most_clusters=1, least_stages=5)
+    assert goal_of(job, None, None).least_stages == 1
 
 
 def two_stages(one: Provider, other: Provider, network: Network) -> Plan:
@@ -143,7 +143,7 @@ def test_a_measured_line_holds_both_ways_and_a_failed_one_is_as_its_ends_say() -
 
 def test_a_plan_names_every_stage_what_limits_it_and_the_rate(prepared: Prepared) -> None:
     providers = [Provider(name=f"p{i}", memory_bytes=1 << 40, compute_speed=1.0 + i) for i in range(3)]
-    planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 3))
+    planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 3, 1))
     assert {stage.node for stage in planned.stages} == {"p0", "p1", "p2"}
     assert [stage.role for stage in planned.stages] == ["root", "stem", "leaf"]
     assert list(planned.places) == [stage.start for stage in planned.plan.clusters[0].stages[1:]]
@@ -168,7 +168,7 @@ def test_more_is_fed_ahead_the_farther_the_coordinator_is(prepared: Prepared) ->
     far = [replace(p, latency_seconds=0.1) for p in near]
     ahead = []
     for providers in (near, far):
-        planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 2))
+        planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 2, 1))
         ahead.append(feed_ahead(planned.plan.clusters[0], {p.name: p for p in providers}))
         assert planned.ahead == ahead[-1]
     assert ahead[0] < ahead[1] <= 34
