@@ -362,7 +362,7 @@ def _within(
 
 def _sharing_cores(providers: Sequence[Provider]) -> Sequence[Provider]:
     """The providers, those of a host that has not enough cores for all of them as slow as that makes them."""
-    wanted: dict[str, int] = {}
+    wanted: dict[str, float] = {}
     for provider in providers:
         if provider.host:
             wanted[provider.host] = wanted.get(provider.host, 0) + provider.threads
