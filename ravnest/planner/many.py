@@ -30,7 +30,7 @@ _BOUNDS: Final = 9
 _PROMISING: Final = 3
 _FACTOR: Final = 0.7
 """By which a bound is changed."""
-_TRIES: Final = 8
+_TRIES: Final = 5
 _SAMPLE_BUDGET: Final = 1500
 _ALONE: Final = 2000
 """Of more providers, the best of them are looked at for a cluster that trains alone."""
@@ -60,7 +60,7 @@ class ManyProviders:
         self._rng = np.random.default_rng(seed)
         self._go_on = go_on
         self._sizes = _sizes(model, goal, providers)
-        self._rough = coarse(model, 0, 25 if len(providers) <= 300 else 17)
+        self._rough = coarse(model, 0, 25 if len(providers) <= 50 else 21 if len(providers) <= 300 else 17)
         if self._rough.most_stages < self._sizes[0]:
             self._rough = coarse(model, self._sizes[-1])
         self._slowed = _sharing_cores(providers)
