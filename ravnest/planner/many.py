@@ -14,7 +14,7 @@ import numpy as np
 from ravnest.planner.chunks import KEYS, Runs, sorted_line
 from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.estimates import Estimates
-from ravnest.planner.finer import finer_cuts
+from ravnest.planner.finer import exact_cuts, finer_cuts
 from ravnest.planner.genetic import evolved, regroup
 from ravnest.planner.improve import Grouping, Improver, Rules, filled
 from ravnest.planner.model_costs import ModelCosts
@@ -35,6 +35,8 @@ _SAMPLE_BUDGET: Final = 1500
 _ALONE: Final = 2000
 """Of more providers, the best of them are looked at for a cluster that trains alone."""
 _CROWDED: Final = 20
+_EXACT: Final = 6
+"""So few clusters are cut exactly in a model of many places too."""
 _RELAY_COSTS: Final = (0.0, 0.3, 1.0)
 """Shares of its rate that a cluster may be taken to lose for a relay."""
 _GENETIC: Final = 200
@@ -289,6 +291,8 @@ class ManyProviders:
             providers = [self._providers[i] for i in order]
             cut_for = [self._slowed[i] for i in order] if slowed else providers
             cluster = finer_cuts(self._model, self._goal, self._network, cut_for, bound)
+            if cluster is not None and len(grouping.orders) <= _EXACT:
+                cluster = exact_cuts(self._model, self._goal, self._network, cut_for, cluster, bound)
             if cluster is not None and slowed:
                 cuts = [self._model.places.index(stage.start) for stage in cluster.stages[1:]]
                 cluster = cluster_of(self._model, self._goal, self._network, providers, cuts, cluster.in_flight)

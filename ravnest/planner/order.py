@@ -14,7 +14,7 @@ import numpy as np
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates, Orders
-from ravnest.planner.finer import few_places, finer_cuts
+from ravnest.planner.finer import exact_cuts, few_places, finer_cuts
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.providers import Goal, Network, Provider
 
@@ -62,7 +62,10 @@ def best_order(
     by_name = {p.name: p for p in providers}
     best_orders = [[by_name[name] for name in cluster.providers] for cluster in ranked[:2]] or candidates[:1]
     finer = [finer_cuts(model, goal, network, order, averaging_seconds) for order in best_orders]
-    return max((c for c in finer if c is not None), key=lambda cluster: score(goal, cluster), default=None)
+    best = max((c for c in finer if c is not None), key=lambda cluster: score(goal, cluster), default=None)
+    if best is None:
+        return None
+    return exact_cuts(model, goal, network, [by_name[name] for name in best.providers], best, averaging_seconds)
 
 
 def best_clusters(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> dict[int, Cluster]:
