@@ -19,7 +19,7 @@ from ravnest.planner.genetic import evolved, regroup
 from ravnest.planner.improve import Grouping, Improver, Rules, filled
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.objective import averaging_bounds, cluster_bonus, score_of
-from ravnest.planner.order import coarse
+from ravnest.planner.order import best_order, coarse
 from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.totals import totals
 
@@ -91,6 +91,11 @@ class ManyProviders:
                     score = self._exact_score(choice)
                     if score > best_score * (1 + 1e-9):
                         best, best_score = choice, score
+        if self._sizes[0] == len(self._providers):
+            # Everybody gets a stage: the order is all there is to find.
+            everybody = best_order(self._model, self._goal, self._network, self._providers)
+            if everybody is not None and self._exact_score([everybody]) > best_score:
+                return (everybody,)
         return self._without_crowding(best, best_score) if allowed is None else best
 
     def _several(self, standbys: int, budget: int) -> tuple[float, Grouping]:
