@@ -76,54 +76,37 @@ class SetUp:
     title: str
     machines: tuple[Machine, ...]
     model: str = GPT
-    steps: int = 150
+    steps: int = 100
     pipeline: str = ""
 
 
 SET_UPS = (
+    SetUp("GPT, 3 machines of 2:3:4, fast lines", (Machine(4), Machine(6), Machine(8))),
     SetUp(
-        "GPT, 3 machines of 1:1.5:2, fast lines",
-        (Machine(2), Machine(3), Machine(4)),
-        steps=250,
+        "GPT, 3 unequal machines, 100 Mbit/s, 60-100 ms",
+        (Machine(8, 100, 100, 10), Machine(4, 100, 100, 20), Machine(6, 100, 100, 30)),
     ),
-    SetUp(
-        "GPT, 3 unequal machines, 100 Mbit/s, 20-60 ms",
-        (Machine(4, 100, 100, 10), Machine(2, 100, 100, 20), Machine(3, 100, 100, 30)),
-        steps=250,
-    ),
-    SetUp(
-        "GPT, 2 machines, 10/40 Mbit/s up and down, 40 ms",
-        (Machine(2, 10, 40, 10), Machine(3, 10, 40, 10)),
-        steps=120,
-    ),
+    SetUp("GPT, 2 machines, 10 Mbit/s up, 40 down, 40 ms", (Machine(4, 10, 40, 10), Machine(6, 10, 40, 10))),
     SetUp(
         "GPT, 4 unequal machines on unequal lines",
-        (Machine(3, 20, 100, 15), Machine(5, 100, 100, 5), Machine(4, 40, 50, 25), Machine(8, 500, 500, 5)),
-        steps=150,
+        (Machine(6, 20, 100, 15), Machine(10, 100, 100, 5), Machine(8, 40, 50, 25), Machine(12, 500, 500, 5)),
     ),
     SetUp(
         "GPT, 3 machines, two behind routers, 50 Mbit/s",
-        (Machine(3, 50, 50, 10, nat=True), Machine(4, 50, 50, 15, nat=True), Machine(3, 50, 50, 5)),
-        steps=150,
+        (Machine(6, 50, 50, 10, nat=True), Machine(8, 50, 50, 15, nat=True), Machine(6, 50, 50, 5)),
     ),
     SetUp(
-        "GPT, 3 machines, 150 ms round trip, staleness at most 2",
-        (Machine(2, 100, 100, 37), Machine(2, 100, 100, 37), Machine(3, 100, 100, 37)),
-        steps=120,
+        "GPT, 3 machines, 150 ms, staleness at most 2",
+        (Machine(4, 100, 100, 37), Machine(4, 100, 100, 38), Machine(6, 100, 100, 37)),
         pipeline="max_staleness=2",
     ),
     SetUp(
         "CNN, 4 unequal machines, 200 Mbit/s, 20 ms",
-        (Machine(6, 200, 200, 5), Machine(4, 200, 200, 5), Machine(8, 200, 200, 5), Machine(5, 200, 200, 5)),
+        (Machine(8, 200, 200, 5), Machine(6, 200, 200, 5), Machine(12, 200, 200, 5), Machine(7, 200, 200, 5)),
         model=CNN,
-        steps=250,
+        steps=150,
     ),
-    SetUp(
-        "CNN, 2 machines of 1:3, 30 Mbit/s, 30 ms",
-        (Machine(2, 30, 30, 7), Machine(6, 30, 30, 8)),
-        model=CNN,
-        steps=200,
-    ),
+    SetUp("CNN, 2 machines of 1:2, 30 Mbit/s, 30 ms", (Machine(5, 30, 30, 7), Machine(10, 30, 30, 8)), model=CNN),
 )
 
 

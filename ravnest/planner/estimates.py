@@ -187,6 +187,8 @@ class Estimates:
             self._fill(int(number))
         tables, at = self._fitting, chosen * len(self._base)
         weight = (1 / flying).astype(np.float32)[:, None, None]
+        places = len(self.model.places)
+        first = np.arange(len(rows) * places) * places
         slow: Single = tables[at + rows[:, 0], :, 0]
         way: Single = self._compute[rows[:, 0], :, 0]
         for k, (line, trip) in enumerate(lines, 1):
@@ -200,9 +202,9 @@ class Estimates:
                 key += _TRIP_WEIGHT * path
             else:
                 key = np.where(through <= within[:count, None, None], path, np.float32(np.inf))
-            start = np.argmin(key, axis=2)[:, :, None]
-            slow[:count] = np.take_along_axis(through, start, axis=2)[:, :, 0]
-            way[:count] = np.take_along_axis(path, start, axis=2)[:, :, 0]
+            best = first[: count * places] + key.argmin(axis=2).ravel()
+            slow[:count] = through.ravel()[best].reshape(count, places)
+            way[:count] = path.ravel()[best].reshape(count, places)
         return slow[:, -1].astype(float), way[:, -1].astype(float)
 
     def _fill(self, number: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates, Orders
-from ravnest.planner.finer import few_places, finer_cuts
+from ravnest.planner.finer import exact_cuts, few_places, finer_cuts
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.objective import averaging_bounds, score_of
 from ravnest.planner.order import PLACES, coarse, ranked_orders
@@ -80,8 +80,15 @@ class FewProviders:
         scored.sort(key=lambda one: -one[0])
         if self._rough is self._model:
             return scored[0][2] if scored else ()
-        finer = [self._finer(clusters, bound) for _, bound, clusters in scored[:_FINER]]
-        return max(finer, key=lambda clusters: self._score(*clusters), default=())
+        finer = [(bound, self._finer(clusters, bound)) for _, bound, clusters in scored[:_FINER]]
+        if not finer:
+            return ()
+        bound, best = max(finer, key=lambda one: self._score(*one[1]))
+        exact = []
+        for cluster in best:
+            order = [self._by_name[name] for name in cluster.providers]
+            exact.append(exact_cuts(self._model, self._goal, self._network, order, cluster, bound))
+        return max((best, tuple(exact)), key=lambda clusters: self._score(*clusters))
 
     def _finer(self, clusters: Sequence[Cluster], bound: float) -> tuple[Cluster, ...]:
         """The same clusters, cut in the model with all its places."""

@@ -40,6 +40,21 @@ def finer_cuts(
     return max((c for c in (finer, cluster) if c is not None), key=lambda c: _score(goal, c))
 
 
+def exact_cuts(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    order: Sequence[Provider],
+    known: Cluster,
+    averaging_seconds: float = math.inf,
+) -> Cluster:
+    """The best cuts for an order of which some are known; slow in a model of many places."""
+    if len(model.places) <= FEW_PLACES:
+        return known
+    found = best_cuts(model, goal, network, order, averaging_seconds)
+    return max((c for c in (known, found) if c is not None), key=lambda c: _score(goal, c))
+
+
 def few_places(model: ModelCosts) -> ModelCosts:
     """The model with few places, where it has many."""
     return model.coarser(FEW_PLACES)

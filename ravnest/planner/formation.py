@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from ravnest.planner.cluster import Cluster, memory_bytes
+from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.exhaustive import MOST, FewProviders
 from ravnest.planner.many import ManyProviders
@@ -32,12 +32,12 @@ def form(
     *,
     seed: int = 0,
     seconds: float | None = None,
-    known: Sequence[Sequence[str]] = (),
+    known: Sequence[Cluster] = (),
 ) -> Plan:
     """The plan with the best score that was found; PlanError, with what is lacking, where the model fits nowhere.
 
     The same arguments and seed give the same plan, unless `seconds` says how long to look for a better one. `known` are
-    orders of clusters, by name, of another plan: the result is no worse than those whose providers are all here.
+    the clusters of another plan for the same model: the result is no worse than those whose providers are all here.
     """
     ordered = sorted(providers, key=lambda p: p.name)
     by_name = {p.name: p for p in ordered}
@@ -47,12 +47,15 @@ def form(
         raise cannot_be_held(model, goal, ordered)
     search = _search(model, goal, network, usable, seed, seconds)
     clusters: Sequence[Cluster] = ()
+    standbys = 0
     for standbys in range(expected_absent(usable), -1, -1):
         clusters = search(standbys)
         if clusters:
             break
     plans = [plan_of(goal, network, by_name, clusters)] if clusters else []
-    plans += _known_plans(model, goal, network, by_name, known, len(plans[0].standbys) if plans else 0)
+    again = _known_plan(model, goal, network, by_name, known)
+    if again is not None and (not standbys or enough_stand_by(usable, again.clusters)):
+        plans.append(again)
     if not plans:
         # The search looks at what is likely to be fast; a model that just fits may need another order.
         order = fitting_order(model, goal, usable)
@@ -113,22 +116,23 @@ def _search(
     return again_and_again
 
 
-def _known_plans(
-    model: ModelCosts,
-    goal: Goal,
-    network: Network,
-    providers: Mapping[str, Provider],
-    known: Sequence[Sequence[str]],
-    standbys: int,
-) -> list[Plan]:
-    orders = [[providers[name] for name in order] for order in known if all(name in providers for name in order)]
-    found = [cluster for order in orders if (cluster := best_cuts(model, goal, network, order)) is not None]
-    if not found or len(found) > (goal.most_clusters or len(found)):
-        return []
-    if min(len(cluster.stages) for cluster in found) < goal.least_stages:
-        return []
-    plan = plan_of(goal, network, providers, found)
-    return [plan] if len(plan.standbys) >= min(standbys, expected_absent(list(providers.values()))) else []
+def _known_plan(
+    model: ModelCosts, goal: Goal, network: Network, providers: Mapping[str, Provider], known: Sequence[Cluster]
+) -> Plan | None:
+    """The plan with those of the known clusters that can still be as they were, cut as they were."""
+    index = {place: i for i, place in enumerate(model.places)}
+    found = []
+    for cluster in known:
+        if all(stage.provider in providers and stage.start in index for stage in cluster.stages):
+            order = [providers[stage.provider] for stage in cluster.stages]
+            cuts = [index[stage.start] for stage in cluster.stages[1:]]
+            again = cluster_of(model, goal, network, order, cuts, cluster.in_flight)
+            if all(stage.memory_bytes <= p.memory_bytes for stage, p in zip(again.stages, order, strict=True)):
+                found.append(again)
+    stages = min((len(cluster.stages) for cluster in found), default=0)
+    if not found or stages < goal.least_stages or len(found) > (goal.most_clusters or len(found)):
+        return None
+    return plan_of(goal, network, providers, found)
 
 
 def _smallest_stage_bytes(model: ModelCosts, goal: Goal) -> float:

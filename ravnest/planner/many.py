@@ -12,16 +12,15 @@ from typing import Final
 import numpy as np
 
 from ravnest.planner.chunks import KEYS, Runs, sorted_line
-from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
+from ravnest.planner.cluster import Cluster, memory_bytes
 from ravnest.planner.estimates import Estimates
-from ravnest.planner.finer import finer_cuts
+from ravnest.planner.finish import Finish
 from ravnest.planner.genetic import evolved, regroup
 from ravnest.planner.improve import Grouping, Improver, Rules, filled
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.objective import averaging_bounds, cluster_bonus, score_of
-from ravnest.planner.order import coarse
+from ravnest.planner.order import best_order, coarse
 from ravnest.planner.providers import Goal, Network, Provider
-from ravnest.planner.totals import totals
 
 _SAMPLE: Final = 64
 """Providers on which bounds and sort keys are tried out."""
@@ -30,11 +29,12 @@ _BOUNDS: Final = 9
 _PROMISING: Final = 3
 _FACTOR: Final = 0.7
 """By which a bound is changed."""
-_TRIES: Final = 8
+_TRIES: Final = 5
 _SAMPLE_BUDGET: Final = 1500
 _ALONE: Final = 2000
 """Of more providers, the best of them are looked at for a cluster that trains alone."""
-_CROWDED: Final = 20
+_EVERYBODY: Final = 20
+"""Up to so many providers in one cluster, orders are looked at for themselves."""
 _RELAY_COSTS: Final = (0.0, 0.3, 1.0)
 """Shares of its rate that a cluster may be taken to lose for a relay."""
 _GENETIC: Final = 200
@@ -56,14 +56,14 @@ class ManyProviders:
         go_on: Callable[[], bool] | None,
     ) -> None:
         self._model, self._goal, self._network, self._providers = model, goal, network, providers
-        self._by_name = {p.name: p for p in providers}
         self._rng = np.random.default_rng(seed)
         self._go_on = go_on
         self._sizes = _sizes(model, goal, providers)
-        self._rough = coarse(model, 0, 25 if len(providers) <= 300 else 17)
+        self._rough = coarse(model, 0, 25 if len(providers) <= 50 else 21 if len(providers) <= 300 else 17)
         if self._rough.most_stages < self._sizes[0]:
             self._rough = coarse(model, self._sizes[-1])
-        self._slowed = _sharing_cores(providers)
+        self._finish = Finish(model, goal, network, providers)
+        self._slowed = self._finish.slowed
         self._estimates = Estimates(self._rough, goal, network, self._slowed)
         crossing = (model.forward_bytes + model.backward_bytes)[1:-1]
         self._crossing_bytes = float(np.median(crossing)) if len(crossing) else 0.0
@@ -76,20 +76,13 @@ class ManyProviders:
         groupings = [self._one_cluster(standbys, budget // 8)]
         if self._goal.most_clusters != 1:
             groupings.append(self._several(standbys, budget))
-        best: tuple[Cluster, ...] = ()
-        best_score = 0.0
-        for bound, rough in groupings:
-            grouping = self._reordered(rough, bound)
-            for slowed in (False, True) if self._slowed is not self._providers else (False,):
-                clusters = self._finished(grouping, bound, slowed)
-                choices = self._trimmed(clusters)
-                if allowed is not None:
-                    choices = [choice for choice in choices if allowed(choice)] or [self._fewer(clusters, allowed)]
-                for choice in choices:
-                    score = self._exact_score(choice)
-                    if score > best_score * (1 + 1e-9):
-                        best, best_score = choice, score
-        return self._without_crowding(best, best_score) if allowed is None else best
+        finished = [(bound, self._reordered(grouping, bound)) for bound, grouping in groupings]
+        best = self._finish.best(finished, allowed)
+        if self._sizes[0] == len(self._providers) <= _EVERYBODY:
+            # Everybody gets a stage: the order is all there is to find.
+            everybody = best_order(self._model, self._goal, self._network, self._providers)
+            best = max(best, (everybody,) if everybody is not None else (), key=self._finish.score)
+        return best
 
     def _several(self, standbys: int, budget: int) -> tuple[float, Grouping]:
         """The best grouping found, and the bound on averaging that it keeps to."""
@@ -135,32 +128,6 @@ class ManyProviders:
         found = Improver(self._estimates, self._rng).reordered(grouping)
         self._estimates.fine = False
         return found
-
-    def _exact_score(self, clusters: Sequence[Cluster]) -> float:
-        return totals(self._goal, self._network, self._by_name, clusters).score if clusters else 0.0
-
-    def _without_crowding(self, clusters: tuple[Cluster, ...], score: float) -> tuple[Cluster, ...]:
-        """The clusters without those that cost others, on the same hosts, more than they bring."""
-        crowded = {p.name for p, slowed in zip(self._providers, self._slowed, strict=True) if p is not slowed}
-        for _ in range(_CROWDED):
-            without = [
-                tuple(c for c in clusters if c is not one)
-                for one in clusters
-                if len(clusters) > 1 and crowded.intersection(one.providers)
-            ]
-            best = max(without[:_CROWDED], key=self._exact_score, default=())
-            if self._exact_score(best) <= score:
-                break
-            clusters, score = best, self._exact_score(best)
-        return clusters
-
-    def _fewer(self, clusters: Sequence[Cluster], allowed: Callable[[Sequence[Cluster]], bool]) -> tuple[Cluster, ...]:
-        """The fastest of these clusters that are allowed together: those of the others stand by."""
-        ranked = sorted(clusters, key=lambda c: (-c.samples_per_second, c.providers))
-        for count in range(len(ranked), 0, -1):
-            if allowed(ranked[:count]):
-                return tuple(ranked[:count])
-        return ()
 
     def _other_bounds(self, grouping: Grouping, bound: float, standbys: int, budget: int) -> tuple[float, Grouping]:
         """The grouping, improved within longer and shorter bounds on averaging, as long as that makes it better."""
@@ -282,39 +249,6 @@ class ManyProviders:
             bonus=cluster_bonus(self._goal, self._model.samples, grouping.together, len(grouping.orders), bound),
         )
 
-    def _finished(self, grouping: Grouping, bound: float, slowed: bool) -> list[Cluster]:
-        """Exact cuts for every cluster; with `slowed`, for providers that have their part of their host's cores."""
-        found = []
-        for order in grouping.orders:
-            providers = [self._providers[i] for i in order]
-            cut_for = [self._slowed[i] for i in order] if slowed else providers
-            cluster = finer_cuts(self._model, self._goal, self._network, cut_for, bound)
-            if cluster is not None and slowed:
-                cuts = [self._model.places.index(stage.start) for stage in cluster.stages[1:]]
-                cluster = cluster_of(self._model, self._goal, self._network, providers, cuts, cluster.in_flight)
-            if cluster is not None:
-                found.append(cluster)
-        return found
-
-    def _trimmed(self, clusters: Sequence[Cluster]) -> list[tuple[Cluster, ...]]:
-        """All of them, and those that are left without the slowest to average, or without the slowest."""
-        choices = [tuple(clusters)]
-
-        def averaging(cluster: Cluster) -> float:
-            lines = (self._by_name[stage.provider] for stage in cluster.stages)
-            return max(
-                stage.parameter_bytes / min(p.up_bytes_per_second, p.down_bytes_per_second)
-                for stage, p in zip(cluster.stages, lines, strict=True)
-            )
-
-        by_averaging = sorted(clusters, key=lambda c: (averaging(c), c.providers))
-        by_rate = sorted(clusters, key=lambda c: (-c.samples_per_second, c.providers))
-        for ranked in (by_averaging, by_rate):
-            for count in sorted({int(n) for n in np.geomspace(1, len(clusters), 24)}) if clusters else ():
-                if count < len(clusters):
-                    choices.append(tuple(ranked[:count]))
-        return choices
-
     def _score(self, grouping: Grouping, bound: float, estimates: Estimates | None = None, share_of: int = 1) -> float:
         """The estimated score; of a sample, as if there were `share_of` times as many of each cluster."""
         if not grouping.orders:
@@ -358,23 +292,6 @@ def _within(
         while chosen and left_out(chosen) < standbys:
             chosen.remove(min(chosen, key=lambda one: one[1]))
     return chosen
-
-
-def _sharing_cores(providers: Sequence[Provider]) -> Sequence[Provider]:
-    """The providers, those of a host that has not enough cores for all of them as slow as that makes them."""
-    wanted: dict[str, float] = {}
-    for provider in providers:
-        if provider.host:
-            wanted[provider.host] = wanted.get(provider.host, 0) + provider.threads
-    if not any(p.host and wanted[p.host] > p.cores for p in providers):
-        return providers
-    found = []
-    for provider in providers:
-        share = min(1.0, provider.cores / wanted[provider.host]) if provider.host else 1.0
-        compute, memory = provider.compute_speed * share, provider.memory_speed * share
-        slowed = replace(provider, compute_speed=compute, memory_speed=memory)
-        found.append(slowed if share < 1 else provider)
-    return found
 
 
 def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list[int]:

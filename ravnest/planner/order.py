@@ -14,8 +14,8 @@ import numpy as np
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.estimates import Estimates, Orders
-from ravnest.planner.finer import few_places, finer_cuts
-from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.finer import exact_cuts, few_places, finer_cuts
+from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.providers import Goal, Network, Provider
 
 EXACT: Final = 5
@@ -32,6 +32,10 @@ _KEPT: Final = 8
 
 _ROUNDS: Final = 40
 """Of small changes at most."""
+
+_DISTURBED: Final = 2
+_COPIES: Final = 6
+"""How often the best order is disturbed, and into how many."""
 
 
 def best_order(
@@ -62,7 +66,10 @@ def best_order(
     by_name = {p.name: p for p in providers}
     best_orders = [[by_name[name] for name in cluster.providers] for cluster in ranked[:2]] or candidates[:1]
     finer = [finer_cuts(model, goal, network, order, averaging_seconds) for order in best_orders]
-    return max((c for c in finer if c is not None), key=lambda cluster: score(goal, cluster), default=None)
+    best = max((c for c in finer if c is not None), key=lambda cluster: score(goal, cluster), default=None)
+    if best is None:
+        return None
+    return exact_cuts(model, goal, network, [by_name[name] for name in best.providers], best, averaging_seconds)
 
 
 def best_clusters(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> dict[int, Cluster]:
@@ -142,11 +149,28 @@ def _one_more(found: dict[int, Orders], count: int, size: int) -> Orders:
 
 
 def _improved(estimates: Estimates) -> Orders:
-    """Good orders of all providers: from a few plausible ones, by putting one elsewhere or exchanging two."""
-    orders = np.unique(plausible_orders(estimates.providers), axis=0)
-    rates, _ = estimates.rates(orders)
+    """Good orders of all providers: from a few plausible ones, by moving one or exchanging two; then from the best of
+    those, a little disturbed, once more."""
+    orders, rates = _climbed(estimates, np.unique(plausible_orders(estimates.providers), axis=0))
+    rng = np.random.default_rng(0)
+    for _ in range(_DISTURBED):
+        disturbed = np.repeat(orders[:1], _COPIES, axis=0)
+        for row in disturbed:
+            for _ in range(3):
+                i, j = rng.integers(estimates.count, size=2)
+                row[[i, j]] = row[[j, i]]
+        more, more_rates = _climbed(estimates, disturbed)
+        orders, rates = np.concatenate([orders, more]), np.concatenate([rates, more_rates])
+        by_rate = np.argsort(-rates, kind="stable")
+        orders, rates = orders[by_rate], rates[by_rate]
+    return orders
+
+
+def _climbed(estimates: Estimates, orders: Orders) -> tuple[Orders, Table]:
+    """What small changes make of these orders, as long as they help; the best first."""
     count = estimates.count
-    kept = np.argsort(-rates, kind="stable")[: 5 if count <= 8 else 3 if count <= 12 else 1]
+    rates, _ = estimates.rates(orders)
+    kept = np.argsort(-rates, kind="stable")[: 5 if count <= 8 else 3 if count <= 16 else 1]
     orders, rates = orders[kept], rates[kept]
     tries = changes(count)
     for _ in range(_ROUNDS):
@@ -165,7 +189,7 @@ def _improved(estimates: Estimates) -> Orders:
         rates = rates[first]
         kept = np.argsort(-rates, kind="stable")[: max(1, len(orders) - 1)]
         orders, rates = orders[kept], rates[kept]
-    return orders
+    return orders, rates
 
 
 def plausible_orders(providers: Sequence[Provider]) -> Orders:
@@ -187,7 +211,7 @@ def plausible_orders(providers: Sequence[Provider]) -> Orders:
 @functools.cache
 def changes(count: int) -> Orders:
     """All exchanges of two positions, and all moves of one; in a large order over a short distance."""
-    reach = count if count <= 10 else 4
+    reach = count if count <= 12 else 5
     rows: set[tuple[int, ...]] = set()
     for i, j in itertools.permutations(range(count), 2):
         if abs(i - j) <= reach:

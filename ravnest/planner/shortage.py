@@ -27,9 +27,10 @@ def cannot_be_held(model: ModelCosts, goal: Goal, providers: Sequence[Provider])
             "let more of them join, or ask for fewer stages."
         )
     if goal.least_stages > model.most_stages:
+        stages = "1 stage" if model.most_stages == 1 else f"{model.most_stages} stages"
         return PlanError(
-            f"The model can be cut into at most {model.most_stages} stages, and {goal.least_stages} providers are to "
-            f"get one each: use at most {model.most_stages} of them."
+            f"The model can be cut into at most {stages}, and a cluster is to have at least {goal.least_stages}: "
+            f"use at most {model.most_stages} of the providers, or more clusters."
         )
     found = least_shortage(model, goal, providers)
     machines = "provider" if len(providers) == 1 else f"{len(providers)} providers"

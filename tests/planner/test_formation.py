@@ -84,10 +84,11 @@ def test_a_plan_of_many_is_no_worse_than_a_known_one_without_the_newcomer() -> N
     rng = np.random.default_rng(8)
     model, providers = random_model(rng), random_providers(rng, 13)
     before = form(model, OFTEN, Network(), providers[:12])
-    known = [cluster.providers for cluster in before.clusters]
-    after = form(model, OFTEN, Network(), providers, known=known)
-    assert after.score >= 0.97 * before.score
-    assert form(model, OFTEN, Network(), providers[:12], known=known).score >= before.score
+    after = form(model, OFTEN, Network(), providers, seconds=0.0, known=before.clusters)
+    assert after.score >= before.score
+    check(after, model, providers)
+    without_one = form(model, OFTEN, Network(), providers[1:], seconds=0.0, known=before.clusters)
+    check(without_one, model, providers[1:])
 
 
 def test_reliable_machines_all_work_where_that_is_faster() -> None:
@@ -166,6 +167,29 @@ def test_a_requester_on_a_slow_line_is_not_fed_from_by_more_than_it_can_send() -
         for rate, cluster in zip(plan.rates, plan.clusters, strict=True)
     )
     assert fed <= 1e5 * (1 + 1e-6)
+
+
+def test_many_providers_of_one_host_are_planned_with_the_cores_it_has() -> None:
+    model = random_model(np.random.default_rng(0), parameter_bytes=1e7)
+    alone = Provider(name="p", memory_bytes=8 * 2**30, host="host", cores=2, threads=1)
+    crowd = [replace(alone, name=f"p{i:02d}") for i in range(10)]
+    rate = form(model, Goal(), Network(), [alone]).score
+    plan = form(model, Goal(), Network(), crowd)
+    assert plan.score == pytest.approx(2 * rate, rel=0.05)
+    check(plan, model, crowd)
+
+
+def test_many_providers_leave_out_what_would_only_load_the_requesters_line() -> None:
+    rng = np.random.default_rng(3)
+    model = random_model(rng)
+    providers = [replace(p, reachable=i % 2 == 0) for i, p in enumerate(random_providers(rng, 24))]
+    free = form(model, OFTEN, Network(), providers)
+    line = Requester(up_bytes_per_second=3e6, down_bytes_per_second=3e6)
+    plan = form(model, OFTEN, Network(requester=line), providers)
+    relayed = sum(stage.relayed_bytes > 0 for cluster in plan.clusters for stage in cluster.stages)
+    assert relayed <= 2
+    assert 0.5 * free.score <= plan.score <= free.score * 1.05
+    check(plan, model, providers)
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])
