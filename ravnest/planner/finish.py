@@ -115,7 +115,7 @@ class Finish:
 
 def _sharing_cores(providers: Sequence[Provider]) -> Sequence[Provider]:
     """The providers, those of a host that has not enough cores for all of them as slow as that makes them."""
-    wanted: dict[str, int] = {}
+    wanted: dict[str, float] = {}
     for provider in providers:
         if provider.host:
             wanted[provider.host] = wanted.get(provider.host, 0) + provider.threads

@@ -110,7 +110,7 @@ SET_UPS = (
 )
 
 
-def measure(set_up: SetUp) -> Row:
+def measured(set_up: SetUp) -> Row:
     """Trains in the lab; what was promised and what came of it."""
     with tempfile.TemporaryDirectory() as name, _lab(set_up) as lab, ExitStack() as stack:
         folder = Path(name)
@@ -150,14 +150,14 @@ def measure(set_up: SetUp) -> Row:
 
 
 def row_of(set_up: SetUp, summary: dict[str, Any], reason: str) -> Row:
-    predicted, measured = summary["predicted_samples_per_second"], summary["samples_per_second"]
+    promised, came = summary["predicted_samples_per_second"], summary["samples_per_second"]
     stages = summary["clusters"][0]["stages"]
-    off = predicted / measured - 1
-    say(f"{set_up.title}: promised {predicted:.1f}, measured {measured:.1f} samples/s, {100 * off:+.1f} % ({reason})")
+    off = promised / came - 1
+    say(f"{set_up.title}: promised {promised:.1f}, measured {came:.1f} samples/s, {100 * off:+.1f} % ({reason})")
     return {
         "case": set_up.title,
-        "predicted_samples_per_second": predicted,
-        "measured_samples_per_second": measured,
+        "predicted_samples_per_second": promised,
+        "measured_samples_per_second": came,
         "off": off,
         "order": " ".join(stage["provider"] for stage in stages),
         "busiest": max(stage["busy_fraction"] for stage in stages),
