@@ -163,8 +163,8 @@ def _large(quick: bool) -> tuple[list[Row], list[Target]]:
 
 def _promise(quick: bool) -> tuple[list[Row], list[Target]]:
     """What runs were promised to reach against what they did, over real lines."""
-    if quick or (reason := Lab.unavailable()):
-        say("the promise is left out: " + ("--quick" if quick else reason))
+    if reason := "--quick" if quick else Lab.unavailable():
+        say(f"the promise is left out: {reason}")
         return [], []
     rows = [measured(set_up) for set_up in SET_UPS]
     off = [abs(float(row["off"])) for row in rows]  # type: ignore[arg-type]
