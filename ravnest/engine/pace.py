@@ -8,6 +8,7 @@ import contextlib
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
@@ -17,6 +18,7 @@ from ravnest.engine.speed import wait_for
 from ravnest.graph.clock import work_clock
 
 _MOST_LATE_SECONDS: Final = 0.1
+_REMEMBERED: Final = 64
 
 
 class Pace:
@@ -28,10 +30,11 @@ class Pace:
         self._device = torch.device(device)
         self._ended = threading.Event()
         self._late_seconds = 0.0
+        self._past: dict[str, deque[float]] = {}
 
     @contextlib.contextmanager
-    def work(self) -> Iterator[None]:
-        """A piece of work: after it, waits for as long as a slower machine would still be at it. Not after an error.
+    def work(self, kind: str) -> Iterator[None]:
+        """A piece of work of some kind: after it, waits for as long as a slower machine would still be at it. Not after an error.
 
         On a processor with one thread, what counts is the time that the thread got of it: a slower machine of one's own
         would not have been shared with others.
@@ -43,11 +46,22 @@ class Pace:
         began, began_work = time.perf_counter(), clock()
         yield
         wait_for(self._device)
-        self._wait_until(began + self.slower * (clock() - began_work))
+        self._wait_until(began + self.slower * self._usual(kind, clock() - began_work))
 
     def end(self) -> None:
         """Ends the wait under way, and all later ones before they begin. From any thread."""
         self._ended.set()
+
+    def _usual(self, kind: str, seconds: float) -> float:
+        """What such work takes when nothing comes in between.
+
+        Interrupts that are served meanwhile count as this thread's time, and on a machine that plays several they are
+        the others' too: they would be made so many times longer.
+        """
+        past = self._past.setdefault(kind, deque(maxlen=_REMEMBERED))
+        past.append(seconds)
+        alike = sorted(each for each in past if seconds / 2 <= each <= 2 * seconds)
+        return min(seconds, alike[len(alike) // 4])
 
     def _wait_until(self, moment: float) -> None:
         # A thread is woken a moment too late each time, or gets the processor late: the next wait is so much shorter.

@@ -158,7 +158,7 @@ class StageWorker:
             self._save(message.checkpoint, "after the last update")
 
     def _forward(self, message: Message) -> None:
-        with self._pace.work():
+        with self._pace.work("forward"):
             results = self._stage.forward(message.microbatch, message.values)
         self.counters.forwards += 1
         if not self._is_leaf:
@@ -178,14 +178,14 @@ class StageWorker:
         self._backward(message, None)
 
     def _backward(self, message: Message, gradients: Mapping[str, torch.Tensor] | None) -> None:
-        with self._pace.work():
+        with self._pace.work("backward"):
             self._check_gradients(message.microbatch, gradients or {})
             found = self._stage.backward(message.microbatch, gradients)
         self.counters.backwards += 1
         if not self._is_root:
             # Before the update: the stage before can work on it meanwhile.
             self._outbox.backward(replace(message, values=found))
-        with self._pace.work():
+        with self._pace.work("update"):
             update = self._stage.update(message.microbatch, flush=message.flush)
         if update is not None:
             self._count(update)
@@ -221,7 +221,7 @@ class StageWorker:
         self._outbox.updated(update)
 
     def _evaluate(self, message: Message) -> None:
-        with self._pace.work():
+        with self._pace.work("evaluate"):
             results = self._stage.evaluate(message.values)
         self.counters.forwards += 1
         if not self._is_leaf:

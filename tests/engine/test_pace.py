@@ -20,7 +20,7 @@ def test_work_takes_so_many_times_as_long_and_no_more_of_the_processor() -> None
     pace = Pace(4.0)
     elapsed, used = time.perf_counter(), time.thread_time()
     for _ in range(3):
-        with pace.work():
+        with pace.work("forward"):
             work()
     elapsed, used = time.perf_counter() - elapsed, time.thread_time() - used
     assert elapsed >= 3 * 4 * WORK_SECONDS * 0.95
@@ -52,7 +52,7 @@ def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
     monkeypatch.setattr("ravnest.engine.pace.work_clock", lambda: lambda: used)
     monkeypatch.setattr(pace._ended, "wait", wait)
     for _ in range(3):
-        with pace.work():
+        with pace.work("forward"):
             now += elapsed
             used += 1.0
     assert waits == pytest.approx(expected)
@@ -61,7 +61,7 @@ def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
 def test_at_its_own_speed_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     pace = Pace()
     monkeypatch.setattr(pace._ended, "wait", None)
-    with pace.work():
+    with pace.work("forward"):
         work()
 
 
@@ -71,7 +71,7 @@ def test_the_end_interrupts_a_wait_and_later_ones() -> None:
 
     def run() -> None:
         for _ in range(2):
-            with pace.work():
+            with pace.work("forward"):
                 work()
                 worked.set()
 
@@ -85,6 +85,29 @@ def test_the_end_interrupts_a_wait_and_later_ones() -> None:
 
 def test_an_error_is_not_waited_for() -> None:
     pace = Pace(1e6)
-    with pytest.raises(ValueError, match="at once"), pace.work():
+    with pytest.raises(ValueError, match="at once"), pace.work("forward"):
         work()
         raise ValueError("at once")
+
+
+def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace(10.0)
+    now, used = 0.0, 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr("ravnest.engine.pace.work_clock", lambda: lambda: used)
+    taken = []
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(pace._ended, "wait", wait)
+    # Of four pieces of work one is interrupted; one in ten is of another size, and one of another kind.
+    for kind, seconds in [("forward", 1.0), ("forward", 1.0), ("forward", 1.0), ("forward", 1.4), ("forward", 0.3)] + [
+        ("update", 1.4)
+    ]:
+        began = now
+        with pace.work(kind):
+            now, used = now + seconds, used + seconds
+        taken.append(now - began)
+    assert taken == pytest.approx([10.0, 10.0, 10.0, 10.0, 3.0, 14.0])
