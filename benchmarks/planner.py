@@ -3,8 +3,9 @@
 Brute force tries all partitions, all orders and the best cuts of each. The paper's rule is restated in
 benchmarks.planning.paper_rule; its plans are judged by our cost model, `gain` is how many times as much ours is
 predicted to do, and plans that do not fit into the memory, or fit in part of their clusters, are counted as `unfit` and
-`partly unfit`. A case "20 of 6" is 20 instances of 6 providers; `of bound` is the share of an upper bound that no plan
-can reach in full. Times are processor time of one thread: a busy machine makes them longer, but less than by the clock.
+`partly unfit`; `gain if it fits` is the median of the others alone. A case "20 of 6" is 20 instances of 6 providers;
+`of bound` is the share of an upper bound that no plan can reach in full. Times are processor time of one thread: a busy
+machine makes them longer, but less than by the clock.
 """
 
 import itertools
@@ -100,6 +101,7 @@ def _compare(seed: int, count: int) -> _Compared | None:
 def _small_row(case: str, found: Sequence[_Compared]) -> dict[str, object]:
     shares = [min(1.0, one.share) for one in found]
     gains = [one.ours / one.paper.score for one in found if one.paper.score]
+    fitting = [one.ours / one.paper.score for one in found if one.paper.fitting == one.paper.clusters]
     row: dict[str, object] = {
         "case": case,
         "mean_of_best": statistics.mean(shares),
@@ -107,6 +109,7 @@ def _small_row(case: str, found: Sequence[_Compared]) -> dict[str, object]:
         "gain_median": statistics.median(gains) if gains else None,
         "gain_least": min(gains, default=None),
         "gain_most": max(gains, default=None),
+        "gain_if_it_fits": statistics.median(fitting) if fitting else None,
         "unfit": sum(not one.paper.score for one in found),
         "partly_unfit": sum(0 < one.paper.fitting < one.paper.clusters for one in found),
     }
