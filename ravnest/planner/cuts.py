@@ -38,24 +38,28 @@ def best_cuts(
     if goal.worth(found.in_flight) < 1 or found.period_seconds > ways.least_seconds(numbers[0]) * (1 + _CLOSE):
         # Memory, staleness and the length of the way stand against one another.
         found = ways.best_of_all(numbers, found)
-    in_flight = found.in_flight
-    if _one_more_fits(model, goal, order, found):
-        in_flight += 1
-    return cluster_of(model, goal, network, order, found.cuts, in_flight)
+    return cluster_of(model, goal, network, order, found.cuts, _with_spare(model, goal, order, found))
 
 
 _CLOSE = 1e-9
 
+SPARE_SHARE = 0.25
+"""Of the microbatches that are just enough, so many more are in flight, and one."""
 
-def _one_more_fits(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_Found") -> bool:
-    """Whether there is room for one more than just enough: stages do not take turns as evenly as the formula has it."""
-    more = found.in_flight + 1
-    if len(order) == 1 or goal.in_flight is not None or more > goal.most_in_flight:
-        return False
-    held = memory_bytes(model, goal, more)
+
+def _with_spare(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_Found") -> int:
+    """How many in flight, with some to spare where they fit: stages do not take turns as evenly as the formula has it,
+    and the longer the way, the more there is to even out."""
+    if len(order) == 1 or goal.in_flight is not None:
+        return found.in_flight
+    wanted = found.in_flight + 1 + math.floor(SPARE_SHARE * found.in_flight)
     bounds = (0, *found.cuts, model.last)
-    fits = all(held[bounds[k], bounds[k + 1]] <= order[k].memory_bytes for k in range(len(order)))
-    return fits and goal.worth(more) == goal.worth(found.in_flight)
+    for more in range(min(wanted, goal.most_in_flight), found.in_flight, -1):
+        held = memory_bytes(model, goal, more)
+        fits = all(held[bounds[k], bounds[k + 1]] <= order[k].memory_bytes for k in range(len(order)))
+        if fits and goal.worth(more) == goal.worth(found.in_flight):
+            return more
+    return found.in_flight
 
 
 def _numbers(goal: Goal, stages: int) -> range:

@@ -102,10 +102,9 @@ def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatc
         now += seconds
 
     monkeypatch.setattr(pace._ended, "wait", wait)
-    # Of four pieces of work one is interrupted; one in ten is of another size, and one of another kind.
-    for kind, seconds in [("forward", 1.0), ("forward", 1.0), ("forward", 1.0), ("forward", 1.4), ("forward", 0.3)] + [
-        ("update", 1.4)
-    ]:
+    # Of four pieces of work one is interrupted; then comes one of another size, and one of another kind.
+    work = [("forward", 1.0), ("forward", 1.0), ("forward", 1.0), ("forward", 1.4), ("forward", 0.3), ("update", 1.4)]
+    for kind, seconds in work:
         began = now
         with pace.work(kind):
             now, used = now + seconds, used + seconds
