@@ -53,7 +53,7 @@ model, loss, batches = GPT(size), next_token_loss, token_batches(size, 8)
 """
 
 CNN = """
-model, loss, batches = Convolutions(), torch.nn.functional.cross_entropy, picture_batches(32)
+model, loss, batches = Convolutions(), torch.nn.functional.cross_entropy, picture_batches(16)
 """
 
 
@@ -101,12 +101,11 @@ SET_UPS = (
         pipeline="max_staleness=2",
     ),
     SetUp(
-        "CNN, 4 unequal machines, 200 Mbit/s, 20 ms",
-        (Machine(8, 200, 200, 5), Machine(6, 200, 200, 5), Machine(12, 200, 200, 5), Machine(7, 200, 200, 5)),
+        "CNN, 4 unequal machines, 100 Mbit/s, 20 ms",
+        (Machine(12, 100, 100, 5), Machine(8, 100, 100, 5), Machine(16, 100, 100, 5), Machine(10, 100, 100, 5)),
         model=CNN,
-        steps=150,
     ),
-    SetUp("CNN, 2 machines of 1:2, 30 Mbit/s, 30 ms", (Machine(5, 30, 30, 7), Machine(10, 30, 30, 8)), model=CNN),
+    SetUp("CNN, 2 machines of 1:2, 30 Mbit/s, 30 ms", (Machine(6, 30, 30, 7), Machine(12, 30, 30, 8)), model=CNN),
 )
 
 

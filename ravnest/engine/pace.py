@@ -34,8 +34,7 @@ class Pace:
 
     @contextlib.contextmanager
     def work(self, kind: str) -> Iterator[None]:
-        """A piece of work of some kind. After it, unless it failed, waits for as long as a slower machine would still be
-        at it.
+        """A piece of work of some kind. After it, unless it failed, waits as long as a slower machine would still work.
 
         On a processor with one thread, what counts is the time that the thread got of it: a slower machine of one's own
         would not have been shared with others.
