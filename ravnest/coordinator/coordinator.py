@@ -122,6 +122,7 @@ class Coordinator:
             in_flight=plan.in_flight,
             standbys=plan.plan.standbys,
         )
+        self._events.emit("in_flight", plan.flight_reason, limit=plan.in_flight)
         self._display.message(f"plan: {plan.reason}")
         taking_part = {stage.node for stage in plan.stages}
         members = [member for member in members if member.node_id in taking_part]

@@ -70,6 +70,16 @@ class RunPlan:
     def in_flight(self) -> int:
         return self.plan.clusters[0].in_flight
 
+    @property
+    def flight_reason(self) -> str:
+        """How many are in flight, and what for."""
+        cluster = self.plan.clusters[0]
+        way, busiest = cluster.round_trip_seconds, cluster.busiest_seconds
+        return (
+            f"{cluster.in_flight} microbatches in flight: the way through all stages and back takes {way:.3g} s, "
+            f"and the busiest stage or line {busiest:.3g} s"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:

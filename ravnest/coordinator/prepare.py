@@ -101,7 +101,9 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
     costs = profile(graph, weights, sample, samples_in(sample))
     costs = replace(costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate))
     available_bytes = psutil.virtual_memory().available
-    costs = calibrate(costs, graph, weights, sample, stage_settings(job, 0, 1, 1), available_bytes)
+    # Without the schedule: it costs nothing to speak of, and may be made for no more steps than the job has.
+    settings = replace(stage_settings(job, 0, 1, 1), schedule=None)
+    costs = calibrate(costs, graph, weights, sample, settings, available_bytes)
     speed = measure_speed(torch.device("cpu"), available_bytes, _SPEED_SECONDS)
     return replace(
         costs, flops_per_second=speed.flops_per_second, memory_bytes_per_second=speed.memory_bytes_per_second

@@ -14,7 +14,7 @@ import numpy as np
 
 from ravnest.planner.cluster import memory_bytes, stage_tables
 from ravnest.planner.model_costs import ModelCosts, Table
-from ravnest.planner.providers import Goal, Line, Network, Provider
+from ravnest.planner.providers import RELAY_SECONDS, Goal, Line, Network, Provider
 
 Orders = np.ndarray[Any, np.dtype[np.int64]]
 """One order in each row, as indices of providers."""
@@ -264,9 +264,9 @@ class Estimates:
         latency = self._latency[sender] + self._latency[receiver]
         requester = self.network.requester
         relay = min(requester.up_bytes_per_second, requester.down_bytes_per_second)
-        if math.isfinite(relay):
-            relayed = ~(self._reachable[sender] | self._reachable[receiver])
-            rate = np.where(relayed, np.minimum(rate, relay), rate)
+        relayed = ~(self._reachable[sender] | self._reachable[receiver])
+        rate = np.where(relayed, np.minimum(rate, relay), rate)
+        latency = np.where(relayed, latency + RELAY_SECONDS, latency)
         rate, latency = self._measured.replace(sender, receiver, rate, latency)
         same = self._machine[sender] == self._machine[receiver]
         return np.where(same, np.inf, rate), np.where(same, 0.0, latency)

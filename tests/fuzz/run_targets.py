@@ -13,6 +13,7 @@ from ravnest.cli import status
 from ravnest.coordinator.checkpoint_reading import load_checkpoint, newest_good
 from ravnest.coordinator.data_order import data_state, set_data_state
 from ravnest.coordinator.ledger import Ledger
+from ravnest.coordinator.planning import RunPlan
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.resuming import resumed_metadata, trained_with
 from ravnest.coordinator.saving import place_of
@@ -25,7 +26,8 @@ from ravnest.net.v1.control_pb2 import (
     ProviderMessage,
     Report,
 )
-from ravnest.planner.stage_plan import Plan, StagePlan
+from ravnest.planner.plan import Plan
+from ravnest.planner.stage_plan import StagePlan
 from tests.fuzz.files import File
 from tests.fuzz.message_targets import control
 from tests.fuzz.rule import Target
@@ -36,8 +38,9 @@ def _report(data: bytes) -> None:
     message = ProviderMessage()
     control(ProviderMessage)(data)
     message.ParseFromString(data)
-    stage = StagePlan("anna", 0, "root", GRAPH, 16, 0.1)
-    progress = Progress("fuzz", 1, Ledger(), plan=Plan((stage,), (), 1.0, "because"))
+    stage = StagePlan("anna", 0, "root", GRAPH, 16)
+    plan = RunPlan(Plan((), (), (), 0.0, 1.0, 1.0, ""), (stage,), 2, "because")
+    progress = Progress("fuzz", 1, Ledger(), plan=plan)
     progress.reports["anna"] = message.report
     progress.losses.extend((record.loss, record.samples) for record in message.report.losses)
     progress.snapshot()
