@@ -23,11 +23,12 @@ check: $(VENV)/.dev-installed
 fuzz: $(VENV)/.fuzz-installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
-# On a machine that does nothing else; a few minutes.
+# On a machine that does nothing else; half an hour.
 bench: $(VENV)/.dev-installed
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.memory
 	@$(BIN)/python -m benchmarks.transport
+	@$(BIN)/python -m benchmarks.planner
 
 format: $(VENV)/.dev-installed
 	@$(BIN)/ruff format .

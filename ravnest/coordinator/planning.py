@@ -211,6 +211,7 @@ def measured_lines(
 def provider_of(member: Member, costs: CostProfile, reach: Reach, machine: Machine) -> Provider:
     """A member as the planner sees it."""
     here = _is_here(member.host)
+    on_processor = member.device.startswith("cpu")
     # One that was not measured is as fast as the machine that measured the model, or pretends not to be.
     unmeasured = 1.0 / max(1.0, member.slower)
     provider = Provider(
@@ -218,12 +219,12 @@ def provider_of(member: Member, costs: CostProfile, reach: Reach, machine: Machi
         memory_bytes=member.memory_bytes,
         compute_speed=_relative(member.flops_per_second, costs.flops_per_second, unmeasured),
         memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second, unmeasured),
-        operator_seconds=0.0 if member.device.startswith("cpu") else OPERATOR_SECONDS,
+        operator_seconds=0.0 if on_processor else OPERATOR_SECONDS,
         reachable=bool(reach.address),
         host=machine.host if here else "",
         cores=machine.cores if here else member.cores,
         # What it pretends to compute longer, it waits.
-        threads=(member.threads or machine.threads) / max(1.0, member.slower),
+        threads=(member.threads or machine.threads) / max(1.0, member.slower) if on_processor else 1,
     )
     if member.link is None or here:
         return provider

@@ -18,8 +18,13 @@ FRAME_SECONDS: Final = 300e-6
 thread. It hardly depends on the frame's size. Measured by `python -m benchmarks.overhead` on an AMD EPYC at 2.6 GHz;
 other machines of this age differ by less than a factor of two."""
 
-HANDLED_BYTES_PER_SECOND: Final = 1e9
-"""What packing, encrypting and unpacking costs a stage on its own processor."""
+HANDLED_BYTES_PER_SECOND: Final = 2.5e8
+"""What packing, encrypting and unpacking costs a stage on its own processor: a frame of 655 kB took its network's
+thread 2.3 to 3.9 ms on the same machine."""
+
+EVENNESS: Final = 0.95
+"""What several stages reach of the rate of the slowest of them, with enough in flight: they do not take turns as evenly
+as formulas have it. Measured in the WAN lab, by `python -m benchmarks.planner`."""
 
 SPARE: Final = 1.3
 """Beyond what a stage holds: fragments, buffers of the network. `python -m benchmarks.memory` measures this factor."""
@@ -89,7 +94,9 @@ class Cluster:
 
     @property
     def period_seconds(self) -> float:
-        return max(self.busiest_seconds, self.round_trip_seconds / self.in_flight)
+        """From one microbatch to the next."""
+        evenness = EVENNESS if len(self.stages) > 1 else 1.0
+        return max(self.busiest_seconds, self.round_trip_seconds / self.in_flight) / evenness
 
     @property
     def samples_per_second(self) -> float:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ravnest.planner.cluster import memory_bytes, stage_tables
+from ravnest.planner.cluster import EVENNESS, memory_bytes, stage_tables
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.providers import RELAY_SECONDS, Goal, Line, Network, Provider
 
@@ -96,6 +96,7 @@ class Estimates:
         for start in range(0, len(longest_first), size):
             part = longest_first[start : start + size]
             rates[part], numbers[part] = self._rates(orders[part], lengths[part])
+        rates[lengths > 1] *= EVENNESS
         if self.relay_cost:
             rates *= np.maximum(0.0, 1.0 - self.relay_cost * self.relays(orders))
         return rates, numbers

@@ -10,7 +10,7 @@ Pair = tuple[str, str]
 
 NO_LIMIT: Final = math.inf
 
-RELAY_SECONDS: Final = 5e-3
+RELAY_SECONDS: Final = 10e-3
 """Added to the way of what the coordinator passes on: it takes a frame in, and sends it when its line is free."""
 
 
