@@ -67,7 +67,7 @@ def test_a_link_shows_what_it_carries_each_way_and_its_round_trip() -> None:
 
 def test_a_link_through_the_requester_and_one_within_a_host_are_told() -> None:
     outbound = [Provider(name=n, memory_bytes=8 << 30, reachable=False, latency_seconds=0.01) for n in "ab"]
-    assert "relay 40 ms" in picture(dry_run_of([outbound]), 0, 80)
+    assert "relay 60 ms" in picture(dry_run_of([outbound]), 0, 80)
     together = [Provider(name=n, memory_bytes=8 << 30, host="tower", cores=8) for n in "ab"]
     assert "no limit" in picture(dry_run_of([together]), 0, 80)
 
