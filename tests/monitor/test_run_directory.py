@@ -107,9 +107,10 @@ from pathlib import Path
 from ravnest.monitor.run_directory import RunDirectory
 run = RunDirectory.open(Path(sys.argv[1]), job_name="digits", resume=False)
 if os.fork() == 0:
+    # The worker says so: until it has run, it has not let go of what it was born with.
+    print("held", flush=True)
     sys.stdin.read()
     os._exit(0)
-print("held", flush=True)
 sys.stdin.read()
 """
     process = subprocess.Popen(
