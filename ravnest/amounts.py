@@ -46,9 +46,9 @@ def sample_rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
-def counted(number: int, word: str) -> str:
-    """ "1 core", "8 cores"."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+def counted(number: int, word: str, several: str = "") -> str:
+    """ "1 core", "8 cores"; `several` where that takes more than an s."""
+    return f"{number} {word}" if number == 1 else f"{number} {several or word + 's'}"
 
 
 def _three_digits(value: float) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ravnest.amounts import counted
 from ravnest.coordinator.measures import measure_pairs
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared
@@ -75,8 +76,9 @@ class RunPlan:
         """How many are in flight, and what for."""
         cluster = self.plan.clusters[0]
         way, busiest = cluster.round_trip_seconds, cluster.busiest_seconds
+        flying = counted(cluster.in_flight, "microbatch", "microbatches")
         return (
-            f"{cluster.in_flight} microbatches in flight: the way through all stages and back takes {way:.3g} s, "
+            f"{flying} in flight: the way through all stages and back takes {way:.3g} s, "
             f"and the busiest stage or line {busiest:.3g} s"
         )
 
@@ -131,7 +133,7 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
     cluster = plan.clusters[0]
     stages = stages_of(prepared.captured.graph, cluster)
     reason = (
-        f"{len(stages)} stage{'s' if len(stages) > 1 else ''}, {cluster.in_flight} microbatches in flight; "
+        f"{counted(len(stages), 'stage')}, {counted(cluster.in_flight, 'microbatch', 'microbatches')} in flight; "
         f"{plan.limit or cluster.limit} limits it to {plan.predicted_samples_per_second:.1f} samples/s"
     )
     return RunPlan(plan, stages, feed_ahead(cluster, {p.name: p for p in providers}), reason)

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from ravnest.amounts import counted
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.providers import Goal, Network, Provider
 
@@ -106,7 +107,8 @@ class Cluster:
     def limit(self) -> str:
         """What the rate hangs on."""
         if self.round_trip_seconds / self.in_flight > self.busiest_seconds:
-            return f"{self.in_flight} microbatches in flight on a way of {self.round_trip_seconds:.3g} s"
+            flying = counted(self.in_flight, "microbatch", "microbatches")
+            return f"{flying} in flight on a way of {self.round_trip_seconds:.3g} s"
         return max(self.stages, key=lambda stage: stage.seconds).limit
 
 

@@ -107,8 +107,6 @@ def _fixes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
     fixes = []
     if goal.in_flight is not None and goal.in_flight > 1 and _fits(model, replace(goal, in_flight=1), providers):
         fixes.append("pipeline.in_flight=1")
-    if not goal.recompute and _fits(model, replace(goal, recompute=True), providers):
-        fixes.append("pipeline.recompute=True")
     if len(providers) < model.most_stages:
         fixes.append(_more(model, goal, providers))
     if model.saved_bytes[-1] > 0.25 * model.parameter_bytes[-1]:
