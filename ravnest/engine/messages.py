@@ -25,6 +25,25 @@ class Message:
     """Not 0: every stage saves its state under this number after applying this microbatch."""
     flush: bool = False
     """Apply the gradients summed so far with this microbatch, even if fewer than `accumulate`."""
+    round: int = 0
+    """Not 0: the stage takes its part in this round of averaging before it applies this microbatch."""
+    fragment: int = 0
+    """Of the round: 0 for all rings, otherwise those of the fragment before this number."""
+    updates: int = 0
+    """How many updates the run has made with this microbatch; 0 where that is not told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A stage between two updates, as it goes into a round of averaging."""
+
+    round: int
+    fragment: int
+    version: int
+    samples: int
+    """That the stage has trained on since it was built."""
+    tensors: Mapping[str, torch.Tensor]
+    """As `Stage.state` names them. The stage's own memory: they change once the snapshot has been taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +87,9 @@ class Outbox(Protocol):
 
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         """Take the stage's state away; the tensors are the stage's own memory and change once this returns."""
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        """Take from the stage what a round averages."""
 
     def failed(self, kind: str, text: str, microbatch: int | None) -> None:
         """The worker cannot go on, and stops."""

@@ -6,7 +6,7 @@ back (`restore`).
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ from ravnest.plain_json import read_json
 _MOST_PIECES = 8
 _PIECE_BYTES = 8 << 20
 _MOST_STATE_VALUES = 4_000_000
+_MOST_SCHEDULE_STEPS = 10_000
+"""Of a schedule at one update. More clusters than that do not train one model."""
 
 # What reading a state of the wrong form raises, here and in torch.
 _RESTORE_ERRORS = (AttributeError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
@@ -142,12 +144,17 @@ class Stage:
         self._add(dict(zip(pending.version.leaves, found[count:], strict=True)), back.values())
         return back
 
-    def update(self, microbatch: int, *, flush: bool = False) -> Update | None:
+    def update(self, microbatch: int, *, flush: bool = False, updates: int = 0) -> Update | None:
         """Applies the gradients of the last backward, where they complete an update; `flush` applies what is summed so
-        far."""
+        far.
+
+        `updates` is how many the run has made by then, those of other clusters included: the schedule follows it.
+        Without it the schedule goes one step on.
+        """
         if self._summed < self.settings.accumulate and not flush:
             return None
         self._apply()
+        self._step_schedule(updates)
         return Update(microbatch, self._forward_version, self.version)
 
     def drop(self, microbatch: int) -> None:
@@ -159,25 +166,58 @@ class Stage:
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Parameters, states and optimizer state as named tensors, and the plain values as text. Shares the stage's
         memory."""
-        tensors: dict[str, torch.Tensor] = {}
         plain: dict[str, Any] = {}
+        for spec in self.graph.parameters:
+            for name, value in self._optimizer.state.get(self._versions.masters[spec.name], {}).items():
+                if value is not None and not isinstance(value, torch.Tensor):
+                    plain[f"{spec.key}:{name}"] = value
+        groups = [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in self._optimizer.param_groups]
+        schedule = {k: v for k, v in self._schedule.state_dict().items() if _is_plain(v)} if self._schedule else None
+        return self.state_tensors(), {
+            "version": json.dumps(self.version),
+            "optimizer": json.dumps({"values": plain, "groups": groups}),
+            "schedule": json.dumps(schedule),
+        }
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of `state` alone."""
+        tensors: dict[str, torch.Tensor] = {}
         for spec in self.graph.parameters:
             master = self._versions.masters[spec.name]
             tensors[f"param:{spec.key}"] = master.detach()
             for name, value in self._optimizer.state.get(master, {}).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"optim:{spec.key}:{name}"] = value
-                elif value is not None:
-                    plain[f"{spec.key}:{name}"] = value
         for spec in self.graph.states:
             tensors[f"buffer:{spec.key}"] = self._fixed[spec.name]
-        groups = [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in self._optimizer.param_groups]
-        schedule = {k: v for k, v in self._schedule.state_dict().items() if _is_plain(v)} if self._schedule else None
-        return tensors, {
-            "version": json.dumps(self.version),
-            "optimizer": json.dumps({"values": plain, "groups": groups}),
-            "schedule": json.dumps(schedule),
-        }
+        return tensors
+
+    def shift(
+        self,
+        adds: Mapping[str, torch.Tensor],
+        becomes: Mapping[str, torch.Tensor] | None = None,
+        not_negative: Collection[str] = (),
+    ) -> None:
+        """Adds to parameters, states and optimizer state, named as in `state`; with `becomes`, that is what they are
+        from now on. No update: the version stays. What the optimizer does not keep yet is left out.
+
+        Of `not_negative`, no value is below zero afterwards.
+        """
+        self._versions.begin_update()
+        own = self.state_tensors()
+        for name, change in adds.items():
+            tensor = own.get(name)
+            if tensor is None:
+                continue
+            # Past the counter by which autograd notices writes, as for versions: what is in flight has its own memory.
+            tensor = tensor.data
+            if becomes is not None and name in becomes:
+                tensor.copy_(becomes[name])
+            else:
+                tensor.add_(change.to(tensor.device, tensor.dtype))
+            if name in not_negative:
+                tensor.clamp_(min=0)
+        self._versions.finish_change()
 
     def restore(self, optimizer: Mapping[str, Mapping[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
         """Takes up optimizer state (by parameter key) and counters as `state` gave them; GraphError if they do not
@@ -243,10 +283,15 @@ class Stage:
                 masters[name].grad = self._sums.pop(name, None)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        if self._schedule is not None:
-            self._schedule.step()
         self._summed = 0
         self._versions.finish_update()
+
+    def _step_schedule(self, updates: int) -> None:
+        if self._schedule is None:
+            return
+        behind = updates - self._schedule.last_epoch
+        for _ in range(min(max(1, behind), _MOST_SCHEDULE_STEPS)):
+            self._schedule.step()
 
     def _clip(self, masters: Mapping[str, torch.nn.Parameter]) -> None:
         """Clips the summed gradients in place, all together: a norm is over all of them."""

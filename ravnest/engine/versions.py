@@ -56,6 +56,11 @@ class WeightVersions:
         else:
             self._current.number = number
 
+    def finish_change(self) -> None:
+        """The masters as written are what the current version is from now on; a change that is no update."""
+        if self._current.users:
+            self._current = Version(self._current.number, self._leaves())
+
     def _leaves(self) -> dict[str, torch.Tensor]:
         # `.data` shares the memory but not the counter by which autograd notices in-place writes: a version that is
         # held is

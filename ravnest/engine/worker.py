@@ -10,20 +10,25 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
-from ravnest.engine.messages import Counters, LossRecord, Message, Outbox
+from ravnest.engine.messages import Counters, LossRecord, Message, Outbox, Snapshot
 from ravnest.engine.pace import Pace
 from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.engine.stage import Stage, Update
 from ravnest.errors import PeerError, RavnestError
 
+Tensors = Mapping[str, torch.Tensor]
+
 _SPARE_WAITING: Final = 64
 """How many microbatches may wait beyond a few times those in flight: more come only from a peer that means harm."""
+_REMEMBERED: Final = 4096
+"""Microbatches that were taken up, by number: one as far behind the newest is not taken any more. What another cluster
+left undone comes again here, a little behind those that were fed meanwhile."""
 
 
 class StageWorker:
@@ -46,14 +51,16 @@ class StageWorker:
         self._fed: dict[int, Message] = {}
         self._received: dict[int, Message] = {}
         """Halves of a microbatch that wait for the other half, by where they came from."""
-        self._newest: dict[bool, int] = {}
-        """The last microbatch that was taken up, in training and in evaluation."""
+        self._taken = {True: _Taken(), False: _Taken()}
+        """The microbatches that were taken up, in training and in evaluation."""
         self._awaited: set[int] = set()
         """Microbatches that were sent on in training and whose gradients have not come yet."""
         self._forwards: deque[Message] = deque()
         self._evaluations: deque[Message] = deque()
         self._backwards: deque[Message] = deque()
-        self._saves: deque[int] = deque()
+        self._saves: deque[tuple[int, Tensors]] = deque()
+        self._between: deque[Callable[[], None]] = deque()
+        self._samples = 0
         self._running: dict[int, Message] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ravnest-torch", daemon=True)
@@ -87,21 +94,30 @@ class StageWorker:
             self._backwards.append(message)
             self._condition.notify()
 
-    def save(self, checkpoint: int) -> None:
-        """Save the stage's state under this number once nothing else is ready."""
+    def save(self, checkpoint: int, instead: Tensors | None = None) -> None:
+        """Save the stage's state under this number once nothing else is ready, with these tensors in place of its own
+        of the same names."""
         with self._condition:
-            self._saves.append(checkpoint)
+            self._saves.append((checkpoint, instead or {}))
+            self._condition.notify()
+
+    def snapshot(self, round: int, fragment: int) -> None:
+        """Take part in a round of averaging as things stand; nothing is in flight."""
+        self.between(lambda: self._snapshot(round, fragment))
+
+    def between(self, work: Callable[[], None]) -> None:
+        """Do this before the next task, on the thread that owns torch; a failure of it is one of the stage."""
+        with self._condition:
+            self._between.append(work)
             self._condition.notify()
 
     def _join(self, message: Message, own: dict[int, Message], others: dict[int, Message] | None) -> None:
         """Takes one half of a microbatch (or all of it, where no other half is needed: `others` is None)."""
         number = message.microbatch
         with self._condition:
-            newest = self._newest.get(message.train)
-            # Training counts up from 0 and evaluation down from -1: nothing is ever taken up twice, or in another
-            # order than it was fed in.
-            if number in own or (newest is not None and abs(number) <= abs(newest)):
-                raise PeerError(f"microbatch {number} came again, or after one that was fed later")
+            # Training counts up from 0 and evaluation down from -1: nothing is ever taken up twice.
+            if number in own or not self._taken[message.train].may_take(abs(number)):
+                raise PeerError(f"microbatch {number} came again, or long after one that was fed later")
             waiting = len(self._fed) + len(self._received) + len(self._forwards) + len(self._evaluations)
             # What was sent on and not answered counts too: else a stem would pass a flood on, and be blamed for it.
             waiting += len(self._awaited)
@@ -115,7 +131,7 @@ class StageWorker:
                 if other.train != message.train:
                     raise PeerError(f"microbatch {number} came for training from one side and not from the other")
                 message = replace(message, values={**other.values, **message.values})
-            self._newest[message.train] = number
+            self._taken[message.train].take(abs(number))
             (self._forwards if message.train else self._evaluations).append(message)
             self._condition.notify()
 
@@ -127,13 +143,18 @@ class StageWorker:
                         return
                     waiting = Waiting(len(self._backwards), len(self._forwards), len(self._evaluations))
                     task = next_task(waiting, self._stage.in_flight, self._limit).task
-                    if task is not Task.WAIT or self._saves:
+                    if task is not Task.WAIT or self._saves or self._between:
                         break
                     self._condition.wait()
-                message = self._take(task)
+                first = list(self._between)
+                self._between.clear()
+                message = self._take(task) if task is not Task.WAIT or self._saves else _NOTHING
             started = time.perf_counter()
             try:
-                self._execute(task, message)
+                for work in first:
+                    work()
+                if message is not _NOTHING:
+                    self._execute(task, message)
             except Exception as error:
                 self._give_up(message, error)
                 return
@@ -142,7 +163,8 @@ class StageWorker:
 
     def _take(self, task: Task) -> Message:
         if task is Task.WAIT:
-            return Message(-1, {}, checkpoint=self._saves.popleft())
+            checkpoint, instead = self._saves.popleft()
+            return Message(-1, instead, checkpoint=checkpoint)
         queue = {Task.BACKWARD: self._backwards, Task.FORWARD: self._forwards, Task.EVALUATE: self._evaluations}
         return queue[task].popleft()
 
@@ -155,7 +177,7 @@ class StageWorker:
         elif task is Task.EVALUATE:
             self._evaluate(message)
         else:
-            self._save(message.checkpoint, "after the last update")
+            self._save(message.checkpoint, "after the last update", message.values)
 
     def _forward(self, message: Message) -> None:
         with self._pace.work("forward"):
@@ -185,8 +207,11 @@ class StageWorker:
         if not self._is_root:
             # Before the update: the stage before can work on it meanwhile.
             self._outbox.backward(replace(message, values=found))
+        if message.round:
+            self._snapshot(message.round, message.fragment)
         with self._pace.work("update"):
-            update = self._stage.update(message.microbatch, flush=message.flush)
+            update = self._stage.update(message.microbatch, flush=message.flush, updates=message.updates)
+        self._samples += message.samples
         if update is not None:
             self._count(update)
         if message.checkpoint:
@@ -204,8 +229,13 @@ class StageWorker:
                     "finite, so it is not applied; lower the learning rate or set pipeline.clip_norm"
                 )
 
-    def _save(self, checkpoint: int, when: str) -> None:
+    def _snapshot(self, round: int, fragment: int) -> None:
+        stage = self._stage
+        self._outbox.snapshot(Snapshot(round, fragment, stage.version, self._samples, stage.state_tensors()))
+
+    def _save(self, checkpoint: int, when: str, instead: Tensors | None = None) -> None:
         tensors, metadata = self._stage.state()
+        tensors |= {name: tensor for name, tensor in (instead or {}).items() if name in tensors}
         for name, tensor in tensors.items():
             if name.startswith("param:") and not torch.isfinite(tensor).all():
                 raise _NotFiniteError(
@@ -236,6 +266,26 @@ class StageWorker:
         kind = "not_finite" if isinstance(error, _NotFiniteError) else "error"
         text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
         self._outbox.failed(kind, text, message.microbatch)
+
+
+class _Taken:
+    """Which microbatches were taken up, of those that may still come."""
+
+    def __init__(self) -> None:
+        self._newest = -1
+        self._numbers: set[int] = set()
+
+    def may_take(self, number: int) -> bool:
+        return number not in self._numbers and number > self._newest - _REMEMBERED
+
+    def take(self, number: int) -> None:
+        self._numbers.add(number)
+        self._newest = max(self._newest, number)
+        if len(self._numbers) > 2 * _REMEMBERED:
+            self._numbers = {each for each in self._numbers if each > self._newest - _REMEMBERED}
+
+
+_NOTHING = Message(-1, {})
 
 
 class _NotFiniteError(RavnestError):

@@ -10,7 +10,7 @@ import enum
 import functools
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import torch
@@ -45,6 +45,24 @@ class FrameKind(enum.IntEnum):
     """Nothing follows."""
     CONTROL = 9
     """A message of control.proto, in the bytes of the tensor `message`."""
+    RING = 10
+    """A piece of what a ring averages, in the bytes of the tensor `data`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlace:
+    """Where a piece of what a ring averages belongs."""
+
+    round: int
+    ring: int
+    attempt: int = 0
+    hop: int = 0
+    segment: int = 0
+    chunk: int = 0
+    donation: bool = False
+    """Not of an attempt: the anchor and the outer state, for an owner that was left out."""
+    last: bool = False
+    """Of a donation: nothing follows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +80,13 @@ class Frame:
     scalars: Mapping[str, int | float | bool] = field(default_factory=dict)
     flush: bool = False
     """Apply the gradients summed so far with this microbatch, even if fewer than an update takes."""
+    round: int = 0
+    """Not 0: every stage takes its part in this round before it applies this microbatch."""
+    fragment: int = 0
+    """Of the round: 0 for all rings, otherwise those of the fragment before this number."""
+    updates: int = 0
+    """How many updates the run has made with this microbatch; 0 where that is not told."""
+    piece: RingPlace | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +188,10 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
         tensors,
         _decode_scalars(header, limits),
         header.flush,
+        header.round,
+        header.fragment,
+        header.updates,
+        _decode_piece(header.piece) if header.HasField("piece") else None,
     )
     return frame, start + offset
 
@@ -226,6 +255,19 @@ def _decode_scalars(header: frame_pb2.FrameHeader, limits: FrameLimits) -> dict[
     return scalars
 
 
+def _decode_piece(piece: frame_pb2.RingPiece) -> RingPlace:
+    return RingPlace(
+        piece.round,
+        piece.ring,
+        piece.attempt,
+        piece.hop,
+        piece.segment,
+        piece.chunk,
+        piece.donation,
+        piece.last,
+    )
+
+
 def _check_name(name: str, taken: Mapping[str, object], limits: FrameLimits) -> None:
     if not name or len(name) > limits.name_characters:
         raise PeerError(f"a frame names a value with {len(name)} characters; 1 to {limits.name_characters} are allowed")
@@ -243,6 +285,10 @@ def _header_bytes(frame: Frame) -> bytes:
             checkpoint=frame.checkpoint,
             generation=frame.generation,
             flush=frame.flush,
+            round=frame.round,
+            fragment=frame.fragment,
+            updates=frame.updates,
+            piece=None if frame.piece is None else frame_pb2.RingPiece(**asdict(frame.piece)),
         ).SerializeToString()
     except (ValueError, TypeError) as error:
         raise PeerError(f"the frame of microbatch {frame.microbatch} cannot be sent: {error}") from None
