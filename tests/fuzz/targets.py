@@ -3,7 +3,7 @@
 The property tests and the long runs of `make fuzz` share these. A new decoder gets its line in one of the tables.
 """
 
-from tests.fuzz import message_targets, peer_targets, plan_targets, run_targets, stage_targets
+from tests.fuzz import codec_targets, message_targets, peer_targets, plan_targets, run_targets, stage_targets
 from tests.fuzz.rule import Target, bombs, judge
 
 __all__ = ["TARGETS", "Target", "bombs", "judge", "named"]
@@ -14,6 +14,7 @@ TARGETS = (
     *stage_targets.TARGETS,
     *run_targets.TARGETS,
     *plan_targets.TARGETS,
+    *codec_targets.TARGETS,
 )
 
 
