@@ -7,6 +7,7 @@ sender waits while too much is unconfirmed, so a link that is down holds its sta
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -59,8 +60,10 @@ class ResumableLink:
     - A peer that breaks the rules of the protocol fails the link for good.
     """
 
-    def __init__(self, peer: str) -> None:
+    def __init__(self, peer: str, window_bytes: int = WINDOW_BYTES) -> None:
+        """A sender waits while `window_bytes` are unconfirmed, and what has arrived and was not taken is no more."""
         self.peer = peer
+        self._window_bytes = window_bytes
         self.connections = 0
         """How many connections have carried this link so far."""
         self._kept: deque[bytes] = deque()
@@ -119,7 +122,7 @@ class ResumableLink:
         while not self.over:
             if not self.connected:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(patience_seconds):
+                    async with asyncio.timeout(patience_seconds if math.isfinite(patience_seconds) else None):
                         while not self.connected and not self.over:
                             await self._change()
                     continue
@@ -129,7 +132,7 @@ class ResumableLink:
 
     async def send(self, frame: Frame) -> None:
         """Sends a frame, waiting while too much is unconfirmed. Its tensors have been read when this returns."""
-        while self._kept_bytes >= WINDOW_BYTES and not self._closing and not self.over:
+        while self._kept_bytes >= self._window_bytes and not self._closing and not self.over:
             await self._change()
         if self._error is not None:
             raise self._failure()
@@ -300,7 +303,7 @@ class ResumableLink:
 
     async def _read(self, connection: Connection) -> None:
         while not self.over:
-            while self._incoming_bytes >= WINDOW_BYTES:
+            while self._incoming_bytes >= self._window_bytes:
                 await self._change()
             frame = await connection.receive()
             if frame is None:

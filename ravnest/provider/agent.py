@@ -61,6 +61,7 @@ _FIRST_TELL_SECONDS = 2.0
 _TELL_SECONDS = 10.0
 _PARENT_SECONDS = 2.0
 _PATIENCE_SECONDS = 600.0
+_ROUND_ORDERS = frozenset({"average", "ring_begin", "ring_catch_up", "ring_commit", "ring_abort"})
 _REPORT_SECONDS = 0.2
 """Least time between two reports: losses come one a microbatch and would otherwise go out one by one."""
 
@@ -320,7 +321,9 @@ class _Agent:
             elif kind == "meet" and self._deployment is not None:
                 self._deployment.meet(message.meet.link)
             elif kind == "save" and self._deployment is not None:
-                self._deployment.save(message.save.checkpoint)
+                self._deployment.save(message.save.checkpoint, message.save.anchored)
+            elif kind in _ROUND_ORDERS and self._deployment is not None:
+                self._deployment.average(message)
             elif kind == "measure_peer":
                 peers.take(message.measure_peer)
             elif kind == "threads":
@@ -337,7 +340,7 @@ class _Agent:
             self._generation = order.generation
             await self._give_up_stage()
             self._say(f"taking stage {order.stage + 1} of {order.stages}")
-            self._server.neighbours = {n.node for n in (order.previous, order.next) if n.node}
+            self._server.neighbours = {n.node for n in (order.previous, order.next, *order.ring_peers) if n.node}
             artifacts = Artifacts(stay.client, self._cache, self._say)
             async with fetching(order, stay.control, self._fetch_line) as progress:
                 deployment = await Deployment.make(
@@ -346,7 +349,7 @@ class _Agent:
             async with self._deployed:
                 self._deployment = deployment
                 self._deployed.notify_all()
-            deployment.open(stay.feed)
+            deployment.open(stay.feed, stay.control.send)
             await stay.control.send(ProviderMessage(ready=Ready(deployment=order.deployment)))
         except Exception as error:
             # Out of memory, say: whatever it is, the coordinator is to know why there is no stage.

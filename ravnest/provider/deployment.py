@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,14 @@ from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.resumable import ResumableLink
-from ravnest.net.v1.control_pb2 import Deploy, LossRecord, Report, UpdateRecord
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, LossRecord, ProviderMessage, Report, RingProgress, UpdateRecord
 from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.fetching import FetchProgress
 from ravnest.provider.frame_check import check_frame
 from ravnest.provider.memory import peak_bytes
 from ravnest.provider.outbox import FrameOutbox, message_of
+from ravnest.provider.ring_links import RingLinks
+from ravnest.provider.rings import Rings
 from ravnest.provider.stage_link import StageLink, link_of
 from ravnest.provider.uploading import upload
 
@@ -44,6 +46,8 @@ class Deployment:
         links: list[StageLink],
         baseline_memory_bytes: int,
         slower: float = 1.0,
+        rings: Rings | None = None,
+        ring_links: RingLinks | None = None,
     ) -> None:
         self.name = order.deployment
         self.generation = order.generation
@@ -52,6 +56,8 @@ class Deployment:
         self._baseline = baseline_memory_bytes
         self._worker = StageWorker(stage, outbox, slower)
         self._links = links
+        self._rings = rings
+        self._ring_links = ring_links
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = time.perf_counter()
@@ -98,7 +104,12 @@ class Deployment:
             for neighbour, is_next in ((order.previous, False), (order.next, True))
             if neighbour.node
         ]
-        return cls(order, stage, outbox, links, baseline_memory_bytes, slower)
+        if not order.rings:
+            return cls(order, stage, outbox, links, baseline_memory_bytes, slower)
+        rings = await asyncio.to_thread(Rings, order, stage, asyncio.get_running_loop(), outbox.tell)
+        ring_links = RingLinks(order.ring_peers, order.generation, node, client, rings.take)
+        outbox.on_snapshot = rings.snapshot
+        return cls(order, stage, outbox, links, baseline_memory_bytes, slower, rings, ring_links)
 
     @property
     def failure(self) -> asyncio.Future[tuple[str, str, int]]:
@@ -113,10 +124,14 @@ class Deployment:
     def news(self) -> asyncio.Event:
         return self._outbox.news
 
-    def open(self, feed: ResumableLink) -> None:
-        """Begins to work on whatever comes."""
+    def open(self, feed: ResumableLink, say: Callable[[ProviderMessage], Awaitable[None]]) -> None:
+        """Begins to work on whatever comes; `say` tells the coordinator something."""
+        if self._rings is not None and self._ring_links is not None:
+            self._rings.on_failure = lambda text: self._fail("error", text)
+            self._rings.open(self._worker, self._ring_links)
         self._worker.start()
         self._spawn(self._send(self._outbox.to_coordinator, feed))
+        self._spawn(self._speak(say))
         for end in self._links:
             if end.is_next:
                 self._spawn(self._send(self._outbox.to_next, end.link))
@@ -131,12 +146,12 @@ class Deployment:
             self._spawn(end.run())
 
     async def accept(self, peer: str, connection: Link) -> None:
-        """A neighbour has dialled: uses its connection until that breaks."""
-        await link_of(self._links, connection.label, peer).accept(connection)
+        """A neighbour, or another owner of a ring, has dialled: uses its connection until that breaks."""
+        await link_of(self._ends, connection.label, peer).accept(connection)
 
     def meet(self, name: str) -> None:
         """The neighbour at the other end of this link waits at the coordinator's relay."""
-        for end in self._links:
+        for end in self._ends:
             if end.name == name:
                 self._spawn(end.meet())
 
@@ -145,9 +160,15 @@ class Deployment:
         self._check(frame, FrameKind.FEED)
         self._worker.feed(message_of(frame))
 
-    def save(self, checkpoint: int) -> None:
-        """Save the stage's state now; the coordinator asks for it when nothing is in flight."""
-        self._worker.save(checkpoint)
+    def save(self, checkpoint: int, anchored: bool = False) -> None:
+        """Save the stage's state now, where `anchored` with the parameters of the last round."""
+        self._worker.save(checkpoint, self._rings.anchors() if anchored and self._rings is not None else None)
+
+    def average(self, message: CoordinatorMessage) -> None:
+        """Does what the coordinator says of rounds; PeerError for a stage without rings."""
+        if self._rings is None:
+            raise PeerError("the coordinator spoke of a round to a stage without rings")
+        self._rings.obey(message)
 
     def report(self) -> tuple[Report, list[int]]:
         """What the stage did so far, with losses and updates since the last report; and the checkpoints saved since
@@ -155,8 +176,10 @@ class Deployment:
         losses, updates, saved = self._outbox.take_records()
         counters = self._worker.counters
         staleness = dict(counters.staleness)
+        under_way = self._rings.progress() if self._rings is not None else ()
         report = Report(
             deployment=self.name,
+            rings=[RingProgress(round=r, ring=n, attempt=a, pieces=p) for r, n, a, p in under_way],
             updates=counters.updates,
             staleness_sum=sum(k * n for k, n in staleness.items()),
             staleness_max=max(staleness, default=0),
@@ -185,6 +208,8 @@ class Deployment:
         self._closing = True
         self._outbox.give_up()
         await asyncio.to_thread(self._worker.stop)
+        if self._rings is not None:
+            await self._rings.close(_CLOSE_SECONDS)
         await asyncio.gather(*(end.close(_CLOSE_SECONDS) for end in self._links))
         for task in self._tasks:
             task.cancel()
@@ -207,6 +232,10 @@ class Deployment:
         while True:
             await link.send(await queue.get())
 
+    async def _speak(self, say: Callable[[ProviderMessage], Awaitable[None]]) -> None:
+        while True:
+            await say(await self._outbox.messages.get())
+
     def _check(self, frame: Frame, kind: FrameKind) -> None:
         """PeerError unless the frame is one this stage may get now."""
         check_frame(frame, kind, self.generation, self._expected[kind])
@@ -219,8 +248,17 @@ class Deployment:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not self._closing and not self.failure.done():
-            self.failure.set_result(("link", str(error), -1))
+        if error is not None:
+            self._fail("link", str(error))
+
+    def _fail(self, kind: str, text: str) -> None:
+        if not self._closing and not self.failure.done():
+            self.failure.set_result((kind, text, -1))
+
+    @property
+    def _ends(self) -> list[StageLink]:
+        """Of all links that others may dial."""
+        return [*self._links, *(self._ring_links.ends if self._ring_links is not None else ())]
 
 
 class _GraphText:

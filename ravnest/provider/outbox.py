@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ravnest.engine.messages import LossRecord, Message
+from ravnest.engine.messages import LossRecord, Message, Snapshot
 from ravnest.engine.stage import Update
+from ravnest.errors import PeerError
 from ravnest.graph.weights import stream_tensors
 from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.v1.control_pb2 import ProviderMessage
 
 Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
 """Uploads what the function yields, under a name; the function is called again where it has to be sent again."""
@@ -27,11 +29,15 @@ class FrameOutbox:
         self.to_next: asyncio.Queue[Frame] = asyncio.Queue()
         self.to_previous: asyncio.Queue[Frame] = asyncio.Queue()
         self.to_coordinator: asyncio.Queue[Frame] = asyncio.Queue()
+        self.messages: asyncio.Queue[ProviderMessage] = asyncio.Queue()
+        """What the coordinator is to hear of rounds."""
         self.failure: asyncio.Future[tuple[str, str, int]] = asyncio.get_running_loop().create_future()
         self.news = asyncio.Event()
         """Set when there are losses or saved checkpoints to report."""
         self.samples = 0
         """Samples that have gone back through the stage. The engine's thread counts, anybody may look."""
+        self.on_snapshot: Callable[[Snapshot], None] = _no_rings
+        """Who takes what a round averages, on the engine's thread."""
         self._loop = asyncio.get_running_loop()
         self._generation = generation
         self._upload = upload
@@ -85,6 +91,13 @@ class FrameOutbox:
         self._saved.append(checkpoint)
         self._loop.call_soon_threadsafe(self.news.set)
 
+    def tell(self, message: ProviderMessage) -> None:
+        """Something for the coordinator. On the network's loop."""
+        self.messages.put_nowait(message)
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        self.on_snapshot(snapshot)
+
     def failed(self, kind: str, text: str, microbatch: int | None) -> None:
         self._loop.call_soon_threadsafe(self._fail, (kind, text, -1 if microbatch is None else microbatch))
 
@@ -99,6 +112,9 @@ class FrameOutbox:
             checkpoint=message.checkpoint,
             generation=self._generation,
             flush=message.flush,
+            round=message.round,
+            fragment=message.fragment,
+            updates=message.updates,
             tensors=tensors,
             scalars=scalars,
         )
@@ -107,6 +123,10 @@ class FrameOutbox:
     def _fail(self, failure: tuple[str, str, int]) -> None:
         if not self.failure.done():
             self.failure.set_result(failure)
+
+
+def _no_rings(snapshot: Snapshot) -> None:
+    raise PeerError(f"round {snapshot.round} was announced to a stage without rings")
 
 
 def message_of(frame: Frame) -> Message:
@@ -118,6 +138,9 @@ def message_of(frame: Frame) -> Message:
         samples=frame.samples,
         checkpoint=frame.checkpoint,
         flush=frame.flush,
+        round=frame.round,
+        fragment=frame.fragment,
+        updates=frame.updates,
     )
 
 

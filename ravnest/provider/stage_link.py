@@ -6,12 +6,13 @@ dialled, or to be called to the relay. Whichever connection comes last carries t
 
 import asyncio
 import contextlib
+import math
 
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.client import CoordinatorClient, dial_link
 from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.resumable import ResumableLink
+from ravnest.net.resumable import WINDOW_BYTES, ResumableLink
 from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, DIALLING_RELAY, LinkState, Neighbour
 
 PATIENCE_SECONDS = 60.0
@@ -28,10 +29,21 @@ _RETURN_SECONDS = 60.0
 class StageLink:
     """One end of a link between two stages. `link` carries its frames while `run` runs."""
 
-    def __init__(self, neighbour: Neighbour, is_next: bool, node: NodeIdentity, client: CoordinatorClient) -> None:
+    def __init__(
+        self,
+        neighbour: Neighbour,
+        is_next: bool,
+        node: NodeIdentity,
+        client: CoordinatorClient,
+        *,
+        patient: bool = False,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        """A `patient` one waits without end for a neighbour that is away."""
         self.name = neighbour.link
         self.node_id = neighbour.node
-        self.link = ResumableLink(neighbour.node)
+        self.link = ResumableLink(neighbour.node, window_bytes)
+        self._patience_seconds = math.inf if patient else PATIENCE_SECONDS
         self._neighbour = neighbour
         self.is_next = is_next
         self._node = node
@@ -41,7 +53,7 @@ class StageLink:
 
     async def run(self) -> None:
         """Sees to the link's connections until it is over; PeerError when the neighbour is gone."""
-        patience = asyncio.create_task(self.link.fail_when_gone(PATIENCE_SECONDS))
+        patience = asyncio.create_task(self.link.fail_when_gone(self._patience_seconds))
         returning = asyncio.create_task(self._return_to_direct())
         try:
             if self._neighbour.dialling == DIALLING_AWAIT:
