@@ -11,9 +11,14 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from ravnest.amounts import counted
+from ravnest.averaging.deadlines import Deadlines
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore
+from ravnest.coordinator.clusters import ClusterRun, Clusters
+from ravnest.coordinator.clusters import Mark as RoundMark
 from ravnest.coordinator.deploying import Orders
 from ravnest.coordinator.evaluation import Evaluation
 from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
@@ -21,27 +26,30 @@ from ravnest.coordinator.gathering import gather
 from ravnest.coordinator.ledger import Entry
 from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
-from ravnest.coordinator.planning import RUN_CLUSTERS, Machine, RunPlan, check_fit, goal_of, plan_measured
+from ravnest.coordinator.planning import Machine, RunPlan, check_fit, goal_of, plan_measured
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
-from ravnest.coordinator.resuming import trained_with
-from ravnest.coordinator.saving import Mark, Saver
-from ravnest.coordinator.stage_parts import BadPartError, StagePart
+from ravnest.coordinator.rounds import Rounds
+from ravnest.coordinator.saving import Mark, Saver, saver_of
+from ravnest.coordinator.stage_parts import BadPartError
 from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
 from ravnest.errors import PeerError, RavnestError, RefusedError, RunError, TrainingError, printable
+from ravnest.job import Job
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Fault
 from ravnest.net.frames import Frame, FrameKind
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, ProviderMessage, Save, Start, Threads
+from ravnest.net.v1.control_pb2 import Average, CoordinatorMessage, Failed, ProviderMessage, Save, Start, Threads
+from ravnest.settings import Averaging
 
 _BETTER_REASON_SECONDS = 0.2
 _LOST_NEIGHBOUR_SECONDS = 1.0
+_AVERAGE_TRIES = 3
 _DISPLAY_SECONDS = 0.25
 _SUMMARY_SECONDS = 2.0
 
@@ -69,19 +77,33 @@ class Coordinator:
         self._failure: RavnestError | None = None
         self._deployment = secrets.token_hex(4)
         self._ready: set[str] = set()
+        self._reported: dict[str, float] = {}
         self._saved: dict[str, int] = {}
         self._lost: set[str] = set()
         self._deployed = False
         self._resumed = progress.ledger.updates > 0
         self._stage_of: dict[str, int] = {}
+        """Of every provider that holds one in a cluster that trains, its number there."""
         self._scores: set[str] = set()
         """What an evaluation measures."""
-        self._inputs_of: list[tuple[str, tuple[str, ...]]] = []
+        self._clusters = Clusters(())
+        self._rounds: Rounds | None = None
+        self._averaging = Averaging()
+        self._average_every = 0
+        self._replaying = 0
+        self._checkpoint_due = False
+        self._fed_place = progress.ledger.applied
+        """Where the run stands once all that was fed has been applied."""
+        self._fed_samples = 0
+        self._announced_at = 0
+        """Samples fed by the last round, and by the last one for all rings."""
+        self._averaged_at = 0
+        self._make_saver: Callable[[ClusterRun], Saver] | None = None
         self._saver: Saver | None = None
+        self._saving: ClusterRun | None = None
+        """The cluster whose stages are saved: after a round all have the same parameters."""
         self._evaluation: Evaluation | None = None
         self._last_info: CheckpointInfo | None = None
-        self._limit = 1
-        self._ahead = 0
         self._generation = 0
         self._closing = False
         self.on_failure: Callable[[], None] = lambda: None
@@ -95,64 +117,86 @@ class Coordinator:
             self.joined(member)
         self._spawn(self._show())
 
-    async def deploy(self, prepared: Prepared, providers: int | None, threads: int, cores: int) -> RunPlan:
+    async def deploy(
+        self, prepared: Prepared, providers: int | None, clusters: int | None, threads: int, cores: int
+    ) -> RunPlan:
         """Waits for the providers, plans, and returns when every stage is built and linked.
 
-        Without a number, it waits for as many as have the memory for the model together.
+        Without a number of providers, it waits for as many as have the memory for the model together; without one of
+        clusters, there are as many as are fastest.
         """
         job, machine = prepared.job, Machine(cores, threads)
         self.phase("waiting for providers")
         gathering = gather(
-            self._swarm.members, providers, lambda present: check_fit(prepared, present, machine), self._display.message
+            self._swarm.members, providers, lambda present: check_fit(prepared, present, machine, clusters), self._display.message
         )
         members, why = await self._while_well(gathering)
         self._events.emit("gathered", f"{len(members)} providers: {why}")
         self.phase("planning")
         planning = plan_measured(
-            self._swarm, prepared, members, goal_of(job, providers, RUN_CLUSTERS), machine, self.phase
+            self._swarm, prepared, members, goal_of(job, providers, clusters), machine, self.phase
         )
         plan: RunPlan = await self._while_well(planning)
-        self._limit, self._ahead = plan.in_flight, plan.ahead
-        self._events.emit(
-            "planned",
-            plan.reason,
-            predicted_samples_per_second=plan.predicted_samples_per_second,
-            stages=[{"provider": s.node, "role": s.role, "parameters": s.parameters} for s in plan.stages],
-            places=plan.places,
-            in_flight=plan.in_flight,
-            standbys=plan.plan.standbys,
-        )
-        self._events.emit("in_flight", plan.flight_reason, limit=plan.in_flight)
-        self._display.message(f"plan: {plan.reason}")
+        self._tell_plan(plan)
         taking_part = {stage.node for stage in plan.stages}
         members = [member for member in members if member.node_id in taking_part]
         if self._swarm.state is not None:
             await asyncio.to_thread(self._swarm.state.planned, [s.node for s in plan.stages])
             await asyncio.to_thread(self._swarm.state.reached, self._position())
         self.progress.devices = {m.node_id: m.device for m in members}
+        self._clusters = Clusters(plan.clusters)
         self._stage_of = {s.node: s.stage for s in plan.stages}
         self._scores = {"loss", *job.metrics}
-        self._inputs_of = [(s.node, tuple(v.name for v in s.graph.inputs)) for s in plan.stages if s.graph.inputs]
+        self._averaging, self._average_every = job.averaging, plan.average_every
+        if plan.rings:
+            self._rounds = self._rounds_of(plan, job)
         if job.pipeline.record_updates:
             self._recorder.record_updates(self._run.updates_path)
-        self._saver = Saver(
-            CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep),
-            job.checkpoint,
-            [StagePart.of(stage.stage, stage.graph) for stage in plan.stages],
-            {
-                "aliases": dict(prepared.captured.aliases),
-                "non_persistent": sorted(prepared.captured.not_saved),
-                "stages": len(plan.stages),
-                **trained_with(job),
-            },
-            self._ledger.updates,
-        )
+        store = CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep)
+        self._make_saver = lambda cluster: saver_of(store, prepared, cluster.plan, self._ledger.updates)
+        self._save_from(self._clusters.all[0])
         self.phase("deploying stages")
         await self._deploy_stages(prepared, plan, members, threads)
         self.progress.plan = plan
+        self.progress.clusters, self.progress.rounds = self._clusters, self._rounds
         self._deployed = True
         self.phase("training")
         return plan
+
+    def _tell_plan(self, plan: RunPlan) -> None:
+        self._events.emit(
+            "planned",
+            plan.reason,
+            predicted_samples_per_second=plan.predicted_samples_per_second,
+            stages=[
+                {"cluster": s.cluster, "provider": s.node, "role": s.role, "parameters": s.parameters}
+                for s in plan.stages
+            ],
+            places=[cluster.places for cluster in plan.clusters],
+            in_flight=[cluster.in_flight for cluster in plan.clusters],
+            standbys=plan.plan.standbys,
+        )
+        for cluster in plan.clusters:
+            self._events.emit("in_flight", cluster.flight_reason, cluster=cluster.id, limit=cluster.in_flight)
+        if plan.rings:
+            self._events.emit("rings", plan.average_reason, rings=len(plan.rings), samples=plan.average_every)
+        self._display.message(f"plan: {plan.reason}")
+
+    def _rounds_of(self, plan: RunPlan, job: Job) -> Rounds:
+        # A round reaches a cluster's stages when all that was fed before it has gone through.
+        waits = [
+            (running.in_flight + running.ahead) * planned.period_seconds + planned.round_trip_seconds
+            for running, planned in zip(plan.clusters, plan.plan.clusters, strict=True)
+        ]
+        return Rounds(
+            plan,
+            self._deployment,
+            job.averaging.outlier,
+            Deadlines(max(waits), plan.round_seconds),
+            lambda node_id, message: self._spawn(self._tell_quietly(node_id, message)),
+            self._emit_quietly,
+            self._changes.notify,
+        )
 
     async def take(self, item: Item) -> None:
         """Takes the next item of the data, once there is room for it; raises what made training impossible."""
@@ -173,8 +217,14 @@ class Coordinator:
         """Waits for what is in flight and saves the final state."""
         await self._until(lambda: self._ledger.outstanding == 0)
         self.progress.pause_clock()
+        since = time.monotonic()
+        await self._average_now("at the end")
         self.phase("saving")
-        return await self._save_now()
+        info = await self._save_now()
+        if len(self._clusters.whole) > 1:
+            # Those that are not saved have something to report, too: the last of what they did.
+            await self._until(lambda: all(self._reported.get(node, 0.0) > since for node in self._stage_of))
+        return info
 
     async def stop_early(self, timeout_seconds: float) -> CheckpointInfo | None:
         """Saves if what is in flight can be finished in time, otherwise the last checkpoint of this run stands."""
@@ -194,6 +244,8 @@ class Coordinator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._saver is not None:
             self._saver.abort()
+        if self._rounds is not None:
+            self._rounds.close()
         self._recorder.close()
 
     def phase(self, text: str) -> None:
@@ -230,7 +282,14 @@ class Coordinator:
             self._fetched(node_id, min(1.0, fetching.received_bytes / max(1, fetching.total_bytes)))
         elif kind == "report" and message.report.deployment == self._deployment:
             with self._failing():
-                self._recorder.take(node_id, self._stage_of[node_id], message.report)
+                cluster = self._clusters.of(node_id)
+                self._recorder.take(node_id, cluster.id if cluster else 0, self._stage_of[node_id], message.report)
+            self._reported[node_id] = time.monotonic()
+            self._changes.notify()
+            if self._rounds is not None:
+                self._rounds.reported(node_id, message.report)
+        elif self._rounds is not None and self._rounds.heard(node_id, message):
+            pass
         elif kind == "saved" and message.saved.deployment == self._deployment:
             self._saved[node_id] = message.saved.checkpoint
             self._changes.notify()
@@ -245,21 +304,38 @@ class Coordinator:
             with self._failing():
                 if self.progress.first_update_seconds is None:
                     self._events.emit("first_update", "the first microbatch has passed every stage")
-                if self._ledger.complete(frame.microbatch) is None:
-                    reason = f"{node_id} reported microbatch {frame.microbatch} done, which was not under way"
-                    self._events.emit("applied_twice", reason, microbatch=frame.microbatch)
-                    raise RefusedError(reason)
+                self._completed(node_id, frame.microbatch)
             self.progress.completed()
             self._changes.notify()
         elif frame.kind is FrameKind.RESULT and self._evaluation is not None:
             if frame.scalars.keys() != self._scores:
                 raise RefusedError(f"{node_id} sent a result of other measures than {sorted(self._scores)}")
+            cluster = self._clusters.of(node_id)
+            if cluster is None or cluster.evaluating.pop(frame.microbatch, None) is None:
+                # Of a cluster that was lost in the middle of it: others evaluate it again.
+                return
             self._evaluation.came(frame.microbatch, {k: float(v) for k, v in frame.scalars.items()})
             self._changes.notify()
+
+    def _completed(self, node_id: str, microbatch: int) -> None:
+        cluster = self._clusters.of(node_id)
+        if cluster is None:
+            return
+        if cluster.open.pop(microbatch, None) is None:
+            self._ledger.applied_twice += 1
+            reason = f"{node_id} reported microbatch {microbatch} done, which was not under way"
+            self._events.emit("applied_twice", reason, microbatch=microbatch)
+            raise RefusedError(reason)
+        entry = self._ledger.complete(microbatch)
+        assert entry is not None, "what a cluster has under way is in the ledger"
+        cluster.samples += entry.samples
 
     def disconnected(self, node_id: str, reason: str) -> None:
         with self._failing():
             self._events.emit("disconnected", reason, provider=node_id)
+        if self._rounds is not None:
+            # It may be back soon; whoever averages does not wait for it.
+            self._rounds.gone(node_id, f"{node_id} is disconnected: {reason}")
 
     def reconnected(self, node_id: str) -> None:
         with self._failing():
@@ -281,16 +357,58 @@ class Coordinator:
         with self._failing():
             self._events.emit("lost", reason, provider=node_id)
         stage = self._stage_of.get(node_id)
+        cluster = self._clusters.of(node_id)
         if stage is not None:
-            self.progress.faults.append(Fault(kind="provider_lost", provider=node_id, cluster=0, at=time.time()))
-        if stage is not None or not (self._deployed or self._swarm.open_to_more):
+            number = cluster.id if cluster is not None else 0
+            self.progress.faults.append(Fault(kind="provider_lost", provider=node_id, cluster=number, at=time.time()))
+        if cluster is not None and self._deployed and len(self._clusters.whole) > 1:
+            self._lose_cluster(cluster, f"{node_id}, which held stage {stage}, is gone: {reason}")
+        elif stage is not None or not (self._deployed or self._swarm.open_to_more):
             held = "" if stage is None else f", which held stage {stage},"
             saved = f"; {self._what_now()}" if self._deployed else ""
             self.fail(TrainingError(f"{node_id}{held} is gone: {reason}{saved}"))
 
+    def _lose_cluster(self, cluster: ClusterRun, reason: str) -> None:
+        """The others go on without this one, with what it had not completed."""
+        behind = cluster.samples - (self._rounds.counted_samples(cluster.nodes) if self._rounds is not None else 0)
+        left, evaluations = self._clusters.lose(cluster, reason)
+        self._ledger.replay([item.microbatch for item in left])
+        for node in cluster.nodes:
+            self._stage_of.pop(node, None)
+            if self._rounds is not None:
+                self._rounds.gone(node, reason)
+        what = (
+            f"cluster {cluster.id} has ended: {reason}; {len(self._clusters.whole)} go on, with "
+            f"{counted(len(left), 'microbatch', 'microbatches')} of it, and without what it learnt from the last "
+            f"{behind} samples, which had not been averaged"
+        )
+        with self._failing():
+            self._events.emit("cluster_lost", what, cluster=cluster.id, replayed=len(left), samples=behind)
+        self._display.message(what)
+        if self._saving is cluster:
+            self._save_from(self._clusters.whole[0])
+        if left or evaluations:
+            self._spawn(self._replay(left, evaluations))
+        self._changes.notify()
+
+    async def _replay(self, left: list[TrainBatch], evaluations: list[EvalBatch]) -> None:
+        """Feeds what a lost cluster had not completed to the others."""
+        self._replaying += 1
+        try:
+            for item in evaluations:
+                await self._send_evaluation(item)
+            for number, item in enumerate(left):
+                ends = item.completes_update or number == len(left) - 1
+                await self._send_batch(replace(item, flush=item.flush or ends), ends, None)
+        except RavnestError as error:
+            self.fail(error)
+        finally:
+            self._replaying -= 1
+
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         number = name.removeprefix("checkpoint-")
-        if self._saver is None or node_id not in self._stage_of or not re.fullmatch("[0-9]{1,19}", number):
+        saves = self._saving is not None and node_id in self._saving.nodes
+        if self._saver is None or not saves or not re.fullmatch("[0-9]{1,19}", number):
             raise RefusedError(f"{node_id} may not upload {name[:80]!r}")
         try:
             info = await self._saver.part(int(number), self._stage_of[node_id], chunks)
@@ -321,7 +439,8 @@ class Coordinator:
         reaches = await self._while_well(self._swarm.reaches(members))
         orders = await Orders.make(prepared, plan, by_id, reaches, self._deployment, self._generation)
         self._swarm.artifacts = orders.artifacts
-        self._swarm.allow_relays({link.name: frozenset((link.before, link.after)) for link in orders.links})
+        links = (*orders.links, *orders.ring_links)
+        self._swarm.allow_relays({link.name: frozenset((link.before, link.after)) for link in links})
         for link in orders.links:
             self._events.emit("linked", f"{link.before} to {link.after}: {link.reason}", link=link.name)
         chooses_itself = {member.node_id for member in members if member.threads}
@@ -334,7 +453,8 @@ class Coordinator:
         # Only now: a stage dials its neighbours, which must be there by then.
         for node_id in orders.by_node:
             await self._swarm.tell(node_id, CoordinatorMessage(start=Start(deployment=self._deployment)))
-        self._events.emit("deployed", f"{len(plan.stages)} stages are ready")
+        several = f" in {len(plan.clusters)} clusters" if len(plan.clusters) > 1 else ""
+        self._events.emit("deployed", f"{len(plan.stages)} stages{several} are ready")
 
     def _fetched(self, node_id: str, share: float) -> None:
         """How much of its stage a provider has. Nothing is shown of stages that are there in no time."""
@@ -345,13 +465,44 @@ class Coordinator:
     # Items.
 
     async def _take_batch(self, item: TrainBatch) -> None:
-        await self._until(lambda: self._ledger.outstanding < self._limit + self._ahead and self._evaluation is None)
+        if self._clusters.group is None and self._rounds is not None:
+            await self._announce_round(item)
+        await self._until(lambda: self._evaluation is None)
+        entry = Entry(item.microbatch, item.samples, item.after, item.completes_update)
+        await self._send_batch(item, item.completes_update, entry)
+
+    async def _send_batch(self, item: TrainBatch, ends: bool, entry: Entry | None) -> None:
+        """Feeds a microbatch to the cluster with most room, once one has some. With `ends` it completes an update
+        there; without an `entry` it has been fed before, to a cluster that is lost."""
+        clusters = self._clusters
+        await self._until(lambda: clusters.for_batch() is not None)
+        cluster = clusters.for_batch()
+        assert cluster is not None
         self.progress.run_clock()
-        self.progress.epoch = item.after.epoch
-        self._ledger.feed(Entry(item.microbatch, item.samples, item.after, item.completes_update))
-        self._recorder.fed(item.microbatch, item.after)
+        if entry is not None:
+            self.progress.epoch = item.after.epoch
+            self._ledger.feed(entry)
+            self._recorder.fed(item.microbatch, item.after)
+            self._fed_samples += item.samples
+            self._fed_place = item.after
+        mark, checkpoint = None, 0
+        if clusters.group is None:
+            mark, cluster.mark = cluster.mark, None
+        if len(clusters.whole) == 1 and not self._replaying:
+            checkpoint = self._announced(item)
+        clusters.group = None if ends else cluster
+        cluster.open[item.microbatch] = item
+        cluster.fed_samples += item.samples
         sending = self._send(
-            item.tensors, item.microbatch, item.samples, checkpoint=self._announced(item), flush=item.flush
+            cluster,
+            item.tensors,
+            item.microbatch,
+            item.samples,
+            checkpoint=checkpoint,
+            # What belongs to an update may be fewer here than elsewhere, after a cluster was lost.
+            flush=item.flush or (ends and self._rounds is not None),
+            mark=mark,
+            updates=item.after.updates,
         )
         # Shielded: an interrupt between two stages would leave a microbatch that can never be completed.
         await asyncio.shield(asyncio.create_task(sending))
@@ -371,12 +522,18 @@ class Coordinator:
         if self._evaluation is None:
             await self._until(lambda: self._ledger.outstanding == 0)
             self.progress.pause_clock()
+            await self._average_now("before an evaluation")
             self._evaluation = Evaluation()
             self.phase("evaluating")
-        evaluation = self._evaluation
-        await self._until(lambda: evaluation.outstanding < 2 * self._limit + self._ahead)
-        evaluation.sent(item.microbatch, item.samples)
-        await self._send(item.tensors, item.microbatch, item.samples, train=False)
+        self._evaluation.sent(item.microbatch, item.samples)
+        await self._send_evaluation(item)
+
+    async def _send_evaluation(self, item: EvalBatch) -> None:
+        await self._until(lambda: self._clusters.for_evaluation() is not None)
+        cluster = self._clusters.for_evaluation()
+        assert cluster is not None
+        cluster.evaluating[item.microbatch] = item
+        await self._send(cluster, item.tensors, item.microbatch, item.samples, train=False)
 
     async def _end_evaluation(self) -> None:
         evaluation = self._evaluation
@@ -396,10 +553,12 @@ class Coordinator:
         if item.samples is not None:
             self.progress.epoch_samples = item.samples
         self._ledger.end_epoch(item.after)
+        self._fed_place = item.after
         self._events.emit("epoch", f"epoch {item.after.epoch} has been fed", samples=item.after.samples)
 
     async def _send(
         self,
+        cluster: ClusterRun,
         tensors: Mapping[str, Any],
         microbatch: int,
         samples: int,
@@ -407,8 +566,10 @@ class Coordinator:
         train: bool = True,
         checkpoint: int = 0,
         flush: bool = False,
+        mark: RoundMark | None = None,
+        updates: int = 0,
     ) -> None:
-        for node_id, names in self._inputs_of:
+        for node_id, names in cluster.inputs_of:
             frame = Frame(
                 kind=FrameKind.FEED,
                 microbatch=microbatch,
@@ -417,6 +578,9 @@ class Coordinator:
                 checkpoint=checkpoint,
                 generation=self._generation,
                 flush=flush,
+                round=mark.round if mark is not None else 0,
+                fragment=mark.fragment if mark is not None else 0,
+                updates=updates,
                 tensors={name: tensors[name] for name in names},
                 scalars={},
             )
@@ -426,24 +590,140 @@ class Coordinator:
                 # Why it is gone is told in a moment, and says more.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_LOST_NEIGHBOUR_SECONDS):
-                        await self._until(lambda: False)
+                        await self._until(lambda: bool(cluster.lost))
+                        # Others are fed with what this one has not completed.
+                        return
                 raise TrainingError(f"{node_id} cannot be fed: {error}") from None
+
+    # Averaging.
+
+    async def _announce_round(self, item: TrainBatch) -> None:
+        """Begins a round with this microbatch, where one is due: what was fed before goes into it, the rest does not."""
+        rounds, saver = self._rounds, self._saver
+        assert rounds is not None and saver is not None
+        if rounds.under_way or saver.under_way or self._checkpoint_due or len(self._clusters.whole) < 2:
+            return
+        since = self._fed_samples - self._announced_at
+        checkpoint = saver.due(self._fed_place.updates) if not self._replaying else None
+        if since < self._average_every and checkpoint is None:
+            return
+        reason = checkpoint or f"{since} samples since the last one"
+        if self._averaging.blocking:
+            await self._average_now(reason)
+            if checkpoint is not None:
+                await self._save_now()
+            return
+        number = rounds.begun + 1
+        fragments = rounds.fragments
+        fragment = 0 if checkpoint is not None or fragments == 1 else (number - 1) % fragments + 1
+        self._begin_round(fragment, reason)
+        for cluster in self._clusters.whole:
+            cluster.mark = RoundMark(number, fragment)
+        if checkpoint is not None:
+            self._checkpoint_due = True
+            mark = Mark(item.microbatch, self._fed_place, self._ledger.counts())
+            self._spawn(self._save_averaged(saver, mark, checkpoint))
+
+    def _begin_round(self, fragment: int, reason: str) -> int:
+        assert self._rounds is not None
+        self._announced_at = self._fed_samples
+        owners = {node: cluster.fed_samples for cluster in self._clusters.whole for node in cluster.nodes}
+        return self._rounds.announce(fragment, owners, reason)
+
+    async def _average_now(self, reason: str) -> None:
+        """Averages all that was learnt, in all rings, while nothing is in flight: afterwards all clusters are alike."""
+        rounds = self._rounds
+        if rounds is None:
+            return
+        phase = self.progress.phase
+        for _ in range(_AVERAGE_TRIES):
+            await self._until(lambda: self._ledger.outstanding == 0)
+            if rounds.under_way:
+                await self._order_rounds()
+                await self._until(lambda: not rounds.under_way)
+            if len(self._clusters.whole) < 2 or self._averaged_at == self._fed_samples:
+                return
+            self.phase("averaging")
+            number = self._begin_round(0, reason)
+            for cluster in self._clusters.whole:
+                cluster.mark = RoundMark(number, 0)
+            await self._order_rounds()
+            await self._until(lambda: not rounds.under_way)
+            self.phase(phase)
+            if rounds.complete:
+                self._averaged_at = self._fed_samples
+                return
+        self._display.message(f"the clusters could not be averaged {reason}: {rounds.last}")
+
+    async def _order_rounds(self) -> None:
+        """Tells clusters of the round under way that have not heard of it with a microbatch; none is in flight there."""
+        for cluster in self._clusters.whole:
+            mark, cluster.mark = cluster.mark, None
+            if mark is None:
+                continue
+            for node_id in cluster.nodes:
+                order = Average(deployment=self._deployment, round=mark.round, fragment=mark.fragment)
+                await self._tell_quietly(node_id, CoordinatorMessage(average=order))
+
+    async def _save_averaged(self, saver: Saver, mark: Mark, why: str) -> None:
+        """Once the round under way counts, saves what all clusters have since: the prefix of the data up to the mark."""
+        rounds = self._rounds
+        assert rounds is not None
+        try:
+            await self._changes.until(lambda: not rounds.under_way or self._failure is not None)
+            if not rounds.complete or self._saver is not saver or self._failure is not None:
+                return
+            saver.begin(mark)
+            self._events.emit("checkpoint_begun", why, microbatch=mark.checkpoint)
+            await self._order_save(mark.checkpoint, anchored=True)
+        except RunError as error:
+            self.fail(error)
+        finally:
+            self._checkpoint_due = False
+            self._changes.notify()
+
+    async def _tell_quietly(self, node_id: str, message: CoordinatorMessage) -> None:
+        """Says something to a provider; that it is gone is heard elsewhere."""
+        with contextlib.suppress(PeerError, KeyError):
+            await self._swarm.tell(node_id, message)
+
+    def _emit_quietly(self, kind: str, reason: str, **values: Any) -> None:
+        with self._failing():
+            self._events.emit(kind, reason, **values)
 
     # Saving and reporting.
 
+    def _save_from(self, cluster: ClusterRun) -> None:
+        """From now on checkpoints are made of this cluster's stages."""
+        assert self._make_saver is not None
+        if self._saver is not None:
+            self._saver.abort()
+        self._saving, self._saver = cluster, self._make_saver(cluster)
+
     async def _save_now(self) -> CheckpointInfo:
+        """Nothing is in flight: saves where the run stands."""
         saver = self._saver
         assert saver is not None
-        await self._until(lambda: not saver.under_way)
+        await self._until(lambda: not saver.under_way and not self._checkpoint_due)
         number = self._ledger.completed + 1
         saver.begin(Mark(number, self._ledger.applied, self._ledger.counts()))
-        for node_id in self._stage_of:
-            order = Save(deployment=self._deployment, checkpoint=number)
-            await self._swarm.tell(node_id, CoordinatorMessage(save=order))
+        await self._order_save(number, anchored=False)
         # A stage reports before it says that it has saved: after this, the summary has its last counts.
-        await self._until(lambda: all(self._saved.get(node) == number for node in self._stage_of))
+        await self._until(lambda: self._saver is not saver or self._all_saved(number))
+        if self._saver is not saver:
+            # The cluster that was being saved is lost, and another has what it had.
+            return await self._save_now()
         assert self._last_info is not None
         return self._last_info
+
+    async def _order_save(self, number: int, anchored: bool) -> None:
+        assert self._saving is not None
+        for node_id in self._saving.nodes:
+            order = Save(deployment=self._deployment, checkpoint=number, anchored=anchored)
+            await self._tell_quietly(node_id, CoordinatorMessage(save=order))
+
+    def _all_saved(self, number: int) -> bool:
+        return self._saving is not None and all(self._saved.get(node) == number for node in self._saving.nodes)
 
     def _take_failure(self, node_id: str, failed: Failed) -> None:
         message, kind = printable(failed.message), printable(failed.kind)

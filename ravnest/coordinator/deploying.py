@@ -2,15 +2,17 @@
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.members import Member
-from ravnest.coordinator.planning import RunPlan
+from ravnest.coordinator.planning import RingPlan, RunPlan
 from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
 from ravnest.coordinator.reachability import Reach, choose_dialling
-from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour
+from ravnest.job import Job
+from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, Ring
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,9 @@ class Orders:
     by_node: dict[str, Deploy]
     artifacts: dict[str, Artifact]
     links: tuple[LinkOrder, ...]
+    """Between neighbouring stages."""
+    ring_links: tuple[LinkOrder, ...] = ()
+    """Between the owners of each ring, every two of them: whoever is left out of a round, the others close the ring."""
 
     @classmethod
     async def make(
@@ -48,27 +53,75 @@ class Orders:
     ) -> Self:
         """Hashes every stage's weights on the way, which takes a moment; RunError where a checkpoint does not fit."""
         made = await asyncio.to_thread(
-            lambda: [(graph_artifact(s), weights_artifact(s, prepared)) for s in plan.stages]
+            lambda: {s.node: (graph_artifact(s), weights_artifact(s, prepared)) for s in plan.stages}
         )
-        nodes = [stage.node for stage in plan.stages]
-        links = tuple(
-            order_link(f"{deployment}-{number}", members[before], members[after], reaches)
-            for number, (before, after) in enumerate(itertools.pairwise(nodes))
-        )
-        orders = {}
-        for number, (node, (graph, weights)) in enumerate(zip(nodes, made, strict=True)):
-            orders[node] = Deploy(
-                deployment=deployment,
-                stage=number,
-                stages=len(nodes),
-                graph=_reference(graph),
-                weights=_reference(weights),
-                settings_json=stage_settings(prepared.job, number, len(nodes), plan.in_flight).to_json(),
-                generation=generation,
-                previous=links[number - 1].to_before if number else None,
-                next=links[number].to_after if number < len(links) else None,
+        links = {
+            (before.node, after.node): order_link(
+                f"{deployment}-{cluster.id}-{before.stage}", members[before.node], members[after.node], reaches
             )
-        return cls(orders, {artifact.id: artifact for pair in made for artifact in pair}, links)
+            for cluster in plan.clusters
+            for before, after in itertools.pairwise(cluster.stages)
+        }
+        pairs = dict.fromkeys(pair for ring in plan.rings for pair in itertools.combinations(sorted(ring.owners), 2))
+        ring_links = tuple(
+            order_link(f"{deployment}-ring-{number}", members[one], members[other], reaches)
+            for number, (one, other) in enumerate(pairs)
+        )
+        averaging = ring_settings(prepared.job).to_json() if plan.rings else ""
+        orders = {}
+        for cluster in plan.clusters:
+            stages = cluster.stages
+            for stage in stages:
+                graph, weights = made[stage.node]
+                before = stages[stage.stage - 1].node if stage.stage else ""
+                after = stages[stage.stage + 1].node if stage.stage + 1 < len(stages) else ""
+                orders[stage.node] = Deploy(
+                    deployment=deployment,
+                    stage=stage.stage,
+                    stages=len(stages),
+                    graph=_reference(graph),
+                    weights=_reference(weights),
+                    settings_json=stage_settings(
+                        prepared.job, stage.stage, len(stages), cluster.in_flight
+                    ).to_json(),
+                    generation=generation,
+                    previous=links[before, stage.node].to_before if before else None,
+                    next=links[stage.node, after].to_after if after else None,
+                    rings=[ring_order(ring) for ring in plan.rings if stage.node in ring.owners],
+                    ring_peers=_peers(stage.node, ring_links),
+                    averaging_json=averaging,
+                )
+        artifacts = {artifact.id: artifact for pair in made.values() for artifact in pair}
+        return cls(orders, artifacts, tuple(links.values()), ring_links)
+
+
+def ring_order(ring: RingPlan) -> Ring:
+    """What an owner is told of a ring: the same to all of them."""
+    tensors = ring.tensors
+    return Ring(
+        ring=ring.ring,
+        fragment=ring.fragment,
+        parameters=[spec.key for spec in tensors.parameters],
+        buffers=[spec.key for spec in tensors.buffers],
+        counters=[spec.key for spec in tensors.counters],
+    )
+
+
+def ring_settings(job: Job) -> RingSettings:
+    """What every owner is told of how to average."""
+    averaging = job.averaging
+    return RingSettings(
+        outer=averaging.outer,
+        outer_rate=averaging.outer_rate,
+        outer_momentum=averaging.outer_momentum,
+        codec=averaging.codec,
+        optimizer_state=averaging.optimizer_state,
+    )
+
+
+def _peers(node_id: str, links: Iterable[LinkOrder]) -> list[Neighbour]:
+    """The other ends of the links that this node is an end of."""
+    return [link.to_after if link.before == node_id else link.to_before for link in links if node_id in (link.before, link.after)]
 
 
 def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, Reach]) -> LinkOrder:

@@ -1,5 +1,6 @@
 """The ledger: every microbatch is accounted for, from the moment it is fed until every stage has seen its backward."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -30,7 +31,7 @@ class Entry:
 
 
 class Ledger:
-    """Counts microbatches. `completed` is in order: stages apply microbatches in the order they were fed."""
+    """Counts microbatches. A cluster completes those it was fed in order; several clusters, in any order among them."""
 
     def __init__(self, start: Place = Place()) -> None:  # noqa: B008 (a frozen value)
         """A new ledger, or one that goes on from a checkpoint: what was in flight then is fed again."""
@@ -42,10 +43,14 @@ class Ledger:
         self._applied = start
         self._epoch_end: Place | None = None
         self._open: dict[int, Entry] = {}
+        self._next = start.microbatches
+        """Everything before this one has been completed."""
+        self._ahead: dict[int, Entry] = {}
+        """Completed while an earlier one is still under way in another cluster."""
 
     @property
     def applied(self) -> Place:
-        """Where the run stands with what has been applied to the weights."""
+        """Where the run stands: everything up to here has been applied to the weights of some cluster."""
         end = self._epoch_end
         return end if end is not None and end.microbatches == self._applied.microbatches else self._applied
 
@@ -70,9 +75,17 @@ class Ledger:
             return None
         self.completed += 1
         self.samples += entry.samples
-        if entry.completes_update:
-            self._applied = entry.after
+        self._ahead[microbatch] = entry
+        while (following := self._ahead.pop(self._next, None)) is not None:
+            self._next += 1
+            if following.completes_update:
+                self._applied = following.after
         return entry
+
+    def replay(self, microbatches: Collection[int]) -> None:
+        """These are fed again, to another cluster: the one that had them is gone."""
+        assert all(number in self._open for number in microbatches), "only what is under way is fed again"
+        self.replayed += len(microbatches)
 
     def end_epoch(self, place: Place) -> None:
         """All of an epoch has been fed: once its last microbatch is applied, the run stands at `place`."""

@@ -3,15 +3,18 @@ disk."""
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ravnest.coordinator.ledger import Ledger
+from ravnest.coordinator.clusters import Clusters
 from ravnest.coordinator.planning import RunPlan
+from ravnest.coordinator.rounds import Rounds
 from ravnest.monitor import summary as written
 from ravnest.monitor.snapshot import Snapshot, StageView
 from ravnest.monitor.summary import ClusterSummary, Fault, StageLink, StageSummary, Staleness, Status, Summary
 from ravnest.net.v1.control_pb2 import Report
+from ravnest.planner.stage_plan import StagePlan
 
 _RATE_SECONDS = 5.0
 _HALT_SECONDS = 2.0
@@ -42,6 +45,8 @@ class Progress:
     """Samples after which `max_updates` ends the run."""
     eval: dict[str, float] | None = None
     plan: RunPlan | None = None
+    clusters: Clusters | None = None
+    rounds: Rounds | None = None
     devices: Mapping[str, str] = field(default_factory=dict)
     reports: dict[str, Report] = field(default_factory=dict)
     first_update_seconds: float | None = None
@@ -146,14 +151,12 @@ class Progress:
 
     def summary(self, status: Status, reason: str, model: str | None = None) -> Summary:
         seconds = self.elapsed_seconds
-        stages = tuple(self._stages())
         samples = self.ledger.samples
         rate = self.samples_per_second()
         counts = self.ledger.counts()
         if status == "running":
             # What is in flight is not lost yet.
             counts["lost"] = 0
-        cluster = ClusterSummary(id=0, samples=samples, samples_per_second=rate, stages=stages)
         return Summary(
             status=status,
             reason=reason,
@@ -164,7 +167,8 @@ class Progress:
             predicted_samples_per_second=self.plan.predicted_samples_per_second if self.plan else None,
             train_loss=self.train_loss,
             eval=self.eval or {},
-            clusters=(cluster,) if stages else (),
+            clusters=tuple(self._cluster_summaries(rate)),
+            averaging=written.Averaging() if self.rounds is None else self.rounds.summary(),
             ledger=written.Ledger(**counts),
             faults=tuple(self.faults),
             updates=self.ledger.updates,
@@ -173,49 +177,60 @@ class Progress:
             model=model,
         )
 
+    def _cluster_summaries(self, rate: float) -> Iterator[ClusterSummary]:
+        """Each with its share of the samples of this session, and so of the rate."""
+        if self.plan is None or self.clusters is None:
+            return
+        together = sum(cluster.samples for cluster in self.clusters.all)
+        for cluster in self.clusters.all:
+            share = cluster.samples / together if together else 0.0
+            only = len(self.clusters.all) == 1
+            yield ClusterSummary(
+                id=cluster.id,
+                samples=self.ledger.samples if only else cluster.samples,
+                samples_per_second=rate if only else rate * share,
+                stages=tuple(self._stage(stage) for stage in cluster.plan.stages),
+            )
+
     def _epochs_done(self) -> float:
         place = self.ledger.applied
         part = place.position / self.epoch_batches if self.epoch_batches else 0.0
         return round(place.epoch + min(1.0, part), 4)
 
     def _stages(self) -> list[StageSummary]:
-        if self.plan is None:
-            return []
-        found = []
-        for stage in self.plan.stages:
-            report = self.reports.get(stage.node, Report())
-            updates = report.updates
-            found.append(
-                StageSummary(
-                    provider=stage.node,
-                    stage=stage.stage,
-                    role=stage.role,
-                    device=self.devices.get(stage.node, ""),
-                    parameters=stage.parameters,
-                    peak_memory_bytes=report.peak_memory_bytes,
-                    baseline_memory_bytes=report.baseline_memory_bytes,
-                    busy_fraction=report.busy_seconds / report.seconds if report.seconds else 0.0,
-                    updates=updates,
-                    staleness=Staleness(
-                        mean=report.staleness_sum / updates if updates else 0.0,
-                        p95=_percentile(list(report.staleness_counts), 0.95),
-                        max=report.staleness_max,
-                    ),
-                    bytes_sent=report.bytes_sent,
-                    bytes_received=report.bytes_received,
-                    links=tuple(
-                        StageLink(
-                            to=link.node,
-                            route=link.route,
-                            connections=link.connections,
-                            bytes_sent=link.bytes_sent,
-                            bytes_received=link.bytes_received,
-                        )
-                        for link in report.links
-                    ),
+        return [] if self.plan is None else [self._stage(stage) for stage in self.plan.stages]
+
+    def _stage(self, stage: StagePlan) -> StageSummary:
+        report = self.reports.get(stage.node, Report())
+        updates = report.updates
+        return StageSummary(
+            provider=stage.node,
+            stage=stage.stage,
+            role=stage.role,
+            device=self.devices.get(stage.node, ""),
+            parameters=stage.parameters,
+            peak_memory_bytes=report.peak_memory_bytes,
+            baseline_memory_bytes=report.baseline_memory_bytes,
+            busy_fraction=report.busy_seconds / report.seconds if report.seconds else 0.0,
+            updates=updates,
+            staleness=Staleness(
+                mean=report.staleness_sum / updates if updates else 0.0,
+                p95=_percentile(list(report.staleness_counts), 0.95),
+                max=report.staleness_max,
+            ),
+            bytes_sent=report.bytes_sent,
+            bytes_received=report.bytes_received,
+            links=tuple(
+                StageLink(
+                    to=link.node,
+                    route=link.route,
+                    connections=link.connections,
+                    bytes_sent=link.bytes_sent,
+                    bytes_received=link.bytes_received,
                 )
-            )
-        return found
+                for link in report.links
+            ),
+        )
 
     def _view(self, stage: StageSummary, rate: float) -> StageView:
         return StageView(

@@ -26,7 +26,7 @@ class Recorder:
         """A microbatch has been fed whose loss will be reported; `after` is where it stands on the curves."""
         self._places[microbatch] = after
 
-    def take(self, node_id: str, stage: int, report: Report) -> None:
+    def take(self, node_id: str, cluster: int, stage: int, report: Report) -> None:
         """What the provider of a stage reports."""
         self._progress.reports[node_id] = report
         for record in report.losses:
@@ -38,6 +38,7 @@ class Recorder:
         if self._updates is not None:
             for update in report.records:
                 line = {
+                    "cluster": cluster,
                     "stage": stage,
                     "microbatch": update.microbatch,
                     "forward_version": update.forward_version,

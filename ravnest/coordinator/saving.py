@@ -13,6 +13,9 @@ from typing import Any
 
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore, PendingCheckpoint
 from ravnest.coordinator.ledger import Place
+from ravnest.coordinator.planning import ClusterPlan
+from ravnest.coordinator.prepare import Prepared
+from ravnest.coordinator.resuming import trained_with
 from ravnest.coordinator.stage_parts import StagePart
 from ravnest.errors import RunError
 from ravnest.settings import Checkpoint
@@ -40,6 +43,19 @@ def place_of(info: CheckpointInfo) -> Place:
         samples=info.samples,
         data_state=str(info.state.get("data_state", "")),
     )
+
+
+def saver_of(store: CheckpointStore, prepared: Prepared, cluster: ClusterPlan, updates: int) -> "Saver":
+    """What saves the stages of this cluster, as a run of this job that has made so many updates."""
+    job, captured = prepared.job, prepared.captured
+    state = {
+        "aliases": dict(captured.aliases),
+        "non_persistent": sorted(captured.not_saved),
+        "stages": len(cluster.stages),
+        **trained_with(job),
+    }
+    parts = [StagePart.of(stage.stage, stage.graph) for stage in cluster.stages]
+    return Saver(store, job.checkpoint, parts, state, updates)
 
 
 class Saver:

@@ -102,14 +102,15 @@ class Session:
             display.message(f"run directory: {self._run.path}")
             self._opened = opened.pop_all()
 
-    def train(self, providers: int | None, threads: int | None, call: Call) -> TrainResult:
+    def train(self, providers: int | None, clusters: int | None, threads: int | None, call: Call) -> TrainResult:
         """The whole run. However it ends, summary.json says how; a RavnestError is raised again after that.
 
-        `threads` is what each provider on this machine computes with; None where they are elsewhere.
+        `providers` is how many are waited for (None: as many as it takes), `clusters` how many they form (None: as many
+        as are fastest). `threads` is what each provider on this machine computes with; None where they are elsewhere.
         """
         model: Path | None
         try:
-            model = self._work(providers, threads, call)
+            model = self._work(providers, clusters, threads, call)
             summary = self._end("finished", self._finished(), model)
             self._orderly = True
         except KeyboardInterrupt:
@@ -130,11 +131,11 @@ class Session:
     def close(self) -> None:
         self._opened.close()
 
-    def _work(self, providers: int | None, threads: int | None, call: Call) -> Path:
+    def _work(self, providers: int | None, clusters: int | None, threads: int | None, call: Call) -> Path:
         try:
             call(self.coordinator.check())
             prepared = self._prepare(threads)
-            call(self.coordinator.deploy(prepared, providers, threads or 1, os.cpu_count() or 1))
+            call(self.coordinator.deploy(prepared, providers, clusters, threads or 1, os.cpu_count() or 1))
             self._feed(prepared, call)
             return self._write_model(call(self.coordinator.finish()))
         except RunOver:

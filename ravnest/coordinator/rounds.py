@@ -1,0 +1,302 @@
+"""Rounds of averaging: announces them, hears the owners of the rings, and tells them what each `RingRound` decides.
+
+What happens on failure: an owner that is late, gone or breaks the rules is left out and named in an event; a ring that
+cannot be closed without it is given up for this round, and everything learnt goes into the next one.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from ravnest.amounts import counted
+from ravnest.averaging.deadlines import Deadlines
+from ravnest.averaging.ring_round import Abort, Action, Begin, CatchUp, Commit, Join, Notice, RingRound
+from ravnest.coordinator.planning import RingPlan, RunPlan
+from ravnest.errors import printable
+from ravnest.monitor.summary import Averaging as AveragingSummary
+from ravnest.net.v1.control_pb2 import (
+    CoordinatorMessage,
+    ProviderMessage,
+    Report,
+    RingAbort,
+    RingBegin,
+    RingCatchUp,
+    RingCommit,
+    RingMember,
+)
+
+_MESSAGES: Final = frozenset({"round_joined", "ring_reduced", "ring_failed", "ring_applied"})
+
+Emit = Callable[..., None]
+"""Writes an event: its kind, its reason, and what belongs to it."""
+
+
+@dataclass
+class _Ring:
+    """A ring through all rounds."""
+
+    plan: RingPlan
+    committed: int = 0
+    """The newest round that counted here."""
+    samples: dict[str, int] = field(default_factory=dict)
+    """Of each owner's cluster, trained on by the last round that counted for it."""
+    live: RingRound | None = None
+    applying: set[str] = field(default_factory=set)
+    """Owners that have not said yet that the mean is in their parameters."""
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes of the attempt at hand, by owner."""
+
+
+class Rounds:
+    """The rounds of one run. All methods belong to the network's loop."""
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        deployment: str,
+        outlier: float | None,
+        deadlines: Deadlines,
+        tell: Callable[[str, CoordinatorMessage], None],
+        emit: Emit,
+        changed: Callable[[], None],
+    ) -> None:
+        """`tell` says something to a provider; `changed` is called whenever a round may be over."""
+        self._plan = plan
+        self._deployment = deployment
+        self._outlier = outlier
+        self._deadlines = deadlines
+        self._tell = tell
+        self._emit = emit
+        self._changed = changed
+        self._rings = [_Ring(ring) for ring in plan.rings]
+        self._round = 0
+        self._began = 0.0
+        self._marked: Mapping[str, int] = {}
+        self._under_way: list[_Ring] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._seconds = 0.0
+        self._bytes = 0
+        self._counted = 0
+        self._skipped = 0
+        self.complete = False
+        """Whether the last round counted on every ring it was for, for every owner."""
+        self.last = ""
+        """What came of the last round, in words."""
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._under_way)
+
+    @property
+    def begun(self) -> int:
+        """How many rounds have begun so far: the number of the newest."""
+        return self._round
+
+    @property
+    def fragments(self) -> int:
+        return self._plan.fragments
+
+    def counted_samples(self, nodes: Collection[str]) -> int:
+        """How many samples of the cluster of these owners are in what all rings have averaged."""
+        return min(
+            (ring.samples.get(node, 0) for ring in self._rings for node in nodes if node in ring.plan.owners), default=0
+        )
+
+    def summary(self) -> AveragingSummary:
+        return AveragingSummary(
+            rounds=self._counted,
+            rings=len(self._rings),
+            seconds_mean=self._seconds / self._counted if self._counted else None,
+            bytes=self._bytes,
+            skipped=self._skipped,
+        )
+
+    def announce(self, fragment: int, owners: Mapping[str, int], reason: str) -> int:
+        """Begins a round for the rings of a fragment (0: all) and these owners, each with the samples that its cluster
+        has been fed by now; the number of the round. They are to be told of it."""
+        assert not self._under_way, "one round after the other"
+        self._round += 1
+        self._began, self._marked = time.monotonic(), owners
+        self._emit("round_begun", reason, round=self._round, fragment=fragment)
+        for ring in self._rings:
+            if fragment not in (0, ring.plan.fragment + 1):
+                continue
+            present = [node for node in ring.plan.owners if node in owners]
+            ring.live = RingRound(
+                ring=ring.plan.ring,
+                round=self._round,
+                owners=present,
+                samples={node: owners[node] - ring.samples.get(node, 0) for node in present},
+                committed=ring.committed,
+                outlier=self._outlier,
+                now=self._began,
+                join_seconds=self._deadlines.join_seconds,
+                reduce_seconds=self._deadlines.reduce_seconds,
+            )
+            ring.sent = {}
+            self._under_way.append(ring)
+        for ring in list(self._under_way):
+            self._do(ring, self._live(ring).tick(self._began))
+        self._settle()
+        return self._round
+
+    def heard(self, node_id: str, message: ProviderMessage) -> bool:
+        """Whether this was about a round; what follows from it has been done then."""
+        kind = message.WhichOneof("body")
+        if kind not in _MESSAGES:
+            return False
+        body = getattr(message, str(kind))
+        if body.deployment != self._deployment or body.round != self._round:
+            return True
+        now = time.monotonic()
+        if kind == "round_joined":
+            for joined in message.round_joined.rings:
+                join = Join(
+                    samples=joined.samples,
+                    norm=joined.norm,
+                    finite=joined.finite,
+                    committed=joined.committed,
+                    counters=tuple(joined.counters),
+                    refusal=printable(joined.refusal),
+                )
+                self._hear(joined.ring, lambda live, join=join: live.joined(node_id, join, now))
+        elif kind == "ring_reduced" and message.ring_reduced.caught_up:
+            self._hear(message.ring_reduced.ring, lambda live: live.caught_up(node_id, now))
+        elif kind == "ring_reduced":
+            reduced = message.ring_reduced
+            if reduced.ring < len(self._rings):
+                self._rings[reduced.ring].sent[node_id] = reduced.bytes_sent
+            self._hear(reduced.ring, lambda live: live.reduced(node_id, reduced.attempt, reduced.digest, now))
+        elif kind == "ring_failed":
+            failed = message.ring_failed
+            why, blamed = printable(failed.reason), printable(failed.blamed) or None
+            self._hear(
+                failed.ring, lambda live: live.failed(node_id, failed.attempt, blamed, why, failed.progress, now)
+            )
+        elif message.ring_applied.ring < len(self._rings):
+            self._rings[message.ring_applied.ring].applying.discard(node_id)
+        self._settle()
+        return True
+
+    def reported(self, node_id: str, report: Report) -> None:
+        """How far a provider's attempts are."""
+        now = time.monotonic()
+        for progress in report.rings:
+            if progress.round == self._round:
+                self._hear(
+                    progress.ring,
+                    lambda live, seen=progress: live.progressed(node_id, seen.attempt, seen.pieces, now),
+                )
+        self._settle()
+
+    def gone(self, node_id: str, reason: str) -> None:
+        """This owner takes no part any more in what is under way."""
+        for ring in list(self._under_way):
+            ring.applying.discard(node_id)
+            if ring.live is not None and node_id in ring.plan.owners:
+                self._do(ring, ring.live.gone(node_id, reason, time.monotonic()))
+        self._settle()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _took_part(self, ring: _Ring) -> bool:
+        """Whether every owner that the round was announced to did."""
+        members = {member.node for member in self._live(ring).members}
+        return members >= {node for node in ring.plan.owners if node in self._marked}
+
+    def _live(self, ring: _Ring) -> RingRound:
+        assert ring.live is not None
+        return ring.live
+
+    def _hear(self, number: int, hear: Callable[[RingRound], list[Action]]) -> None:
+        ring = self._rings[number] if number < len(self._rings) else None
+        if ring is not None and ring in self._under_way and ring.live is not None:
+            self._do(ring, hear(ring.live))
+
+    def _do(self, ring: _Ring, actions: Collection[Action]) -> None:
+        number = ring.plan.ring
+        name = {"deployment": self._deployment, "round": self._round, "ring": number}
+        for action in actions:
+            if isinstance(action, Begin):
+                members = [RingMember(node=m.node, weight=m.weight, norm=m.norm) for m in action.members]
+                for index, member in enumerate(action.members):
+                    begin = RingBegin(
+                        **name, attempt=action.attempt, members=members, counters=action.counters, index=index
+                    )
+                    self._tell(member.node, CoordinatorMessage(ring_begin=begin))
+            elif isinstance(action, CatchUp):
+                for node, other in ((action.donor, action.node), (action.node, action.donor)):
+                    order = RingCatchUp(
+                        **name, node=other, donate=node == action.donor, committed=ring.committed
+                    )
+                    self._tell(node, CoordinatorMessage(ring_catch_up=order))
+            elif isinstance(action, Commit):
+                self._commit(ring, action)
+            elif isinstance(action, Abort):
+                for node in action.nodes:
+                    abort = RingAbort(**name, reason=action.reason)
+                    self._tell(node, CoordinatorMessage(ring_abort=abort))
+            elif isinstance(action, Notice):
+                self._emit(action.kind, action.reason, provider=action.node, round=self._round, ring=number)
+
+    def _commit(self, ring: _Ring, action: Commit) -> None:
+        for node in action.nodes:
+            commit = RingCommit(
+                deployment=self._deployment, round=self._round, ring=ring.plan.ring, attempt=action.attempt
+            )
+            self._tell(node, CoordinatorMessage(ring_commit=commit))
+            ring.samples[node] = self._marked[node]
+        ring.committed = self._round
+        ring.applying = set(action.nodes)
+        self._bytes += sum(ring.sent.get(node, 0) for node in action.nodes)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now = time.monotonic()
+        for ring in list(self._under_way):
+            if ring.live is not None and ring.live.outcome is None:
+                self._do(ring, ring.live.tick(now))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Notes a round that is over, and when to look next at one that is not."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._under_way:
+            return
+        lives = [ring.live for ring in self._under_way if ring.live is not None]
+        if all(live.outcome is not None for live in lives) and not any(ring.applying for ring in self._under_way):
+            self._end(lives)
+            return
+        deadlines = [live.deadline for live in lives if live.outcome is None and live.deadline is not None]
+        if deadlines:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, min(deadlines) - time.monotonic()), self._tick)
+
+    def _end(self, lives: list[RingRound]) -> None:
+        seconds = time.monotonic() - self._began
+        committed = [live for live in lives if live.outcome == "committed"]
+        self._deadlines.learn(lives)
+        self.complete = all(
+            ring.live is not None and ring.live.outcome == "committed" and self._took_part(ring) for ring in self._under_way
+        )
+        owners = max((len(live.members) for live in committed), default=0)
+        what = f"{counted(len(committed), 'ring')} of {counted(len(lives), 'ring')}"
+        self.last = f"round {self._round}: {what} averaged by {counted(owners, 'cluster')} in {seconds:.2f} s"
+        if committed:
+            self._counted += 1
+            self._seconds += seconds
+            self._emit("round", self.last, round=self._round, rings=len(committed), seconds=seconds)
+        else:
+            self._skipped += 1
+            self.last = f"round {self._round}: nothing was averaged"
+            self._emit("round_skipped", self.last, round=self._round, seconds=seconds)
+        for ring in self._under_way:
+            ring.live = None
+        self._under_way = []
+        self._changed()
