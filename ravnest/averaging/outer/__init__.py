@@ -1,0 +1,1 @@
+"""Outer optimizers: what a ring makes of the mean difference of its members. One per file."""

@@ -1,0 +1,32 @@
+"""Nesterov momentum on the mean difference, as in DiLoCo: rounds that agree on a direction go further along it."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_PART_VALUES: Final = 1 << 18
+
+
+class Nesterov:
+    """v = momentum * v + d; step = rate * (d + momentum * v)."""
+
+    name = "nesterov"
+    keeps_state = True
+
+    def __init__(self, rate: float = 0.7, momentum: float = 0.9) -> None:
+        self.rate = rate
+        self.momentum = momentum
+        self.state: Tensor | None = None
+        """The velocity v; None before the first step, which is the same as zeros."""
+
+    def step(self, difference: Tensor) -> Tensor:
+        if self.state is None:
+            self.state = torch.zeros_like(difference)
+        self.state.mul_(self.momentum).add_(difference)
+        # A product and a sum, each rounded by itself: in one operation some machines round once, others twice, and all
+        # members must get the same bits.
+        for start in range(0, difference.numel(), _PART_VALUES):
+            part = slice(start, start + _PART_VALUES)
+            difference[part].add_(self.state[part] * self.momentum)
+        return difference.mul_(self.rate)

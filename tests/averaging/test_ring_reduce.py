@@ -1,0 +1,242 @@
+"""The reduce: the weighted mean, bit for bit the same at all members, and nothing wrong gets in."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ring_drive import run_ring
+from torch import Tensor
+
+from ravnest.averaging.norms import codec_error, norm
+from ravnest.averaging.ring_reduce import Piece, RingReduce
+from ravnest.codecs.codec import CODECS, Codec
+from ravnest.errors import PeerError
+
+FLOAT32 = CODECS["float32"]
+LOSSY = [codec for codec in CODECS.values() if codec.lossy]
+
+
+def by_name(codec: Codec) -> str:
+    return codec.name
+
+
+def ring(
+    vectors: Sequence[Tensor],
+    coded: int,
+    weights: Sequence[float],
+    codec: Codec,
+    piece_values: int | None = None,
+    residuals: Sequence[Tensor | None] | None = None,
+) -> list[RingReduce]:
+    norms = [norm(vector[:coded]) for vector in vectors]
+    return [
+        RingReduce(
+            vector,
+            coded,
+            weights,
+            i,
+            codec,
+            norms=norms,
+            piece_values=piece_values,
+            residual=residuals[i] if residuals else None,
+        )
+        for i, vector in enumerate(vectors)
+    ]
+
+
+def direct(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    return sum((vector.double() * w for vector, w in zip(vectors, weights, strict=True)), torch.zeros(())).double()
+
+
+@st.composite
+def rings(draw: st.DrawFn) -> tuple[list[Tensor], int, list[float], int, int]:
+    members = draw(st.integers(1, 6))
+    coded, plain = draw(st.integers(0, 70)), draw(st.integers(0, 30))
+    samples = draw(st.lists(st.integers(0, 1000), min_size=members, max_size=members).filter(any))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    size = draw(st.sampled_from([1e-30, 1e-8, 1.0, 1e12, 1e30]))
+    vectors = [torch.randn(coded + plain, generator=generator) * size for _ in range(members)]
+    return vectors, coded, [s / sum(samples) for s in samples], draw(st.integers(1, 9)), draw(st.integers(0, 999))
+
+
+@given(rings())
+@settings(max_examples=150, deadline=None)
+def test_all_members_hold_the_weighted_mean_bit_for_bit(case: tuple[list[Tensor], int, list[float], int, int]) -> None:
+    vectors, coded, weights, piece_values, seed = case
+    members = ring(vectors, coded, weights, FLOAT32, piece_values)
+    before = [vector.clone() for vector in vectors]
+    run_ring(members, seed)
+    assert all(member.done for member in members)
+    want = direct(vectors, weights)
+    largest = max((float(v.abs().max()) for v in vectors if v.numel()), default=0.0)
+    for member in members:
+        assert torch.equal(member.result, members[0].result)
+        assert member.digest == members[0].digest
+        assert float((member.result.double() - want).abs().max() if want.numel() else 0.0) <= 1e-6 * largest
+    assert all(torch.equal(a, b) for a, b in zip(vectors, before, strict=True))
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=by_name)
+@given(rings())
+@settings(max_examples=60, deadline=None)
+def test_lossy_codecs_agree_bit_for_bit_and_stay_within_their_error(
+    codec: Codec, case: tuple[list[Tensor], int, list[float], int, int]
+) -> None:
+    vectors, coded, weights, piece_values, seed = case
+    if codec.name == "float16":
+        # Beyond its range float16 only keeps the end of the range.
+        vectors = [vector.clamp(-6e4, 6e4) for vector in vectors]
+    members = ring(vectors, coded, weights, codec, piece_values)
+    run_ring(members, seed)
+    want = direct(vectors, weights)
+    largest = max((float(v.abs().max()) for v in vectors if v.numel()), default=0.0)
+    # Every one of up to n encodings errs, each on a sum that the errors before it made a little larger.
+    once = codec.error(largest)
+    allowed = len(vectors) * (once + codec.error(largest + len(vectors) * once)) + 1e-6 * largest
+    for member in members:
+        assert torch.equal(member.result, members[0].result)
+        assert member.digest == members[0].digest
+        off = (member.result.double() - want).abs()
+        assert float(off[:coded].max() if coded else 0.0) <= allowed
+        assert float(off[coded:].max() if len(off) > coded else 0.0) <= 1e-6 * largest
+
+
+def test_what_a_coarse_codec_loses_is_sent_later_and_the_error_does_not_grow() -> None:
+    codec, count, members = CODECS["int4"], 700, 3
+    generator = torch.Generator().manual_seed(5)
+    weights = [0.2, 0.5, 0.3]
+    way = torch.randn(count, generator=generator)
+    residuals: list[Tensor | None] = [None] * members
+    got, want = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    errors = []
+    for _ in range(50):
+        vectors = [way + torch.randn(count, generator=generator) for _ in range(members)]
+        reduces = ring(vectors, count, weights, codec, 128, residuals)
+        run_ring(reduces)
+        residuals = [reduce.next_residual for reduce in reduces]
+        assert all(torch.equal(reduce.result, reduces[0].result) for reduce in reduces)
+        got += reduces[0].result
+        want += direct(vectors, weights)
+        errors.append(float((got - want).norm()))
+    # The sum over rounds is off by what the residuals hold now, and by nothing else.
+    held = sum((r.double() for r in residuals if r is not None), torch.zeros(()).double())
+    assert torch.allclose(got + held, want, atol=1e-3)
+    assert max(errors[25:]) < 2 * max(errors[:5])
+    assert errors[-1] / float(want.norm()) < 0.01
+
+
+def test_each_member_sends_no_more_than_a_ring_has_to() -> None:
+    count, members = 6000, 4
+    vectors = [torch.ones(count) for _ in range(members)]
+    reduces = ring(vectors, count, [0.25] * members, FLOAT32, 500)
+    # Six hops of a quarter of the vector each, in pieces of 500.
+    assert run_ring(reduces) == members * 6 * 3
+    assert [reduce.progress for reduce in reduces] == [18] * members
+
+
+def test_one_member_is_done_at_once() -> None:
+    alone = RingReduce(torch.tensor([1.0, 2.0]), 1, [0.5], 0, FLOAT32, norms=[1.0])
+    assert alone.done and list(alone.start()) == []
+    assert alone.result.tolist() == [0.5, 1.0]
+
+
+def test_a_clipped_member_scales_its_coded_section_and_not_its_plain_values() -> None:
+    clipped = RingReduce(torch.tensor([8.0, 3.0]), 1, [0.5, 0.5], 0, FLOAT32, norms=[2.0, 1.0], scale=0.25)
+    other = RingReduce(torch.tensor([1.0, 1.0]), 1, [0.5, 0.5], 1, FLOAT32, norms=[2.0, 1.0])
+    run_ring([clipped, other])
+    assert other.result.tolist() == [1.5, 2.0]
+
+
+def test_digests_differ_where_results_do() -> None:
+    def digest(values: list[float]) -> int:
+        return RingReduce(torch.tensor(values), 2, [1.0], 0, FLOAT32, norms=None).digest
+
+    assert digest([1.0, 2.0, 3.0]) == digest([1.0, 2.0, 3.0])
+    assert len({digest([1.0, 2.0, 3.0]), digest([1.0, 2.0, 4.0]), digest([1.0, 2.0]), digest([0.0, 0.0, 0.0])}) == 4
+
+
+# What a receiver refuses
+
+
+def pair(norms: Sequence[float] | None = (2.0, 2.0)) -> tuple[RingReduce, RingReduce]:
+    """Two members with 4 coded values and 2 plain ones, whose segments are 2 and 1: two pieces each."""
+    own = torch.tensor([1.0, 1.0, 1.0, 1.0, 5.0, 5.0])
+    first, second = (RingReduce(own.clone(), 4, [0.5, 0.5], i, FLOAT32, norms=norms) for i in range(2))
+    return first, second
+
+
+def encoded(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32).view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("piece", "says"),
+    [
+        (Piece(2, 0, 0, encoded(1, 1)), "hop 2"),
+        (Piece(-1, 0, 0, encoded(1, 1)), "hop -1"),
+        (Piece(0, 1, 0, encoded(1, 1)), "segment 1 came on hop 0"),
+        (Piece(0, 0, 2, encoded(1, 1)), "has 2 pieces"),
+        (Piece(0, 0, -1, encoded(1, 1)), "has 2 pieces"),
+        (Piece(0, 0, 0, encoded(1)), "are 8"),
+        (Piece(0, 0, 0, encoded(1, 1, 1)), "are 8"),
+        (Piece(0, 0, 0, torch.ones(2)), "are 8"),
+        (Piece(0, 0, 0, encoded(1, math.nan)), "not finite"),
+        (Piece(0, 0, 1, encoded(math.inf)), "not finite"),
+        (Piece(0, 0, 0, encoded(9, 9)), "norm"),
+        (Piece(1, 1, 0, encoded(1, 1)), "before this member's share"),
+    ],
+)
+def test_a_piece_that_cannot_be_is_refused(piece: Piece, says: str) -> None:
+    _, second = pair()
+    with pytest.raises(PeerError, match=says):
+        second.receive(piece)
+    assert second.progress == 0
+
+
+def test_a_piece_that_comes_twice_is_refused() -> None:
+    _, second = pair()
+    second.receive(Piece(0, 0, 0, encoded(0.5, 0.5)))
+    with pytest.raises(PeerError, match="twice"):
+        second.receive(Piece(0, 0, 0, encoded(0.5, 0.5)))
+
+
+def test_a_sum_before_its_share_was_added_is_refused_also_of_a_foreign_segment() -> None:
+    reduce = RingReduce(torch.ones(3), 3, [1 / 3] * 3, 0, FLOAT32, norms=None)
+    list(reduce.start())
+    with pytest.raises(PeerError, match="before this member's share"):
+        reduce.receive(Piece(3, 2, 0, encoded(1)))
+
+
+def test_lengths_add_up_over_pieces() -> None:
+    """A sender that stays below what is allowed in each piece, and not in all of them together, is found out."""
+    own = torch.ones(64)
+    reduce = RingReduce(own, 64, [0.5, 0.5], 1, FLOAT32, norms=[8.0, 8.0], piece_values=4)
+    with pytest.raises(PeerError, match="norm"):
+        for chunk in range(8):
+            reduce.receive(Piece(0, 0, chunk, encoded(1.5, 1.5, 1.5, 1.5)))
+
+
+def test_values_whose_squares_overflow_are_no_false_alarm() -> None:
+    own = torch.full((8,), 1e30)
+    run_ring(reduces := ring([own, own], 6, [0.5, 0.5], FLOAT32))
+    assert torch.equal(reduces[0].result, own)
+
+
+def test_plain_values_may_be_of_any_length() -> None:
+    own = torch.tensor([1e-3, 1e-3, 1e20, 1e20])
+    run_ring(reduces := ring([own, own], 2, [0.5, 0.5], FLOAT32))
+    assert torch.equal(reduces[1].result, own)
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=by_name)
+def test_the_error_allowed_for_a_codec_is_no_less_than_the_worst_there_is(codec: Codec) -> None:
+    # One large value and all others half a step off the grid, where rounding loses most.
+    for block in (64, 256):
+        for part in torch.linspace(0.0, 1.0, 509).tolist():
+            values = torch.full((block,), part)
+            values[0] = 1.0
+            lost = codec.decode(codec.encode(values), block) - values
+            assert float(lost.norm()) <= codec_error(codec) * float(values.norm()) * 1.001
