@@ -22,11 +22,12 @@ from ravnest.errors import (
 if TYPE_CHECKING:
     from ravnest.coordinator.session import TrainResult
     from ravnest.job import Job
-    from ravnest.settings import Checkpoint, Pipeline
+    from ravnest.settings import Averaging, Checkpoint, Pipeline
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Averaging",
     "CaptureError",
     "Checkpoint",
     "GraphError",
@@ -45,6 +46,7 @@ __all__ = [
 
 _LAZY = {
     "Job": "ravnest.job",
+    "Averaging": "ravnest.settings",
     "Checkpoint": "ravnest.settings",
     "Pipeline": "ravnest.settings",
     "TrainResult": "ravnest.coordinator.session",

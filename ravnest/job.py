@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import Dataset
 
 from ravnest.errors import JobError
-from ravnest.settings import Checkpoint, Pipeline, check_whole
+from ravnest.settings import Averaging, Checkpoint, Pipeline, check_whole
 from ravnest.spec import OptimizerSpec, ScheduleSpec, optimizer_refusal, schedule_refusal, split_partial
 
 if TYPE_CHECKING:
@@ -73,6 +73,9 @@ class Job:
     pipeline: Pipeline = field(default_factory=Pipeline)
     """How microbatches flow through the stages."""
 
+    averaging: Averaging = field(default_factory=Averaging)
+    """How several clusters average what they learnt."""
+
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """When the state of the run is saved."""
 
@@ -92,6 +95,8 @@ class Job:
             _check_data("eval_data", self.eval_data, self.epochs)
         if not isinstance(self.pipeline, Pipeline):
             raise JobError(f"pipeline is {_named(self.pipeline)}: give ravnest.Pipeline(...)")
+        if not isinstance(self.averaging, Averaging):
+            raise JobError(f"averaging is {_named(self.averaging)}: give ravnest.Averaging(...)")
         if not isinstance(self.checkpoint, Checkpoint):
             raise JobError(f"checkpoint is {_named(self.checkpoint)}: give ravnest.Checkpoint(...)")
         optimizer, schedule = _checked_specs(self.optimizer, self.schedule, self.model)

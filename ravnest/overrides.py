@@ -16,22 +16,29 @@ from ravnest.job import Job
 Plain = bool | int | float | str | None
 
 _OWN = ("epochs", "max_updates", "eval_every", "seed")
-_NESTED = ("pipeline", "checkpoint")
+_NESTED = ("pipeline", "averaging", "checkpoint")
 _BY_ARGUMENT = ("optimizer", "schedule")
 
 
 def apply_overrides(job: Job, overrides: Iterable[str]) -> Job:
-    """A new Job with each `key=value` applied in order; the given one stays as it is.
+    """A new Job with each `key=value` applied, of several for one key the last; the given one stays as it is.
 
     A value is a number (`3`, `1e-3`), `true`, `false` or `none`; anything else is a string. Raises JobError
     for a text without `=`, an unknown key (with the nearest known one) and a value its field refuses.
     """
+    nested: dict[str, dict[str, Plain]] = {}
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
         if not equals or not key:
             raise JobError(f"--set {override!r} has no value: write it as key=value, such as epochs=3")
-        job = _replaced(job, key, _parsed(text))
-    return job
+        group, _, name = key.partition(".")
+        if group in _NESTED and name in {field.name for field in dataclasses.fields(getattr(job, group))}:
+            # All of a group at once: values that only make sense together may come in any order.
+            nested.setdefault(group, {})[name] = _parsed(text)
+        else:
+            job = _replaced(job, key, _parsed(text))
+    changes = {group: dataclasses.replace(getattr(job, group), **values) for group, values in nested.items()}
+    return _rebuilt(job, **changes) if changes else job
 
 
 def settable_keys(job: Job) -> list[str]:
@@ -49,8 +56,6 @@ def _replaced(job: Job, key: str, value: Plain) -> Job:
     group, dot, name = key.partition(".")
     if not dot and key in _OWN:
         return _rebuilt(job, **{key: value})
-    if group in _NESTED and name in {field.name for field in dataclasses.fields(getattr(job, group))}:
-        return _rebuilt(job, **{group: dataclasses.replace(getattr(job, group), **{name: value})})
     if group in _BY_ARGUMENT and name.isidentifier():
         given = getattr(job, group)
         if given is None:

@@ -1,12 +1,20 @@
-"""The small nested settings of a job: how the pipeline runs and when checkpoints are written.
+"""The small nested settings of a job: how the pipeline runs, how clusters average, and when checkpoints are written.
 
 Each is a frozen value, checked when it is made; a wrong one raises JobError with the field and the fix.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ravnest.errors import JobError
+
+AVERAGING_CODECS: Final = ("float32", "float16", "bfloat16", "int8", "int4")
+"""In what the differences of parameters may travel between clusters."""
+
+OUTER_OPTIMIZERS: Final = ("mean", "nesterov")
+"""What may be made of the mean difference of all clusters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,71 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Averaging:
+    """How clusters that train the same model bring together what each of them learnt. One cluster averages nothing."""
+
+    every: int | None = None
+    """Samples, of all clusters together, between two rounds. None: chosen from the plan, so that a round takes a small
+    part of the time between two."""
+
+    outer: str = "mean"
+    """What a round makes of the weighted mean of the clusters' differences: "mean" takes it as it is, "nesterov" as the
+    gradient of a step with Nesterov momentum, as in DiLoCo."""
+
+    outer_rate: float | None = None
+    """The learning rate of that step. None: 0.7 for nesterov. The mean has none."""
+
+    outer_momentum: float | None = None
+    """The momentum of that step. None: 0.9 for nesterov. The mean has none."""
+
+    codec: str = "float32"
+    """In what differences of parameters travel: float32, float16, bfloat16, int8 (a scale for each block) or int4 (the
+    same; what is lost in one round is added in the next). Buffers and counters always travel as they are."""
+
+    blocking: bool = False
+    """Let all clusters wait for a round, instead of averaging in the background while they train on. For tests of
+    exactness, and for comparing."""
+
+    optimizer_state: bool = False
+    """Average what the optimizer keeps for each parameter too (momentum, second moments), and not the parameters
+    alone. Rounds get as many times larger."""
+
+    fragments: int = 1
+    """Into how many groups the parameters are divided: every round averages one of them in turn, so that the peak on
+    a line stays low. 1 averages all of them in every round."""
+
+    outlier: float | None = 10.0
+    """A cluster whose difference is this many times as long as those of the others is scaled down to that; one that is
+    10 times as long again is left out of the round. None: none is."""
+
+    def __post_init__(self) -> None:
+        check_whole("averaging.every", self.every, least=1, optional=True)
+        check_one_of("averaging.outer", self.outer, OUTER_OPTIMIZERS)
+        check_positive("averaging.outer_rate", self.outer_rate)
+        momentum = self.outer_momentum
+        if momentum is not None and (
+            isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1
+        ):
+            raise JobError(f"averaging.outer_momentum is {momentum!r}: give a number from 0 to below 1, or None")
+        check_one_of("averaging.codec", self.codec, AVERAGING_CODECS)
+        check_flag("averaging.blocking", self.blocking)
+        check_flag("averaging.optimizer_state", self.optimizer_state)
+        check_whole("averaging.fragments", self.fragments, least=1)
+        check_positive("averaging.outlier", self.outlier)
+        if self.outlier is not None and self.outlier <= 1:
+            raise JobError(
+                f"averaging.outlier is {self.outlier!r}: give a number above 1, or None to switch it off; "
+                "half of all differences are longer than the others'"
+            )
+        for field in ("outer_rate", "outer_momentum"):
+            if self.outer == "mean" and getattr(self, field) is not None:
+                raise JobError(
+                    f'averaging.{field} is set, and averaging.outer="mean" has none: set averaging.outer="nesterov", '
+                    "or leave it out"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """When the state of all stages is saved. One checkpoint is always written when a run ends."""
 
@@ -76,6 +149,12 @@ def check_whole(field: str, value: object, *, least: int, optional: bool = False
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         or_none = " or None" if optional else ""
         raise JobError(f"{field} is {value!r}: give a whole number of at least {least}{or_none}")
+
+
+def check_one_of(field: str, value: object, known: Sequence[str]) -> None:
+    """Raise JobError unless `value` is one of the known names."""
+    if value not in known:
+        raise JobError(f"{field} is {value!r}: give one of {', '.join(known)}")
 
 
 def check_positive(field: str, value: object) -> None:

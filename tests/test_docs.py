@@ -55,7 +55,7 @@ def test_the_readme_job_loads_captures_and_can_be_cut_for_the_command_it_shows(t
     assert most_stages(graph) >= int(asked[1])
 
 
-@pytest.mark.parametrize("settings", [ravnest.Job, ravnest.Pipeline, ravnest.Checkpoint])
+@pytest.mark.parametrize("settings", [ravnest.Job, ravnest.Pipeline, ravnest.Averaging, ravnest.Checkpoint])
 def test_every_field_is_documented_with_its_default(settings: Any) -> None:
     for field in dataclasses.fields(settings):
         row = re.search(rf"^\| `{field.name}` \| (.+?) \|", TRAINING, re.MULTILINE)
@@ -236,7 +236,7 @@ def _blocks(text: str, language: str) -> list[str]:
 
 def _default(field: "dataclasses.Field[Any]") -> str:
     if field.default is not dataclasses.MISSING:
-        return str(field.default)
+        return f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
     if field.default_factory is dataclasses.MISSING:
         return "required"
     return "{}" if field.default_factory is dict else f"{type(field.default_factory()).__name__}()"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ravnest import Checkpoint, Job, JobError, Pipeline
+from ravnest import Averaging, Checkpoint, Job, JobError, Pipeline
 
 # Called wrongly on purpose below, which a type checker would rightly refuse.
 SGD: Any = torch.optim.SGD
@@ -58,6 +58,7 @@ def test_what_was_given_stays_reachable_under_the_same_names() -> None:
         "eval_every": 2,
         "seed": 5,
         "pipeline": Pipeline(in_flight=2),
+        "averaging": Averaging(every=1000, codec="int8"),
         "checkpoint": Checkpoint(keep=1),
     }
     job = Job(**given)
@@ -281,4 +282,5 @@ def test_a_wrong_number_names_its_field(field: str, value: Any) -> None:
 
 def test_nested_settings_of_the_wrong_type_are_refused() -> None:
     assert "pipeline is a dict: give ravnest.Pipeline(...)" in refused(pipeline={"in_flight": 1})
+    assert "averaging is a str: give ravnest.Averaging(...)" in refused(averaging="mean")
     assert "checkpoint is 60: give ravnest.Checkpoint(...)" in refused(checkpoint=60)

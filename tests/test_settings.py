@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ravnest import Checkpoint, Job, JobError, Pipeline
+from ravnest import Averaging, Checkpoint, Job, JobError, Pipeline
 from ravnest.overrides import apply_overrides
 
 
@@ -51,6 +51,49 @@ def test_a_wrong_checkpoint_value_names_its_field_and_the_value(field: str, valu
         Checkpoint(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("every", 0),
+        ("every", 1.5),
+        ("outer", "adam"),
+        ("outer", None),
+        ("outer_rate", 0.0),
+        ("outer_momentum", 1.0),
+        ("outer_momentum", -0.1),
+        ("outer_momentum", float("nan")),
+        ("outer_momentum", True),
+        ("codec", "int2"),
+        ("codec", 8),
+        ("blocking", "yes"),
+        ("optimizer_state", 0),
+        ("fragments", 0),
+        ("outlier", 0.0),
+        ("outlier", 1.0),
+        ("outlier", float("inf")),
+    ],
+)
+def test_a_wrong_averaging_value_names_its_field_and_the_value(field: str, value: Any) -> None:
+    with pytest.raises(JobError, match=rf"averaging\.{field} is {value!r}: give"):
+        Averaging(**{"outer": "nesterov", field: value})
+
+
+def test_an_unknown_codec_gets_the_list_of_those_there_are() -> None:
+    with pytest.raises(JobError, match="give one of float32, float16, bfloat16, int8, int4"):
+        Averaging(codec="gzip")
+
+
+@pytest.mark.parametrize("field", ["outer_rate", "outer_momentum"])
+def test_what_the_mean_does_not_have_cannot_be_set_for_it(field: str) -> None:
+    assert getattr(Averaging(outer="nesterov", **{field: 0.5}), field) == 0.5  # type: ignore[arg-type]
+    with pytest.raises(JobError, match=rf'averaging\.{field} is set, and averaging\.outer="mean" has none'):
+        Averaging(**{field: 0.5})  # type: ignore[arg-type]
+
+
+def test_outliers_can_be_left_as_they_are() -> None:
+    assert Averaging(outlier=None).outlier is None
+
+
 def test_checkpoints_can_be_switched_off_but_for_the_last() -> None:
     assert Checkpoint(every_seconds=None).every_updates is None
 
@@ -72,6 +115,19 @@ def test_overrides_make_a_new_job_and_leave_the_given_one_as_it_was() -> None:
     assert (job.pipeline.in_flight, job.epochs, job.checkpoint.every_seconds) == (None, 1, 60.0)
     assert changed.model is job.model
     assert changed.pipeline.accumulate == job.pipeline.accumulate
+
+
+def test_averaging_can_be_set_by_name() -> None:
+    changed = apply_overrides(a_job(), ["averaging.codec=int8", "averaging.every=4096", "averaging.blocking=true"])
+    assert changed.averaging == Averaging(codec="int8", every=4096, blocking=True)
+    with pytest.raises(JobError, match=r"did you mean averaging\.codec"):
+        apply_overrides(a_job(), ["averaging.codecs=int8"])
+
+
+def test_overrides_that_make_sense_only_together_may_come_in_any_order() -> None:
+    changed = apply_overrides(a_job(), ["averaging.outer_rate=0.5", "averaging.outer=nesterov"])
+    assert (changed.averaging.outer, changed.averaging.outer_rate) == ("nesterov", 0.5)
+    assert apply_overrides(a_job(), ["averaging.every=3", "averaging.every=5"]).averaging.every == 5
 
 
 @pytest.mark.parametrize(
