@@ -26,6 +26,8 @@ class Layout:
     """For every cut, the values that cross it."""
     first_use: dict[str, int]
     """For every trained parameter (by name), the place of the first node that uses it: the stage there owns it."""
+    state_use: dict[str, int]
+    """The same for every state (a buffer that training changes); no cut falls between two of its uses."""
 
 
 def layout(graph: PortableGraph) -> Layout:
@@ -49,7 +51,9 @@ def layout(graph: PortableGraph) -> Layout:
             last_use[name] = len(line)
         if name in parameters:
             first_use.setdefault(name, len(line) - 1)
-    forbidden = _forbidden(graph, line, place, last_use)
+    aliases = Aliases(graph)
+    state_uses = _state_uses(graph, line, aliases)
+    forbidden = _forbidden(graph, line, place, last_use, aliases, state_uses)
     if graph.loss in place:
         forbidden |= set(range(place[graph.loss] + 1, len(line)))
     made = {**place, **first_use}
@@ -72,7 +76,8 @@ def layout(graph: PortableGraph) -> Layout:
         if sendable and any(v.needs_grad for v in values):
             cuts.append(cut)
             crossing[cut] = tuple(values)
-    return Layout(line, shared, tuple(cuts), crossing, first_use)
+    state_use = {s.name: min(state_uses[group]) for s in graph.states if (group := aliases.group(s.name)) in state_uses}
+    return Layout(line, shared, tuple(cuts), crossing, first_use, state_use)
 
 
 def _shared(graph: PortableGraph) -> dict[str, Node]:
@@ -102,28 +107,39 @@ def _is_frozen_layer(key: str, shape: tuple[int, ...]) -> bool:
     return not key.startswith("@") and key.endswith(("weight", "bias"))
 
 
-def _forbidden(
-    graph: PortableGraph, line: tuple[Node, ...], place: dict[str, int], last_use: dict[str, int]
-) -> set[int]:
-    """Cuts that would part a value from an operator that changes it in place, or a list of results from its readers."""
-    aliases = Aliases(graph)
-    spans: list[tuple[int, int]] = []
-    spans += [(i, last_use.get(n.name, i)) for i, n in enumerate(line) if n.output is None]
-    members: dict[str, list[int]] = {}
-    for name, i in place.items():
-        members.setdefault(aliases.group(name), []).append(i)
+def _state_uses(graph: PortableGraph, line: tuple[Node, ...], aliases: Aliases) -> dict[str, list[int]]:
+    """For every group of names that share a state's memory, the places of the nodes that use one of them."""
     states = {aliases.group(s.name) for s in graph.states}
     uses: dict[str, list[int]] = {}
     for i, node in enumerate(line):
         for name in node.references():
             if aliases.group(name) in states:
                 uses.setdefault(aliases.group(name), []).append(i)
+    for name in graph.metrics.values():
+        if aliases.group(name) in uses:
+            uses[aliases.group(name)].append(len(line) - 1)
+    return uses
+
+
+def _forbidden(
+    graph: PortableGraph,
+    line: tuple[Node, ...],
+    place: dict[str, int],
+    last_use: dict[str, int],
+    aliases: Aliases,
+    state_uses: dict[str, list[int]],
+) -> set[int]:
+    """Cuts that would part a value from an operator that changes it in place, or a list of results from its readers."""
+    spans: list[tuple[int, int]] = []
+    spans += [(i, last_use.get(n.name, i)) for i, n in enumerate(line) if n.output is None]
+    members: dict[str, list[int]] = {}
+    for name, i in place.items():
+        members.setdefault(aliases.group(name), []).append(i)
+    states = {aliases.group(s.name) for s in graph.states}
+    for i, node in enumerate(line):
         for name in written_names(node):
             group = aliases.group(name)
             if group not in states:
                 spans.append((min(members[group]), i))
-    for name in graph.metrics.values():
-        if aliases.group(name) in uses:
-            uses[aliases.group(name)].append(len(line) - 1)
-    spans += [(min(found), max(found)) for found in uses.values()]
+    spans += [(min(found), max(found)) for found in state_uses.values()]
     return {cut for start, end in spans for cut in range(start + 1, end + 1)}

@@ -51,6 +51,8 @@ class ModelCosts:
     samples: int
     operators: Table | None = None
     """How many operators, where that is known."""
+    states: Table | None = None
+    """How many buffers that training changes, where that is known."""
     step_seconds: float = 0.0
     """What a microbatch costs a stage, however small it is: an update, and tasks that find an empty cache."""
     copy_byte_seconds: float = 0.0
@@ -76,6 +78,7 @@ class ModelCosts:
                 "parameters",
                 "saved",
                 "operators",
+                "states",
             )
         }
         for i, node in enumerate(plan.line):
@@ -92,6 +95,8 @@ class ModelCosts:
                 rows["parameters"][first] += 1
                 rows["bytes"][first] += bytes_
                 rows["light"][first] += costs.update.parameter_seconds + costs.update.byte_seconds * bytes_
+        for place in plan.state_use.values():
+            rows["states"][place] += 1
         sums = {name: np.concatenate([[0.0], np.cumsum(values)])[list(places)] for name, values in rows.items()}
         crossing = [(), *(plan.crossing[c] for c in cuts), ()]
         used = {name: np.concatenate([[0.0], np.cumsum(uses)])[list(places)] for name, uses in _uses(graph, plan)}
@@ -112,6 +117,7 @@ class ModelCosts:
             input_uses=np.array([used[v.name] for v in graph.inputs]).reshape(len(graph.inputs), len(places)),
             samples=costs.samples,
             operators=sums["operators"],
+            states=sums["states"],
             step_seconds=costs.update.step_seconds + costs.stage_seconds,
             copy_byte_seconds=costs.update.copy_byte_seconds,
             state_bytes_per_byte=costs.update.state_bytes_per_byte,
@@ -193,6 +199,7 @@ class ModelCosts:
             backward_bytes=self.backward_bytes[index],
             input_uses=self.input_uses[:, index],
             operators=None if self.operators is None else self.operators[index],
+            states=None if self.states is None else self.states[index],
         )
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ravnest.graph.layout import Layout
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.plan import Plan
@@ -47,14 +46,15 @@ class Ring:
 
 
 def rings_of(plan: Plan, model: ModelCosts, network: Network, providers: Mapping[str, Provider]) -> tuple[Ring, ...]:
-    """The rings of a plan from the first place of the model to the last; every parameter is in exactly one of them."""
+    """The rings of a plan from the first place of the model to the last; every parameter, and every buffer that
+    training changes, is in exactly one of them."""
     lines = _Lines.of(network, [providers[name] for cluster in plan.clusters for name in cluster.providers])
     index = {place: i for i, place in enumerate(model.places)}
     rings: list[Ring] = []
     order: Order | None = None
     for start, end, owners in _segments(plan.clusters):
         i, j = index[start], index[end]
-        if model.parameters[i] == model.parameters[j]:
+        if model.parameters[i] == model.parameters[j] and (model.states is None or model.states[i] == model.states[j]):
             continue
         members = lines.numbers(owners)
         rate = lines.whatever_the_order(members)
@@ -69,11 +69,6 @@ def rings_of(plan: Plan, model: ModelCosts, network: Network, providers: Mapping
         size = float(model.parameter_bytes[j] - model.parameter_bytes[i])
         rings.append(Ring(start, end, in_order, size, rate))
     return tuple(rings)
-
-
-def parameters_of(layout: Layout, ring: Ring) -> tuple[str, ...]:
-    """The trained parameters of a ring by their names in the graph; those used in several places count at the first."""
-    return tuple(name for name, place in layout.first_use.items() if ring.start <= place < ring.end)
 
 
 def round_seconds(rings: Iterable[Ring], network: Network, providers: Mapping[str, Provider]) -> float:

@@ -5,6 +5,7 @@ import torch
 
 from ravnest.graph.aliasing import Aliases, written_names
 from ravnest.graph.layout import layout
+from ravnest.graph.partition import split
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
 from tests.graph.cutting import ALL, example
 
@@ -30,6 +31,16 @@ def test_what_reads_and_what_writes_a_state_stay_together(name: str) -> None:
             for side in (plan.line[:cut], plan.line[cut:])
         ]
         assert not used[0] & used[1], f"the cut at {cut} parts {[states[g] for g in used[0] & used[1]]}"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_place_of_a_state_is_in_the_stage_that_holds_it(name: str) -> None:
+    graph = example(name).graph
+    plan = layout(graph)
+    assert set(plan.state_use) == {s.name for s in graph.states}
+    for cut in plan.cuts:
+        for held, states in zip((True, False), (part.states for part in split(graph, [cut])), strict=True):
+            assert {s.name for s in states} == {n for n, place in plan.state_use.items() if (place < cut) is held}
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -9,14 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
 from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.providers import Goal, Line, Network, Provider, Requester
 from ravnest.planner.ring_order import fastest_possible, ring_order, slowest
-from ravnest.planner.rings import Ring, parameters_of, rings_of, round_seconds
-from tests.graph.cutting import example
+from ravnest.planner.rings import Ring, rings_of, round_seconds
 from tests.planner.made_up import cut_at, machine, model, named
 
 GOAL = Goal()
@@ -141,26 +138,6 @@ def test_a_relay_that_is_fast_enough_for_each_line_is_still_avoided() -> None:
     rings = rings_of(plan, COSTS, fast, nodes)
     assert not any(fast.relayed(nodes[a], nodes[b]) for ring in rings for a, b in ring.lines)
     assert round_seconds(rings, fast, nodes) == pytest.approx(plan.averaging_seconds)
-
-
-@pytest.mark.parametrize("name", ["resnet", "gpt_tied"])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_ring_holds_the_parameters_that_its_owners_own(name: str, seed: int) -> None:
-    graph = example(name).graph
-    plan = layout(graph)
-    numbers = np.random.default_rng(seed)
-    cuts = [sorted(numbers.choice(plan.cuts, size=s, replace=False).tolist()) for s in (0, 1, 3)]
-    clusters = [_cluster(f"c{c}", places, len(plan.line)) for c, places in enumerate(cuts)]
-    everybody = {name: machine(name) for cluster in clusters for name in cluster.providers}
-    costs = model(len(plan.line))
-    costs = type(costs)(**{**vars(costs), "places": tuple(range(len(plan.line) + 1))})
-    rings = rings_of(plan_of(GOAL, Network(), everybody, clusters), costs, Network(), everybody)
-    held = [parameters_of(plan, ring) for ring in rings]
-    assert sorted(itertools.chain(*held)) == sorted(p.name for p in graph.parameters)
-    for c, places in enumerate(cuts):
-        for stage, part in enumerate(split(graph, places)):
-            mine = [n for ring, names in zip(rings, held, strict=True) if f"c{c}s{stage}" in ring.owners for n in names]
-            assert set(mine) == {p.name for p in part.parameters}
 
 
 def _cluster(name: str, places: list[int], end: int) -> Cluster:
