@@ -8,7 +8,7 @@ from ravnest.coordinator.feeder import EvalBatch, TrainBatch
 from ravnest.coordinator.planning import ClusterPlan
 
 
-class Mark(NamedTuple):
+class RoundMark(NamedTuple):
     """A round of averaging that a cluster has not been told of yet."""
 
     round: int
@@ -26,7 +26,7 @@ class ClusterRun:
     open: dict[int, TrainBatch] = field(default_factory=dict)
     """What it has been fed and has not completed; kept whole, to be fed to another cluster if this one is lost."""
     evaluating: dict[int, EvalBatch] = field(default_factory=dict)
-    mark: Mark | None = None
+    mark: RoundMark | None = None
     lost: str = ""
     """Why it does not train any more."""
 

@@ -81,9 +81,7 @@ class Orders:
                     stages=len(stages),
                     graph=_reference(graph),
                     weights=_reference(weights),
-                    settings_json=stage_settings(
-                        prepared.job, stage.stage, len(stages), cluster.in_flight
-                    ).to_json(),
+                    settings_json=stage_settings(prepared.job, stage.stage, len(stages), cluster.in_flight).to_json(),
                     generation=generation,
                     previous=links[before, stage.node].to_before if before else None,
                     next=links[stage.node, after].to_after if after else None,
@@ -121,7 +119,11 @@ def ring_settings(job: Job) -> RingSettings:
 
 def _peers(node_id: str, links: Iterable[LinkOrder]) -> list[Neighbour]:
     """The other ends of the links that this node is an end of."""
-    return [link.to_after if link.before == node_id else link.to_before for link in links if node_id in (link.before, link.after)]
+    return [
+        link.to_after if link.before == node_id else link.to_before
+        for link in links
+        if node_id in (link.before, link.after)
+    ]
 
 
 def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, Reach]) -> LinkOrder:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ravnest.coordinator.ledger import Ledger
 from ravnest.coordinator.clusters import Clusters
+from ravnest.coordinator.ledger import Ledger
 from ravnest.coordinator.planning import RunPlan
 from ravnest.coordinator.rounds import Rounds
 from ravnest.monitor import summary as written

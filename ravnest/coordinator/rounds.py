@@ -230,9 +230,7 @@ class Rounds:
                     self._tell(member.node, CoordinatorMessage(ring_begin=begin))
             elif isinstance(action, CatchUp):
                 for node, other in ((action.donor, action.node), (action.node, action.donor)):
-                    order = RingCatchUp(
-                        **name, node=other, donate=node == action.donor, committed=ring.committed
-                    )
+                    order = RingCatchUp(**name, node=other, donate=node == action.donor, committed=ring.committed)
                     self._tell(node, CoordinatorMessage(ring_catch_up=order))
             elif isinstance(action, Commit):
                 self._commit(ring, action)
@@ -283,7 +281,8 @@ class Rounds:
         committed = [live for live in lives if live.outcome == "committed"]
         self._deadlines.learn(lives)
         self.complete = all(
-            ring.live is not None and ring.live.outcome == "committed" and self._took_part(ring) for ring in self._under_way
+            ring.live is not None and ring.live.outcome == "committed" and self._took_part(ring)
+            for ring in self._under_way
         )
         owners = max((len(live.members) for live in committed), default=0)
         what = f"{counted(len(committed), 'ring')} of {counted(len(lives), 'ring')}"

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each parameter that is as large as the parameter: means of gradients, and of their squares."""
+"""What an optimizer keeps that is as large as its parameters: means of gradients, and of their squares."""
 
 import torch
 

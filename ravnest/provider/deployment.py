@@ -20,7 +20,15 @@ from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.resumable import ResumableLink
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, LossRecord, ProviderMessage, Report, RingProgress, UpdateRecord
+from ravnest.net.v1.control_pb2 import (
+    CoordinatorMessage,
+    Deploy,
+    LossRecord,
+    ProviderMessage,
+    Report,
+    RingProgress,
+    UpdateRecord,
+)
 from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.fetching import FetchProgress
 from ravnest.provider.frame_check import check_frame

@@ -146,11 +146,7 @@ class Rings:
 
     def anchors(self) -> dict[str, torch.Tensor]:
         """The parameters as all clusters have them since the last round, by their names in the stage's state."""
-        return {
-            name: view.clone()
-            for owned in self._owned.values()
-            for name, view in owned.state.parameters().items()
-        }
+        return {name: view.clone() for owned in self._owned.values() for name, view in owned.state.parameters().items()}
 
     def progress(self) -> list[tuple[int, int, int, int]]:
         """Of every attempt under way: round, ring, attempt, and how many pieces have come."""
@@ -191,7 +187,9 @@ class Rings:
     def _state(self, ring: Ring, tensors: Mapping[str, torch.Tensor]) -> RingState:
         names = [f"param:{key}" for key in ring.parameters]
         plain = [f"buffer:{key}" for key in ring.buffers]
-        missing = [name for name in (*names, *plain, *(f"buffer:{key}" for key in ring.counters)) if name not in tensors]
+        missing = [
+            name for name in (*names, *plain, *(f"buffer:{key}" for key in ring.counters)) if name not in tensors
+        ]
         if missing:
             raise GraphError(f"ring {ring.ring} has {missing[0][:80]!r}, which this stage does not have")
         shapes = {name: tuple(tensors[name].shape) for name in (*names, *plain)}
@@ -343,9 +341,7 @@ class Rings:
         values = await self._in_thread(owned.state.donation)
         pieces = values.split(_DONATION_VALUES)
         for number, piece in enumerate(pieces):
-            place = RingPlace(
-                order.round, order.ring, chunk=number, donation=True, last=number == len(pieces) - 1
-            )
+            place = RingPlace(order.round, order.ring, chunk=number, donation=True, last=number == len(pieces) - 1)
             try:
                 await self._links.send(order.node, self._frame(place, as_bytes(piece)))
             except PeerError:

@@ -1,0 +1,118 @@
+"""When the clusters of a run average: in the background every so many samples, and with nothing in flight where all of
+them are to be alike."""
+
+from collections.abc import Callable
+from typing import Final
+
+from ravnest.coordinator.checkpointing import Checkpointing
+from ravnest.coordinator.clusters import RoundMark
+from ravnest.coordinator.course import Course
+from ravnest.coordinator.feeding import Feeding
+from ravnest.coordinator.ledger import Ledger, Place
+from ravnest.coordinator.rounds import Rounds
+from ravnest.errors import RavnestError
+from ravnest.net.v1.control_pb2 import Average, CoordinatorMessage
+
+_TRIES: Final = 3
+
+
+class AveragingRun:
+    """The rounds of a run with several clusters."""
+
+    def __init__(
+        self,
+        course: Course,
+        feeding: Feeding,
+        checkpointing: Checkpointing,
+        rounds: Rounds,
+        ledger: Ledger,
+        deployment: str,
+        every_samples: int,
+        blocking: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        """`say` tells the user something."""
+        self.rounds = rounds
+        self._course = course
+        self._feeding = feeding
+        self._checkpointing = checkpointing
+        self._ledger = ledger
+        self._deployment = deployment
+        self._every = every_samples
+        self._blocking = blocking
+        self._say = say
+        self._announced_at = 0
+        """Samples that had been fed at the last round."""
+        self._alike_at = 0
+        """Samples that had been fed when all clusters were alike."""
+
+    async def before_batch(self) -> None:
+        """Begins a round with the next microbatch, where one is due: what was fed before goes into it, it does not."""
+        feeding, rounds = self._feeding, self.rounds
+        # Only between two updates: what goes into a round has been applied as a whole.
+        if feeding.clusters.group is not None or rounds.under_way or self._checkpointing.under_way:
+            return
+        if len(feeding.clusters.whole) < 2:
+            return
+        since = feeding.fed_samples - self._announced_at
+        checkpoint = None if feeding.replaying else self._checkpointing.due(feeding.fed_place)
+        if since < self._every and checkpoint is None:
+            return
+        reason = checkpoint or f"{since} samples since the last one"
+        if self._blocking:
+            await self.now(reason)
+            if checkpoint is not None:
+                await self._checkpointing.now()
+            return
+        number = rounds.begun + 1
+        all_rings = checkpoint is not None or rounds.fragments == 1
+        self._begin(0 if all_rings else (number - 1) % rounds.fragments + 1, reason)
+        if checkpoint is not None:
+            self._checkpointing.expected = True
+            self._course.spawn(self._save(feeding.fed_place, checkpoint))
+
+    async def now(self, reason: str) -> None:
+        """Averages all that was learnt, in all rings, while nothing is in flight: afterwards all clusters are alike."""
+        feeding, rounds = self._feeding, self.rounds
+        for _ in range(_TRIES):
+            await self._course.until(lambda: self._ledger.outstanding == 0)
+            if rounds.under_way:
+                await self._order()
+                await self._course.until(lambda: not rounds.under_way)
+            if len(feeding.clusters.whole) < 2 or self._alike_at == feeding.fed_samples:
+                return
+            self._begin(0, reason)
+            await self._order()
+            await self._course.until(lambda: not rounds.under_way)
+            if rounds.complete:
+                self._alike_at = feeding.fed_samples
+                return
+        self._say(f"the clusters could not all be averaged {reason}: {rounds.last}")
+
+    def _begin(self, fragment: int, reason: str) -> None:
+        clusters = self._feeding.clusters.whole
+        self._announced_at = self._feeding.fed_samples
+        owners = {node: cluster.fed_samples for cluster in clusters for node in cluster.nodes}
+        number = self.rounds.announce(fragment, owners, reason)
+        for cluster in clusters:
+            cluster.mark = RoundMark(number, fragment)
+
+    async def _order(self) -> None:
+        """Tells those of the round who have not heard of it with a microbatch; none is in flight there."""
+        for cluster in self._feeding.clusters.whole:
+            mark, cluster.mark = cluster.mark, None
+            for node_id in cluster.nodes if mark is not None else ():
+                order = Average(deployment=self._deployment, round=mark.round, fragment=mark.fragment)
+                await self._course.tell(node_id, CoordinatorMessage(average=order))
+
+    async def _save(self, place: Place, why: str) -> None:
+        """Once the round under way counts for all, saves what they have since: the data up to this place."""
+        try:
+            await self._course.until(lambda: not self.rounds.under_way)
+            if self.rounds.complete:
+                await self._checkpointing.after_round(place, why)
+        except RavnestError as error:
+            self._course.fail(error)
+        finally:
+            self._checkpointing.expected = False
+            self._course.notify()
