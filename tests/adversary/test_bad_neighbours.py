@@ -24,7 +24,7 @@ from ravnest.graph.weights import stream_tensors
 from ravnest.net import Frame, FrameKind, Link, NodeIdentity, ProviderServer, dial_link
 from ravnest.net.identity import Identity
 from ravnest.net.resumable import ResumableLink
-from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, ArtifactRef, Deploy, Neighbour
+from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, ArtifactRef, Deploy, Neighbour, ProviderMessage
 from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.deployment import Deployment
 from ravnest.provider.fetching import FetchProgress
@@ -115,13 +115,17 @@ async def victim(stage: int) -> AsyncIterator[Victim]:
     server.neighbours = {"mallory"}
     port = await server.start("127.0.0.1", 0)
     made = Victim(server, f"127.0.0.1:{port}", nodes, graph, deployment, ResumableLink("the coordinator"))
-    deployment.open(made.feed)
+    deployment.open(made.feed, unheard)
     deployment.link()
     try:
         yield made
     finally:
         await deployment.close()
         await server.stop(grace_seconds=0)
+
+
+async def unheard(message: ProviderMessage) -> None:
+    """Nobody hears what the victim says of rounds."""
 
 
 def forward(stage: Victim, microbatch: int = 0) -> Frame:

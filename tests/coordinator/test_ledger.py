@@ -68,3 +68,28 @@ def test_a_resumed_ledger_goes_on_counting() -> None:
     assert (ledger.fed, ledger.completed, ledger.updates, ledger.samples) == (23, 23, 11, 184)
     assert ledger.applied == start
     assert ledger.counts()["lost"] == 0
+
+
+def test_clusters_complete_in_any_order_and_the_place_is_behind_the_first_that_is_under_way() -> None:
+    ledger = Ledger()
+    for number in range(4):
+        ledger.feed(entry(number))
+    ledger.complete(2)
+    ledger.complete(1)
+    assert ledger.applied == Place() and ledger.completed == 2
+    ledger.complete(0)
+    assert ledger.applied == entry(2).after, "the third had been completed before"
+    ledger.complete(3)
+    assert ledger.applied == entry(3).after and ledger.outstanding == 0
+
+
+def test_what_is_fed_again_is_counted_and_completed_once() -> None:
+    ledger = Ledger()
+    for number in range(3):
+        ledger.feed(entry(number))
+    ledger.replay([1, 2])
+    for number in range(3):
+        assert ledger.complete(number) is not None
+    assert ledger.counts() == {"fed": 3, "completed": 3, "replayed": 2, "lost": 0, "applied_twice": 0}
+    with pytest.raises(AssertionError, match="under way"):
+        ledger.replay([1])
