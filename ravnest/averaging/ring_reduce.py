@@ -233,7 +233,8 @@ class RingReduce:
         return data
 
     def _finish(self, piece: Piece, here: Tensor) -> None:
-        self._sums[piece.segment, piece.chunk] = int(here.view(torch.int32).sum())
+        # A sum of bits is the same in any order, modulo 2**32; made now, while the piece is in the cache.
+        self._sums[piece.segment, piece.chunk] = int(here.view(torch.int32).sum(dtype=torch.int32))
 
     def _alone(self) -> None:
         for chunk in range(self._segments.pieces(0)):

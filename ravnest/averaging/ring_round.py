@@ -1,0 +1,396 @@
+"""The coordinator's side of one round on one ring: who takes part, with which weight, and whether it commits.
+
+A state machine without sockets and clock: it is told what happened and when, and says what to do. Owners join, those
+who are behind catch up, an attempt begins, its members reduce, and when all of them say so with the same digest it
+commits for all of them. Whoever is gone, late or to blame is left out and the rest begin a new attempt on the same
+snapshots; a round that cannot go on is aborted, and nobody has changed anything.
+
+    joining ──> catching up ──> reducing ──> committed
+       └──────────────┴────────────┴───────> aborted
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from ravnest.averaging.blame import blame
+from ravnest.averaging.deadlines import Took
+from ravnest.averaging.guards import bounded, judge
+
+_REPORTING: Final = 0.25
+_REPORTING_SECONDS: Final = 1.0
+"""A member that waits in vain says so after `reduce_seconds`; the round waits this much longer for such words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """What an owner says when its snapshot is taken."""
+
+    samples: int
+    norm: float
+    """Of the coded section of its contribution."""
+    finite: bool
+    committed: int
+    """The round of its anchor."""
+    counters: tuple[int, ...] = ()
+    refusal: str = ""
+    """Why it does not take part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of those who reduce, in ring order."""
+
+    node: str
+    weight: float
+    """Its share; all of them sum to 1."""
+    norm: float
+    """How long its difference is, after clipping: a member that has more clips itself to this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Tell all members to reduce."""
+
+    attempt: int
+    members: tuple[Member, ...]
+    counters: tuple[int, ...]
+    """The largest of anybody's, one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """Tell `donor` to send where it stands to `node`."""
+
+    node: str
+    donor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tell `nodes` to take the step of this attempt."""
+
+    attempt: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Tell `nodes` that this round is over for them: they drop their snapshots and keep everything else."""
+
+    nodes: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """For the events of the run."""
+
+    kind: Literal["left_out", "bounded", "clipped", "retry", "disagreed", "behind"]
+    reason: str
+    node: str | None = None
+
+
+Action = Begin | CatchUp | Commit | Abort | Notice
+
+
+class RingRound:
+    """One round on one ring. Every method returns what to do now; after the outcome nothing changes any more.
+
+    - An owner that did not join by the deadline, is gone, cannot take part, or is to blame for a failed attempt is left
+      out with a Notice; those of them who joined are told by Abort.
+    - What is said about an older attempt, by somebody who has no part in it, or twice, is ignored.
+    """
+
+    def __init__(
+        self,
+        *,
+        ring: int,
+        round: int,
+        owners: Sequence[str],
+        samples: Mapping[str, int],
+        committed: int,
+        outlier: float | None,
+        now: float,
+        join_seconds: float,
+        reduce_seconds: float,
+        most_attempts: int = 5,
+    ) -> None:
+        """`owners` in ring order; `samples`: what the ledger knows that each did since its anchor; `committed`: the
+        newest round that this ring has committed. Times are those of any clock that does not go back."""
+        self.ring = ring
+        self.round = round
+        self.outcome: Literal["committed", "aborted"] | None = None
+        self.deadline: float | None = now + join_seconds
+        """When `tick` must be called next; None when the round is over."""
+        self.left_out: dict[str, str] = {}
+        """Who takes no part (any more), and why."""
+        self.join_took: Took | None = None
+        """How long the last one took to join, and how many were cut off; None while joining."""
+        self.reduce_took: Took | None = None
+        """How long the last attempt took, and how many were cut off in this round; None before one has ended."""
+        self._owners = tuple(owners)
+        self._ledger = samples
+        self._committed = committed
+        self._outlier = outlier
+        self._reduce_seconds = reduce_seconds
+        self._most_attempts = most_attempts
+        self._begun = now
+        self._last_joined = now
+        self._joining = True
+        self._joins: dict[str, Join] = {}
+        self._samples: dict[str, int] = {}
+        self._behind: dict[str, str | None] = {}
+        self._tried: dict[str, frozenset[str]] = {}
+        self._attempt = 0
+        self._attempt_begun = now
+        self._members: tuple[str, ...] = ()
+        self._digests: dict[str, int] = {}
+        self._stalled: dict[str, int] = {}
+        self._accused: dict[str, str] = {}
+        self._clipped: set[str] = set()
+        self._cut_off = 0
+        self._disagreed = False
+
+    @property
+    def attempt(self) -> int:
+        """The attempt under way, from 1; 0 before the first."""
+        return self._attempt
+
+    def joined(self, node: str, join: Join, now: float) -> list[Action]:
+        """An owner has its snapshot, or says why it has none."""
+        if node not in self._owners or node in self._joins:
+            return []
+        if self.outcome is not None or node in self.left_out:
+            return [Abort((node,), self.left_out.get(node, "the round is over"))]
+        why = self._unfit(join)
+        if why is not None:
+            return [*self._leave_out(node, why), Abort((node,), why), *self._go_on(now)]
+        self._joins[node] = join
+        self._last_joined = now
+        self._samples[node], reason = bounded(join.samples, self._ledger.get(node, 0))
+        actions: list[Action] = [Notice("bounded", reason, node)] if reason is not None else []
+        if join.committed < self._committed:
+            self._behind[node] = None
+        return [*actions, *self._find_donors(), *self._go_on(now)]
+
+    def caught_up(self, node: str, now: float) -> list[Action]:
+        """A member that was behind stands where the others do."""
+        if self.outcome is not None or self._behind.get(node) is None:
+            return []
+        del self._behind[node]
+        self._joins[node] = replace(self._joins[node], committed=self._committed)
+        return self._go_on(now)
+
+    def reduced(self, node: str, attempt: int, digest: int, now: float) -> list[Action]:
+        """A member holds the result of an attempt, not yet applied."""
+        if not self._concerns(node, attempt) or node in self._digests:
+            return []
+        self._digests[node] = digest
+        self._stalled.pop(node, None)
+        if len(self._digests) < len(self._members):
+            return self._if_all_reported(now)
+        if len(set(self._digests.values())) == 1:
+            self.reduce_took = Took(now - self._attempt_begun, self._cut_off)
+            self._end("committed")
+            return [Commit(self._attempt, self._members)]
+        told = ", ".join(f"{node} {value:08x}" for node, value in self._digests.items())
+        if self._disagreed:
+            reason = f"members disagreed about the result twice: {told}"
+            return [Notice("disagreed", reason), *self._abort(reason)]
+        self._disagreed = True
+        return [Notice("retry", f"members disagree about the result: {told}"), *self._begin(now)]
+
+    def failed(
+        self, node: str, attempt: int, blamed: str | None, reason: str, progress: int, now: float
+    ) -> list[Action]:
+        """A member cannot finish an attempt, by its own fault (it blames itself), somebody else's, or for want of
+        pieces (it blames nobody; `progress` is how many it has received). Attempt 0: it could not catch up."""
+        if self.outcome is None and attempt == 0 and self._behind.get(node) is not None:
+            return [*self._find_donors(again=node), *self._go_on(now)]
+        if not self._concerns(node, attempt):
+            return []
+        if blamed is None:
+            if node in self._digests:
+                return []
+            self._stalled[node] = progress
+            return self._if_all_reported(now)
+        if blamed == node:
+            guilty, why = node, reason
+        elif blamed not in self._members:
+            guilty, why = node, f"it blames {blamed}, who has no part in this attempt: {reason}"
+        elif self._accused.setdefault(node, blamed) != blamed:
+            # One liar could blame all others away, one after another.
+            guilty, why = node, f"it blamed {self._accused[node]} first and {blamed} now: {reason}"
+        else:
+            guilty, why = blamed, f"{node} says: {reason}"
+        return self._without((guilty,), why, now)
+
+    def gone(self, node: str, reason: str, now: float) -> list[Action]:
+        """An owner has left the swarm, or cannot be reached any more."""
+        if self.outcome is not None or node not in self._owners or node in self.left_out:
+            return []
+        return [*self._leave_out(node, f"it is gone: {reason}"), *self._after_loss((node,), now)]
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed; does nothing before `deadline`."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        if self._joining:
+            waited = now - self._begun
+            late = self._missing()
+            actions = [a for node in late for a in self._leave_out(node, f"it did not join within {waited:.3g} s")]
+            return [*actions, *self._go_on(now, late=len(late))]
+        if not self._attempt:
+            behind = tuple(self._behind)
+            return self._without(behind, f"it did not catch up within {self._reduce_seconds:.3g} s", now)
+        return self._stall(now)
+
+    # Joining
+
+    def _unfit(self, join: Join) -> str | None:
+        if join.refusal:
+            return join.refusal
+        if not (join.finite and math.isfinite(join.norm) and join.norm >= 0.0):
+            return "its contribution holds values that are not finite"
+        if join.committed > self._committed:
+            return f"it says it has committed round {join.committed}, but this ring's newest is {self._committed}"
+        return None
+
+    def _missing(self) -> list[str]:
+        return [owner for owner in self._owners if owner not in self._joins and owner not in self.left_out]
+
+    def _go_on(self, now: float, late: int = 0) -> list[Action]:
+        """Begins the first attempt, once everybody has joined or is left out, and nobody is behind."""
+        actions: list[Action] = []
+        if self._joining:
+            if self._missing():
+                return []
+            self._joining = False
+            self.join_took = Took(self._last_joined - self._begun, late)
+            actions += self._settle_for_the_newest()
+            self.deadline = now + self._reduce_seconds
+        if self._attempt == 0 and not self._behind:
+            actions += self._begin(now)
+        return actions
+
+    def _settle_for_the_newest(self) -> list[Action]:
+        """Those who hold the ring's newest round may all be missing: then the newest of those here counts.
+
+        Not where somebody may be catching up to the newest already: then two of them could stand at different places.
+        """
+        newest = max((join.committed for join in self._joins.values()), default=self._committed)
+        if newest == self._committed or self._tried:
+            return self._find_donors()
+        reason = f"nobody who joined has round {self._committed} of this ring; it goes on from round {newest}"
+        self._committed = newest
+        for node in [node for node in self._behind if self._joins[node].committed == newest]:
+            del self._behind[node]
+        return [Notice("behind", reason), *self._find_donors()]
+
+    def _find_donors(self, again: str | None = None) -> list[Action]:
+        """Orders donations for those behind who have no donor; `again`: whose last one failed."""
+        actions: list[Action] = []
+        current = [node for node, join in self._joins.items() if join.committed == self._committed]
+        for node, donor in list(self._behind.items()):
+            if donor in current and node != again:
+                continue
+            tried = self._tried.get(node, frozenset())
+            found = next((other for other in current if other not in tried), None)
+            self._behind[node] = found
+            if found is not None:
+                self._tried[node] = tried | {found}
+                actions.append(CatchUp(node, found))
+            elif not self._joining or node == again:
+                reason = "there is nobody (left) from whom it could catch up"
+                actions += [*self._leave_out(node, reason), Abort((node,), reason)]
+        return actions
+
+    # Attempts
+
+    def _concerns(self, node: str, attempt: int) -> bool:
+        return self.outcome is None and attempt == self._attempt > 0 and node in self._members
+
+    def _begin(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        while True:
+            nodes = [owner for owner in self._owners if owner in self._joins]
+            verdicts = judge(
+                [self._joins[node].norm for node in nodes], [self._samples[node] for node in nodes], self._outlier
+            )
+            outliers = [(node, v.reason) for node, v in zip(nodes, verdicts, strict=True) if v.left_out]
+            if not outliers:
+                break
+            for node, reason in outliers:
+                actions += [*self._leave_out(node, reason), Abort((node,), reason)]
+        total = sum(self._samples[node] for node in nodes)
+        why = self._hopeless(nodes, total)
+        if why is not None:
+            return [*actions, *self._abort(why)]
+        for node, verdict in zip(nodes, verdicts, strict=True):
+            if verdict.scale < 1.0 and node not in self._clipped:
+                self._clipped.add(node)
+                actions.append(Notice("clipped", verdict.reason, node))
+        self._attempt += 1
+        self._attempt_begun = now
+        self._members = tuple(nodes)
+        self._digests.clear()
+        self._stalled.clear()
+        self.deadline = now + self._reduce_seconds + max(_REPORTING * self._reduce_seconds, _REPORTING_SECONDS)
+        members = tuple(
+            Member(node, self._samples[node] / total, self._joins[node].norm * verdict.scale)
+            for node, verdict in zip(nodes, verdicts, strict=True)
+        )
+        counters = itertools.zip_longest(*(self._joins[node].counters for node in nodes), fillvalue=0)
+        return [*actions, Begin(self._attempt, members, tuple(map(max, counters)))]
+
+    def _hopeless(self, nodes: Sequence[str], samples: int) -> str | None:
+        if len(nodes) < 2:
+            return f"of {len(self._owners)} owners {'only ' + nodes[0] if nodes else 'nobody'} is left to average with"
+        if samples == 0:
+            return "nobody has learnt anything since the last round"
+        if self._attempt == self._most_attempts:
+            return f"given up after {self._most_attempts} attempts"
+        return None
+
+    def _if_all_reported(self, now: float) -> list[Action]:
+        if self._stalled and len(self._digests) + len(self._stalled) == len(self._members):
+            return self._stall(now)
+        return []
+
+    def _stall(self, now: float) -> list[Action]:
+        verdict = blame(self._members, self._digests, self._stalled)
+        took = now - self._attempt_begun
+        self._cut_off += max(len(verdict.nodes), 1)
+        self.reduce_took = Took(took, self._cut_off)
+        reason = f"the reduce was not done after {took:.3g} s: {verdict.reason}"
+        return self._without(verdict.nodes, reason, now) if verdict.nodes else self._abort(reason)
+
+    def _without(self, nodes: Sequence[str], reason: str, now: float) -> list[Action]:
+        actions = [action for node in nodes for action in self._leave_out(node, reason)]
+        return [*actions, Abort(tuple(nodes), reason), *self._after_loss(nodes, now)]
+
+    def _after_loss(self, nodes: Sequence[str], now: float) -> list[Action]:
+        if self._attempt == 0:
+            return [*self._find_donors(), *self._go_on(now)]
+        if not set(nodes) & set(self._members):
+            return []
+        return [Notice("retry", f"a new attempt without {', '.join(nodes)}"), *self._begin(now)]
+
+    # Endings
+
+    def _leave_out(self, node: str, reason: str) -> list[Action]:
+        self.left_out[node] = reason
+        self._joins.pop(node, None)
+        self._behind.pop(node, None)
+        return [Notice("left_out", reason, node)]
+
+    def _abort(self, reason: str) -> list[Action]:
+        self._end("aborted")
+        return [Abort(tuple(owner for owner in self._owners if owner in self._joins), reason)]
+
+    def _end(self, outcome: Literal["committed", "aborted"]) -> None:
+        self.outcome = outcome
+        self.deadline = None

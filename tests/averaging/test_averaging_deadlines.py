@@ -1,0 +1,52 @@
+"""How long a round waits."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravnest.averaging.deadlines import Took, after, joining, reducing
+
+
+def test_a_deadline_begins_with_the_estimate_and_says_why() -> None:
+    deadline = reducing(40.0)
+    assert deadline.seconds == pytest.approx(120.0)
+    assert "40 s" in deadline.reason and "expected" in deadline.reason
+    assert 1.0 < joining(0.001).seconds < 60.0
+
+
+def test_it_follows_what_takes_longer_at_once_and_shrinks_slowly() -> None:
+    deadline = joining(10.0)
+    longer = after(deadline, Took(100.0))
+    assert longer.seconds == pytest.approx(300.0)
+    shorter = after(longer, Took(1.0))
+    assert 0.8 * longer.seconds < shorter.seconds < longer.seconds
+    for _ in range(100):
+        shorter = after(shorter, Took(10.0))
+    assert shorter.seconds == pytest.approx(30.0)
+
+
+def test_it_grows_when_members_were_cut_off_and_comes_back_when_they_are_not() -> None:
+    deadline = reducing(10.0)
+    grown = after(deadline, Took(5.0, cut_off=1))
+    assert grown.seconds == pytest.approx(2 * deadline.seconds) and "1 did not make it" in grown.reason
+    for _ in range(100):
+        grown = after(grown, Took(10.0))
+    assert grown.seconds == pytest.approx(30.0)
+
+
+def test_the_dead_do_not_make_it_grow_for_ever() -> None:
+    deadline = joining(10.0)
+    for _ in range(50):
+        deadline = after(deadline, Took(5.0, cut_off=3))
+    assert deadline.seconds == 1800.0
+    assert after(deadline, Took(5.0)).seconds < 1800.0
+
+
+@given(st.floats(0.0, 1e5), st.lists(st.builds(Took, st.floats(0.0, 1e5), st.integers(0, 3)), max_size=30))
+def test_whatever_happened_there_is_always_time_and_never_too_much(estimate: float, history: list[Took]) -> None:
+    deadline = joining(estimate)
+    for took in history:
+        deadline = after(deadline, took)
+        assert 5.0 <= deadline.seconds <= 1800.0 and deadline.reason
+        if not took.cut_off:
+            assert deadline.seconds >= min(took.seconds, 1800.0)

@@ -1,0 +1,59 @@
+"""What a member may put into a round."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravnest.averaging.guards import bounded, judge
+
+
+def scales(norms: list[float], samples: list[int] | None = None, outlier: float | None = 10.0) -> list[float]:
+    return [verdict.scale for verdict in judge(norms, samples or [1] * len(norms), outlier)]
+
+
+def test_members_much_alike_are_left_alone() -> None:
+    assert scales([1.0, 3.0, 0.2, 9.0]) == [1.0] * 4
+
+
+def test_a_difference_far_beyond_the_others_is_clipped_and_wildly_beyond_left_out() -> None:
+    verdicts = judge([1.0, 1.0, 50.0], [1, 1, 1], 10.0)
+    assert [v.scale for v in verdicts] == [1.0, 1.0, pytest.approx(0.2)]
+    assert "clipped to 10" in verdicts[2].reason
+    verdicts = judge([1.0, 1.0, 101.0], [1, 1, 1], 10.0)
+    assert [v.left_out for v in verdicts] == [False, False, True]
+    assert "101" in verdicts[2].reason and "left out" in verdicts[2].reason
+
+
+def test_who_did_more_samples_may_have_come_further_and_who_did_fewer_is_not_held_to_less() -> None:
+    assert scales([1.0, 1.0, 50.0], [10, 10, 100]) == [1.0] * 3
+    assert scales([1.0, 1.0, 9.0], [100, 100, 1]) == [1.0] * 3
+
+
+def test_nobody_is_judged_without_others_that_did_something() -> None:
+    assert scales([1e9]) == [1.0]
+    assert scales([1e9, 0.0, 0.0]) == [1.0] * 3
+    assert scales([1e9, 1.0], [1, 0]) == [1.0, 1.0]
+    assert scales([1.0, 1.0, 1e9], [1, 1, 0]) == [1.0] * 3
+
+
+def test_it_can_be_switched_off() -> None:
+    assert scales([1.0, 1.0, 1e9], outlier=None) == [1.0] * 3
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e30), st.integers(0, 10**6)), min_size=1, max_size=8), st.floats(1.0, 1e3))
+def test_whatever_the_norms_somebody_is_left_and_nobody_stands_beyond_the_limit(
+    members: list[tuple[float, int]], outlier: float
+) -> None:
+    norms, samples = [norm for norm, _ in members], [count for _, count in members]
+    verdicts = judge(norms, samples, outlier)
+    assert all(0.0 <= verdict.scale <= 1.0 and verdict.reason for verdict in verdicts)
+    smallest = min(range(len(norms)), key=lambda i: norms[i])
+    assert verdicts[smallest].scale == 1.0
+
+
+def test_a_claimed_weight_is_bounded_by_the_ledger() -> None:
+    assert bounded(5, 7) == (5, None)
+    weight, reason = bounded(900, 7)
+    assert weight == 7 and reason is not None and "900" in reason and "7" in reason
+    weight, reason = bounded(-1, 7)
+    assert weight == 0 and reason is not None

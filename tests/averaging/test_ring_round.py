@@ -1,0 +1,348 @@
+"""The coordinator's side of a round: who takes part, with which weight, and whether it commits."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ring_swarm import RingSwarm
+
+from ravnest.averaging.ring_reduce import Piece
+from ravnest.averaging.ring_round import Abort, Action, Begin, CatchUp, Commit, Join, Notice, RingRound
+from ravnest.codecs.codec import CODECS
+
+OWNERS = ("a", "b", "c")
+
+
+def a_round(**changes: Any) -> RingRound:
+    arguments: dict[str, Any] = {
+        "ring": 3,
+        "round": 8,
+        "owners": OWNERS,
+        "samples": dict.fromkeys(OWNERS, 100),
+        "committed": 7,
+        "outlier": 10.0,
+        "now": 1000.0,
+        "join_seconds": 10.0,
+        "reduce_seconds": 20.0,
+    }
+    return RingRound(**{**arguments, **changes})
+
+
+def join(samples: int = 100, norm: float = 1.0, committed: int = 7, **changes: Any) -> Join:
+    return Join(samples, norm, changes.pop("finite", True), committed, **changes)
+
+
+def all_join(ring: RingRound, *joins: Join) -> list[Action]:
+    actions: list[Action] = []
+    for node, said in zip(OWNERS, joins or [join()] * 3, strict=True):
+        actions += ring.joined(node, said, 1001.0)
+    return actions
+
+
+def only(kind: type, actions: list[Action]) -> list[Any]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def notices(actions: list[Action]) -> list[tuple[str, str | None]]:
+    return [(notice.kind, notice.node) for notice in only(Notice, actions)]
+
+
+def begun(ring: RingRound, *joins: Join) -> Begin:
+    [begin] = only(Begin, all_join(ring, *joins))
+    assert isinstance(begin, Begin)
+    return begin
+
+
+def test_it_begins_when_all_have_joined_with_weights_by_samples() -> None:
+    ring = a_round()
+    begin = begun(ring, join(50, 1.0, counters=(4, 9)), join(100, 2.0, counters=(5, 2)), join(0, 0.0, counters=(1, 1)))
+    assert [(m.node, m.weight, m.norm) for m in begin.members] == [
+        ("a", pytest.approx(1 / 3), 1.0),
+        ("b", pytest.approx(2 / 3), 2.0),
+        ("c", 0.0, 0.0),
+    ]
+    assert begin.attempt == 1 and begin.counters == (5, 9)
+    assert ring.join_took is not None and ring.join_took.seconds == 1.0 and ring.join_took.cut_off == 0
+
+
+def test_it_commits_when_all_reduced_to_the_same_and_nothing_changes_afterwards() -> None:
+    ring = a_round()
+    begun(ring)
+    assert ring.reduced("a", 1, 77, 1003.0) == [] == ring.reduced("c", 1, 77, 1004.0)
+    assert ring.reduced("b", 1, 77, 1005.0) == [Commit(1, OWNERS)]
+    assert ring.outcome == "committed" and ring.deadline is None
+    assert ring.reduce_took is not None and ring.reduce_took.seconds == 4.0
+    assert ring.gone("a", "late", 1006.0) == []
+    assert ring.failed("b", 1, "a", "late", 0, 1006.0) == []
+    assert ring.reduced("b", 1, 78, 1006.0) == []
+    assert ring.tick(1e9) == []
+    assert ring.joined("a", join(), 1006.0) == []
+    assert ring.caught_up("a", 1006.0) == []
+    assert ring.outcome == "committed"
+
+
+def test_an_owner_that_does_not_join_in_time_is_left_out() -> None:
+    ring = a_round()
+    assert ring.joined("a", join(), 1001.0) == [] == ring.joined("b", join(), 1002.0)
+    assert ring.tick(1009.0) == []
+    assert ring.deadline == 1010.0
+    actions = ring.tick(1010.0)
+    assert notices(actions) == [("left_out", "c")]
+    [begin] = only(Begin, actions)
+    assert [(m.node, m.weight) for m in begin.members] == [("a", 0.5), ("b", 0.5)]
+    assert ring.join_took is not None and ring.join_took.cut_off == 1 and ring.join_took.seconds == 2.0
+    # When it comes after all it is told that it has no part in this.
+    assert only(Abort, ring.joined("c", join(), 1011.0))[0].nodes == ("c",)
+    assert ring.attempt == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (join(finite=False), "not finite"),
+        (join(norm=math.inf), "not finite"),
+        (join(norm=math.nan), "not finite"),
+        (join(norm=-1.0), "not finite"),
+        (join(refusal="out of memory"), "out of memory"),
+        (join(committed=9), "round 9"),
+    ],
+)
+def test_one_that_cannot_take_part_is_left_out_and_named(said: Join, reason: str) -> None:
+    ring = a_round()
+    actions = all_join(ring, join(), said, join())
+    assert notices(actions) == [("left_out", "b")]
+    assert only(Abort, actions)[0].nodes == ("b",) and reason in only(Abort, actions)[0].reason
+    assert [m.node for m in only(Begin, actions)[0].members] == ["a", "c"]
+
+
+def test_a_weight_beyond_the_ledger_is_bounded_and_named() -> None:
+    actions = all_join(a_round(), join(), join(10**9), join())
+    assert notices(actions) == [("bounded", "b")]
+    assert [m.weight for m in only(Begin, actions)[0].members] == [pytest.approx(1 / 3)] * 3
+
+
+def test_an_outlier_is_clipped_or_left_out_and_named() -> None:
+    actions = all_join(a_round(), join(), join(), join(norm=20.0))
+    assert notices(actions) == [("clipped", "c")]
+    assert [m.norm for m in only(Begin, actions)[0].members] == [1.0, 1.0, 10.0]
+    assert [m.weight for m in only(Begin, actions)[0].members] == [pytest.approx(1 / 3)] * 3
+    actions = all_join(a_round(), join(), join(), join(norm=2000.0))
+    assert notices(actions) == [("left_out", "c")]
+    assert [m.node for m in only(Begin, actions)[0].members] == ["a", "b"]
+    assert only(Abort, actions)[0].nodes == ("c",)
+
+
+def test_one_that_missed_a_commit_catches_up_first() -> None:
+    ring = a_round()
+    assert ring.joined("a", join(committed=5), 1001.0) == []
+    assert ring.joined("b", join(), 1002.0) == [CatchUp("a", "b")]
+    assert ring.joined("c", join(), 1003.0) == []
+    assert ring.caught_up("c", 1004.0) == []
+    [begin] = only(Begin, ring.caught_up("a", 1005.0))
+    assert [m.node for m in begin.members] == ["a", "b", "c"]
+    assert ring.caught_up("a", 1006.0) == []
+
+
+def test_one_that_does_not_catch_up_in_time_is_left_out() -> None:
+    ring = a_round()
+    all_join(ring, join(committed=5), join(), join())
+    assert ring.deadline == 1021.0
+    actions = ring.tick(1021.0)
+    assert notices(actions) == [("left_out", "a")] and only(Abort, actions)[0].nodes == ("a",)
+    assert [m.node for m in only(Begin, actions)[0].members] == ["b", "c"]
+
+
+def test_another_donor_is_found_when_the_first_is_gone_or_what_it_sent_is_no_good() -> None:
+    ring = a_round()
+    assert CatchUp("a", "b") in all_join(ring, join(committed=5), join(), join())
+    assert ring.failed("a", 0, "b", "values that are not finite", 0, 1002.0) == [CatchUp("a", "c")]
+    actions = ring.failed("a", 0, "c", "values that are not finite", 0, 1003.0)
+    assert notices(actions) == [("left_out", "a")]
+    assert [m.node for m in only(Begin, actions)[0].members] == ["b", "c"]
+
+    ring = a_round()
+    all_join(ring, join(committed=5), join(), join())
+    actions = ring.gone("b", "connection lost", 1002.0)
+    assert notices(actions) == [("left_out", "b")] and only(CatchUp, actions) == [CatchUp("a", "c")]
+
+
+def test_where_nobody_has_the_newest_round_the_newest_of_those_here_counts() -> None:
+    ring = a_round()
+    ring.joined("a", join(committed=5), 1001.0)
+    ring.joined("b", join(committed=6), 1001.0)
+    actions = ring.gone("c", "connection lost", 1002.0)
+    assert ("behind", None) in notices(actions)
+    assert only(CatchUp, actions) == [CatchUp("a", "b")]
+    assert only(Begin, ring.caught_up("a", 1003.0))
+
+
+def test_two_of_whom_one_may_be_catching_up_never_reduce_from_different_anchors() -> None:
+    ring = a_round()
+    all_join(ring, join(committed=5), join(committed=5), join())
+    # Both were promised the newest anchor. One of them may have it, the other not.
+    actions = ring.gone("c", "connection lost", 1002.0)
+    assert ring.outcome == "aborted" and not only(Begin, actions)
+
+
+def test_gone_before_the_commit_begins_anew_without_it() -> None:
+    ring = a_round()
+    begun(ring)
+    ring.reduced("a", 1, 5, 1003.0)
+    ring.reduced("c", 1, 5, 1003.0)
+    actions = ring.gone("b", "connection lost", 1004.0)
+    assert notices(actions) == [("left_out", "b"), ("retry", None)]
+    [begin] = only(Begin, actions)
+    assert begin.attempt == 2 and [(m.node, m.weight) for m in begin.members] == [("a", 0.5), ("c", 0.5)]
+    # What is still said about the attempt before does not count.
+    assert ring.reduced("a", 1, 5, 1005.0) == [] == ring.failed("c", 1, "a", "old", 0, 1005.0)
+    assert ring.reduced("b", 2, 6, 1005.0) == []
+    assert ring.reduced("a", 2, 6, 1005.0) == []
+    assert ring.reduced("c", 2, 6, 1006.0) == [Commit(2, ("a", "c"))]
+
+
+def test_fewer_than_two_or_no_samples_at_all_is_the_end_of_it() -> None:
+    ring = a_round()
+    begun(ring)
+    ring.gone("a", "x", 1002.0)
+    actions = ring.gone("b", "x", 1003.0)
+    assert only(Abort, actions) == [Abort(("c",), "of 3 owners only c is left to average with")]
+    assert ring.outcome == "aborted" and ring.deadline is None
+
+    ring = a_round()
+    [abort] = only(Abort, all_join(ring, join(0), join(0), join(0)))
+    assert abort.nodes == OWNERS and "nobody has learnt" in abort.reason
+
+    ring = a_round()
+    assert only(Abort, ring.tick(1010.0)) == [Abort((), "of 3 owners nobody is left to average with")]
+    assert ring.outcome == "aborted"
+
+
+def test_results_that_differ_are_reduced_once_more_and_then_given_up() -> None:
+    ring = a_round()
+    begun(ring)
+    for attempt in (1, 2):
+        ring.reduced("a", attempt, 1, 1003.0)
+        ring.reduced("b", attempt, 1, 1003.0)
+        actions = ring.reduced("c", attempt, 2, 1003.0)
+        if attempt == 1:
+            assert notices(actions) == [("retry", None)]
+            assert [m.node for m in only(Begin, actions)[0].members] == list(OWNERS)
+    assert notices(actions) == [("disagreed", None)]
+    assert only(Abort, actions)[0].nodes == OWNERS and ring.outcome == "aborted"
+
+
+def test_the_one_that_is_blamed_is_left_out() -> None:
+    ring = a_round()
+    begun(ring)
+    actions = ring.failed("c", 1, "b", "values that are not finite", 3, 1003.0)
+    assert ("left_out", "b") in notices(actions)
+    assert only(Abort, actions) == [Abort(("b",), "c says: values that are not finite")]
+    assert [m.node for m in only(Begin, actions)[0].members] == ["a", "c"]
+
+
+def test_who_blames_one_after_another_is_left_out_itself() -> None:
+    owners = ("a", "b", "c", "d")
+    ring = a_round(owners=owners, samples=dict.fromkeys(owners, 100))
+    for node in owners:
+        ring.joined(node, join(), 1001.0)
+    assert ("left_out", "b") in notices(ring.failed("c", 1, "b", "bad", 0, 1002.0))
+    assert ("left_out", "c") in notices(ring.failed("c", 2, "a", "bad", 0, 1003.0))
+    assert ring.attempt == 3 and ring.outcome is None
+
+
+def test_who_blames_itself_or_a_stranger_is_left_out() -> None:
+    for blamed in ("c", "stranger"):
+        ring = a_round()
+        begun(ring)
+        assert ("left_out", "c") in notices(ring.failed("c", 1, blamed, "out of memory", 0, 1002.0))
+
+
+def test_a_stall_waits_for_everybody_to_say_how_far_it_got_and_not_longer_than_the_deadline() -> None:
+    ring = a_round()
+    begun(ring)
+    assert ring.failed("a", 1, None, "no piece", 5, 1021.0) == []
+    assert ring.failed("b", 1, None, "no piece", 4, 1021.5) == []
+    actions = ring.failed("c", 1, None, "no piece", 0, 1022.0)
+    assert ("left_out", "b") in notices(actions) and only(Begin, actions)[0].attempt == 2
+
+    ring = a_round()
+    begun(ring)
+    ring.failed("a", 1, None, "no piece", 5, 1021.0)
+    ring.failed("b", 1, None, "no piece", 4, 1021.5)
+    assert ring.deadline == 1026.0
+    actions = ring.tick(1026.0)
+    assert ("left_out", "c") in notices(actions)
+    assert [m.node for m in only(Begin, actions)[0].members] == ["a", "b"]
+    assert ring.reduce_took is not None and ring.reduce_took.cut_off == 1
+
+
+def test_when_nobody_in_particular_is_to_blame_the_round_ends() -> None:
+    ring = a_round()
+    begun(ring)
+    actions = ring.tick(1026.0)
+    assert only(Abort, actions)[0].nodes == OWNERS and ring.outcome == "aborted"
+
+
+def test_attempts_end() -> None:
+    owners = tuple(f"n{i}" for i in range(9))
+    ring = a_round(owners=owners, samples=dict.fromkeys(owners, 100), most_attempts=3)
+    for node in owners:
+        ring.joined(node, join(), 1001.0)
+    for node in owners[:3]:
+        actions = ring.gone(node, "x", 1002.0)
+    assert ring.outcome == "aborted" and "after 3 attempts" in only(Abort, actions)[0].reason
+    assert only(Abort, actions)[0].nodes == owners[3:]
+
+
+def test_strangers_and_repeated_words_are_ignored() -> None:
+    ring = a_round()
+    assert ring.joined("stranger", join(), 1001.0) == []
+    assert ring.gone("stranger", "x", 1001.0) == []
+    ring.joined("a", join(), 1001.0)
+    assert ring.joined("a", join(samples=1), 1001.0) == []
+    ring.gone("b", "x", 1001.0)
+    assert ring.gone("b", "x", 1002.0) == []
+    [begin] = only(Begin, ring.joined("c", join(), 1003.0))
+    assert [m.weight for m in begin.members] == [0.5, 0.5]
+    assert ring.reduced("stranger", 1, 3, 1004.0) == []
+    ring.reduced("a", 1, 3, 1004.0)
+    assert ring.reduced("a", 1, 3, 1004.0) == []
+
+
+# Members that lie, with real reduces
+
+
+class Liar(RingSwarm):
+    """n1 sends something else than it should, from some piece on."""
+
+    def __init__(self, count: int, lie: Any) -> None:
+        super().__init__(count, CODECS["float32"])
+        self.lie = lie
+        self.learn(7)
+
+    def send(self, source: str, to: str, message: Any) -> None:
+        if source == "n1" and isinstance(message, tuple) and isinstance(message[1], Piece):
+            message = (message[0], self.lie(message[1]))
+        super().send(source, to, message)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda p: Piece(p.hop, p.segment, p.chunk, torch.full_like(p.data, 255)),
+        lambda p: Piece(p.hop, p.segment, p.chunk, (p.data.view(torch.float32) * 1e6 + 1e6).view(torch.uint8)),
+        lambda p: Piece(p.hop, p.segment, p.chunk, p.data[:-1]),
+        lambda p: Piece(p.hop, p.segment, p.chunk + 1000, p.data),
+        lambda p: Piece(p.hop + 1, p.segment, p.chunk, p.data),
+    ],
+    ids=["not finite", "far too long", "too short", "no such piece", "wrong hop"],
+)
+def test_one_that_sends_what_cannot_be_is_left_out_and_the_others_average_without_it(lie: Any) -> None:
+    swarm = Liar(4, lie)
+    swarm.begin(1)
+    swarm.run()
+    assert swarm.commit is not None and "n1" not in swarm.commit.nodes
+    assert ("left_out", "n1") in [(notice.kind, notice.node) for notice in swarm.notices]
+    honest = [node for node in swarm.survivors if node.name in swarm.commit.nodes]
+    assert len(honest) == 3 and all(torch.equal(node.now, honest[0].now) for node in honest)
