@@ -4,6 +4,7 @@ A deadline follows the longest of recent times at once and forgets it slowly; wh
 or they are dead: it doubles, and shrinks again with rounds that end in time. Pure functions; every deadline says why.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,6 +36,22 @@ class Deadline:
     shortest_seconds: float
 
 
+class Deadlines:
+    """The deadlines of a run, round after round."""
+
+    def __init__(self, join_estimate_seconds: float, reduce_estimate_seconds: float) -> None:
+        self.joining = joining(join_estimate_seconds)
+        self.reducing = reducing(reduce_estimate_seconds)
+
+    def learn(self, joins: Iterable[Took | None], reduces: Iterable[Took | None]) -> None:
+        """How one round went on all its rings; None where one did not come so far."""
+        joined, reduced = _slowest(joins), _slowest(reduces)
+        if joined is not None:
+            self.joining = after(self.joining, joined)
+        if reduced is not None:
+            self.reducing = after(self.reducing, reduced)
+
+
 def joining(estimate_seconds: float) -> Deadline:
     """For the first round: how long after its announcement all members are expected to have joined, at a guess."""
     return _deadline(estimate_seconds, f"{estimate_seconds:.3g} s were expected", _SHORTEST_JOINING_SECONDS)
@@ -58,6 +75,13 @@ def after(deadline: Deadline, took: Took) -> Deadline:
     return _deadline(
         kept, f"it took {took.seconds:.3g} s, but {deadline.usual_seconds:.3g} s before", deadline.shortest_seconds
     )
+
+
+def _slowest(took: Iterable[Took | None]) -> Took | None:
+    known = [each for each in took if each is not None]
+    if not known:
+        return None
+    return Took(max(each.seconds for each in known), max(each.cut_off for each in known))
 
 
 def _deadline(usual: float, why: str, shortest: float) -> Deadline:

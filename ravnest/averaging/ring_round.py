@@ -19,9 +19,10 @@ from ravnest.averaging.blame import blame
 from ravnest.averaging.deadlines import Took
 from ravnest.averaging.guards import bounded, judge
 
-_REPORTING: Final = 0.25
-_REPORTING_SECONDS: Final = 1.0
-"""A member that waits in vain says so after `reduce_seconds`; the round waits this much longer for such words."""
+_SILENT_SECONDS: Final = 5.0
+"""A member that is well says every second how far it is; one that has not for so long is silent."""
+_MOST_EXTENSIONS: Final = 20
+"""How often more time is given to an attempt in which pieces still arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +150,18 @@ class RingRound:
         self._members: tuple[str, ...] = ()
         self._digests: dict[str, int] = {}
         self._stalled: dict[str, int] = {}
+        self._heard: dict[str, tuple[int, float]] = {}
+        self._arrived = 0
+        self._extensions = 0
         self._accused: dict[str, str] = {}
         self._clipped: set[str] = set()
         self._cut_off = 0
         self._disagreed = False
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Of the attempt under way, or of the one that was committed, in ring order."""
+        return self._members
 
     @property
     def attempt(self) -> int:
@@ -227,6 +236,11 @@ class RingRound:
         else:
             guilty, why = blamed, f"{node} says: {reason}"
         return self._without((guilty,), why, now)
+
+    def progressed(self, node: str, attempt: int, pieces: int, now: float) -> None:
+        """A member is well, and has received so many pieces."""
+        if self._concerns(node, attempt):
+            self._heard[node] = pieces, now
 
     def gone(self, node: str, reason: str, now: float) -> list[Action]:
         """An owner has left the swarm, or cannot be reached any more."""
@@ -338,7 +352,9 @@ class RingRound:
         self._members = tuple(nodes)
         self._digests.clear()
         self._stalled.clear()
-        self.deadline = now + self._reduce_seconds + max(_REPORTING * self._reduce_seconds, _REPORTING_SECONDS)
+        self._heard.clear()
+        self._arrived = self._extensions = 0
+        self.deadline = now + self._reduce_seconds
         members = tuple(
             Member(node, self._samples[node] / total, self._joins[node].norm * verdict.scale)
             for node, verdict in zip(nodes, verdicts, strict=True)
@@ -361,7 +377,17 @@ class RingRound:
         return []
 
     def _stall(self, now: float) -> list[Action]:
-        verdict = blame(self._members, self._digests, self._stalled)
+        heard = {node: pieces for node, (pieces, at) in self._heard.items() if now - at <= _SILENT_SECONDS}
+        waiting = {**heard, **self._stalled}
+        arrived = sum(waiting.values())
+        silent = len(self._digests.keys() | waiting.keys()) < len(self._members)
+        if not silent and arrived > self._arrived and self._extensions < _MOST_EXTENSIONS and not self._stalled:
+            # All are well and pieces arrive: it takes longer than it was thought to.
+            self._arrived = arrived
+            self._extensions += 1
+            self.deadline = now + max(self._reduce_seconds / 2, _SILENT_SECONDS)
+            return []
+        verdict = blame(self._members, self._digests, waiting)
         took = now - self._attempt_begun
         self._cut_off += max(len(verdict.nodes), 1)
         self.reduce_took = Took(took, self._cut_off)

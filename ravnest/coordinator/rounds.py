@@ -132,8 +132,8 @@ class Rounds:
                 committed=ring.committed,
                 outlier=self._outlier,
                 now=self._began,
-                join_seconds=self._deadlines.join_seconds,
-                reduce_seconds=self._deadlines.reduce_seconds,
+                join_seconds=self._deadlines.joining.seconds,
+                reduce_seconds=self._deadlines.reducing.seconds,
             )
             ring.sent = {}
             self._under_way.append(ring)
@@ -184,12 +184,9 @@ class Rounds:
         """How far a provider's attempts are."""
         now = time.monotonic()
         for progress in report.rings:
-            if progress.round == self._round:
-                self._hear(
-                    progress.ring,
-                    lambda live, seen=progress: live.progressed(node_id, seen.attempt, seen.pieces, now),
-                )
-        self._settle()
+            ring = self._rings[progress.ring] if progress.ring < len(self._rings) else None
+            if ring is not None and ring.live is not None and progress.round == self._round:
+                ring.live.progressed(node_id, progress.attempt, progress.pieces, now)
 
     def gone(self, node_id: str, reason: str) -> None:
         """This owner takes no part any more in what is under way."""
@@ -205,7 +202,7 @@ class Rounds:
 
     def _took_part(self, ring: _Ring) -> bool:
         """Whether every owner that the round was announced to did."""
-        members = {member.node for member in self._live(ring).members}
+        members = set(self._live(ring).members)
         return members >= {node for node in ring.plan.owners if node in self._marked}
 
     def _live(self, ring: _Ring) -> RingRound:
@@ -279,7 +276,7 @@ class Rounds:
     def _end(self, lives: list[RingRound]) -> None:
         seconds = time.monotonic() - self._began
         committed = [live for live in lives if live.outcome == "committed"]
-        self._deadlines.learn(lives)
+        self._deadlines.learn([live.join_took for live in lives], [live.reduce_took for live in lives])
         self.complete = all(
             ring.live is not None and ring.live.outcome == "committed" and self._took_part(ring)
             for ring in self._under_way

@@ -92,6 +92,11 @@ class Stage:
         return self._versions.current.number
 
     @property
+    def is_between_updates(self) -> bool:
+        """Whether no gradient waits to be applied."""
+        return not self._summed
+
+    @property
     def versions_held(self) -> int:
         return len({id(p.version) for p in self._pending.values()})
 

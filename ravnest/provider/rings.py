@@ -138,7 +138,7 @@ class Rings:
     def snapshot(self, snapshot: Snapshot) -> None:
         """Takes what the round averages out of the stage. On the thread that owns torch."""
         rings = [owned for owned in self._owned.values() if snapshot.fragment in (0, owned.ring.fragment + 1)]
-        flat = {owned.ring.ring: owned.state.vector.flatten(snapshot.tensors) for owned in rings}
+        flat = {owned.ring.ring: _flat(owned.state.vector, snapshot.tensors) for owned in rings}
         counters = {owned.ring.ring: _counters(owned.ring, snapshot.tensors) for owned in rings}
         self._loop.call_soon_threadsafe(
             lambda: self._spawn(self._join(snapshot.round, snapshot.version, snapshot.samples, flat, counters))
@@ -203,7 +203,7 @@ class Rings:
         )
         settings = self._settings
         outer = outer_named(settings.outer, settings.outer_rate, settings.outer_momentum)
-        return RingState(vector, vector.flatten(tensors), outer, codec_named(settings.codec))
+        return RingState(vector, _flat(vector, tensors), outer, codec_named(settings.codec))
 
     async def _obey(self) -> None:
         while True:
@@ -417,6 +417,12 @@ class Rings:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self.on_failure(f"averaging failed: {type(error).__name__}: {error}")
+
+
+def _flat(vector: RingVector, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The ring's tensors in one; an optimizer keeps nothing before its first update, which is as good as zeros."""
+    missing = {entry.name: torch.zeros(entry.shape) for entry in vector.plain if entry.name not in tensors}
+    return vector.flatten({**tensors, **missing})
 
 
 def _counter_names(ring: Ring) -> list[str]:
