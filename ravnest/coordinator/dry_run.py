@@ -1,7 +1,7 @@
 """`ravnest plan`: a job planned for machines of a file, and nothing run but the capture and the profile."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ravnest.coordinator.interrupts import Interrupts
@@ -84,7 +84,7 @@ def dry_run(
     providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second)
     tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
     model = model_costs(prepared)
-    goal = goal_of(job, least_stages, most_clusters)
+    goal = replace(goal_of(job, None, None), least_stages=least_stages, most_clusters=most_clusters)
     plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
     by_name = {provider.name: provider for provider in providers}
     tell("looking at what would make it better")

@@ -16,17 +16,24 @@ from ravnest.coordinator.measures import measure_pairs
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.reachability import Reach
+from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, average_every, flight_reason
+from ravnest.coordinator.run_plan import RunPlan as RunPlan
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import PeerError, PlanError
+from ravnest.graph.layout import layout
+from ravnest.graph.portable import PortableGraph
 from ravnest.graph.profile import CostProfile
 from ravnest.job import Job
 from ravnest.net.measuring import LinkSpeed
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.formation import form
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan
+from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.providers import Goal, Line, Network, Pair, Provider, Requester
-from ravnest.planner.stage_plan import StagePlan, stages_of
+from ravnest.planner.ring_tensors import by_fragment, check_can_be_averaged, fragments, tensors_of
+from ravnest.planner.rings import rings_of, round_seconds
+from ravnest.planner.stage_plan import stages_of
+from ravnest.settings import Averaging
 
 SPEEDS = (1e-5, 1e5)
 """How fast a machine may be against the one that measured the model, for what it says to be believed."""
@@ -35,7 +42,9 @@ RATES = (1e3, 1e12)
 MOST_LATENCY_SECONDS = 10.0
 
 RUN_CLUSTERS = 1
-"""Clusters of a run: several would have to average their parameters, which they cannot do yet."""
+
+_CODEC_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 2 / 64}
+"""What a number takes in each codec, with its part of a block's scale."""
 
 OPERATOR_SECONDS = 100e-6
 """What a GPU takes to start an operator and its backward. Measured with small models on an NVIDIA H200."""
@@ -46,41 +55,6 @@ _MOST_AHEAD = 32
 
 _MEASURED_PLANS = 3
 """How often it is planned anew with the lines that the plan before would have used."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """What a run deploys: the stages of its cluster, and the plan they come from."""
-
-    plan: Plan
-    stages: tuple[StagePlan, ...]
-    ahead: int
-    """Microbatches to feed beyond those in flight."""
-    reason: str
-
-    @property
-    def predicted_samples_per_second(self) -> float:
-        return self.plan.predicted_samples_per_second
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        """Where the model is cut."""
-        return tuple(stage.start for stage in self.plan.clusters[0].stages[1:])
-
-    @property
-    def in_flight(self) -> int:
-        return self.plan.clusters[0].in_flight
-
-    @property
-    def flight_reason(self) -> str:
-        """How many are in flight, and what for."""
-        cluster = self.plan.clusters[0]
-        way, busiest = cluster.round_trip_seconds, cluster.busiest_seconds
-        flying = counted(cluster.in_flight, "microbatch", "microbatches")
-        return (
-            f"{flying} in flight: the way through all stages and back takes {way:.3g} s, "
-            f"and the busiest stage or line {busiest:.3g} s"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +70,30 @@ class Machine:
         return "this machine"
 
 
-def goal_of(job: Job, least_stages: int | None, most_clusters: int | None) -> Goal:
-    """What the job fixes about its plan, for clusters of so many stages at least, and no more than so many clusters."""
-    pipeline = job.pipeline
+def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
+    """What the job and its requester fix about a plan.
+
+    With a number of clusters there are exactly so many, and with one of providers too, each of these has a stage.
+    Without one of clusters, there are as many as is best. PlanError where there are fewer providers than clusters.
+    """
+    if clusters is not None and providers is not None and providers < clusters:
+        raise PlanError(
+            f"{counted(clusters, 'cluster')} cannot be made of {counted(providers, 'provider')}, as each needs one at "
+            f"least: use --providers {clusters} or more, or --clusters {providers} or fewer."
+        )
+    pipeline, averaging = job.pipeline, job.averaging
+    everybody = providers if providers is not None and clusters is not None else 0
     return Goal(
         in_flight=pipeline.in_flight,
         max_staleness=pipeline.max_staleness,
         accumulate=pipeline.accumulate,
-        most_clusters=most_clusters,
-        least_stages=least_stages or 1,
+        average_share=_averaged_bytes(averaging) / 4,
+        average_memory=_averaging_memory(job),
+        blocking=averaging.blocking,
+        least_clusters=clusters or 1,
+        most_clusters=clusters,
+        least_stages=max(1, everybody // (clusters or 1)),
+        least_providers=everybody,
     )
 
 
@@ -126,17 +115,59 @@ def check_stages(model: ModelCosts, stages: int) -> None:
 
 
 def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Network, goal: Goal) -> RunPlan:
-    """The plan of a run with these providers; PlanError where the model does not fit."""
-    model = model_costs(prepared)
-    check_stages(model, goal.least_stages)
+    """The plan of a run with these providers; PlanError where the model does not fit, or cannot be averaged."""
+    model, graph = model_costs(prepared), prepared.captured.graph
+    if goal.least_clusters == 1:
+        check_stages(model, goal.least_stages)
+    by_name = {p.name: p for p in providers}
     plan = form(model, goal, network, providers)
-    cluster = plan.clusters[0]
-    stages = stages_of(prepared.captured.graph, cluster)
-    reason = (
-        f"{counted(len(stages), 'stage')}, {counted(cluster.in_flight, 'microbatch', 'microbatches')} in flight; "
-        f"{plan.limit or cluster.limit} limits it to {plan.predicted_samples_per_second:.1f} samples/s"
+    if len(plan.clusters) == 1:
+        cluster = plan.clusters[0]
+        reason = (
+            f"{counted(len(cluster.stages), 'stage')}, {counted(cluster.in_flight, 'microbatch', 'microbatches')} in "
+            f"flight; {plan.limit or cluster.limit} limits it to {plan.predicted_samples_per_second:.1f} samples/s"
+        )
+        return RunPlan(plan, _cluster_plans(graph, plan, by_name), reason)
+    check_can_be_averaged(graph)
+    settings = prepared.job.averaging
+    rings = rings_of(plan, model, network, by_name)
+    where = layout(graph)
+    parts = fragments([(ring, tensors_of(graph, where, ring)) for ring in rings], settings.fragments)
+    seconds = max(
+        round_seconds([part.as_ring(goal.average_share) for part in group], network, by_name)
+        for group in by_fragment(parts)
     )
-    return RunPlan(plan, stages, feed_ahead(cluster, {p.name: p for p in providers}), reason)
+    every, why = average_every(settings, plan.rates, model.samples, goal.accumulate, seconds, len(by_fragment(parts)))
+    # Only now is it known how often there will be a round.
+    every_microbatches = max(1, round(every / model.samples / len(plan.clusters)))
+    plan = plan_of(replace(goal, average_every=every_microbatches), network, by_name, plan.clusters)
+    reason = (
+        f"{len(plan.clusters)} clusters of {_and([str(len(c.stages)) for c in plan.clusters])} stages; "
+        f"{plan.limit or 'each by itself'} limits them to {plan.predicted_samples_per_second:.1f} samples/s; {why}"
+    )
+    return RunPlan(
+        plan,
+        _cluster_plans(graph, plan, by_name),
+        reason,
+        rings=tuple(RingPlan(i, part.fragment, part.ring.owners, part.tensors) for i, part in enumerate(parts)),
+        round_seconds=seconds,
+        average_every=every,
+        average_reason=why,
+    )
+
+
+def _cluster_plans(graph: PortableGraph, plan: Plan, providers: Mapping[str, Provider]) -> tuple[ClusterPlan, ...]:
+    return tuple(
+        ClusterPlan(
+            id=number,
+            stages=stages_of(graph, cluster, number),
+            in_flight=cluster.in_flight,
+            ahead=feed_ahead(cluster, providers),
+            predicted_samples_per_second=rate,
+            flight_reason=flight_reason(cluster),
+        )
+        for number, (cluster, rate) in enumerate(zip(plan.clusters, plan.rates, strict=True))
+    )
 
 
 def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
@@ -151,11 +182,12 @@ def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
     return _AHEAD + min(_MOST_AHEAD, math.ceil(longest / cluster.period_seconds))
 
 
-def check_fit(prepared: Prepared, members: Sequence[Member], machine: Machine) -> None:
-    """PlanError where the model does not fit into the memory of these; nothing of lines is asked here."""
+def check_fit(prepared: Prepared, members: Sequence[Member], machine: Machine, clusters: int | None = None) -> None:
+    """PlanError where the model does not fit into the memory of these, so many times as clusters are asked for; nothing
+    of lines is asked here."""
     anywhere = Reach("", "not asked")
     providers = [provider_of(member, prepared.costs, anywhere, machine) for member in members]
-    form(model_costs(prepared), goal_of(prepared.job, None, RUN_CLUSTERS), Network(), providers)
+    form(model_costs(prepared), goal_of(prepared.job, None, clusters or 1), Network(), providers)
 
 
 async def plan_measured(
@@ -173,7 +205,7 @@ async def plan_measured(
     for _ in range(_MEASURED_PLANS):
         network = Network(lines, requester_of(members, machine.host))
         planned = await asyncio.to_thread(plan_members, prepared, providers, network, goal)
-        missing = lines_to_measure(planned.plan, {p.name: p for p in providers}, network)
+        missing = lines_to_measure(planned, {p.name: p for p in providers}, network)
         missing = [pair for pair in missing if all(swarm.members[node].measures_link for node in pair)]
         if not missing:
             break
@@ -183,16 +215,18 @@ async def plan_measured(
     return planned
 
 
-def lines_to_measure(plan: Plan, providers: Mapping[str, Provider], network: Network) -> list[Pair]:
-    """Who is to measure the line to whom: neighbours in the plan whose line is not known, and can be dialled."""
-    missing = []
-    for cluster in plan.clusters:
-        for before, after in itertools.pairwise(cluster.providers):
-            one, other = providers[before], providers[after]
-            if (before, after) in network.measured or one.machine == other.machine or network.relayed(one, other):
-                continue
-            missing.append((before, after) if other.reachable else (after, before))
-    return missing
+def lines_to_measure(planned: RunPlan, providers: Mapping[str, Provider], network: Network) -> list[Pair]:
+    """Who is to measure the line to whom: neighbours in a cluster or in a ring whose line is not known, and can be
+    dialled. One measurement tells of both ways."""
+    neighbours = [pair for cluster in planned.plan.clusters for pair in itertools.pairwise(cluster.providers)]
+    neighbours += [pair for ring in planned.rings for pair in itertools.pairwise((*ring.owners, ring.owners[0]))]
+    missing: dict[frozenset[str], Pair] = {}
+    for before, after in neighbours:
+        one, other = providers[before], providers[after]
+        if (before, after) in network.measured or one.machine == other.machine or network.relayed(one, other):
+            continue
+        missing.setdefault(frozenset((before, after)), (before, after) if other.reachable else (after, before))
+    return list(missing.values())
 
 
 def measured_lines(
@@ -248,6 +282,30 @@ def requester_of(members: Sequence[Member], host: str) -> Requester:
         up_bytes_per_second=_believed(max(link.down_bytes_per_second for link in links), RATES),
         down_bytes_per_second=_believed(max(link.up_bytes_per_second for link in links), RATES),
     )
+
+
+def _averaged_bytes(averaging: Averaging) -> float:
+    """What a number of a parameter takes on the line in a round."""
+    moments = 8.0 if averaging.optimizer_state else 0.0
+    return _CODEC_BYTES[averaging.codec] + moments
+
+
+def _averaging_memory(job: Job) -> float:
+    """What averaging keeps for each byte of a parameter."""
+    averaging = job.averaging
+    # The parameters as they were after the last round, and the outer optimizer's momentum; while a round goes on, what
+    # this cluster has learnt, and the mean. All of it are numbers of 4 bytes.
+    numbers = 1 + (averaging.outer == "nesterov") + 2
+    # What encoding has lost, for the next round, and what it loses in this.
+    numbers += 2 * (averaging.codec == "int4")
+    # Of both moments, this cluster's and the mean. Many optimizers have fewer.
+    numbers += 4 * averaging.optimizer_state
+    trained = [p for p in job.model.parameters() if p.requires_grad]
+    return 4.0 * numbers * sum(p.numel() for p in trained) / max(1, sum(p.nbytes for p in trained))
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def _relative(speed: float, reference: float, unmeasured: float) -> float:

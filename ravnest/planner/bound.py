@@ -19,6 +19,7 @@ input leaves the requester's line once for every microbatch.
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -39,6 +40,8 @@ _SAMPLE: Final = 400
 
 def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> float:
     """A score that no plan of these providers can exceed."""
+    # A cluster that trains alone keeps nothing for averaging.
+    goal = replace(goal, average_memory=0.0)
     least = goal.most_in_flight if goal.in_flight is not None else 1
     held = np.minimum(memory_bytes(model, goal, least), memory_bytes(model, goal, 1))
     seconds = np.concatenate(

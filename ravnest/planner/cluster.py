@@ -180,13 +180,14 @@ def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
     """What a stage from place i to place j holds, with so many microbatches in flight in its cluster.
 
     A leaf has one at a time: its backward follows at once. The newest microbatch uses the weights as they are; each
-    older one needs a version of its own.
+    older one needs a version of its own. Where there may be several clusters, averaging takes its part too.
     """
     flying = np.full(len(model.places), float(in_flight))
     flying[model.last] = 1.0
     parameters = model.between(model.parameter_bytes)
     saved = model.between(model.saved_bytes)
-    held = 2.0 + model.state_bytes_per_byte + flying[None, :] - 1.0
+    averaging = goal.average_memory if goal.most_clusters != 1 else 0.0
+    held = 2.0 + model.state_bytes_per_byte + averaging + flying[None, :] - 1.0
     activations = saved + (flying[None, :] - 1.0) * (
         (model.forward_bytes[:, None] + model.fed_bytes) if goal.recompute else saved
     )

@@ -67,7 +67,12 @@ class FewProviders:
     def best(self, standbys: int, allowed: Callable[[Sequence[Cluster]], bool] | None = None) -> tuple[Cluster, ...]:
         """The best clusters that leave at least so many providers without a stage, of those that are allowed; none
         where that cannot be."""
-        partitions = [p for p in self._partitions() if len(self._providers) - _members(p).bit_count() >= standbys]
+        most = len(self._providers) - standbys
+        partitions = [
+            p
+            for p in self._partitions()
+            if len(p) >= self._goal.least_clusters and self._goal.least_providers <= _members(p).bit_count() <= most
+        ]
         if not partitions:
             return ()
         scored: list[tuple[float, float, tuple[Cluster, ...]]] = []

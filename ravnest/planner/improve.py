@@ -40,6 +40,9 @@ class Rules:
     most_clusters: int
     standbys: int
     bonus: float
+    least_clusters: int = 0
+    most_free: int | None = None
+    """So many stand by at most."""
 
 
 @dataclass
@@ -129,7 +132,8 @@ class Improver:
         best: dict[int, tuple[float, list[Order], list[float], list[int]]],
     ) -> bool:
         surplus = len(now.free) - rules.standbys
-        room = rules.most_clusters - len(now.orders)
+        room, spare = rules.most_clusters - len(now.orders), len(now.orders) - rules.least_clusters
+        may_go = (rules.most_free or 0) - len(now.free)
         free, gone = set(now.free), set[int]()
         added: list[tuple[Order, float]] = []
         for number, (_, orders, rates, left_over) in sorted(best.items(), key=lambda item: (-item[1][0], item[0])):
@@ -137,7 +141,10 @@ class Improver:
             more = len(orders) - len(pairs[number])
             if (used > 0 and used > surplus) or (more > 0 and more > room) or not set(dealt[number]) <= free:
                 continue
+            if (more < 0 and -more > spare) or (used < 0 and rules.most_free is not None and -used > may_go):
+                continue
             surplus, room = surplus - used, room - more
+            spare, may_go = spare + more, may_go + used
             free = (free - set(dealt[number])) | set(left_over)
             gone.update(pairs[number])
             added += zip(orders, rates, strict=True)

@@ -21,6 +21,7 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.objective import averaging_bounds, cluster_bonus, score_of
 from ravnest.planner.order import best_order, coarse
 from ravnest.planner.providers import Goal, Network, Provider
+from ravnest.planner.set_number import set_number
 
 _SAMPLE: Final = 64
 """Providers on which bounds and sort keys are tried out."""
@@ -60,7 +61,7 @@ class ManyProviders:
         self._go_on = go_on
         self._sizes = _sizes(model, goal, providers)
         self._rough = coarse(model, 0, 25 if len(providers) <= 50 else 21 if len(providers) <= 300 else 17)
-        if self._rough.most_stages < self._sizes[0]:
+        if self._rough.most_stages < self._sizes[-1 if goal.least_providers else 0]:
             self._rough = coarse(model, self._sizes[-1])
         self._finish = Finish(model, goal, network, providers)
         self._slowed = self._finish.slowed
@@ -73,6 +74,8 @@ class ManyProviders:
         """The best clusters found that leave at least so many providers without a stage, of those that are allowed;
         none where none was found."""
         budget = _budget(len(self._providers))
+        if self._goal.least_clusters > 1:
+            return self._finish.best(self._set_number(standbys, budget), allowed)
         groupings = [self._one_cluster(standbys, budget // 8)]
         if self._goal.most_clusters != 1:
             groupings.append(self._several(standbys, budget))
@@ -83,6 +86,28 @@ class ManyProviders:
             everybody = best_order(self._model, self._goal, self._network, self._providers)
             best = max(best, (everybody,) if everybody is not None else (), key=self._finish.score)
         return best
+
+    def _set_number(self, standbys: int, budget: int) -> list[tuple[float, Grouping]]:
+        """Groupings into as many clusters as are asked for, each with the bound on averaging that it keeps to."""
+        goal, found = self._goal, []
+        bounds = [math.inf, *averaging_bounds(self._model, self._providers, _BOUNDS)]
+        for bound in dict.fromkeys(bounds):
+            self._estimates.limit_averaging(bound)
+            most = budget // len(bounds)
+
+            def go_on(looked_at: int, most: int = most) -> bool:
+                return looked_at < most and (self._go_on is None or self._go_on())
+
+            grouping = set_number(
+                self._estimates, self._rng, self._sizes, goal.least_clusters, goal.least_providers, standbys, go_on
+            )
+            if grouping is not None:
+                found.append((bound, self._reordered(grouping, bound)))
+        if not goal.least_providers:
+            # No more than these: it may well be that as many are the best.
+            bound, grouping = self._several(standbys, budget)
+            found.append((bound, self._reordered(grouping, bound)))
+        return found
 
     def _several(self, standbys: int, budget: int) -> tuple[float, Grouping]:
         """The best grouping found, and the bound on averaging that it keeps to."""
@@ -302,6 +327,8 @@ def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
     most = max(8, 2 * needed + 2, goal.least_stages)
     if goal.most_clusters is not None:
         most = max(most, min(32, math.ceil(len(providers) / goal.most_clusters)))
+    if goal.least_providers:
+        most = goal.least_providers - (goal.least_clusters - 1) * goal.least_stages
     most = min(most, model.most_stages, len(providers))
     return list(range(min(goal.least_stages, most), most + 1))
 

@@ -16,7 +16,7 @@ from ravnest.planner.providers import Goal, Provider
 def score_of(goal: Goal, samples: int, together: Table, clusters: Table, averaging_seconds: float) -> Table:
     """The score of so many clusters that make so many samples a second together, by themselves."""
     count = np.maximum(clusters, 1)
-    taken = _averaging(count) * _finite(averaging_seconds) / (goal.average_every * samples)
+    taken = goal.average_share * _averaging(count) * _finite(averaging_seconds) / (goal.average_every * samples)
     score: Table = together / (1 + taken * together)
     return score
 
@@ -27,7 +27,8 @@ def cluster_bonus(goal: Goal, samples: int, together: float, clusters: int, aver
         return 0.0
     # Score is 1 / (1/together + taken): one more sample a second changes 1/together, one more cluster changes taken.
     fewer, more = (float(_averaging(np.array(float(c)))) for c in (clusters, clusters + 1))
-    return together**2 * (fewer - more) * _finite(averaging_seconds) / (goal.average_every * samples)
+    seconds = goal.average_share * _finite(averaging_seconds)
+    return together**2 * (fewer - more) * seconds / (goal.average_every * samples)
 
 
 def averaging_bounds(model: ModelCosts, providers: Sequence[Provider], steps: int) -> list[float]:

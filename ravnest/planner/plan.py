@@ -21,7 +21,7 @@ class Plan:
     """Of one round."""
     predicted_samples_per_second: float
     score: float
-    """What it was chosen by: the prediction, less what staleness beyond the bound takes."""
+    """What it was chosen by: as if training waited for every round, less what staleness beyond the bound takes."""
     limit: str
     """What the clusters share that holds them back; empty where each is held back by itself alone."""
 

@@ -102,9 +102,22 @@ class Goal:
     """Keep no activations between forward and backward, and compute them a second time."""
     average_every: int = 100
     """Microbatches of a cluster between two rounds of averaging."""
+    average_share: float = 1.0
+    """What travels in a round for each byte of a parameter: the codec makes it less."""
+    average_memory: float = 0.0
+    """Bytes that averaging takes for each byte of a parameter, on every provider of several clusters."""
+    blocking: bool = False
+    """Training waits for a round, instead of going on beside it."""
+    least_clusters: int = 1
     most_clusters: int | None = None
     least_stages: int = 1
     """Of a cluster; with `least_stages` as many as there are providers, each gets a stage."""
+    least_providers: int = 0
+    """So many have a stage, in whichever cluster; only where the number of clusters is set."""
+
+    def __post_init__(self) -> None:
+        assert self.most_clusters is None or self.least_clusters <= self.most_clusters
+        assert not self.least_providers or self.least_clusters == self.most_clusters
 
     @property
     def most_in_flight(self) -> int:

@@ -262,8 +262,10 @@ class _Scales:
         """Each cluster trains at its rate beside the others from when it is at work until the horizon."""
         case = self.case
         plan = plan_of(case.goal, case.network, case.providers, clusters)
-        together = sum(plan.rates)
-        kept = plan.predicted_samples_per_second / together if together else 0.0
+        worth = sum(
+            rate * case.goal.worth(cluster.in_flight) for cluster, rate in zip(plan.clusters, plan.rates, strict=True)
+        )
+        kept = plan.score / worth if worth else 0.0
         samples = longest = 0.0
         moves: list[Fetch] = []
         for cluster, rate in zip(plan.clusters, plan.rates, strict=True):

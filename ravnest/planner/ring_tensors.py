@@ -6,7 +6,7 @@ mean: all clusters take the largest. Parameters that are used in several places 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -51,6 +51,12 @@ class RingPart:
     fragment: int
     """Counted from 0."""
     tensors: RingTensors
+
+    def as_ring(self, share: float = 1.0) -> Ring:
+        """A ring that is as large as what travels for this part, with so many bytes for each byte of a number."""
+        plain = sum(math.prod(spec.shape) for spec in self.tensors.buffers)
+        coded = self.tensors.values - plain
+        return replace(self.ring, parameter_bytes=4.0 * (coded * share + plain))
 
 
 def tensors_of(graph: PortableGraph, layout: Layout, ring: Ring) -> RingTensors:
@@ -107,6 +113,14 @@ def fragments(rings: Sequence[tuple[Ring, RingTensors]], count: int) -> tuple[Ri
             if part.all:
                 parts.append(RingPart(ring, used[fragment], part))
     return tuple(parts)
+
+
+def by_fragment(parts: Sequence[RingPart]) -> list[list[RingPart]]:
+    """The parts of each fragment, from the first."""
+    groups: dict[int, list[RingPart]] = {}
+    for part in sorted(parts, key=lambda part: part.fragment):
+        groups.setdefault(part.fragment, []).append(part)
+    return list(groups.values())
 
 
 def _some(tensors: RingTensors, names: set[str]) -> RingTensors:

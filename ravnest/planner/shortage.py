@@ -21,17 +21,23 @@ def cannot_be_held(model: ModelCosts, goal: Goal, providers: Sequence[Provider])
     """What to tell the user where no plan was found."""
     if not providers:
         return PlanError("There is no provider to plan with: let at least one join.")
-    if goal.least_stages > len(providers):
+    if goal.least_clusters == 1 and goal.least_stages > len(providers):
         return PlanError(
             f"A cluster is to have at least {goal.least_stages} stages, and there are {len(providers)} providers: "
             "let more of them join, or ask for fewer stages."
         )
-    if goal.least_stages > model.most_stages:
+    if goal.least_clusters == 1 and goal.least_stages > model.most_stages:
         stages = "1 stage" if model.most_stages == 1 else f"{model.most_stages} stages"
         return PlanError(
             f"The model can be cut into at most {stages}, and a cluster is to have at least {goal.least_stages}: "
             f"use at most {model.most_stages} of the providers, or more clusters."
         )
+    if goal.least_clusters > 1:
+        refusal = _too_many_clusters(model, goal, providers)
+        if refusal is not None:
+            return refusal
+        # As many times as there are clusters it does not fit; it may be that it does not fit once.
+        goal = replace(goal, least_clusters=1, most_clusters=1, least_stages=1, least_providers=0)
     found = least_shortage(model, goal, providers)
     machines = "provider" if len(providers) == 1 else f"{len(providers)} providers"
     text = (
@@ -42,6 +48,39 @@ def cannot_be_held(model: ModelCosts, goal: Goal, providers: Sequence[Provider])
     if len(providers) >= model.most_stages:
         fixes.append(f"{_gib(found.lacking_bytes)} more memory on each of them")
     return PlanError(f"{text} What would make it fit: {', or '.join(fixes)}.")
+
+
+def _too_many_clusters(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> PlanError | None:
+    """What stands against so many clusters; None where the model does not even fit once."""
+    clusters, most = goal.least_clusters, model.most_stages
+    if clusters > len(providers):
+        return PlanError(
+            f"There are to be {clusters} clusters, and there are {len(providers)} providers: let more of them join, or "
+            "ask for fewer clusters."
+        )
+    if goal.least_providers > clusters * most:
+        return PlanError(
+            f"The model can be cut into at most {most} stage{'s' if most > 1 else ''}, so that {clusters} clusters "
+            f"have work for {clusters * most} providers, not {goal.least_providers}: use --providers "
+            f"{clusters * most} or fewer, or more clusters."
+        )
+    once = replace(goal, least_clusters=1, most_clusters=1, least_stages=1, least_providers=0)
+    if least_shortage(model, once, providers).lacking_bytes:
+        return None
+    smallest = float(np.min(np.where(model.legal, memory_bytes(model, goal, goal.in_flight or 1), np.inf)))
+    small = [p.name for p in providers if p.memory_bytes < smallest]
+    if goal.least_providers and small:
+        return PlanError(
+            f"Not all of {goal.least_providers} providers can have a stage: the smallest takes {_gib(smallest)}, and "
+            f"{small[0]} has less; lend more memory there, or leave it out."
+        )
+    whole = float(memory_bytes(model, goal, goal.in_flight or 1)[0, -1])
+    have = sum(p.memory_bytes for p in providers)
+    everybody = f"{len(providers)} providers"
+    return PlanError(
+        f"The model does not fit {clusters} times on the {everybody}: a copy takes about {_gib(whole)}, with what "
+        f"averaging keeps, and they have {_gib(have)} together; let more of them join, or ask for fewer clusters."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,26 @@ class StagePlan:
     role: str
     graph: PortableGraph
     parameters: int
+    cluster: int = 0
+    """Counted from 0, as the stages are."""
+    start: int = 0
+    """The place in the model where it begins, as `split` counts them."""
 
 
-def stages_of(graph: PortableGraph, cluster: Cluster) -> tuple[StagePlan, ...]:
-    """The stages of this cluster, in order, cut from the whole model's graph."""
+def stages_of(graph: PortableGraph, cluster: Cluster, number: int = 0) -> tuple[StagePlan, ...]:
+    """The stages of this cluster, the plan's first or another, in order, cut from the whole model's graph."""
     parts = split(graph, [stage.start for stage in cluster.stages[1:]])
     return tuple(
         StagePlan(
             node=stage.provider,
-            stage=number,
-            role=role_of(number, len(parts)),
+            stage=position,
+            role=role_of(position, len(parts)),
             graph=part,
             parameters=sum(math.prod(p.shape) for p in part.parameters),
+            cluster=number,
+            start=stage.start,
         )
-        for number, (stage, part) in enumerate(zip(cluster.stages, parts, strict=True))
+        for position, (stage, part) in enumerate(zip(cluster.stages, parts, strict=True))
     )
 
 

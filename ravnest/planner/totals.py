@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ravnest.planner.cluster import FRAME_SECONDS, Cluster
+from ravnest.planner.cluster import FRAME_SECONDS, Cluster, StageCost
 from ravnest.planner.providers import Goal, Network, Provider
 
 
@@ -16,9 +16,10 @@ class Totals:
     averaging_seconds: float
     """What one round takes."""
     samples_per_second: float
-    """Of all of them, averaging included."""
+    """Of all of them, with what averaging takes of their lines, or of their time where they wait for it."""
     score: float
-    """The same, less what staleness beyond the bound takes: what a plan is chosen by."""
+    """What a plan is chosen by: as if they waited for every round, so that rounds that take long count against it, and
+    less what staleness beyond the bound takes."""
     limit: str
     """What they share that holds them back; empty where nothing does."""
 
@@ -28,28 +29,50 @@ def totals(goal: Goal, network: Network, providers: Mapping[str, Provider], clus
     rates, limit = _sharing_hosts(network, providers, clusters)
     rates, limit = _sharing_the_requester(network, clusters, rates, limit)
     together = sum(rates)
-    averaging = averaging_seconds(providers, clusters)
-    kept = 1.0
+    averaging = averaging_seconds(goal, providers, clusters)
+    kept, predicted = 1.0, together
     if averaging and together:
         # A round comes after so many microbatches of each cluster, on average.
         between = goal.average_every * sum(c.samples for c in clusters) / together
         kept = between / (between + averaging)
+        predicted = together * kept if goal.blocking else _beside_rounds(goal, providers, clusters, rates, between)
     worth = sum(rate * goal.worth(cluster.in_flight) for rate, cluster in zip(rates, clusters, strict=True))
-    return Totals(rates, averaging, together * kept, worth * kept, limit)
+    return Totals(rates, averaging, predicted, worth * kept, limit)
 
 
-def averaging_seconds(providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> float:
+def averaging_seconds(goal: Goal, providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> float:
     """How long a round takes: every node sends and receives 2(C-1)/C of its stage, all rings at once."""
     count = len(clusters)
     if count < 2:
         return 0.0
-    slowest = 0.0
-    for cluster in clusters:
-        for stage in cluster.stages:
-            provider = providers[stage.provider]
-            rate = min(provider.up_bytes_per_second, provider.down_bytes_per_second)
-            slowest = max(slowest, stage.parameter_bytes / rate)
-    return 2 * (count - 1) / count * slowest
+    return max(_averaged(goal, providers, count, stage) for cluster in clusters for stage in cluster.stages)
+
+
+def _averaged(goal: Goal, providers: Mapping[str, Provider], clusters: int, stage: StageCost) -> float:
+    """How long a round keeps the line of a stage's provider busy."""
+    provider = providers[stage.provider]
+    rate = min(provider.up_bytes_per_second, provider.down_bytes_per_second)
+    return 2 * (clusters - 1) / clusters * goal.average_share * stage.parameter_bytes / rate
+
+
+def _beside_rounds(
+    goal: Goal,
+    providers: Mapping[str, Provider],
+    clusters: Sequence[Cluster],
+    rates: Sequence[float],
+    between_seconds: float,
+) -> float:
+    """What they train together while rounds go on in the background: a line that has to carry more than it can, of
+    training and of rounds, slows its cluster down."""
+    together = 0.0
+    for rate, cluster in zip(rates, clusters, strict=True):
+        busiest = max(
+            rate / cluster.samples * max(stage.up_seconds, stage.down_seconds)
+            + _averaged(goal, providers, len(clusters), stage) / between_seconds
+            for stage in cluster.stages
+        )
+        together += rate / max(1.0, busiest)
+    return together
 
 
 def _sharing_hosts(

@@ -111,7 +111,9 @@ class _Asked:
         if self.plan.averaging_seconds:
             rarer = replace(self.case, goal=goal)
             same = plan_of(goal, self.case.network, self.case.providers, self.plan.clusters)
-            yield self._answer(rarer, [same], "half as many rounds of averaging", None)
+            # Rounds that training does not feel cost nothing, though plans with short ones are preferred.
+            if same.predicted_samples_per_second > self.plan.predicted_samples_per_second:
+                yield self._answer(rarer, [same], "half as many rounds of averaging", None)
         if self.plan.limit:
             requester = self.case.network.requester
             line = replace(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest import Job, Pipeline
+from ravnest import Averaging, Job, Pipeline
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.planning import (
     Machine,
@@ -24,11 +24,14 @@ from ravnest.coordinator.planning import (
 )
 from ravnest.coordinator.prepare import Prepared, prepare
 from ravnest.coordinator.reachability import Reach
+from ravnest.coordinator.run_plan import LEAST_UPDATES, ROUND_SHARE, RingPlan, RunPlan, average_every
 from ravnest.errors import PeerError, PlanError
 from ravnest.graph.profile import CostProfile
 from ravnest.net.measuring import LinkSpeed
-from ravnest.planner.plan import Plan, plan_of
+from ravnest.planner.cluster import memory_bytes
+from ravnest.planner.plan import plan_of
 from ravnest.planner.providers import Goal, Line, Network, Provider
+from ravnest.planner.ring_tensors import RingTensors
 from tests.graph.cutting import even_costs, example
 
 HERE = Machine(cores=4, threads=2)
@@ -106,16 +109,17 @@ def test_the_job_says_what_is_fixed() -> None:
         optimizer=torch.optim.SGD,
         pipeline=settings,
     )
-    assert goal_of(job, 5, 1) == Goal(in_flight=3, max_staleness=4, accumulate=2, most_clusters=1, least_stages=5)
-    assert goal_of(job, None, None).least_stages == 1
+    goal = goal_of(job, None, None)
+    assert (goal.in_flight, goal.max_staleness, goal.accumulate) == (3, 4, 2)
+    assert (goal.least_clusters, goal.most_clusters, goal.least_stages, goal.least_providers) == (1, None, 1, 0)
 
 
-def two_stages(one: Provider, other: Provider, network: Network) -> Plan:
+def two_stages(one: Provider, other: Provider, network: Network) -> RunPlan:
     from ravnest.planner.cuts import best_cuts
 
     cluster = best_cuts(even_costs(example("resnet").graph), Goal(), network, [one, other])
     assert cluster is not None
-    return plan_of(Goal(), network, {p.name: p for p in (one, other)}, [cluster])
+    return RunPlan(plan_of(Goal(), network, {p.name: p for p in (one, other)}, [cluster]), (), "because")
 
 
 def test_lines_between_neighbours_are_measured_by_whoever_can_dial() -> None:
@@ -128,6 +132,16 @@ def test_lines_between_neighbours_are_measured_by_whoever_can_dial() -> None:
     assert lines_to_measure(two_stages(open_one, closed, known), both, known) == []
     relayed = {"a": replace(open_one, reachable=False), "b": closed}
     assert lines_to_measure(two_stages(relayed["a"], closed, Network()), relayed, Network()) == []
+
+
+def test_lines_of_a_ring_are_measured_once_for_both_ways() -> None:
+    three = {name: Provider(name=name, memory_bytes=1 << 40) for name in "abc"}
+    for owners, pairs in (("ab", [("a", "b")]), ("abc", [("a", "b"), ("b", "c"), ("c", "a")])):
+        ring = RingPlan(0, 0, tuple(owners), RingTensors())
+        planned = replace(two_stages(three["a"], three["b"], Network()), rings=(ring, ring))
+        assert lines_to_measure(planned, three, Network()) == pairs
+    known = Network({("a", "b"): Line(1e6, 0.1), ("c", "a"): Line(1e6, 0.1)})
+    assert lines_to_measure(planned, three, known) == [("b", "c")]
 
 
 def test_a_measured_line_holds_both_ways_and_a_failed_one_is_as_its_ends_say() -> None:
@@ -150,6 +164,76 @@ def test_a_plan_names_every_stage_what_limits_it_and_the_rate(prepared: Prepared
     assert "3 stages" in planned.reason and "limits it to" in planned.reason
     assert planned.predicted_samples_per_second > 0
     assert sum(stage.parameters for stage in planned.stages) == 4 * (64 * 64 + 64)
+
+
+def test_several_clusters_have_rings_of_their_parameters(prepared: Prepared) -> None:
+    providers = [Provider(name=f"p{i}", memory_bytes=1 << 40) for i in range(5)]
+    planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 5, 2))
+    assert sorted(len(cluster.stages) for cluster in planned.clusters) == [2, 3]
+    assert [cluster.id for cluster in planned.clusters] == [0, 1]
+    assert len({stage.node for stage in planned.stages}) == 5
+    assert [(s.cluster, s.stage) for s in planned.stages if s.cluster] == [
+        (1, k) for k in range(len(planned.clusters[1].stages))
+    ]
+    assert planned.cluster_of == {stage.node: stage.cluster for stage in planned.stages}
+    keys = [spec.key for ring in planned.rings for spec in ring.tensors.parameters]
+    assert sorted(keys) == sorted(prepared.job.model.state_dict())
+    for ring in planned.rings:
+        assert [planned.cluster_of[owner] for owner in sorted(ring.owners, key=planned.cluster_of.get)] == [0, 1]  # type: ignore[arg-type]
+        for stage in planned.stages:
+            held = {spec.key for spec in stage.graph.parameters}
+            inside = {spec.key for spec in ring.tensors.parameters}
+            assert inside <= held if stage.node in ring.owners else not inside & held
+    assert [ring.ring for ring in planned.rings] == list(range(len(planned.rings)))
+    assert planned.fragments == 1 and planned.average_every > 0 and planned.average_reason in planned.reason
+    assert "2 clusters of" in planned.reason
+
+
+def test_fragments_are_averaged_in_turn_and_rounds_are_as_much_shorter(prepared: Prepared) -> None:
+    slow = [Provider(name=f"p{i}", memory_bytes=1 << 40, up_bytes_per_second=1e4) for i in range(2)]
+    whole = plan_members(prepared, slow, Network(), goal_of(prepared.job, 2, 2))
+    job = replace(prepared.job, averaging=Averaging(fragments=4))
+    parts = plan_members(replace(prepared, job=job), slow, Network(), goal_of(job, 2, 2))
+    assert (whole.fragments, parts.fragments) == (1, 4)
+    assert parts.round_seconds == pytest.approx(whole.round_seconds / 4, rel=0.1)
+    small = replace(prepared.job, averaging=Averaging(codec="int8"))
+    coded = plan_members(replace(prepared, job=small), slow, Network(), goal_of(small, 2, 2))
+    assert coded.round_seconds == pytest.approx(whole.round_seconds / 4, rel=0.05)
+
+
+def test_rounds_come_as_often_as_the_job_says_or_lines_and_updates_allow() -> None:
+    every, why = average_every(Averaging(every=1234), [10.0, 10.0], 8, 1, 1e9, 1)
+    assert every == 1234 and "averaging.every" in why
+    # The slower cluster makes its updates while the other makes three times as many.
+    every, why = average_every(Averaging(), [30.0, 10.0], 8, 2, 0.0, 1)
+    assert every == LEAST_UPDATES * 2 * 8 * 4 and f"{LEAST_UPDATES} updates" in why
+    every, why = average_every(Averaging(), [30.0, 10.0], 8, 1, 100.0, 1)
+    assert every == ROUND_SHARE * 100 * 40 and "100 s" in why
+    assert average_every(Averaging(), [10.0, 10.0], 8, 1, 0.0, 4)[0] == LEAST_UPDATES * 8 * 2 / 4
+
+
+def test_averaging_takes_memory_of_every_provider_of_several_clusters(prepared: Prepared) -> None:
+    def held(goal: Goal) -> float:
+        return float(memory_bytes(model_costs(prepared), goal, 1)[0, -1])
+
+    alone = held(goal_of(prepared.job, None, 1))
+    parameters = float(model_costs(prepared).parameter_bytes[-1])
+    for settings, numbers in (
+        (Averaging(), 3),
+        (Averaging(outer="nesterov"), 4),
+        (Averaging(codec="int4"), 5),
+        (Averaging(optimizer_state=True), 7),
+    ):
+        goal = goal_of(replace(prepared.job, averaging=settings), None, 2)
+        assert held(goal) == pytest.approx(alone + 1.3 * numbers * parameters)
+    half = goal_of(replace(prepared.job, model=nn.Linear(4, 4).half()), None, 2)
+    assert half.average_memory == 6.0
+
+
+def test_fewer_providers_than_clusters_are_refused_with_both_ways_out(prepared: Prepared) -> None:
+    with pytest.raises(PlanError, match=r"3 clusters cannot be made of 2 providers.*--providers 3.*--clusters 2"):
+        goal_of(prepared.job, 2, 3)
+    assert goal_of(prepared.job, 2, None).least_providers == 0
 
 
 def test_more_stages_than_the_model_has_are_refused_with_the_number_it_has(prepared: Prepared) -> None:

@@ -13,9 +13,9 @@ from ravnest.cli import status
 from ravnest.coordinator.checkpoint_reading import load_checkpoint, newest_good
 from ravnest.coordinator.data_order import data_state, set_data_state
 from ravnest.coordinator.ledger import Ledger
-from ravnest.coordinator.planning import RunPlan
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.resuming import resumed_metadata, trained_with
+from ravnest.coordinator.run_plan import ClusterPlan, RunPlan
 from ravnest.coordinator.saving import place_of
 from ravnest.graph.weights import stream_tensors
 from ravnest.monitor.events import read_events
@@ -39,7 +39,8 @@ def _report(data: bytes) -> None:
     control(ProviderMessage)(data)
     message.ParseFromString(data)
     stage = StagePlan("anna", 0, "root", GRAPH, 16)
-    plan = RunPlan(Plan((), (), (), 0.0, 1.0, 1.0, ""), (stage,), 2, "because")
+    cluster = ClusterPlan(0, (stage,), 1, 2, 1.0, "because")
+    plan = RunPlan(Plan((), (), (), 0.0, 1.0, 1.0, ""), (cluster,), "because")
     progress = Progress("fuzz", 1, Ledger(), plan=plan)
     progress.reports["anna"] = message.report
     progress.losses.extend((record.loss, record.samples) for record in message.report.losses)

@@ -46,10 +46,14 @@ def _partitions(clusters: dict[int, Cluster], free: int) -> list[list[Cluster]]:
 
 
 def explained(
-    providers: dict[str, Provider], *clusters: Sequence[str], search: Search | None = None, network: Network = NETWORK
+    providers: dict[str, Provider],
+    *clusters: Sequence[str],
+    search: Search | None = None,
+    network: Network = NETWORK,
+    goal: Goal = GOAL,
 ) -> Explanation:
-    plan = planned(COSTS, GOAL, network, providers, *clusters)
-    return explain(COSTS, GOAL, network, providers, plan, search)
+    plan = planned(COSTS, goal, network, providers, *clusters)
+    return explain(COSTS, goal, network, providers, plan, search)
 
 
 def gain(found: Explanation, change: str) -> float:
@@ -145,7 +149,15 @@ def test_what_they_share_is_named_and_so_is_what_averaging_takes() -> None:
     assert found.limit == "the requester's line" and any(found.limit in text for text in found.sentences)
     assert gain(found, "twice the requester's line") > 0.3
     assert found.clusters[0].samples_per_second < found.clusters[0].alone_samples_per_second
+    assert found.averaging_seconds and found.averaging_share == 0
+    assert not any("rounds of averaging" in one.change for one in found.what_ifs)
+
+
+def test_rounds_that_take_more_than_a_line_carries_are_said_to_cost() -> None:
+    nodes = named(machine("ann", 1.0), machine("bob", 1.0))
+    found = explained(nodes, ["ann"], ["bob"], goal=Goal(average_every=10))
     assert 0 < found.averaging_share < 1 and gain(found, "half as many rounds of averaging") > 0
+    assert any("A round of averaging takes" in text for text in found.sentences)
 
 
 def test_reasons_are_data_as_well_and_the_same_every_time() -> None:

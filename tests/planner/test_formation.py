@@ -140,6 +140,119 @@ def test_one_cluster_of_everybody_has_a_stage_for_each(count: int) -> None:
     check(plan, model, providers)
 
 
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(2, 8), data=st.data())
+def test_so_many_clusters_are_made_of_all_few_providers(seed: int, count: int, data: st.DataObject) -> None:
+    rng = np.random.default_rng(seed)
+    clusters = data.draw(st.integers(2, count))
+    model, providers = random_model(rng, parameter_bytes=1e8), random_providers(rng, count, gib=(2, 6))
+    plan = form(model, _exactly(clusters, count), Network(), providers)
+    check(plan, model, providers)
+    _is_exactly(plan, clusters, count)
+
+
+@pytest.mark.parametrize(("count", "clusters"), [(9, 2), (10, 4), (17, 17), (23, 3), (60, 7)])
+@pytest.mark.parametrize("host", ["", "host"])
+def test_so_many_clusters_are_made_of_all_many_providers(count: int, clusters: int, host: str) -> None:
+    rng = np.random.default_rng(count)
+    model = random_model(rng, places=33, parameter_bytes=1e8)
+    providers = [replace(p, host=host, cores=2) for p in random_providers(rng, count, gib=(2, 6))]
+    plan = form(model, _exactly(clusters, count), Network(), providers)
+    check(plan, model, providers)
+    _is_exactly(plan, clusters, count)
+    assert plan == form(model, _exactly(clusters, count), Network(), providers[::-1])
+
+
+@pytest.mark.parametrize("count", [6, 20])
+def test_so_many_clusters_may_leave_out_whom_they_do_not_need(count: int) -> None:
+    rng = np.random.default_rng(4)
+    model, providers = random_model(rng, parameter_bytes=1e8), random_providers(rng, count)
+    # One is so slow that nobody wants it.
+    providers[0] = replace(providers[0], compute_speed=1e-3, memory_speed=1e-3)
+    for clusters in (2, 3):
+        goal = Goal(least_clusters=clusters, most_clusters=clusters)
+        plan = form(model, goal, Network(), providers)
+        check(plan, model, providers)
+        assert len(plan.clusters) == clusters and providers[0].name in plan.standbys
+
+
+@pytest.mark.parametrize("count", [8, 12])
+def test_so_many_clusters_are_nearly_as_good_as_a_free_choice_that_takes_as_many(count: int) -> None:
+    rng = np.random.default_rng(2)
+    model, providers = random_model(rng), random_providers(rng, count)
+    free = form(model, OFTEN, Network(), providers)
+    clusters = len(free.clusters)
+    assert clusters > 1
+    goal = replace(OFTEN, least_clusters=clusters, most_clusters=clusters)
+    assert form(model, goal, Network(), providers).score >= 0.9 * free.score
+
+
+def test_unequal_memory_is_dealt_so_that_every_cluster_fits() -> None:
+    model = random_model(np.random.default_rng(0), places=33, parameter_bytes=1e9)
+    whole = float(memory_bytes(model, Goal(in_flight=1), 1)[0, -1])
+    large = [replace(_home(f"large{i}"), memory_bytes=int(0.9 * whole)) for i in range(5)]
+    small = [replace(_home(f"small{i}"), memory_bytes=int(0.3 * whole)) for i in range(5)]
+    plan = form(model, replace(_exactly(5, 10), in_flight=1), Network(), [*large, *small])
+    check(plan, model, [*large, *small])
+    _is_exactly(plan, 5, 10)
+
+
+def test_clusters_that_cannot_be_are_refused_with_the_reason_and_the_way_out() -> None:
+    model = random_model(np.random.default_rng(0), places=4, parameter_bytes=1e9)
+    homes = [_home(f"p{i}") for i in range(8)]
+    with pytest.raises(PlanError, match=r"to be 3 clusters, and there are 2 providers: .* fewer clusters"):
+        form(model, Goal(least_clusters=3, most_clusters=3), Network(), homes[:2])
+    with pytest.raises(PlanError, match=r"at most 3 stages, .* 2 clusters have work for 6 providers, not 8: .* 6 or"):
+        form(model, _exactly(2, 8), Network(), homes)
+    whole = float(memory_bytes(model, Goal(), 1)[0, -1])
+    tight = [replace(p, memory_bytes=int(0.8 * whole)) for p in homes]
+    form(model, Goal(), Network(), tight[:2])
+    with pytest.raises(
+        PlanError, match=r"does not fit 2 times on the 2 providers: a copy takes about .* fewer cluster"
+    ):
+        form(model, _exactly(2, 2), Network(), tight[:2])
+    with pytest.raises(PlanError, match=r"does not fit 2 times on the 3 providers"):
+        form(model, Goal(least_clusters=2, most_clusters=2), Network(), tight[:3])
+    tiny = replace(homes[0], memory_bytes=1000)
+    with pytest.raises(PlanError, match=r"Not all of 4 providers can have a stage: .* p0 has less"):
+        form(model, _exactly(2, 4), Network(), [tiny, *homes[1:4]])
+    with pytest.raises(PlanError, match=r"does not fit on the 2 providers: .* it lacks"):
+        form(model, _exactly(2, 2), Network(), [tiny, replace(tiny, name="p1")])
+
+
+@pytest.mark.parametrize("count", [4, 12])
+def test_what_averaging_keeps_counts_where_there_are_several_clusters_and_only_there(count: int) -> None:
+    model = random_model(np.random.default_rng(0), places=33, parameter_bytes=1e9)
+    whole = float(memory_bytes(model, Goal(), 1)[0, -1])
+    alone = [replace(_home(f"p{i:02}"), memory_bytes=int(1.02 * whole)) for i in range(count)]
+    kept = Goal(average_every=10**6, average_memory=4.0)
+    plan = form(model, kept, Network(), alone)
+    check(plan, model, alone)
+    for cluster in plan.clusters:
+        # Without averaging each of them would hold the model by itself.
+        assert len(cluster.stages) > 1 or len(plan.clusters) == 1
+    free = form(model, replace(kept, average_memory=0.0), Network(), alone)
+    assert len(free.clusters) == count
+    single = form(model, kept, Network(), alone[:1])
+    assert len(single.clusters) == 1 and single.clusters[0].stages[0].memory_bytes == pytest.approx(whole)
+    assert form(model, replace(kept, most_clusters=1), Network(), alone).score <= plan.score
+
+
+def _exactly(clusters: int, providers: int) -> Goal:
+    return Goal(
+        least_clusters=clusters,
+        most_clusters=clusters,
+        least_stages=providers // clusters,
+        least_providers=providers,
+    )
+
+
+def _is_exactly(plan: Plan, clusters: int, providers: int) -> None:
+    sizes = [len(cluster.stages) for cluster in plan.clusters]
+    assert (len(sizes), sum(sizes)) == (clusters, providers)
+    assert min(sizes) >= providers // clusters
+
+
 def test_more_stages_than_the_model_has_are_refused_with_the_most_there_can_be() -> None:
     model = random_model(np.random.default_rng(0), places=4)
     with pytest.raises(PlanError, match="at most 3 stages"):

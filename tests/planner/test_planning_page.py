@@ -5,6 +5,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 
 from ravnest.coordinator.dry_run import MOST_SEARCHED
+from ravnest.coordinator.run_plan import LEAST_UPDATES, ROUND_SHARE
 from ravnest.planner import exhaustive, order, ring_order
-from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
+from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
 from ravnest.planner.formation import expected_absent
 from ravnest.planner.model_costs import MOST_PLACES, ModelCosts
 from ravnest.planner.providers import MOST_IN_FLIGHT, Goal, Line, Network, Provider, Requester
@@ -100,7 +102,7 @@ class Case:
     def __init__(self, seed: int) -> None:
         random = Random(seed)
         self.model = a_model(random)
-        self.goal = Goal(recompute=seed % 2 == 1, accumulate=random.choice((1, 3)))
+        self.goal = Goal(recompute=seed % 2 == 1, accumulate=random.choice((1, 3)), average_memory=seed % 4)
         self.order = [a_provider(random, name) for name in "abcd"[: random.randint(1, 4)]]
         measured = {}
         if len(self.order) > 1 and seed % 3 == 0:
@@ -148,6 +150,7 @@ class Case:
             "latency_there": there.latency_seconds,
             "latency_back": back.latency_seconds,
             "state": model.state_bytes_per_byte,
+            "averaging": self.goal.average_memory,
             "flying": 1.0 if is_leaf else float(self.in_flight),
         }
 
@@ -230,22 +233,44 @@ def _two_clusters(requester: Requester, **more: Any) -> tuple[Goal, Network, dic
     return goal, network, members, [cluster_of(model, goal, network, pair, [4], 12) for pair in pairs]
 
 
-def test_clusters_that_share_nothing_lose_only_what_averaging_takes() -> None:
+@pytest.mark.parametrize("every", [2, 50, 10**6])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_clusters_that_share_nothing_lose_only_what_averaging_takes(every: int, blocking: bool) -> None:
     goal, network, members, clusters = _two_clusters(Requester())
+    goal = replace(goal, average_every=every, blocking=blocking, average_share=0.27)
     found = totals(goal, network, members, clusters)
-    slowest = max(
-        stage.parameter_bytes / min(provider.up_bytes_per_second, provider.down_bytes_per_second)
-        for cluster in clusters
-        for stage in cluster.stages
-        for provider in [members[stage.provider]]
-    )
+
+    def averaged(stage: StageCost) -> float:
+        provider = members[stage.provider]
+        line = {"up_rate": provider.up_bytes_per_second, "down_rate": provider.down_bytes_per_second}
+        return formula("averaged", clusters=2, share=0.27, parameter_bytes=stage.parameter_bytes, **line)
+
     together = sum(cluster.samples_per_second for cluster in clusters)
-    seconds = formula("round", clusters=2, slowest=slowest)
-    between = formula("between", average_every=50, clusters=2, samples=16, together=together)
+    slowest = max(averaged(stage) for cluster in clusters for stage in cluster.stages)
+    seconds = formula("round", slowest=slowest)
+    between = formula("between", average_every=every, clusters=2, samples=16, together=together)
     assert found.averaging_seconds == close(seconds)
-    assert found.samples_per_second == close(formula("predicted", together=together, between=between, round=seconds))
+    expected = 0.0
+    for cluster in clusters:
+        rate = cluster.samples_per_second
+        loads = [
+            formula(
+                "line_load",
+                microbatches=rate / 16,
+                up=stage.up_seconds,
+                down=stage.down_seconds,
+                averaged=averaged(stage),
+                between=between,
+            )
+            for stage in cluster.stages
+        ]
+        expected += formula("beside_rounds", rate=rate, line_load=max(loads))
+    assert (expected < 0.9 * together) is (every == 2)
+    if blocking:
+        expected = formula("waiting_for_rounds", together=together, between=between, round=seconds)
+    assert found.samples_per_second == close(expected)
     worth = sum(cluster.samples_per_second * goal.worth(cluster.in_flight) for cluster in clusters)
-    assert found.score == close(formula("predicted", together=worth, between=between, round=seconds))
+    assert found.score == close(formula("waiting_for_rounds", together=worth, between=between, round=seconds))
 
 
 def test_the_requester_s_line_holds_all_clusters_back_alike() -> None:
@@ -283,6 +308,9 @@ NUMBERS = [
     ("Never more than {}, nor than", MOST_IN_FLIGHT),
     ("For up to {} machines those questions", MOST_SEARCHED),
     ("within the next {:.0f} seconds", HORIZON_SECONDS),
+    ("every cluster has made {} updates", LEAST_UPDATES),
+    ("at least {} times as long as a round", ROUND_SHARE),
+    ("takes `average_every` to be {}.", Goal().average_every),
     ("stands still for {:.0f} seconds", DEPLOY_SECONDS),
 ]
 

@@ -1,0 +1,143 @@
+"""What a run deploys: its clusters with their stages, who averages what with whom, and how often."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ravnest.amounts import counted
+from ravnest.planner.cluster import Cluster
+from ravnest.planner.plan import Plan
+from ravnest.planner.ring_tensors import RingTensors
+from ravnest.planner.stage_plan import StagePlan
+from ravnest.settings import Averaging
+
+LEAST_UPDATES: Final = 20
+"""Of each cluster between two rounds: so that what is averaged has been learnt from more than a few microbatches."""
+
+ROUND_SHARE: Final = 4
+"""Times as long as a round takes, rounds are apart: at most a quarter of the time lines carry both."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """One cluster of a run."""
+
+    id: int
+    """Counted from 0."""
+    stages: tuple[StagePlan, ...]
+    in_flight: int
+    ahead: int
+    """Microbatches to feed beyond those in flight."""
+    predicted_samples_per_second: float
+    """Beside the other clusters."""
+    flight_reason: str
+    """How many are in flight, and what for."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where the model is cut."""
+        return tuple(stage.start for stage in self.stages[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """One ring of a run, or the part of it that is averaged in one fragment."""
+
+    ring: int
+    """Counted from 0, over all fragments."""
+    fragment: int
+    """Counted from 0."""
+    owners: tuple[str, ...]
+    """One of each cluster; each sends to the next, and the last to the first."""
+    tensors: RingTensors
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run deploys, and the plan it comes from."""
+
+    plan: Plan
+    clusters: tuple[ClusterPlan, ...]
+    reason: str
+    rings: tuple[RingPlan, ...] = ()
+    """None where there is one cluster."""
+    round_seconds: float = 0.0
+    """What a round is predicted to take, of the fragment that takes longest."""
+    average_every: int = 0
+    """Samples of all clusters together between two rounds; 0 where there is one cluster."""
+    average_reason: str = ""
+    """Why so many."""
+
+    @property
+    def predicted_samples_per_second(self) -> float:
+        return self.plan.predicted_samples_per_second
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """Of all clusters, one cluster after the other."""
+        return tuple(stage for cluster in self.clusters for stage in cluster.stages)
+
+    @property
+    def cluster_of(self) -> dict[str, int]:
+        """By provider, the cluster that it has a stage of."""
+        return {stage.node: cluster.id for cluster in self.clusters for stage in cluster.stages}
+
+    @property
+    def in_flight(self) -> int:
+        return self.clusters[0].in_flight
+
+    @property
+    def ahead(self) -> int:
+        return self.clusters[0].ahead
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        return self.clusters[0].places
+
+    @property
+    def flight_reason(self) -> str:
+        return self.clusters[0].flight_reason
+
+    @property
+    def fragments(self) -> int:
+        """In how many rounds everything is averaged once."""
+        return max((ring.fragment for ring in self.rings), default=0) + 1
+
+
+def flight_reason(cluster: Cluster) -> str:
+    """How many microbatches are in flight in a cluster, and what for."""
+    way, busiest = cluster.round_trip_seconds, cluster.busiest_seconds
+    flying = counted(cluster.in_flight, "microbatch", "microbatches")
+    return (
+        f"{flying} in flight: the way through all stages and back takes {way:.3g} s, "
+        f"and the busiest stage or line {busiest:.3g} s"
+    )
+
+
+def average_every(
+    settings: Averaging,
+    rates: Sequence[float],
+    samples: int,
+    accumulate: int,
+    round_seconds: float,
+    fragments: int,
+) -> tuple[int, str]:
+    """How many samples of all clusters together lie between two rounds, and why.
+
+    The clusters have these rates, in samples a second, and microbatches of so many samples, of which `accumulate` make
+    an update. What the job says counts. Otherwise every cluster makes a number of updates before everything has been
+    averaged once, which takes `fragments` rounds; and a round takes a small part of the time until the next.
+    """
+    if settings.every is not None:
+        return settings.every, f"a round after every {settings.every:,} samples, as averaging.every says"
+    together = sum(rates)
+    learnt = LEAST_UPDATES * accumulate * samples * together / min(rates) / fragments
+    lasting = ROUND_SHARE * round_seconds * together
+    every = max(1, math.ceil(max(learnt, lasting)))
+    if lasting > learnt:
+        why = f"{ROUND_SHARE} times as long as one takes, which is {round_seconds:.3g} s"
+    else:
+        in_turn = f", a {fragments}th of the model at a time" if fragments > 1 else ""
+        why = f"so that every cluster has made {LEAST_UPDATES} updates{in_turn}"
+    return every, f"a round after every {every:,} samples: {why}"
