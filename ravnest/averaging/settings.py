@@ -23,7 +23,7 @@ class RingSettings:
 
     @classmethod
     def from_json(cls, text: str) -> "RingSettings":
-        """GraphError for anything that `to_json` did not write; whether the names are known shows when they are used."""
+        """GraphError for anything that `to_json` did not write; whether names are known shows when they are used."""
         try:
             data = read_json(text)
         except ValueError as error:

@@ -101,7 +101,9 @@ class AveragingRun:
         """Tells those of the round who have not heard of it with a microbatch; none is in flight there."""
         for cluster in self._feeding.clusters.whole:
             mark, cluster.mark = cluster.mark, None
-            for node_id in cluster.nodes if mark is not None else ():
+            if mark is None:
+                continue
+            for node_id in cluster.nodes:
                 order = Average(deployment=self._deployment, round=mark.round, fragment=mark.fragment)
                 await self._course.tell(node_id, CoordinatorMessage(average=order))
 

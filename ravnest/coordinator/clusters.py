@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ravnest.coordinator.feeder import EvalBatch, TrainBatch
-from ravnest.coordinator.planning import ClusterPlan
+from ravnest.coordinator.run_plan import ClusterPlan
 
 
 class RoundMark(NamedTuple):

@@ -1,9 +1,9 @@
 """The coordinator: plans, deploys, feeds, averages, evaluates, saves, watches. One run of one job.
 
 It lives on the network's loop; the thread that owns the requester's Python hands it items one by one (`take`) and is
-held back there while the swarm has enough. What happens on failure: a provider that vanishes, or a stage that fails,
-ends its cluster, and the other clusters go on; the end of the last one, a loss that is not finite or a disk that is full
-is one error that every wait raises from then on; checkpoints already written stay.
+held back there while the swarm has enough. What happens on failure: a provider that vanishes or a stage that fails ends
+its cluster, and the other clusters go on; the end of the last one, a loss that is not finite or a disk that is full is
+one error that every wait raises from then on; checkpoints already written stay.
 """
 
 import asyncio
@@ -26,11 +26,12 @@ from ravnest.coordinator.feeding import BETTER_REASON_SECONDS, Feeding
 from ravnest.coordinator.gathering import gather
 from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
-from ravnest.coordinator.planning import Machine, RunPlan, check_fit, goal_of, plan_measured
+from ravnest.coordinator.planning import Machine, check_fit, goal_of, plan_measured
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.rounds import Rounds
+from ravnest.coordinator.run_plan import RunPlan
 from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import RavnestError, RefusedError, RunError, TrainingError, printable

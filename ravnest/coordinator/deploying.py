@@ -8,9 +8,9 @@ from typing import Self
 
 from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.members import Member
-from ravnest.coordinator.planning import RingPlan, RunPlan
 from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
 from ravnest.coordinator.reachability import Reach, choose_dialling
+from ravnest.coordinator.run_plan import RingPlan, RunPlan
 from ravnest.job import Job
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, Ring
 

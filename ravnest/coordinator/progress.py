@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from ravnest.coordinator.clusters import Clusters
 from ravnest.coordinator.ledger import Ledger
-from ravnest.coordinator.planning import RunPlan
 from ravnest.coordinator.rounds import Rounds
+from ravnest.coordinator.run_plan import RunPlan
 from ravnest.monitor import summary as written
 from ravnest.monitor.snapshot import Snapshot, StageView
 from ravnest.monitor.summary import ClusterSummary, Fault, StageLink, StageSummary, Staleness, Status, Summary

@@ -8,12 +8,12 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from ravnest.amounts import counted
 from ravnest.averaging.deadlines import Deadlines
-from ravnest.averaging.ring_round import Abort, Action, Begin, CatchUp, Commit, Join, Notice, RingRound
-from ravnest.coordinator.planning import RingPlan, RunPlan
+from ravnest.averaging.ring_round import Abort, Action, Begin, CatchUp, Commit, Join, RingRound
+from ravnest.coordinator.run_plan import RingPlan, RunPlan
 from ravnest.errors import printable
 from ravnest.monitor.summary import Averaging as AveragingSummary
 from ravnest.net.v1.control_pb2 import (
@@ -161,20 +161,18 @@ class Rounds:
                     counters=tuple(joined.counters),
                     refusal=printable(joined.refusal),
                 )
-                self._hear(joined.ring, lambda live, join=join: live.joined(node_id, join, now))
+                self._hear(joined.ring, RingRound.joined, node_id, join, now)
         elif kind == "ring_reduced" and message.ring_reduced.caught_up:
-            self._hear(message.ring_reduced.ring, lambda live: live.caught_up(node_id, now))
+            self._hear(message.ring_reduced.ring, RingRound.caught_up, node_id, now)
         elif kind == "ring_reduced":
             reduced = message.ring_reduced
             if reduced.ring < len(self._rings):
                 self._rings[reduced.ring].sent[node_id] = reduced.bytes_sent
-            self._hear(reduced.ring, lambda live: live.reduced(node_id, reduced.attempt, reduced.digest, now))
+            self._hear(reduced.ring, RingRound.reduced, node_id, reduced.attempt, reduced.digest, now)
         elif kind == "ring_failed":
             failed = message.ring_failed
             why, blamed = printable(failed.reason), printable(failed.blamed) or None
-            self._hear(
-                failed.ring, lambda live: live.failed(node_id, failed.attempt, blamed, why, failed.progress, now)
-            )
+            self._hear(failed.ring, RingRound.failed, node_id, failed.attempt, blamed, why, failed.progress, now)
         elif message.ring_applied.ring < len(self._rings):
             self._rings[message.ring_applied.ring].applying.discard(node_id)
         self._settle()
@@ -209,34 +207,49 @@ class Rounds:
         assert ring.live is not None
         return ring.live
 
-    def _hear(self, number: int, hear: Callable[[RingRound], list[Action]]) -> None:
+    def _hear(self, number: int, hear: Callable[..., list[Action]], *what: Any) -> None:
         ring = self._rings[number] if number < len(self._rings) else None
         if ring is not None and ring in self._under_way and ring.live is not None:
-            self._do(ring, hear(ring.live))
+            self._do(ring, hear(ring.live, *what))
 
     def _do(self, ring: _Ring, actions: Collection[Action]) -> None:
         number = ring.plan.ring
-        name = {"deployment": self._deployment, "round": self._round, "ring": number}
         for action in actions:
             if isinstance(action, Begin):
-                members = [RingMember(node=m.node, weight=m.weight, norm=m.norm) for m in action.members]
-                for index, member in enumerate(action.members):
-                    begin = RingBegin(
-                        **name, attempt=action.attempt, members=members, counters=action.counters, index=index
-                    )
-                    self._tell(member.node, CoordinatorMessage(ring_begin=begin))
+                self._begin(number, action)
             elif isinstance(action, CatchUp):
                 for node, other in ((action.donor, action.node), (action.node, action.donor)):
-                    order = RingCatchUp(**name, node=other, donate=node == action.donor, committed=ring.committed)
+                    order = RingCatchUp(
+                        deployment=self._deployment,
+                        round=self._round,
+                        ring=number,
+                        node=other,
+                        donate=node == action.donor,
+                        committed=ring.committed,
+                    )
                     self._tell(node, CoordinatorMessage(ring_catch_up=order))
             elif isinstance(action, Commit):
                 self._commit(ring, action)
             elif isinstance(action, Abort):
+                abort = RingAbort(deployment=self._deployment, round=self._round, ring=number, reason=action.reason)
                 for node in action.nodes:
-                    abort = RingAbort(**name, reason=action.reason)
                     self._tell(node, CoordinatorMessage(ring_abort=abort))
-            elif isinstance(action, Notice):
+            else:
                 self._emit(action.kind, action.reason, provider=action.node, round=self._round, ring=number)
+
+    def _begin(self, ring: int, action: Begin) -> None:
+        members = [RingMember(node=m.node, weight=m.weight, norm=m.norm) for m in action.members]
+        for index, member in enumerate(action.members):
+            begin = RingBegin(
+                deployment=self._deployment,
+                round=self._round,
+                ring=ring,
+                attempt=action.attempt,
+                members=members,
+                counters=action.counters,
+                index=index,
+            )
+            self._tell(member.node, CoordinatorMessage(ring_begin=begin))
 
     def _commit(self, ring: _Ring, action: Commit) -> None:
         for node in action.nodes:

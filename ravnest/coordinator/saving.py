@@ -13,9 +13,9 @@ from typing import Any
 
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore, PendingCheckpoint
 from ravnest.coordinator.ledger import Place
-from ravnest.coordinator.planning import ClusterPlan
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.resuming import trained_with
+from ravnest.coordinator.run_plan import ClusterPlan
 from ravnest.coordinator.stage_parts import StagePart
 from ravnest.errors import RunError
 from ravnest.settings import Checkpoint

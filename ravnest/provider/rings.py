@@ -146,7 +146,11 @@ class Rings:
 
     def anchors(self) -> dict[str, torch.Tensor]:
         """The parameters as all clusters have them since the last round, by their names in the stage's state."""
-        return {name: view.clone() for owned in self._owned.values() for name, view in owned.state.parameters().items()}
+        return {
+            name: view.clone()
+            for owned in self._owned.values()
+            for name, view in owned.state.vector.parameter_views(owned.state.anchor).items()
+        }
 
     def progress(self) -> list[tuple[int, int, int, int]]:
         """Of every attempt under way: round, ring, attempt, and how many pieces have come."""
@@ -353,7 +357,7 @@ class Rings:
         if peer != owned.donor or place.chunk != len(owned.donated) or values.numel() > _DONATION_VALUES:
             raise PeerError(f"it sent a piece of an anchor of ring {place.ring} that is not awaited")
         owned.donated.append(values)
-        if sum(map(torch.Tensor.numel, owned.donated)) > owned.state.donation_values:
+        if sum(map(torch.Tensor.numel, owned.donated)) > 2 * owned.state.vector.coded_values:
             raise PeerError(f"it sent more than the anchor of ring {place.ring}")
         if not place.last:
             return
@@ -440,5 +444,5 @@ def _counted(
     """What each counter is behind the largest of all that took part."""
     behind = torch.tensor([most - mine for most, mine in zip(agreed, own, strict=True)], dtype=torch.int64)
     names = _counter_names(ring)
-    parts = behind.split([tensors[name].numel() for name in names])
+    parts = torch.split(behind, [tensors[name].numel() for name in names])
     return {name: part.reshape(tensors[name].shape) for name, part in zip(names, parts, strict=True)}
