@@ -212,6 +212,12 @@ class RingRound:
         self._disagreed = True
         return [Notice("retry", f"members disagree about the result: {told}"), *self._begin(now)]
 
+    def broke(self, node: str, attempt: int, reason: str, now: float) -> list[Action]:
+        """A line of this member broke in the middle of an attempt: another may go well, with the same members."""
+        if not self._concerns(node, attempt):
+            return []
+        return [Notice("retry", f"a line broke, {node} says: {reason}", node), *self._begin(now)]
+
     def failed(
         self, node: str, attempt: int, blamed: str | None, reason: str, progress: int, now: float
     ) -> list[Action]:

@@ -12,6 +12,7 @@ from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stag
 from ravnest.coordinator.reachability import Reach, choose_dialling
 from ravnest.coordinator.run_plan import RingPlan, RunPlan
 from ravnest.job import Job
+from ravnest.net.address import join_address, split_address
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, Ring
 
 
@@ -133,7 +134,16 @@ def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, R
 
     def neighbour(member: Member, reach: Reach, dialling: int) -> Neighbour:
         address = reach.address or member.address
-        return Neighbour(node=member.node_id, address=address, link=name, dialling=dialling)  # type: ignore[arg-type]
+        direct = ""
+        if reach.address and member.direct_port:
+            direct = join_address(split_address(reach.address)[0], member.direct_port)
+        return Neighbour(
+            node=member.node_id,
+            address=address,
+            link=name,
+            dialling=dialling,  # type: ignore[arg-type]
+            direct_address=direct,
+        )
 
     return LinkOrder(
         before.node_id,

@@ -172,6 +172,10 @@ class Rounds:
         elif kind == "ring_failed":
             failed = message.ring_failed
             why, blamed = printable(failed.reason), printable(failed.blamed) or None
+            if failed.again:
+                self._hear(failed.ring, RingRound.broke, node_id, failed.attempt, why, now)
+                self._settle()
+                return True
             self._hear(failed.ring, RingRound.failed, node_id, failed.attempt, blamed, why, failed.progress, now)
         elif message.ring_applied.ring < len(self._rings):
             self._rings[message.ring_applied.ring].applying.discard(node_id)

@@ -32,7 +32,7 @@ def bind_port(server: aio.Server, host: str, port: int, credentials: grpc.Server
     """Make the server listen; returns the port, chosen by the system for port 0. RunError when that is refused."""
     address = join_address(host, port)
     # Tried here first: gRPC writes its own account of a failure to the terminal, and raises one without the reason.
-    reason, bound = _bind_refusal(host, port), 0
+    reason, bound = bind_refusal(host, port), 0
     if not reason:
         try:
             bound = server.add_secure_port(address, credentials)
@@ -45,7 +45,7 @@ def bind_port(server: aio.Server, host: str, port: int, credentials: grpc.Server
     return bound
 
 
-def _bind_refusal(host: str, port: int) -> str:
+def bind_refusal(host: str, port: int) -> str:
     """Why the system does not let this address be listened on; empty when it does."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(

@@ -90,6 +90,10 @@ class NodeIdentity:
         """Who makes this call to us. PeerError when it is none of our swarm or may not make the call."""
         return self._callers.caller(auth_context, kinds, call)
 
+    def identify(self, certificate: Certificate) -> Identity:
+        """Whose certificate this is. PeerError when it is none of our swarm."""
+        return self._callers.identify_certificate(certificate)
+
     def _take_up(self, certificate: Certificate, authority: Certificate) -> None:
         callers = Callers(authority)
         identity = callers.identify_certificate(certificate)

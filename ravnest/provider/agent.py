@@ -28,6 +28,7 @@ from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
 from ravnest.net.certificates import Certificate
 from ravnest.net.control_link import ControlLink
+from ravnest.net.direct_line import DirectLine, DirectServer
 from ravnest.net.link import Link
 from ravnest.net.measuring import LinkSpeed
 from ravnest.net.node_identity import NodeIdentity
@@ -144,6 +145,7 @@ class _Agent:
         self._embedded = embedded
         self._fetch_line = None if embedded else FetchLine(sys.stderr)
         self._baseline = 0
+        self._direct_port = 0
         self._deployment: Deployment | None = None
         self._generation = 0
         self._deployed = asyncio.Condition()
@@ -165,6 +167,10 @@ class _Agent:
             address = ""
             if listen is not None:
                 address = self._address(listen[0], await self._server.start(*listen), advertise)
+                direct = DirectServer(self._node, lambda node_id: node_id in self._server.neighbours, self._take_direct)
+                # Beside the port that was asked for: who forwards one port of a router to here can forward two.
+                self._direct_port = direct.start(listen[0], listen[1] + 1 if 0 < listen[1] < 65535 else 0)
+                stack.callback(direct.stop)
             stack.push_async_callback(self._give_up_stage)
             return await self._keep_staying(authority, address)
 
@@ -212,6 +218,7 @@ class _Agent:
             protocol=PROTOCOL_VERSION,
             graph_format=FORMAT_VERSION,
             slower=self._slower,
+            direct_port=self._direct_port,
         )
         # Where all are processors of one machine they are alike, and there is nothing to tell.
         if not self._embedded or self._device.type != "cpu":
@@ -271,6 +278,12 @@ class _Agent:
     async def link(self, peer: str, connection: Link) -> None:
         """A neighbouring stage dials in; it may do so before the own stage is built."""
         await (await self._next_deployment(None)).accept(peer, connection)
+
+    def _take_direct(self, line: DirectLine) -> None:
+        """Another owner of a ring sends over a direct line. On a thread of the line's own."""
+        deployment = self._deployment
+        if deployment is not None:
+            deployment.take_direct(line)
 
     async def _work(self, stay: Stay, heartbeat_seconds: float) -> int:
         peers = PeerMeasuring(self._node, stay.control)

@@ -16,6 +16,7 @@ from ravnest.errors import GraphError, PeerError, RefusedError
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.client import CoordinatorClient
+from ravnest.net.direct_line import DirectLine
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
@@ -34,7 +35,7 @@ from ravnest.provider.fetching import FetchProgress
 from ravnest.provider.frame_check import check_frame
 from ravnest.provider.memory import peak_bytes
 from ravnest.provider.outbox import FrameOutbox, message_of
-from ravnest.provider.ring_links import RingLinks
+from ravnest.provider.ring_lines import RingLines
 from ravnest.provider.rings import Rings
 from ravnest.provider.stage_link import StageLink, link_of
 from ravnest.provider.uploading import upload
@@ -55,7 +56,7 @@ class Deployment:
         baseline_memory_bytes: int,
         slower: float = 1.0,
         rings: Rings | None = None,
-        ring_links: RingLinks | None = None,
+        ring_lines: RingLines | None = None,
     ) -> None:
         self.name = order.deployment
         self.generation = order.generation
@@ -65,7 +66,7 @@ class Deployment:
         self._worker = StageWorker(stage, outbox, slower)
         self._links = links
         self._rings = rings
-        self._ring_links = ring_links
+        self._ring_lines = ring_lines
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = time.perf_counter()
@@ -114,10 +115,13 @@ class Deployment:
         ]
         if not order.rings:
             return cls(order, stage, outbox, links, baseline_memory_bytes, slower)
-        rings = await asyncio.to_thread(Rings, order, stage, asyncio.get_running_loop(), outbox.tell)
-        ring_links = RingLinks(order.ring_peers, order.generation, node, client, rings.take)
+        loop = asyncio.get_running_loop()
+        rings = await asyncio.to_thread(Rings, order, stage, node.node_id, loop, outbox.tell)
+        lines = RingLines(
+            order.ring_peers, order.generation, node, client, rings.take, rings.is_wanted, rings.line_broke
+        )
         outbox.on_snapshot = rings.snapshot
-        return cls(order, stage, outbox, links, baseline_memory_bytes, slower, rings, ring_links)
+        return cls(order, stage, outbox, links, baseline_memory_bytes, slower, rings, lines)
 
     @property
     def failure(self) -> asyncio.Future[tuple[str, str, int]]:
@@ -134,9 +138,9 @@ class Deployment:
 
     def open(self, feed: ResumableLink, say: Callable[[ProviderMessage], Awaitable[None]]) -> None:
         """Begins to work on whatever comes; `say` tells the coordinator something."""
-        if self._rings is not None and self._ring_links is not None:
+        if self._rings is not None and self._ring_lines is not None:
             self._rings.on_failure = lambda text: self._fail("error", text)
-            self._rings.open(self._worker, self._ring_links)
+            self._rings.open(self._worker, self._ring_lines)
         self._worker.start()
         self._spawn(self._send(self._outbox.to_coordinator, feed))
         self._spawn(self._speak(say))
@@ -156,6 +160,11 @@ class Deployment:
     async def accept(self, peer: str, connection: Link) -> None:
         """A neighbour, or another owner of a ring, has dialled: uses its connection until that breaks."""
         await link_of(self._ends, connection.label, peer).accept(connection)
+
+    def take_direct(self, line: DirectLine) -> None:
+        """Another owner of a ring has a direct line here: takes what comes, until it ends. On a thread of its own."""
+        if self._rings is not None:
+            self._rings.take_all(line)
 
     def meet(self, name: str) -> None:
         """The neighbour at the other end of this link waits at the coordinator's relay."""
@@ -266,7 +275,7 @@ class Deployment:
     @property
     def _ends(self) -> list[StageLink]:
         """Of all links that others may dial."""
-        return [*self._links, *(self._ring_links.ends if self._ring_links is not None else ())]
+        return [*self._links, *(self._ring_lines.ends if self._ring_lines is not None else ())]
 
 
 class _GraphText:

@@ -3,37 +3,31 @@
 The coordinator decides who takes part and what counts. Until it says that an attempt counts, nothing of it is in the
 stage: the mean lies in memory of its own. What happens on failure:
 
-- a piece breaks the rules, or the line fails for good: the coordinator is told, with who is to blame, and tries again
-  without that one;
+- a piece breaks the rules, or a line breaks: the coordinator is told, with who is to blame, and begins another attempt;
 - this owner is left out: what it has learnt stays, and goes into the next round.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ravnest.averaging.outer.outer import outer_named
 from ravnest.averaging.ring_reduce import Piece
-from ravnest.averaging.ring_state import Change, Contribution, RingState
+from ravnest.averaging.ring_state import Change
 from ravnest.averaging.settings import RingSettings
-from ravnest.averaging.vector import Entry, RingVector
-from ravnest.codecs.codec import codec_named
 from ravnest.engine.messages import Snapshot
-from ravnest.engine.moments import moment_names
 from ravnest.engine.stage import Stage
 from ravnest.engine.worker import StageWorker
-from ravnest.errors import GraphError, PeerError, RavnestError
-from ravnest.net.frames import Frame, FrameKind, RingPlace
+from ravnest.errors import PeerError, RavnestError
+from ravnest.net.direct_line import DirectLine
+from ravnest.net.frames import RingPlace
 from ravnest.net.v1.control_pb2 import (
-    Average,
     CoordinatorMessage,
     Deploy,
     ProviderMessage,
-    Ring,
     RingApplied,
     RingBegin,
     RingCatchUp,
@@ -42,68 +36,22 @@ from ravnest.net.v1.control_pb2 import (
     RingReduced,
     RoundJoined,
 )
-from ravnest.provider.ring_attempt import RingAttempt, as_bytes, as_values
-from ravnest.provider.ring_links import RingLinks
+from ravnest.provider.owned_ring import OwnedRing, Taken, counted, counters_of, flat
+from ravnest.provider.ring_attempt import RingAttempt
+from ravnest.provider.ring_lines import RingLines
 
 _DONATION_VALUES = 1 << 18
 """Of an anchor that is given to an owner that was left out, in one piece."""
 
 
-@dataclass
-class _Taken:
-    """What this owner brings into a round."""
-
-    round: int
-    version: int
-    samples: int
-    contribution: Contribution
-    counters: list[int]
-
-
-@dataclass
-class _Owned:
-    """A ring, and how this owner stands in it."""
-
-    ring: Ring
-    state: RingState
-    samples: int = 0
-    """Trained on by this stage at the snapshot of the last round that counted."""
-    taken: _Taken | None = None
-    attempt: RingAttempt | None = None
-    running: asyncio.Task[None] | None = None
-    agreed: tuple[int, ...] = ()
-    """The largest of each counter, of all that take part."""
-    over: int = 0
-    """The last round of which nothing more is awaited."""
-    donor: str = ""
-    catches_up_to: int = 0
-    donated: list[torch.Tensor] = field(default_factory=list)
-
-    def stands_before(self, place: RingPlace) -> bool:
-        """Whether this piece is of an attempt, or of a donation, that this owner has not been told of yet."""
-        if place.round <= self.over:
-            return False
-        if self.taken is None or place.round > self.taken.round:
-            return True
-        if place.donation:
-            return not self.donor
-        return self.attempt is None or place.attempt > self.attempt.number
-
-    def is_awaited(self, place: RingPlace) -> bool:
-        if self.taken is None or place.round != self.taken.round or place.round <= self.over:
-            return False
-        if place.donation:
-            return bool(self.donor)
-        return self.attempt is not None and self.attempt.number == place.attempt
-
-
 class Rings:
-    """The rings of one stage. All methods but `snapshot` belong to the network's loop."""
+    """The rings of one stage. All methods but `snapshot`, `take` and `is_wanted` belong to the network's loop."""
 
     def __init__(
         self,
         order: Deploy,
         stage: Stage,
+        node_id: str,
         loop: asyncio.AbstractEventLoop,
         tell: Callable[[ProviderMessage], None],
     ) -> None:
@@ -111,24 +59,27 @@ class Rings:
         self._deployment = order.deployment
         self._generation = order.generation
         self._stage = stage
-        self._tell = tell
-        self._settings = RingSettings.from_json(order.averaging_json)
-        tensors = stage.state_tensors()
-        self._owned = {ring.ring: _Owned(ring, self._state(ring, tensors)) for ring in order.rings}
-        self._worker: StageWorker | None = None
-        self._links: RingLinks | None = None
+        self._node_id = node_id
         self._loop = loop
+        self._tell = tell
+        settings, tensors = RingSettings.from_json(order.averaging_json), stage.state_tensors()
+        optimizer = stage.settings.optimizer_spec()
+        self._owned = {ring.ring: OwnedRing.of(ring, settings, optimizer, tensors) for ring in order.rings}
+        self._worker: StageWorker | None = None
+        self._lines: RingLines | None = None
         self._thread = ThreadPoolExecutor(1, "ravnest-rings")
         self._orders: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Condition()
+        self._changed = threading.Condition()
+        """Held by whoever looks at a ring from another thread than the loop's, or changes one."""
+        self._closed = False
         self.on_failure: Callable[[str], None] = lambda text: None
         """Called when averaging fails in a way that nobody else is to blame for."""
 
-    def open(self, worker: StageWorker, links: RingLinks) -> None:
+    def open(self, worker: StageWorker, lines: RingLines) -> None:
         """Begins to take part."""
-        self._worker, self._links = worker, links
-        links.open()
+        self._worker, self._lines = worker, lines
+        lines.open()
         self._spawn(self._obey())
 
     def obey(self, message: CoordinatorMessage) -> None:
@@ -138,19 +89,15 @@ class Rings:
     def snapshot(self, snapshot: Snapshot) -> None:
         """Takes what the round averages out of the stage. On the thread that owns torch."""
         rings = [owned for owned in self._owned.values() if snapshot.fragment in (0, owned.ring.fragment + 1)]
-        flat = {owned.ring.ring: _flat(owned.state.vector, snapshot.tensors) for owned in rings}
-        counters = {owned.ring.ring: _counters(owned.ring, snapshot.tensors) for owned in rings}
-        self._loop.call_soon_threadsafe(
-            lambda: self._spawn(self._join(snapshot.round, snapshot.version, snapshot.samples, flat, counters))
-        )
+        values = {owned.number: flat(owned.state.vector, snapshot.tensors) for owned in rings}
+        counters = {owned.number: counters_of(owned.ring, snapshot.tensors) for owned in rings}
+        taken = (snapshot.round, snapshot.version, snapshot.samples, values, counters)
+        self._loop.call_soon_threadsafe(lambda: self._spawn(self._join(*taken)))
 
     def anchors(self) -> dict[str, torch.Tensor]:
         """The parameters as all clusters have them since the last round, by their names in the stage's state."""
-        return {
-            name: view.clone()
-            for owned in self._owned.values()
-            for name, view in owned.state.vector.parameter_views(owned.state.anchor).items()
-        }
+        states = [owned.state for owned in self._owned.values()]
+        return {n: view.clone() for s in states for n, view in s.vector.parameter_views(s.anchor).items()}
 
     def progress(self) -> list[tuple[int, int, int, int]]:
         """Of every attempt under way: round, ring, attempt, and how many pieces have come."""
@@ -160,96 +107,106 @@ class Rings:
             if owned.taken is not None and owned.attempt is not None
         ]
 
-    async def take(self, peer: str, frame: Frame) -> None:
-        """A piece has come. One that is early waits here, and holds its sender back; one that is late is dropped."""
-        place, data = frame.piece, frame.tensors.get("data")
-        assert place is not None
+    def take_all(self, line: DirectLine) -> None:
+        """Takes what comes over a direct line, until it ends or breaks the rules. On a thread of the line's own."""
+        try:
+            while (piece := line.receive()) is not None:
+                generation, place, data = piece
+                self.take(line.peer, generation, place, data)
+        except PeerError as error:
+            text = str(error)
+            self._loop.call_soon_threadsafe(lambda: self.line_broke(line.peer, text))
+
+    def take(self, peer: str, generation: int, place: RingPlace, data: torch.Tensor) -> None:
+        """A piece has come. One that is early waits here, and holds its sender back; one that is late is dropped.
+
+        PeerError for one that cannot be. On any thread but the loop's.
+        """
         owned = self._owned.get(place.ring)
-        if owned is None or data is None or data.dtype != torch.uint8 or data.dim() != 1 or len(frame.tensors) > 1:
-            raise PeerError(f"a piece of ring {place.ring} came, which cannot be")
-        async with self._changed:
-            await self._changed.wait_for(lambda: not owned.stands_before(place))
-        if not owned.is_awaited(place):
-            return
-        if place.donation:
-            await self._take_donation(owned, peer, place, data)
-        elif owned.attempt is not None:
-            if peer != owned.attempt.before:
-                raise PeerError(f"it sent a piece of ring {place.ring}, whose owner before this one it is not")
-            owned.attempt.take(Piece(place.hop, place.segment, place.chunk, data))
+        if generation != self._generation or owned is None or data.dtype != torch.uint8 or data.dim() != 1:
+            raise PeerError(f"a piece of ring {place.ring} came from {peer}, which cannot be")
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not owned.stands_before(place))
+            if self._closed or not owned.awaits(place):
+                return
+            if place.donation:
+                donated = owned.donation(peer, place, data)
+                if donated is not None:
+                    self._loop.call_soon_threadsafe(lambda: self._spawn(self._caught_up(owned, donated)))
+                return
+            attempt = owned.attempt
+        assert attempt is not None
+        if peer != attempt.before:
+            raise PeerError(f"{peer} sent a piece of ring {place.ring}, whose owner before this one it is not")
+        attempt.take(Piece(place.hop, place.segment, place.chunk, data))
+
+    def is_wanted(self, place: RingPlace) -> bool:
+        """Whether a piece that is to be sent is still of use: its attempt has not been given up. On any thread."""
+        owned = self._owned[place.ring]
+        with self._changed:
+            attempt = owned.attempt
+            if self._closed or owned.taken is None or owned.taken.round != place.round:
+                return False
+            return place.donation or (attempt is not None and attempt.number == place.attempt)
+
+    def line_broke(self, peer: str, reason: str) -> None:
+        """A line broke, or brought what breaks the rules: attempts that need it cannot go on."""
+        for owned in self._owned.values():
+            if owned.taken is not None and owned.attempt is not None and peer in (owned.attempt.before, owned.after):
+                owned.attempt.close()
+                self._fail(owned, owned.attempt.number, "", reason, again=True)
 
     async def close(self, timeout_seconds: float) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for owned in self._owned.values():
-            await self._end_attempt(owned)
-        if self._links is not None:
-            await self._links.close(timeout_seconds)
+        if self._lines is not None:
+            await self._lines.close(timeout_seconds)
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _state(self, ring: Ring, tensors: Mapping[str, torch.Tensor]) -> RingState:
-        names = [f"param:{key}" for key in ring.parameters]
-        plain = [f"buffer:{key}" for key in ring.buffers]
-        missing = [
-            name for name in (*names, *plain, *(f"buffer:{key}" for key in ring.counters)) if name not in tensors
-        ]
-        if missing:
-            raise GraphError(f"ring {ring.ring} has {missing[0][:80]!r}, which this stage does not have")
-        shapes = {name: tuple(tensors[name].shape) for name in (*names, *plain)}
-        if self._settings.optimizer_state:
-            for moment in moment_names(self._stage.settings.optimizer_spec()):
-                for key in ring.parameters:
-                    shapes[name := f"optim:{key}:{moment}"] = shapes[f"param:{key}"]
-                    plain.append(name)
-        vector = RingVector(
-            [Entry(name, shapes[name]) for name in names], [Entry(name, shapes[name]) for name in plain]
-        )
-        settings = self._settings
-        outer = outer_named(settings.outer, settings.outer_rate, settings.outer_momentum)
-        return RingState(vector, _flat(vector, tensors), outer, codec_named(settings.codec))
 
     async def _obey(self) -> None:
         while True:
             message = await self._orders.get()
             kind = message.WhichOneof("body")
             if kind == "average":
-                self._average(message.average)
+                assert self._worker is not None
+                self._worker.snapshot(message.average.round, message.average.fragment)
                 continue
             order = getattr(message, str(kind))
             owned = self._owned.get(order.ring)
-            if owned is None or owned.taken is None or owned.taken.round != order.round:
-                # Of a round before its snapshot here, or after this owner was left out of it.
-                if owned is not None and kind == "ring_abort":
-                    await self._over(owned, order.round)
+            if owned is None:
                 continue
-            if kind == "ring_begin":
-                await self._begin(owned, message.ring_begin)
+            if kind == "ring_abort":
+                await self._over(owned, order.round)
+            elif owned.taken is None or owned.taken.round != order.round:
+                # Of a round that this owner was left out of.
+                continue
+            elif kind == "ring_begin":
+                await self._begin(owned, owned.taken, message.ring_begin)
             elif kind == "ring_catch_up":
                 await self._catch_up(owned, message.ring_catch_up)
             elif kind == "ring_commit":
-                await self._commit(owned, message.ring_commit.attempt)
-            elif kind == "ring_abort":
-                await self._over(owned, order.round)
-
-    def _average(self, order: Average) -> None:
-        assert self._worker is not None
-        self._worker.snapshot(order.round, order.fragment)
+                await self._commit(owned, owned.taken, message.ring_commit.attempt)
 
     async def _join(
         self,
         round: int,
         version: int,
         samples: int,
-        flat: Mapping[int, torch.Tensor],
+        values: Mapping[int, torch.Tensor],
         counters: Mapping[int, list[int]],
     ) -> None:
         joined = []
-        for number, values in flat.items():
+        for number, snapshot in values.items():
             owned = self._owned[number]
             await self._over(owned, round - 1)
-            contribution = await self._in_thread(owned.state.contribute, values)
-            owned.taken = _Taken(round, version, samples, contribution, counters[number])
+            contribution = await self._in_thread(owned.state.contribute, snapshot)
+            with self._changed:
+                owned.taken = Taken(round, version, samples, contribution, counters[number])
+                self._changed.notify_all()
             joined.append(
                 RingJoined(
                     ring=number,
@@ -260,189 +217,140 @@ class Rings:
                     counters=counters[number],
                 )
             )
-        await self._note_change()
         self._tell(ProviderMessage(round_joined=RoundJoined(deployment=self._deployment, round=round, rings=joined)))
 
-    async def _begin(self, owned: _Owned, order: RingBegin) -> None:
-        assert self._links is not None and owned.taken is not None
-        await self._end_attempt(owned)
-        links, taken = self._links, owned.taken
+    async def _begin(self, owned: OwnedRing, taken: Taken, order: RingBegin) -> None:
+        assert self._lines is not None
+        lines, number = self._lines, order.attempt
         nodes = [member.node for member in order.members]
-        index = order.index
-        after, before = nodes[(index + 1) % len(nodes)], nodes[index - 1]
+        after, before = nodes[(order.index + 1) % len(nodes)], nodes[order.index - 1]
         weights, norms = [m.weight for m in order.members], [m.norm for m in order.members]
-        reduce = await self._in_thread(owned.state.reduce, taken.contribution, weights, index, norms)
+        reduce = await self._in_thread(owned.state.reduce, taken.contribution, weights, order.index, norms)
 
-        async def send(piece: Piece) -> None:
-            place = RingPlace(taken.round, order.ring, order.attempt, piece.hop, piece.segment, piece.chunk)
-            await links.send(after, self._frame(place, piece.data))
+        def send(piece: Piece) -> None:
+            place = RingPlace(taken.round, order.ring, number, piece.hop, piece.segment, piece.chunk)
+            lines.put(after, place, piece.data)
 
-        owned.agreed = tuple(order.counters)
-        owned.attempt = RingAttempt(order.attempt, before, reduce, send, self._in_thread)
+        def ended(error: Exception | None) -> None:
+            self._loop.call_soon_threadsafe(lambda: self._ended(owned, attempt, error))
+
+        attempt = RingAttempt(number, before, reduce, send, ended)
         try:
-            links.want(after)
-            links.want(before)
+            lines.want(after)
+            lines.want(before)
         except PeerError as error:
-            self._tell(ProviderMessage(ring_failed=self._failed(owned, "", str(error))))
+            self._fail(owned, number, self._node_id, str(error))
             return
-        owned.running = asyncio.create_task(self._reduce(owned, owned.attempt))
-        await self._note_change()
+        with self._changed:
+            if owned.attempt is not None:
+                owned.attempt.close()
+            owned.attempt, owned.after, owned.agreed = attempt, after, tuple(order.counters)
+            self._changed.notify_all()
+        await self._in_thread(attempt.start)
 
-    async def _reduce(self, owned: _Owned, attempt: RingAttempt) -> None:
-        assert owned.taken is not None
-        try:
-            await attempt.run()
-            digest = await self._in_thread(lambda: attempt.reduce.digest)
-        except Exception as error:
-            blamed = attempt.before if isinstance(error, PeerError) else ""
+    def _ended(self, owned: OwnedRing, attempt: RingAttempt, error: Exception | None) -> None:
+        """An attempt has the mean, or cannot have it."""
+        if owned.attempt is not attempt or owned.taken is None:
+            return
+        if error is not None:
+            # What breaks the rules came from the owner before; whatever else it is, it happened here.
+            blamed = attempt.before if isinstance(error, PeerError) else self._node_id
             text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
-            self._tell(ProviderMessage(ring_failed=self._failed(owned, blamed, text)))
+            self._fail(owned, attempt.number, blamed, text)
             return
         reduced = RingReduced(
             deployment=self._deployment,
             round=owned.taken.round,
-            ring=owned.ring.ring,
+            ring=owned.number,
             attempt=attempt.number,
-            digest=digest,
+            digest=attempt.reduce.digest,
             bytes_sent=attempt.bytes_sent,
         )
         self._tell(ProviderMessage(ring_reduced=reduced))
 
-    async def _commit(self, owned: _Owned, attempt: int) -> None:
-        taken, done = owned.taken, owned.attempt
-        if taken is None or done is None or done.number != attempt or not done.reduce.done:
+    async def _commit(self, owned: OwnedRing, taken: Taken, number: int) -> None:
+        attempt = owned.attempt
+        if attempt is None or attempt.number != number or not attempt.reduce.done:
             return
-        change = await self._in_thread(owned.state.commit, taken.round, taken.contribution, done.reduce)
+        change = await self._in_thread(owned.state.commit, taken.round, taken.contribution, attempt.reduce)
         owned.samples = taken.samples
         agreed = owned.agreed
         await self._over(owned, taken.round)
         self._apply(owned, taken, change, agreed)
 
-    def _apply(self, owned: _Owned, taken: _Taken, change: Change, agreed: Sequence[int]) -> None:
+    def _apply(self, owned: OwnedRing, taken: Taken, change: Change, agreed: Sequence[int]) -> None:
         assert self._worker is not None
         stage = self._stage
-        applied = RingApplied(deployment=self._deployment, round=taken.round, ring=owned.ring.ring)
+        applied = RingApplied(deployment=self._deployment, round=taken.round, ring=owned.number)
 
         def apply() -> None:
             unchanged = stage.version == taken.version and stage.is_between_updates
-            counters = _counted(owned.ring, stage.state_tensors(), taken.counters, agreed)
+            counters = counted(owned.ring, stage.state_tensors(), taken.counters, agreed)
             stage.shift({**change.adds, **counters}, change.becomes if unchanged else None, change.not_negative)
             self._loop.call_soon_threadsafe(self._tell, ProviderMessage(ring_applied=applied))
 
         self._worker.between(apply)
 
-    async def _catch_up(self, owned: _Owned, order: RingCatchUp) -> None:
-        assert self._links is not None and self._worker is not None
-        self._links.want(order.node)
-        if order.donate:
-            self._spawn(self._donate(owned, order))
+    async def _catch_up(self, owned: OwnedRing, order: RingCatchUp) -> None:
+        assert self._lines is not None
+        self._lines.want(order.node)
+        if not order.donate:
+            with self._changed:
+                owned.expect_donation(order.node, order.committed)
+                self._changed.notify_all()
             return
-        owned.donor, owned.catches_up_to, owned.donated = order.node, order.committed, []
-        await self._note_change()
-
-    async def _donate(self, owned: _Owned, order: RingCatchUp) -> None:
-        assert self._links is not None
         values = await self._in_thread(owned.state.donation)
-        pieces = values.split(_DONATION_VALUES)
+        pieces = torch.split(values, _DONATION_VALUES)
         for number, piece in enumerate(pieces):
-            place = RingPlace(order.round, order.ring, chunk=number, donation=True, last=number == len(pieces) - 1)
-            try:
-                await self._links.send(order.node, self._frame(place, as_bytes(piece)))
-            except PeerError:
-                # Whoever waits for it is late then, and left out.
-                return
+            last = number == len(pieces) - 1
+            place = RingPlace(order.round, order.ring, chunk=number, donation=True, last=last)
+            self._lines.put(order.node, place, piece.view(torch.uint8))
 
-    async def _take_donation(self, owned: _Owned, peer: str, place: RingPlace, data: torch.Tensor) -> None:
-        values = as_values(data)
-        if peer != owned.donor or place.chunk != len(owned.donated) or values.numel() > _DONATION_VALUES:
-            raise PeerError(f"it sent a piece of an anchor of ring {place.ring} that is not awaited")
-        owned.donated.append(values)
-        if sum(map(torch.Tensor.numel, owned.donated)) > 2 * owned.state.vector.coded_values:
-            raise PeerError(f"it sent more than the anchor of ring {place.ring}")
-        if not place.last:
+    async def _caught_up(self, owned: OwnedRing, donated: torch.Tensor) -> None:
+        assert self._worker is not None
+        if owned.taken is None:
             return
-        assert owned.taken is not None and self._worker is not None
-        donation, owned.donated, owned.donor = torch.cat(owned.donated), [], ""
-        change = await self._in_thread(owned.state.catch_up, owned.catches_up_to, donation)
+        try:
+            change = await self._in_thread(owned.state.catch_up, owned.catches_up_to, donated)
+        except PeerError as error:
+            self._fail(owned, 0, owned.donor, str(error))
+            return
         self._worker.between(lambda: self._stage.shift(change.adds))
-        caught_up = RingReduced(
-            deployment=self._deployment, round=owned.taken.round, ring=owned.ring.ring, caught_up=True
-        )
+        caught_up = RingReduced(deployment=self._deployment, round=owned.taken.round, ring=owned.number, caught_up=True)
         self._tell(ProviderMessage(ring_reduced=caught_up))
 
-    async def _over(self, owned: _Owned, round: int) -> None:
+    async def _over(self, owned: OwnedRing, round: int) -> None:
         """Nothing more of rounds up to this one is awaited."""
-        owned.over = max(owned.over, round)
-        if owned.taken is not None and owned.taken.round <= owned.over:
-            owned.taken, owned.agreed, owned.donor, owned.donated = None, (), "", []
-            await self._end_attempt(owned)
-        await self._note_change()
-        if self._links is not None and all(each.taken is None for each in self._owned.values()):
-            await self._links.rest()
+        with self._changed:
+            owned.forget(round)
+            self._changed.notify_all()
+        if self._lines is not None and all(each.taken is None for each in self._owned.values()):
+            await self._lines.rest()
 
-    async def _end_attempt(self, owned: _Owned) -> None:
-        running, attempt = owned.running, owned.attempt
-        owned.running = owned.attempt = None
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-        if attempt is not None:
-            await attempt.close()
-
-    def _failed(self, owned: _Owned, blamed: str, reason: str) -> RingFailed:
-        taken, attempt = owned.taken, owned.attempt
-        return RingFailed(
+    def _fail(self, owned: OwnedRing, attempt: int, blamed: str, reason: str, again: bool = False) -> None:
+        """Tells the coordinator that this owner cannot go on with an attempt."""
+        failed = RingFailed(
             deployment=self._deployment,
-            round=0 if taken is None else taken.round,
-            ring=owned.ring.ring,
-            attempt=0 if attempt is None else attempt.number,
+            round=0 if owned.taken is None else owned.taken.round,
+            ring=owned.number,
+            attempt=attempt,
             blamed=blamed,
             reason=reason,
-            progress=0 if attempt is None else attempt.reduce.progress,
+            progress=0 if owned.attempt is None else owned.attempt.reduce.progress,
+            again=again,
         )
-
-    def _frame(self, place: RingPlace, data: torch.Tensor) -> Frame:
-        return Frame(FrameKind.RING, 0, generation=self._generation, tensors={"data": data}, piece=place)
+        self._tell(ProviderMessage(ring_failed=failed))
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._loop.run_in_executor(self._thread, function, *arguments)
 
-    async def _note_change(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self.on_failure(f"averaging failed: {type(error).__name__}: {error}")
-
-
-def _flat(vector: RingVector, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The ring's tensors in one; an optimizer keeps nothing before its first update, which is as good as zeros."""
-    missing = {entry.name: torch.zeros(entry.shape) for entry in vector.plain if entry.name not in tensors}
-    return vector.flatten({**tensors, **missing})
-
-
-def _counter_names(ring: Ring) -> list[str]:
-    return [f"buffer:{key}" for key in ring.counters]
-
-
-def _counters(ring: Ring, tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    """All counters of the ring, one after the other."""
-    return [int(value) for name in _counter_names(ring) for value in tensors[name].flatten().tolist()]
-
-
-def _counted(
-    ring: Ring, tensors: Mapping[str, torch.Tensor], own: Sequence[int], agreed: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """What each counter is behind the largest of all that took part."""
-    behind = torch.tensor([most - mine for most, mine in zip(agreed, own, strict=True)], dtype=torch.int64)
-    names = _counter_names(ring)
-    parts = torch.split(behind, [tensors[name].numel() for name in names])
-    return {name: part.reshape(tensors[name].shape) for name, part in zip(names, parts, strict=True)}

@@ -1,0 +1,143 @@
+"""One ring as one of its owners sees it: what is kept of it, and how far the round at hand is."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from ravnest.averaging.outer.outer import outer_named
+from ravnest.averaging.ring_state import Contribution, RingState
+from ravnest.averaging.settings import RingSettings
+from ravnest.averaging.vector import Entry, RingVector
+from ravnest.codecs.codec import codec_named
+from ravnest.engine.moments import moment_names
+from ravnest.errors import GraphError, PeerError
+from ravnest.net.frames import RingPlace
+from ravnest.net.v1.control_pb2 import Ring
+from ravnest.provider.ring_attempt import RingAttempt
+from ravnest.spec import OptimizerSpec
+
+
+@dataclass
+class Taken:
+    """What this owner brings into a round."""
+
+    round: int
+    version: int
+    """Of the stage, when the snapshot was taken."""
+    samples: int
+    """That the stage had trained on by then."""
+    contribution: Contribution
+    counters: list[int]
+
+
+@dataclass
+class OwnedRing:
+    """A ring, and how this owner stands in it."""
+
+    ring: Ring
+    state: RingState
+    samples: int = 0
+    """Trained on by this stage at the snapshot of the last round that counted."""
+    taken: Taken | None = None
+    attempt: RingAttempt | None = None
+    after: str = ""
+    """Who this owner sends to in the attempt."""
+    agreed: tuple[int, ...] = ()
+    """The largest of each counter, of all that take part."""
+    over: int = 0
+    """The last round of which nothing more is awaited."""
+    donor: str = ""
+    catches_up_to: int = 0
+    _donated: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, ring: Ring, settings: RingSettings, optimizer: OptimizerSpec, tensors: Mapping[str, torch.Tensor]
+    ) -> Self:
+        """The ring of a stage with these tensors, as deployed; GraphError where it lacks some of the ring's."""
+        names = [f"param:{key}" for key in ring.parameters]
+        plain = [f"buffer:{key}" for key in ring.buffers]
+        missing = [name for name in (*names, *plain, *_counter_names(ring)) if name not in tensors]
+        if missing:
+            raise GraphError(f"ring {ring.ring} has {missing[0][:80]!r}, which this stage does not have")
+        shapes = {name: tuple(tensors[name].shape) for name in (*names, *plain)}
+        for moment in moment_names(optimizer) if settings.optimizer_state else ():
+            for key in ring.parameters:
+                shapes[name := f"optim:{key}:{moment}"] = shapes[f"param:{key}"]
+                plain.append(name)
+        vector = RingVector([Entry(n, shapes[n]) for n in names], [Entry(n, shapes[n]) for n in plain])
+        outer = outer_named(settings.outer, settings.outer_rate, settings.outer_momentum)
+        return cls(ring, RingState(vector, flat(vector, tensors), outer, codec_named(settings.codec)))
+
+    @property
+    def number(self) -> int:
+        return self.ring.ring
+
+    def stands_before(self, place: RingPlace) -> bool:
+        """Whether this piece is of an attempt, or of a donation, that this owner has not been told of yet."""
+        if place.round <= self.over:
+            return False
+        if self.taken is None or place.round > self.taken.round:
+            return True
+        if place.donation:
+            return not self.donor
+        return self.attempt is None or place.attempt > self.attempt.number
+
+    def awaits(self, place: RingPlace) -> bool:
+        if self.taken is None or place.round != self.taken.round or place.round <= self.over:
+            return False
+        if place.donation:
+            return bool(self.donor)
+        return self.attempt is not None and self.attempt.number == place.attempt
+
+    def expect_donation(self, donor: str, committed: int) -> None:
+        """The anchor after this round is on its way from another owner."""
+        self.donor, self.catches_up_to, self._donated = donor, committed, []
+
+    def donation(self, peer: str, place: RingPlace, data: torch.Tensor) -> torch.Tensor | None:
+        """A piece of the anchor has come; all of it, once this was the last. PeerError for one that is not awaited."""
+        if peer != self.donor or place.chunk != len(self._donated) or data.numel() % 4:
+            raise PeerError(f"{peer} sent a piece of an anchor of ring {place.ring} that is not awaited")
+        self._donated.append(data.view(torch.float32))
+        if sum(piece.numel() for piece in self._donated) > 2 * self.state.vector.coded_values:
+            raise PeerError(f"{peer} sent more than the anchor of ring {place.ring}")
+        if not place.last:
+            return None
+        whole, self._donated, self.donor = torch.cat(self._donated), [], ""
+        return whole
+
+    def forget(self, round: int) -> None:
+        """Nothing more of rounds up to this one is awaited."""
+        self.over = max(self.over, round)
+        if self.taken is None or self.taken.round <= self.over:
+            if self.attempt is not None:
+                self.attempt.close()
+            self.taken = self.attempt = None
+            self.after, self.agreed, self.donor, self._donated = "", (), "", []
+
+
+def flat(vector: RingVector, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The ring's tensors in one; an optimizer keeps nothing before its first update, which is as good as zeros."""
+    missing = {entry.name: torch.zeros(entry.shape) for entry in vector.plain if entry.name not in tensors}
+    return vector.flatten({**tensors, **missing})
+
+
+def counters_of(ring: Ring, tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    """All counters of the ring, one after the other."""
+    return [int(value) for name in _counter_names(ring) for value in tensors[name].flatten().tolist()]
+
+
+def counted(
+    ring: Ring, tensors: Mapping[str, torch.Tensor], own: Sequence[int], agreed: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """What each counter is behind the largest of all that took part."""
+    behind = torch.tensor([most - mine for most, mine in zip(agreed, own, strict=True)], dtype=torch.int64)
+    names = _counter_names(ring)
+    parts = torch.split(behind, [tensors[name].numel() for name in names])
+    return {name: part.reshape(tensors[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def _counter_names(ring: Ring) -> list[str]:
+    return [f"buffer:{key}" for key in ring.counters]

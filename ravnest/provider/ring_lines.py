@@ -1,0 +1,211 @@
+"""The lines to the other owners of a stage's rings: direct ones where they can be had, links where not.
+
+Pieces say where they belong, so it does not matter over what they come. A direct line is fast and is lost when its
+connection breaks; a link is slower, outlives its connections, and runs over the coordinator's relay where nobody can be
+dialled. So a direct line is tried first, and after it broke the link is used for the rest of the deployment.
+"""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Final
+
+import torch
+
+from ravnest.errors import PeerError, RefusedError
+from ravnest.net.client import CoordinatorClient
+from ravnest.net.direct_line import DirectLine, dial_direct
+from ravnest.net.frames import Frame, FrameKind, RingPlace
+from ravnest.net.node_identity import NodeIdentity
+from ravnest.net.v1.control_pb2 import Neighbour
+from ravnest.provider.stage_link import StageLink
+
+WINDOW_BYTES: Final = 16 << 20
+"""What may be on its way over a link. Less than between stages: what is left of an attempt that was given up still
+arrives, and holds the next one up."""
+
+_DIAL_SECONDS: Final = 2.0
+
+Take = Callable[[str, int, RingPlace, torch.Tensor], None]
+"""What becomes of a piece, of whom, and of which generation; PeerError where it breaks the rules. Waits while it is
+early."""
+
+
+class RingLines:
+    """The lines of one stage. `put` may be called from any thread, the rest belongs to the network's loop."""
+
+    def __init__(
+        self,
+        peers: Iterable[Neighbour],
+        generation: int,
+        node: NodeIdentity,
+        client: CoordinatorClient,
+        take: Take,
+        is_wanted: Callable[[RingPlace], bool],
+        broke: Callable[[str, str], None],
+    ) -> None:
+        """`is_wanted` says whether a piece is still of use to anybody; `broke` is told on the loop which owner's line
+        broke in the middle of something, and why."""
+        self._lines = {
+            peer.node: _Line(peer, generation, node, client, take, is_wanted, broke, asyncio.get_running_loop())
+            for peer in peers
+        }
+
+    @property
+    def ends(self) -> list[StageLink]:
+        """Of the links that others may dial."""
+        return [line.end for line in self._lines.values()]
+
+    def open(self) -> None:
+        """Begins to take what comes over links."""
+        for line in self._lines.values():
+            line.open()
+
+    def want(self, node_id: str) -> None:
+        """The line to or from this owner is needed from now on. PeerError where there is none."""
+        self._line(node_id).want()
+
+    def put(self, node_id: str, place: RingPlace, data: torch.Tensor) -> None:
+        """Something for an owner, after all that was put before."""
+        self._line(node_id).put(place, data)
+
+    async def rest(self) -> None:
+        """Nothing is needed for now: connections that are there stay, others are not tried any more."""
+        for line in self._lines.values():
+            await line.rest()
+
+    async def close(self, timeout_seconds: float) -> None:
+        await asyncio.gather(*(line.close(timeout_seconds) for line in self._lines.values()))
+
+    def _line(self, node_id: str) -> "_Line":
+        line = self._lines.get(node_id)
+        if line is None:
+            raise PeerError(f"{node_id} owns nothing of the rings of this stage")
+        return line
+
+
+class _Line:
+    """Everything to and from one other owner but direct lines that it dialled."""
+
+    def __init__(
+        self,
+        peer: Neighbour,
+        generation: int,
+        node: NodeIdentity,
+        client: CoordinatorClient,
+        take: Take,
+        is_wanted: Callable[[RingPlace], bool],
+        broke: Callable[[str, str], None],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.end = StageLink(peer, False, node, client, patient=True, window_bytes=WINDOW_BYTES)
+        self._address = peer.direct_address
+        self._generation = generation
+        self._node = node
+        self._take = take
+        self._is_wanted = is_wanted
+        self._broke = broke
+        self._loop = loop
+        self._queue: queue.SimpleQueue[tuple[RingPlace, torch.Tensor] | None] = queue.SimpleQueue()
+        self._direct: DirectLine | None = None
+        self._sending: Future[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._linking: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._arrivals = ThreadPoolExecutor(1, f"ravnest-ring-{peer.node}")
+
+    def open(self) -> None:
+        self._reading = asyncio.create_task(self._read())
+
+    def want(self) -> None:
+        if self._linking is None or self._linking.done():
+            self._linking = asyncio.create_task(_quietly(self.end.run()))
+
+    def put(self, place: RingPlace, data: torch.Tensor) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send_all, name="ravnest-ring-sender", daemon=True)
+            self._thread.start()
+        self._queue.put((place, data))
+
+    async def rest(self) -> None:
+        if self._linking is not None and not self.end.link.connected:
+            await _cancelled(self._linking)
+            self._linking = None
+
+    async def close(self, timeout_seconds: float) -> None:
+        self._closed = True
+        self._queue.put(None)
+        for closing in (self._direct, self._sending):
+            if isinstance(closing, DirectLine):
+                closing.close()
+            elif closing is not None:
+                closing.cancel()
+        await self.end.close(timeout_seconds)
+        for task in (self._linking, self._reading):
+            if task is not None:
+                await _cancelled(task)
+        self._arrivals.shutdown(wait=False, cancel_futures=True)
+
+    # On a thread of its own.
+
+    def _send_all(self) -> None:
+        while (item := self._queue.get()) is not None and not self._closed:
+            place, data = item
+            if not self._is_wanted(place):
+                continue
+            try:
+                self._send(place, data)
+            except (PeerError, CancelledError, RuntimeError) as error:
+                if self._closed:
+                    return
+                self._loop.call_soon_threadsafe(self._broke, self.end.node_id, str(error))
+
+    def _send(self, place: RingPlace, data: torch.Tensor) -> None:
+        if self._direct is None and self._address:
+            try:
+                self._direct = dial_direct(self._address, self.end.node_id, self._node, _DIAL_SECONDS)
+            except PeerError:
+                self._address = ""
+        if self._direct is not None:
+            try:
+                self._direct.send(self._generation, place, data)
+                return
+            except PeerError:
+                self._direct.close()
+                self._direct, self._address = None, ""
+                raise
+        frame = Frame(FrameKind.RING, 0, generation=self._generation, tensors={"data": data}, piece=place)
+        self._sending = asyncio.run_coroutine_threadsafe(self.end.link.send(frame), self._loop)
+        self._sending.result()
+
+    # On the loop.
+
+    async def _read(self) -> None:
+        """Takes what comes over the link; one that breaks the rules is not listened to any more."""
+        link = self.end.link
+        with contextlib.suppress(PeerError):
+            while (frame := await link.receive()) is not None:
+                try:
+                    data = frame.tensors.get("data")
+                    if frame.kind is not FrameKind.RING or frame.piece is None or data is None:
+                        raise PeerError(f"a {frame.kind.name} frame came where only pieces of rings may")
+                    arguments = (self.end.node_id, frame.generation, frame.piece, data)
+                    await self._loop.run_in_executor(self._arrivals, self._take, *arguments)
+                except PeerError as error:
+                    link.fail(RefusedError(f"{self.end.node_id} broke the protocol: {error}"))
+                    self._broke(self.end.node_id, str(error))
+
+
+async def _quietly(work: Awaitable[None]) -> None:
+    # Whoever sends over the link, or waits for what it brings, learns of its end there.
+    with contextlib.suppress(PeerError):
+        await work
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
