@@ -130,6 +130,7 @@ class Job:
         self,
         *,
         providers: int = 2,
+        clusters: int = 1,
         run: str | PathLike[str] | None = None,
         resume: bool = False,
         display: bool = True,
@@ -137,7 +138,8 @@ class Job:
     ) -> "TrainResult":
         """Train on an embedded swarm of `providers` processes on this machine, as `ravnest train` does.
 
-        The providers compute on the `devices` in turn (auto, cpu, cuda:0, mps).
+        They make up so many clusters, each with a whole copy of the model. The providers compute on the `devices` in
+        turn (auto, cpu, cuda:0, mps).
 
         The result says how the run ended (`summary`, as in summary.json) and where the run directory and the trained
         model are (`run`, `model`). Ctrl-C and SIGTERM end the run in good order: it is saved, and the summary's status
@@ -146,7 +148,9 @@ class Job:
         """
         from ravnest.coordinator.embedded import train
 
-        return train(self, providers=providers, run=run, resume=resume, display=display, devices=devices)
+        return train(
+            self, providers=providers, clusters=clusters, run=run, resume=resume, display=display, devices=devices
+        )
 
 
 def _check_model(model: object) -> None:

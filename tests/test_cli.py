@@ -4,6 +4,7 @@ import argparse
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -72,6 +73,7 @@ def test_python_dash_m_is_the_same_command_line() -> None:
         (["train"], "JOB"),
         (["train", "job.py", "--providers", "0"], "'0' is not a whole number of at least 1"),
         (["train", "job.py", "--providers", "two"], "'two' is not a whole number"),
+        (["train", "job.py", "--clusters", "0"], "'0' is not a whole number of at least 1"),
         (["join"], "INVITE"),
         (["join", "ravnest://x", "--memory", "much"], "'much' is not a size: write it as 8GB"),
         (["join", "ravnest://x", "--listen", "7000"], "'7000' is not an address"),
@@ -144,7 +146,27 @@ def test_train_hands_its_arguments_on() -> None:
     assert (args.job, args.providers, args.resume, args.no_display) == ("job.py:small", 4, True, True)
     assert (args.overrides, str(args.directory)) == (["epochs=3", "seed=1"], "runs/a")
     assert args.run is train.run
-    assert parser.parse_args(["train", "job.py"]).overrides == []
+    plain = parser.parse_args(["train", "job.py"])
+    assert (plain.overrides, plain.providers, plain.clusters) == ([], 2, 1)
+    assert parser.parse_args(["train", "job.py", "--clusters", "2"]).clusters == 2
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["train", "job.py", "--providers", "2", "--clusters", "3"],
+        ["serve", "job.py", "--listen", "127.0.0.1:0", "--providers", "2", "--clusters", "3"],
+    ],
+)
+def test_more_clusters_than_providers_are_refused_before_anything_starts(
+    given: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text("job = None")
+    assert cli.main(given) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+    told = capsys.readouterr().err
+    assert "3 clusters cannot be made of 2 providers" in told and "--providers 3 or more, or --clusters 2" in told
 
 
 @pytest.mark.parametrize(

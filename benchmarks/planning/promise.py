@@ -130,7 +130,9 @@ def measured(set_up: SetUp) -> Row:
             return stack.enter_context(running)
 
         listen, count = f"{lab.host('home').address}:7700", str(len(set_up.machines))
-        serving = start("home", "serve", "job.py", "--listen", listen, "--providers", count, "--run", "run")
+        serving = start(
+            "home", "serve", "job.py", "--listen", listen, "--providers", count, "--clusters", "1", "--run", "run"
+        )
         assert serving.process.stdout is not None
         invite = serving.process.stdout.readline().decode().removeprefix("invite: ravnest join ").strip()
         joined = []

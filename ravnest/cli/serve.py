@@ -37,8 +37,15 @@ def add_parser(subparsers: "Subparsers") -> None:
         "--providers",
         metavar="N",
         type=whole_number,
-        help="begin when this many have joined, each with one stage of the model (default: when those that have joined "
-        "have the memory for it together; with --resume as many as before)",
+        help="begin when this many have joined (default: when those that have joined have the memory for the model "
+        "together; with --resume as many as before)",
+    )
+    parser.add_argument(
+        "--clusters",
+        metavar="C",
+        type=whole_number,
+        help="how many clusters they make up, each with a whole copy of the model, which average what they learn; with "
+        "--providers each of those gets a stage (default: as many as are fastest, of those that help)",
     )
     parser.add_argument(
         "--run",
@@ -78,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         listen=args.listen,
         advertise=args.advertise,
         providers=args.providers,
+        clusters=args.clusters,
         run=args.directory,
         resume=args.resume,
         overrides=args.overrides,

@@ -24,6 +24,14 @@ def add_parser(subparsers: "Subparsers") -> None:
         help="how many providers, each with one stage of the model (default: 2)",
     )
     parser.add_argument(
+        "--clusters",
+        metavar="C",
+        type=whole_number,
+        default=1,
+        help="how many clusters they make up, each with a whole copy of the model, which average what they learn "
+        "(default: 1)",
+    )
+    parser.add_argument(
         "--run",
         dest="directory",
         metavar="DIR",
@@ -62,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return embedded.train_from_reference(
         args.job,
         providers=args.providers,
+        clusters=args.clusters,
         run=args.directory,
         resume=args.resume,
         overrides=args.overrides,

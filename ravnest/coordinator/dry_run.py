@@ -7,7 +7,7 @@ from typing import Final
 from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.nodes_file import NodesFile
 from ravnest.coordinator.plan_parts import Parts
-from ravnest.coordinator.planning import goal_of, model_costs
+from ravnest.coordinator.planning import averaging_of, goal_of, model_costs, within_averaging
 from ravnest.coordinator.prepare import prepare
 from ravnest.jobfile import load_job
 from ravnest.overrides import apply_overrides
@@ -17,7 +17,7 @@ from ravnest.planner.formation import form
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Line, Network, Provider
-from ravnest.planner.rings import Ring, rings_of
+from ravnest.planner.rings import Ring
 
 MOST_SEARCHED: Final = 12
 """Up to so many machines, what would be with others is planned anew; for more, it is looked for close to the plan."""
@@ -85,8 +85,13 @@ def dry_run(
     tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
     model = model_costs(prepared)
     goal = replace(goal_of(job, None, None), least_stages=least_stages, most_clusters=most_clusters)
+    goal = within_averaging(captured.graph, goal)
     plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
     by_name = {provider.name: provider for provider in providers}
+    rings: tuple[Ring, ...] = ()
+    if len(plan.clusters) > 1:
+        averaged = averaging_of(job.averaging, captured.graph, model, goal, nodes.network, by_name, plan)
+        plan, goal, rings = averaged.plan, averaged.goal, averaged.rings
     tell("looking at what would make it better")
 
     def search(goal: Goal, network: Network, others: Sequence[Provider]) -> Plan:
@@ -101,7 +106,7 @@ def dry_run(
         goal=goal,
         model=model,
         parts=Parts.of(captured.graph),
-        rings=rings_of(plan, model, nodes.network, by_name) if len(plan.clusters) > 1 else (),
+        rings=rings,
         explanation=explain(model, goal, nodes.network, by_name, plan, search if few else None),
         devices=nodes.devices,
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Self
 from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.loop import NetworkLoop
 from ravnest.coordinator.processes import ProviderProcesses
-from ravnest.coordinator.starting import choose_display, showing
+from ravnest.coordinator.starting import check_clusters, choose_display, showing
 from ravnest.monitor.run_directory import check_run
 from ravnest.reference import parse_reference
 
@@ -32,21 +32,25 @@ def train(
     job: "Job",
     *,
     providers: int = 2,
+    clusters: int = 1,
     run: str | PathLike[str] | None = None,
     resume: bool = False,
     display: bool = True,
     devices: Sequence[str] = ("auto",),
 ) -> "TrainResult":
-    """Trains the job on `providers` processes of this machine; raises a RavnestError when it cannot go on."""
+    """Trains the job on `providers` processes of this machine, in so many clusters; raises a RavnestError when it
+    cannot go on."""
+    check_clusters(providers, clusters)
     check_run(None if run is None else Path(run), job_name="job", resume=resume)
     with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
-        return swarm.train(job, run=run, resume=resume, display=display, interrupts=interrupts)
+        return swarm.train(job, clusters=clusters, run=run, resume=resume, display=display, interrupts=interrupts)
 
 
 def train_from_reference(
     reference: str,
     *,
     providers: int,
+    clusters: int,
     run: Path | None,
     resume: bool,
     overrides: list[str],
@@ -57,6 +61,7 @@ def train_from_reference(
     (SIGINT, SIGTERM)."""
     # What can be told without torch is told before anything is started.
     name = parse_reference(reference).title
+    check_clusters(providers, clusters)
     check_run(run, job_name=name, resume=resume)
     with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
         shown = choose_display(enabled=True, plain=not display)
@@ -68,7 +73,9 @@ def train_from_reference(
 
                 job = apply_overrides(load_job(reference), overrides)
                 interrupts.check()
-            result = swarm.train(job, name=name, run=run, resume=resume, display=shown, interrupts=interrupts)
+            result = swarm.train(
+                job, clusters=clusters, name=name, run=run, resume=resume, display=shown, interrupts=interrupts
+            )
     return 0 if result.summary.status == "finished" else interrupts.exit_code
 
 
@@ -96,16 +103,19 @@ class EmbeddedSwarm:
         job: "Job",
         *,
         providers: int | None = None,
+        clusters: int = 1,
         name: str = "job",
         run: str | PathLike[str] | None = None,
         resume: bool = False,
         display: "bool | Display" = True,
         interrupts: Interrupts | None = None,
     ) -> "TrainResult":
-        """Trains the job on the first `providers` of the swarm (None: all); a RavnestError when it cannot go on."""
+        """Trains the job on the first `providers` of the swarm (None: all), in so many clusters; a RavnestError when it
+        cannot go on."""
         from ravnest.coordinator.session import Session
 
         count = self._processes.count if providers is None else min(providers, self._processes.count)
+        check_clusters(count, clusters)
         loop, swarm = self._open()
         shown = choose_display(enabled=display, plain=False) if isinstance(display, bool) else display
         path = None if run is None else Path(run)
@@ -120,7 +130,7 @@ class EmbeddedSwarm:
             stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
             self._processes.on_death(lambda name, how: loop.soon(session.coordinator.lost, name, how))
             threads = max(1, (os.cpu_count() or 1) // count)
-            return session.train(count, threads, loop.call)
+            return session.train(count, clusters, threads, loop.call)
 
     def _open(self) -> "tuple[NetworkLoop, Swarm]":
         """The network's loop and the swarm on it; at the first call they start and the providers are invited."""

@@ -12,12 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.amounts import counted
+from ravnest.codecs.codec import codec_named
 from ravnest.coordinator.measures import measure_pairs
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.reachability import Reach
-from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, average_every, flight_reason
+from ravnest.coordinator.run_plan import ClusterPlan as ClusterPlan
+from ravnest.coordinator.run_plan import RingPlan as RingPlan
 from ravnest.coordinator.run_plan import RunPlan as RunPlan
+from ravnest.coordinator.run_plan import average_every, flight_reason
+from ravnest.coordinator.starting import check_clusters
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import PeerError, PlanError
 from ravnest.graph.layout import layout
@@ -30,8 +34,8 @@ from ravnest.planner.formation import form
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.providers import Goal, Line, Network, Pair, Provider, Requester
-from ravnest.planner.ring_tensors import by_fragment, check_can_be_averaged, fragments, tensors_of
-from ravnest.planner.rings import rings_of, round_seconds
+from ravnest.planner.ring_tensors import RingPart, by_fragment, check_can_be_averaged, fragments, tensors_of
+from ravnest.planner.rings import Ring, rings_of, round_seconds
 from ravnest.planner.stage_plan import stages_of
 from ravnest.settings import Averaging
 
@@ -40,11 +44,6 @@ SPEEDS = (1e-5, 1e5)
 RATES = (1e3, 1e12)
 """Bytes a second of a line."""
 MOST_LATENCY_SECONDS = 10.0
-
-RUN_CLUSTERS = 1
-
-_CODEC_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1 + 4 / 256, "int4": 0.5 + 2 / 64}
-"""What a number takes in each codec, with its part of a block's scale."""
 
 OPERATOR_SECONDS = 100e-6
 """What a GPU takes to start an operator and its backward. Measured with small models on an NVIDIA H200."""
@@ -76,11 +75,7 @@ def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
     With a number of clusters there are exactly so many, and with one of providers too, each of these has a stage.
     Without one of clusters, there are as many as is best. PlanError where there are fewer providers than clusters.
     """
-    if clusters is not None and providers is not None and providers < clusters:
-        raise PlanError(
-            f"{counted(clusters, 'cluster')} cannot be made of {counted(providers, 'provider')}, as each needs one at "
-            f"least: use --providers {clusters} or more, or --clusters {providers} or fewer."
-        )
+    check_clusters(providers, clusters)
     pipeline, averaging = job.pipeline, job.averaging
     everybody = providers if providers is not None and clusters is not None else 0
     return Goal(
@@ -120,7 +115,7 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
     if goal.least_clusters == 1:
         check_stages(model, goal.least_stages)
     by_name = {p.name: p for p in providers}
-    plan = form(model, goal, network, providers)
+    plan = form(model, within_averaging(graph, goal), network, providers)
     if len(plan.clusters) == 1:
         cluster = plan.clusters[0]
         reason = (
@@ -128,32 +123,74 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
             f"flight; {plan.limit or cluster.limit} limits it to {plan.predicted_samples_per_second:.1f} samples/s"
         )
         return RunPlan(plan, _cluster_plans(graph, plan, by_name), reason)
-    check_can_be_averaged(graph)
-    settings = prepared.job.averaging
-    rings = rings_of(plan, model, network, by_name)
-    where = layout(graph)
-    parts = fragments([(ring, tensors_of(graph, where, ring)) for ring in rings], settings.fragments)
-    seconds = max(
-        round_seconds([part.as_ring(goal.average_share) for part in group], network, by_name)
-        for group in by_fragment(parts)
-    )
-    every, why = average_every(settings, plan.rates, model.samples, goal.accumulate, seconds, len(by_fragment(parts)))
-    # Only now is it known how often there will be a round.
-    every_microbatches = max(1, round(every / model.samples / len(plan.clusters)))
-    plan = plan_of(replace(goal, average_every=every_microbatches), network, by_name, plan.clusters)
+    found = averaging_of(prepared.job.averaging, graph, model, goal, network, by_name, plan)
+    plan = found.plan
     reason = (
         f"{len(plan.clusters)} clusters of {_and([str(len(c.stages)) for c in plan.clusters])} stages; "
-        f"{plan.limit or 'each by itself'} limits them to {plan.predicted_samples_per_second:.1f} samples/s; {why}"
+        f"{plan.limit or 'each by itself'} limits them to {plan.predicted_samples_per_second:.1f} samples/s; "
+        f"{found.reason}"
     )
     return RunPlan(
         plan,
         _cluster_plans(graph, plan, by_name),
         reason,
-        rings=tuple(RingPlan(i, part.fragment, part.ring.owners, part.tensors) for i, part in enumerate(parts)),
-        round_seconds=seconds,
-        average_every=every,
-        average_reason=why,
+        rings=tuple(RingPlan(i, part.fragment, part.ring.owners, part.tensors) for i, part in enumerate(found.parts)),
+        round_seconds=found.round_seconds,
+        average_every=found.every,
+        average_reason=found.reason,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AveragingOf:
+    """How the clusters of a plan average."""
+
+    rings: tuple[Ring, ...]
+    parts: tuple[RingPart, ...]
+    round_seconds: float
+    """Of the fragment that takes longest."""
+    every: int
+    """Samples of all clusters together."""
+    reason: str
+    goal: Goal
+    plan: Plan
+    """With the rate that comes of rounds as often as that."""
+
+
+def averaging_of(
+    settings: Averaging,
+    graph: PortableGraph,
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    providers: Mapping[str, Provider],
+    plan: Plan,
+) -> AveragingOf:
+    """Who averages what with whom in a plan of several clusters, and how often."""
+    where = layout(graph)
+    rings = rings_of(plan, model, network, providers)
+    parts = fragments([(ring, tensors_of(graph, where, ring)) for ring in rings], settings.fragments)
+    groups = by_fragment(parts)
+    seconds = max(
+        round_seconds([part.as_ring(goal.average_share) for part in group], network, providers) for group in groups
+    )
+    every, reason = average_every(settings, plan.rates, model.samples, goal.accumulate, seconds, len(groups))
+    # Only now is it known how often there will be a round.
+    goal = replace(goal, average_every=max(1, round(every / model.samples / len(plan.clusters))))
+    plan = plan_of(goal, network, providers, plan.clusters)
+    return AveragingOf(rings, parts, seconds, every, reason, goal, plan)
+
+
+def within_averaging(graph: PortableGraph, goal: Goal) -> Goal:
+    """The goal, of one cluster where clusters cannot average this model; PlanError where it is to have several."""
+    if goal.most_clusters != 1:
+        try:
+            check_can_be_averaged(graph)
+        except PlanError:
+            if goal.least_clusters > 1:
+                raise
+            return replace(goal, most_clusters=1)
+    return goal
 
 
 def _cluster_plans(graph: PortableGraph, plan: Plan, providers: Mapping[str, Provider]) -> tuple[ClusterPlan, ...]:
@@ -286,8 +323,9 @@ def requester_of(members: Sequence[Member], host: str) -> Requester:
 
 def _averaged_bytes(averaging: Averaging) -> float:
     """What a number of a parameter takes on the line in a round."""
+    some = 1 << 20
     moments = 8.0 if averaging.optimizer_state else 0.0
-    return _CODEC_BYTES[averaging.codec] + moments
+    return codec_named(averaging.codec).size_bytes(some) / some + moments
 
 
 def _averaging_memory(job: Job) -> float:

@@ -84,22 +84,6 @@ class RunPlan:
         return {stage.node: cluster.id for cluster in self.clusters for stage in cluster.stages}
 
     @property
-    def in_flight(self) -> int:
-        return self.clusters[0].in_flight
-
-    @property
-    def ahead(self) -> int:
-        return self.clusters[0].ahead
-
-    @property
-    def places(self) -> tuple[int, ...]:
-        return self.clusters[0].places
-
-    @property
-    def flight_reason(self) -> str:
-        return self.clusters[0].flight_reason
-
-    @property
     def fragments(self) -> int:
         """In how many rounds everything is averaged once."""
         return max((ring.fragment for ring in self.rings), default=0) + 1

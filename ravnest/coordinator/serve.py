@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.loop import NetworkLoop
-from ravnest.coordinator.starting import choose_display, showing
+from ravnest.coordinator.starting import check_clusters, choose_display, showing
 from ravnest.errors import RunError
 from ravnest.monitor.run_directory import RunDirectory, check_run
 from ravnest.reference import parse_reference
@@ -33,6 +33,7 @@ def serve_from_reference(
     listen: HostPort | None,
     advertise: HostPort | None,
     providers: int | None,
+    clusters: int | None = None,
     run: Path | None,
     resume: bool,
     overrides: list[str],
@@ -40,9 +41,11 @@ def serve_from_reference(
 ) -> int:
     """`ravnest serve`. The exit code: 0 when the run finished, 130 or 143 when it was interrupted.
 
-    `listen`, `advertise` and `providers` are None for what they were when the run was served before.
+    `listen`, `advertise` and `providers` are None for what they were when the run was served before; `clusters` is None
+    for as many as are fastest.
     """
     name = parse_reference(reference).title
+    check_clusters(providers, clusters)
     check_run(run, job_name=name, resume=resume)
     with Interrupts() as interrupts, ExitStack() as stack:
         folder = stack.enter_context(RunDirectory.open(run, job_name=name, resume=resume))
@@ -57,7 +60,7 @@ def serve_from_reference(
 
             job = apply_overrides(load_job(reference), overrides)
             interrupts.check()
-        result = swarm.train(job, name, resume, interrupts, started)
+        result = swarm.train(job, name, resume, interrupts, started, clusters)
     return 0 if result.summary.status == "finished" else interrupts.exit_code
 
 
@@ -127,7 +130,15 @@ class ServedSwarm:
             self._ended = "the run has failed" if isinstance(error, Exception) else "the coordinator was stopped"
         self._stack.close()
 
-    def train(self, job: "Job", name: str, resume: bool, interrupts: Interrupts, started: float) -> "TrainResult":
+    def train(
+        self,
+        job: "Job",
+        name: str,
+        resume: bool,
+        interrupts: Interrupts,
+        started: float,
+        clusters: int | None = None,
+    ) -> "TrainResult":
         """Trains the job on the first providers that have joined; a RavnestError when it cannot go on."""
         from ravnest.coordinator.session import Session
 
@@ -142,7 +153,7 @@ class ServedSwarm:
             stack.callback(session.close)
             loop.call(session.coordinator.start())
             stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
-            result = session.train(self._providers, None, loop.call)
+            result = session.train(self._providers, clusters, None, loop.call)
         self._ended = f"the run has {result.summary.status}"
         return result
 

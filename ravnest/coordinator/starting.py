@@ -1,4 +1,4 @@
-"""What a run shows before it has anything to show."""
+"""What is asked of a run before it starts, and what it shows before it has anything to show."""
 
 import sys
 import threading
@@ -7,12 +7,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ravnest.amounts import counted
+from ravnest.errors import PlanError
 from ravnest.monitor.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from ravnest.monitor.display import Display
 
 _SHOW_SECONDS = 0.25
+
+
+def check_clusters(providers: int | None, clusters: int | None) -> None:
+    """PlanError where so many providers, as far as their number is known, cannot make up so many clusters."""
+    if clusters is None:
+        return
+    if clusters < 1:
+        raise PlanError(f"a run cannot have {clusters} clusters: use at least 1")
+    if providers is not None and 0 < providers < clusters:
+        raise PlanError(
+            f"{counted(clusters, 'cluster')} cannot be made of {counted(providers, 'provider')}, as each needs at "
+            f"least one: use --providers {clusters} or more, or --clusters {providers} or fewer"
+        )
 
 
 def choose_display(*, enabled: bool, plain: bool) -> "Display":

@@ -160,7 +160,9 @@ def test_a_plan_names_every_stage_what_limits_it_and_the_rate(prepared: Prepared
     planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 3, 1))
     assert {stage.node for stage in planned.stages} == {"p0", "p1", "p2"}
     assert [stage.role for stage in planned.stages] == ["root", "stem", "leaf"]
-    assert list(planned.places) == [stage.start for stage in planned.plan.clusters[0].stages[1:]]
+    (cluster,) = planned.clusters
+    assert list(cluster.places) == [stage.start for stage in planned.plan.clusters[0].stages[1:]]
+    assert (planned.rings, planned.average_every, planned.round_seconds, planned.fragments) == ((), 0, 0.0, 1)
     assert "3 stages" in planned.reason and "limits it to" in planned.reason
     assert planned.predicted_samples_per_second > 0
     assert sum(stage.parameters for stage in planned.stages) == 4 * (64 * 64 + 64)
@@ -230,6 +232,27 @@ def test_averaging_takes_memory_of_every_provider_of_several_clusters(prepared: 
     assert half.average_memory == 6.0
 
 
+def test_a_model_that_cannot_be_averaged_is_planned_for_one_cluster_unless_several_are_asked_for() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(70_000, dtype=torch.long))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.seen += 1  # type: ignore[operator]
+            return self.other(self.one(x).relu())  # type: ignore[no-any-return]
+
+    batches = [(torch.randn(n, 4), torch.randn(n, 4)) for n in (8, 7)]
+    job = Job(model=Counting(), loss=F.mse_loss, train_data=batches, optimizer=torch.optim.SGD)
+    prepared = prepare(job, 1, None, lambda phase: None)
+    providers = [Provider(name=f"p{i}", memory_bytes=1 << 40) for i in range(2)]
+    assert len(plan_members(prepared, providers, Network(), goal_of(job, None, None)).clusters) == 1
+    with pytest.raises(PlanError, match=r"The buffer seen has 70,000 whole numbers"):
+        plan_members(prepared, providers, Network(), goal_of(job, 2, 2))
+
+
 def test_fewer_providers_than_clusters_are_refused_with_both_ways_out(prepared: Prepared) -> None:
     with pytest.raises(PlanError, match=r"3 clusters cannot be made of 2 providers.*--providers 3.*--clusters 2"):
         goal_of(prepared.job, 2, 3)
@@ -254,5 +277,5 @@ def test_more_is_fed_ahead_the_farther_the_coordinator_is(prepared: Prepared) ->
     for providers in (near, far):
         planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 2, 1))
         ahead.append(feed_ahead(planned.plan.clusters[0], {p.name: p for p in providers}))
-        assert planned.ahead == ahead[-1]
+        assert planned.clusters[0].ahead == ahead[-1]
     assert ahead[0] < ahead[1] <= 34

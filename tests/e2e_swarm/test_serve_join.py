@@ -84,7 +84,7 @@ def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
     path = a_job_file(tmp_path, eval_data="batches", epochs="3", pipeline="ravnest.Pipeline(in_flight=1)")
     alone = swarm.train(load_job(str(path)), providers=3, run=tmp_path / "embedded", display=False)
 
-    serving, invite = machines.serve("--providers", "3")
+    serving, invite = machines.serve("--providers", "3", "--clusters", "1")
     # So much slower that no measuring on a busy machine could be wrong by as much.
     providers = [machines.join(invite, "Anna's PC", "--pretend-slower", "20")]
     providers += [machines.join(invite, "ben"), machines.join(invite, "ben")]
@@ -168,7 +168,7 @@ def test_an_invite_that_is_no_longer_good_is_refused_with_one_sentence(machines:
 
 def test_a_node_that_is_kicked_is_out_and_the_swarm_goes_on_without_it(machines: Swarm) -> None:
     a_job_file(machines.folder)
-    serving, invite = machines.serve("--providers", "2")
+    serving, invite = machines.serve("--providers", "2", "--clusters", "1")
     ben = machines.join(invite, "ben")
     serving.until("] ben joined with cpu, ")
     serving.until("Mbit/s: 1 of 2 providers")
@@ -225,7 +225,7 @@ def test_a_coordinator_that_was_killed_is_taken_up_by_the_next(machines: Swarm) 
         data="lambda: endless(batches)",
         checkpoint="ravnest.Checkpoint(every_updates=5, every_seconds=None)",
     )
-    serving, invite = machines.serve("--providers", "2", "--advertise", "127.0.0.2:0")
+    serving, invite = machines.serve("--providers", "2", "--clusters", "1", "--advertise", "127.0.0.2:0")
     providers = [machines.join(invite, name) for name in ("anna", "ben")]
     for provider in providers:
         provider.until("training ")
@@ -238,7 +238,7 @@ def test_a_coordinator_that_was_killed_is_taken_up_by_the_next(machines: Swarm) 
     seen = ravnest("status", "run", folder=machines.folder).stdout
     assert "connected" not in seen and re.search(r"^ben +last seen .* ago +cpu ", seen, re.M), seen
 
-    again, fresh = machines.serve("--resume", "--set", "max_updates=1000000", port=None)
+    again, fresh = machines.serve("--resume", "--clusters", "1", "--set", "max_updates=1000000", port=None)
     assert fresh.address == invite.address and fresh.fingerprint == invite.fingerprint
     again.until("] knows ")
     assert re.search(r"\] knows (anna and ben|ben and anna) from before: waiting for them to come back\n", again.said)

@@ -72,7 +72,8 @@ class Internet:
         """`ravnest serve` on its host and a `ravnest join` on each of the others."""
         home = self.lab.host("home")
         (self.folder / "job.py").write_text(job)
-        words = ("serve", "job.py", "--listen", f"{home.address}:7700", "--providers", "5", "--run", "run")
+        size = ("--providers", "5", "--clusters", "1")
+        words = ("serve", "job.py", "--listen", f"{home.address}:7700", *size, "--run", "run")
         serving = self._stack.enter_context(Running(*words, folder=self.folder, on=home.command))
         assert serving.process.stdout is not None
         line = serving.process.stdout.readline().decode()
