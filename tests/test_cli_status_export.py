@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from ravnest.errors import RunError
 from ravnest.graph.weights import stream_tensors
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.run_directory import RunDirectory
-from ravnest.monitor.summary import ClusterSummary, Ledger, StageSummary, Staleness, Status, Summary
+from ravnest.monitor.summary import Averaging, ClusterSummary, Ledger, StageSummary, Staleness, Status, Summary
 
 
 def call(*words: str) -> int:
@@ -92,6 +94,24 @@ def run(tmp_path: Path) -> RunDirectory:
     save_file({"table": torch.arange(3)}, run.static_path)
     run.close()
     return run
+
+
+def test_several_clusters_are_told_with_what_they_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDirectory.open(tmp_path / "run", job_name="job", resume=False) as run:
+        one = a_summary()
+        other = replace(one.clusters[0], id=1, samples=5000, samples_per_second=400.0)
+        averaged = Averaging(rounds=7, rings=2, seconds_mean=0.5, bytes=1 << 20, skipped=1)
+        replace(one, clusters=(one.clusters[0], other), averaging=averaged).write(run)
+        with closing(EventLog(run.events_path)) as events:
+            events.emit("round", "round 7: 2 rings of 2 rings averaged by 2 clusters in 0.51 s")
+            events.emit("round_skipped", "round 8: nothing was averaged")
+            events.emit("checkpoint", "checkpoint 9 is complete")
+    assert call("status", str(run.path)) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "clusters 14,370 samples at 1,245/s in 0, 5,000 samples at 400/s in 1" in told
+    assert "averaging 7 rounds of 2 rings, 0.5 s each, 1 MiB sent, 1 skipped" in told
+    assert "last round round 8: nothing was averaged" in told
+    assert "0 0 root p1" in told and "1 0 root p1" in told
 
 
 def test_status_shows_results_stages_and_the_last_events(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

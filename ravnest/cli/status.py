@@ -111,6 +111,10 @@ def _print(
     if summary is not None:
         for name, value in final_facts(summary):
             console.print(Text.assemble((f"{name:<14}", "dim"), words.printable(value)), soft_wrap=True)
+        round_ = next((event for event in reversed(events) if event.get("kind") in ("round", "round_skipped")), None)
+        if round_ is not None:
+            told = words.printable(str(round_.get("reason", "")))
+            console.print(Text.assemble((f"{'last round':<14}", "dim"), told), soft_wrap=True)
         ledger = summary.ledger
         if ledger.fed:
             text = f"fed {words.count(ledger.fed)}, completed {words.count(ledger.completed)}, replayed "

@@ -17,10 +17,7 @@ from ravnest.coordinator.measures import measure_pairs
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.reachability import Reach
-from ravnest.coordinator.run_plan import ClusterPlan as ClusterPlan
-from ravnest.coordinator.run_plan import RingPlan as RingPlan
-from ravnest.coordinator.run_plan import RunPlan as RunPlan
-from ravnest.coordinator.run_plan import average_every, flight_reason
+from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan, average_every, flight_reason
 from ravnest.coordinator.starting import check_clusters
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import PeerError, PlanError

@@ -11,7 +11,7 @@ from ravnest.coordinator.ledger import Ledger
 from ravnest.coordinator.rounds import Rounds
 from ravnest.coordinator.run_plan import RunPlan
 from ravnest.monitor import summary as written
-from ravnest.monitor.snapshot import Snapshot, StageView
+from ravnest.monitor.snapshot import ClusterView, Snapshot, StageView
 from ravnest.monitor.summary import ClusterSummary, Fault, StageLink, StageSummary, Staleness, Status, Summary
 from ravnest.net.v1.control_pb2 import Report
 from ravnest.planner.stage_plan import StagePlan
@@ -139,9 +139,22 @@ class Progress:
             predicted_samples_per_second=self.plan.predicted_samples_per_second if self.plan else None,
             eta_seconds=(total - self.ledger.samples) / rate if total is not None and rate > 0 else None,
             elapsed_seconds=self.elapsed_seconds,
-            stages=tuple(self._view(s, rate) for s in self._stages()),
+            stages=tuple(self._view(self._stage(s), s.cluster, rate) for s in (self.plan.stages if self.plan else ())),
+            clusters=tuple(self._cluster_views(rate)),
+            averaging=None if self.rounds is None else self.rounds.summary(),
+            last_round="" if self.rounds is None else self.rounds.last,
             title=self.title,
         )
+
+    def _cluster_views(self, rate: float) -> Iterator[ClusterView]:
+        """Each with its share of the rate of now; none where there is one cluster."""
+        found = list(self._cluster_summaries(rate))
+        if self.clusters is None or len(found) < 2:
+            return
+        for cluster, seen in zip(self.clusters.all, found, strict=True):
+            yield ClusterView(
+                id=seen.id, samples=seen.samples, samples_per_second=seen.samples_per_second, lost=cluster.lost
+            )
 
     def _epoch_shown(self) -> int:
         """Counted from 1. An evaluation belongs to the epoch before it, though its data has been fed to the end."""
@@ -197,9 +210,6 @@ class Progress:
         part = place.position / self.epoch_batches if self.epoch_batches else 0.0
         return round(place.epoch + min(1.0, part), 4)
 
-    def _stages(self) -> list[StageSummary]:
-        return [] if self.plan is None else [self._stage(stage) for stage in self.plan.stages]
-
     def _stage(self, stage: StagePlan) -> StageSummary:
         report = self.reports.get(stage.node, Report())
         updates = report.updates
@@ -232,7 +242,7 @@ class Progress:
             ),
         )
 
-    def _view(self, stage: StageSummary, rate: float) -> StageView:
+    def _view(self, stage: StageSummary, cluster: int, rate: float) -> StageView:
         return StageView(
             provider=stage.provider,
             stage=stage.stage,
@@ -245,6 +255,7 @@ class Progress:
             memory_bytes=stage.peak_memory_bytes,
             updates=stage.updates,
             samples_per_second=rate,
+            cluster=cluster,
         )
 
 

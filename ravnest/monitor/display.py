@@ -5,6 +5,7 @@ from typing import Final, Protocol, TextIO
 
 from rich.console import Console
 
+from ravnest.amounts import counted
 from ravnest.monitor import words
 from ravnest.monitor.live import LiveDisplay
 from ravnest.monitor.report import final_lines
@@ -120,6 +121,8 @@ def _progress(snapshot: Snapshot) -> str:
         parts.append(f"loss {words.measure(snapshot.train_loss)}")
     if snapshot.samples_per_second:
         parts.append(f"{words.rate(snapshot.samples_per_second)} samples/s")
+    if snapshot.averaging is not None and snapshot.averaging.rounds:
+        parts.append(f"{counted(snapshot.averaging.rounds, 'round')} of averaging")
     if snapshot.eta_seconds is not None:
         parts.append(f"{words.duration(snapshot.eta_seconds)} left")
     return "   ".join(parts)

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from ravnest.monitor import words
 from ravnest.monitor.files import write_atomic
-from ravnest.monitor.report import final_facts, headline
-from ravnest.monitor.snapshot import Snapshot, StageView
+from ravnest.monitor.report import averaging_in_words, final_facts, headline
+from ravnest.monitor.snapshot import Snapshot
 from ravnest.monitor.summary import Summary
 
 _LINES_AROUND_STAGES: Final = 9
@@ -114,7 +114,7 @@ class LiveDisplay:
             if self._summary is None:
                 return _picture(self._snapshot, max_stages=len(self._snapshot.stages))
             if self._snapshot.stages:
-                parts = [Text(), _stage_table(self._snapshot.stages), Text()]
+                parts = [Text(), _stage_table(self._snapshot), Text()]
         if self._summary is not None:
             parts.append(_results(self._summary))
         return Group(*parts)
@@ -126,9 +126,13 @@ def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
         parts += [_bar(snapshot), _numbers(snapshot)]
     if snapshot.eval:
         parts.append(_named("evaluation", words.measures(snapshot.eval)))
+    if snapshot.averaging is not None:
+        last = f"; {snapshot.last_round}" if snapshot.last_round else ""
+        parts.append(_named("averaging", f"{averaging_in_words(snapshot.averaging)}{last}"))
     if snapshot.stages:
-        parts += [Text(), _stage_table(snapshot.stages[:max_stages])]
-        hidden = len(snapshot.stages) - max_stages
+        room = max_stages - len(snapshot.clusters) - (snapshot.averaging is not None)
+        parts += [Text(), _stage_table(snapshot, room := max(1, room))]
+        hidden = len(snapshot.stages) - room
         if hidden > 0:
             parts.append(Text(f"… and {hidden} more stages", style="dim"))
     return Group(*parts)
@@ -189,7 +193,8 @@ def _named(name: str, value: str) -> Text:
     return Text.assemble((f"{name} ", "dim"), words.printable(value))
 
 
-def _stage_table(stages: tuple[StageView, ...]) -> Table:
+def _stage_table(snapshot: Snapshot, most: int | None = None) -> Table:
+    """A line for each stage, of at most so many; of several clusters, each has one of its own before its stages."""
     table = Table(box=None, expand=True, header_style="dim", padding=(0, 1), pad_edge=False)
     table.add_column("stage", no_wrap=True)
     table.add_column("provider", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -198,7 +203,13 @@ def _stage_table(stages: tuple[StageView, ...]) -> Table:
     table.add_column("busy", no_wrap=True)
     table.add_column("staleness", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
-    for view in stages:
+    begun = {view.id: view for view in snapshot.clusters}
+    for view in snapshot.stages[:most]:
+        cluster = begun.pop(view.cluster, None)
+        if cluster is not None:
+            rate = f"{words.rate(cluster.samples_per_second)} samples/s, {words.count(cluster.samples)} samples"
+            told = f"lost: {words.printable(cluster.lost)}" if cluster.lost else rate
+            table.add_row(f"cluster {cluster.id}", Text(told, style="red" if cluster.lost else "dim"))
         table.add_row(
             Text.assemble(f"{view.stage} ", (words.printable(view.role), "dim")),
             Text(words.printable(view.provider)),

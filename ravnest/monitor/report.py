@@ -1,7 +1,13 @@
 """The last words of a run: what it did, how well, how fast, and where the model is."""
 
+from collections.abc import Sequence
+from typing import Final
+
+from ravnest.amounts import counted
 from ravnest.monitor import words
-from ravnest.monitor.summary import Summary
+from ravnest.monitor.summary import Averaging, ClusterSummary, Summary
+
+_NAMED_CLUSTERS: Final = 4
 
 
 def final_lines(summary: Summary) -> list[str]:
@@ -28,11 +34,37 @@ def final_facts(summary: Summary) -> list[tuple[str, str]]:
         updates = f"{words.count(summary.updates)} updates"
         facts.append(("training", f"{words.count(summary.samples)} samples, {epochs}, {updates}{loss}"))
         facts.append(("speed", _speed(summary)))
+    if len(summary.clusters) > 1:
+        facts.append(("clusters", _clusters(summary.clusters)))
+        facts.append(("averaging", averaging_in_words(summary.averaging)))
     if summary.faults:
         facts.append(("faults", str(len(summary.faults))))
     if summary.model is not None:
         facts.append(("model", summary.model))
     return facts
+
+
+def averaging_in_words(averaging: Averaging) -> str:
+    """Like "12 rounds of 3 rings, 0.4 s each, 35.1 MiB sent, 1 skipped"."""
+    if not averaging.rounds and not averaging.skipped:
+        return "no round yet"
+    text = f"{counted(averaging.rounds, 'round')} of {counted(averaging.rings, 'ring')}"
+    if averaging.seconds_mean is not None:
+        text += f", {words.duration(averaging.seconds_mean)} each"
+    text += f", {words.size(averaging.bytes)} sent"
+    return f"{text}, {words.count(averaging.skipped)} skipped" if averaging.skipped else text
+
+
+def _clusters(clusters: Sequence[ClusterSummary]) -> str:
+    """Each for itself, or of many the slowest and the fastest."""
+    if len(clusters) > _NAMED_CLUSTERS:
+        rates = [cluster.samples_per_second for cluster in clusters]
+        return f"{len(clusters)}, of {words.rate(min(rates))} to {words.rate(max(rates))} samples/s"
+    each = [
+        f"{words.count(cluster.samples)} samples at {words.rate(cluster.samples_per_second)}/s in {cluster.id}"
+        for cluster in clusters
+    ]
+    return ", ".join(each)
 
 
 def _speed(summary: Summary) -> str:

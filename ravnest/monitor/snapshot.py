@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ravnest.monitor.summary import Averaging
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
@@ -19,6 +21,18 @@ class StageView:
     memory_bytes: int = 0
     updates: int = 0
     samples_per_second: float = 0.0
+    cluster: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterView:
+    """One of several clusters at work."""
+
+    id: int
+    samples: int = 0
+    samples_per_second: float = 0.0
+    lost: str = ""
+    """Why it does not train any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,5 +59,11 @@ class Snapshot:
     eta_seconds: float | None = None
     elapsed_seconds: float = 0.0
     stages: tuple[StageView, ...] = ()
+    """Cluster by cluster."""
+    clusters: tuple[ClusterView, ...] = ()
+    """Where there are several."""
+    averaging: Averaging | None = None
+    """What they have averaged so far."""
+    last_round: str = ""
     title: str = ""
     """The job's name."""

@@ -10,8 +10,9 @@ from rich.console import Console
 from ravnest.monitor import display as display_module
 from ravnest.monitor import words
 from ravnest.monitor.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
-from ravnest.monitor.snapshot import Snapshot, StageView
-from ravnest.monitor.summary import Summary
+from ravnest.monitor.report import averaging_in_words, final_facts
+from ravnest.monitor.snapshot import ClusterView, Snapshot, StageView
+from ravnest.monitor.summary import Averaging, ClusterSummary, Summary
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -35,8 +36,9 @@ def a_live_display(width: int = 80, height: int = 24) -> tuple[LiveDisplay, io.S
     return LiveDisplay(console), stream
 
 
-def a_stage(stage: int = 0, provider: str = "p1") -> StageView:
+def a_stage(stage: int = 0, provider: str = "p1", cluster: int = 0) -> StageView:
     return StageView(
+        cluster=cluster,
         provider=provider,
         stage=stage,
         role="root",
@@ -290,3 +292,73 @@ def test_the_picture_can_be_saved_for_the_documentation(tmp_path: Path) -> None:
 )
 def test_numbers_read_well(text: str, expected: str) -> None:
     assert text == expected
+
+
+AVERAGED = Averaging(rounds=12, rings=3, seconds_mean=0.42, bytes=35 << 20, skipped=1)
+
+
+def two_clusters(**changes: object) -> Snapshot:
+    stages = tuple(a_stage(s, f"c{c}s{s}", c) for c in (0, 1) for s in range(2 + c))
+    first = ClusterView(id=0, samples=8240, samples_per_second=412.0)
+    other = ClusterView(id=1, samples=4120, samples_per_second=206.0)
+    values = {"stages": stages, "clusters": (first, other), "averaging": AVERAGED, "last_round": "round 13: 2 rings"}
+    return a_snapshot(**{**values, **changes})
+
+
+def test_stages_are_shown_cluster_by_cluster_with_what_each_cluster_does() -> None:
+    display, stream = a_live_display(width=100)
+    display.show(two_clusters())
+    lines = [line.split() for line in shown(stream).splitlines()]
+    table = [line for line in lines if line[:1] == ["cluster"] or line[1:2] == ["root"]]
+    assert [line[:4] for line in table if line[0] == "cluster"] == [
+        ["cluster", "0", "412", "samples/s,"],
+        ["cluster", "1", "206", "samples/s,"],
+    ]
+    assert [line[1] if line[0] == "cluster" else line[2] for line in table] == [
+        *("0", "c0s0", "c0s1"),
+        *("1", "c1s0", "c1s1", "c1s2"),
+    ]
+    text = shown(stream)
+    assert "averaging 12 rounds of 3 rings, 0.4 s each, 35 MiB sent, 1 skipped; round 13: 2 rings" in text
+
+
+def test_one_cluster_is_shown_without_a_line_of_its_own() -> None:
+    display, stream = a_live_display()
+    display.show(a_snapshot())
+    assert "cluster" not in shown(stream) and "averaging" not in shown(stream)
+
+
+def test_a_cluster_that_is_lost_says_why() -> None:
+    display, stream = a_live_display(width=100)
+    display.show(two_clusters(clusters=(ClusterView(id=0, lost="ann is\x1b gone"), ClusterView(id=1))))
+    assert "cluster 0" in shown(stream) and "lost: ann is  gone" in shown(stream)
+
+
+def test_many_clusters_do_not_push_the_picture_out_of_the_terminal() -> None:
+    display, stream = a_live_display(width=100, height=24)
+    many = tuple(ClusterView(id=c) for c in range(50))
+    display.show(two_clusters(stages=tuple(a_stage(0, f"p{c}", c) for c in range(50)), clusters=many))
+    assert len(shown(stream).splitlines()) <= 24 and "and 49 more stages" in shown(stream)
+
+
+def test_plain_lines_count_the_rounds() -> None:
+    stream = io.StringIO()
+    PlainDisplay(stream).show(two_clusters())
+    assert "12 rounds of averaging" in stream.getvalue()
+
+
+def test_averaging_in_words() -> None:
+    assert averaging_in_words(Averaging(rings=3)) == "no round yet"
+    assert averaging_in_words(Averaging(rounds=1, rings=1, seconds_mean=2.0, bytes=999)) == (
+        "1 round of 1 ring, 2.0 s each, 999 B sent"
+    )
+    assert averaging_in_words(Averaging(rings=2, skipped=4)) == "0 rounds of 2 rings, 0 B sent, 4 skipped"
+
+
+def test_the_last_words_name_clusters_and_averaging_where_there_are_several() -> None:
+    clusters = tuple(ClusterSummary(id=c, samples=1000 * (c + 1), samples_per_second=10.0 + c) for c in range(9))
+    facts = dict(final_facts(a_summary(clusters=clusters[:2], averaging=AVERAGED)))
+    assert facts["clusters"] == "1,000 samples at 10/s in 0, 2,000 samples at 11/s in 1"
+    assert facts["averaging"] == "12 rounds of 3 rings, 0.4 s each, 35 MiB sent, 1 skipped"
+    assert dict(final_facts(a_summary(clusters=clusters)))["clusters"] == "9, of 10 to 18 samples/s"
+    assert not {"clusters", "averaging"} & dict(final_facts(a_summary(clusters=clusters[:1]))).keys()
