@@ -10,7 +10,6 @@ from ravnest.coordinator.course import Course
 from ravnest.coordinator.feeding import Feeding
 from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.rounds import Rounds
-from ravnest.errors import RavnestError
 from ravnest.net.v1.control_pb2 import Average, CoordinatorMessage
 
 _TRIES: Final = 3
@@ -113,8 +112,6 @@ class AveragingRun:
             await self._course.until(lambda: not self.rounds.under_way)
             if self.rounds.complete:
                 await self._checkpointing.after_round(place, why)
-        except RavnestError as error:
-            self._course.fail(error)
         finally:
             self._checkpointing.expected = False
             self._course.notify()

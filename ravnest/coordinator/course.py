@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
-from ravnest.errors import PeerError, RavnestError, RunError
+from ravnest.errors import PeerError, RavnestError, RunError, TrainingError
 from ravnest.monitor.events import EventLog
 from ravnest.net.v1.control_pb2 import CoordinatorMessage
 
@@ -81,10 +81,18 @@ class Course:
             await self._swarm.tell(node_id, message)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does something on the side, until the run is over."""
+        """Does something on the side, until the run is over. What it raises ends the run."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, RavnestError):
+            self.fail(error)
+        elif error is not None:
+            self.fail(TrainingError(f"the coordinator failed: {type(error).__name__}: {error}"))
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         async def wait() -> None:

@@ -13,7 +13,7 @@ from ravnest.coordinator.ledger import Entry, Ledger, Place
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.swarm import Swarm
-from ravnest.errors import PeerError, RavnestError, RefusedError, TrainingError
+from ravnest.errors import PeerError, RefusedError, TrainingError
 from ravnest.net.frames import Frame, FrameKind
 
 BETTER_REASON_SECONDS: Final = 1.0
@@ -59,9 +59,8 @@ class Feeding:
 
     async def evaluation(self, item: EvalBatch) -> None:
         """Feeds a batch to be evaluated, once there is room for it."""
-        await self._course.until(lambda: self.clusters.for_evaluation() is not None)
-        cluster = self.clusters.for_evaluation()
-        assert cluster is not None
+        while (cluster := self.clusters.for_evaluation()) is None:
+            await self._course.until(lambda: self.clusters.for_evaluation() is not None)
         cluster.evaluating[item.microbatch] = item
         await self._send(cluster, item.tensors, item.microbatch, item.samples, train=False)
 
@@ -98,16 +97,14 @@ class Feeding:
             for number, item in enumerate(left):
                 ends = item.completes_update or number == len(left) - 1
                 await self._feed(await self._room(), replace(item, flush=item.flush or ends), ends, 0)
-        except RavnestError as error:
-            self._course.fail(error)
         finally:
             self.replaying -= 1
             self._course.notify()
 
     async def _room(self) -> ClusterRun:
-        await self._course.until(lambda: self.clusters.for_batch() is not None)
-        cluster = self.clusters.for_batch()
-        assert cluster is not None
+        # Again after each wait: what a lost cluster left is fed at the same time, and may have taken the room.
+        while (cluster := self.clusters.for_batch()) is None:
+            await self._course.until(lambda: self.clusters.for_batch() is not None)
         return cluster
 
     async def _feed(self, cluster: ClusterRun, item: TrainBatch, ends: bool, checkpoint: int) -> None:
