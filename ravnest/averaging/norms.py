@@ -51,14 +51,15 @@ def codec_error(codec: Codec) -> float:
     return worst if codec.feedback else 2 * worst
 
 
-def allowed_norm(codec: Codec, shares: Sequence[float], encodings: int, carried: float, values: int) -> float:
+def allowed_norm(codec: Codec, shares: Sequence[float], carried: float, values: int) -> float:
     """How long a sum of contributions with the lengths `shares` may be when it arrives.
 
-    `encodings`: how often it, or a part of it, was encoded on the way; `carried`: how long the residual may be that
-    each contributor of a codec with feedback had left from earlier rounds; `values`: in all of the coded section.
+    Every contributor encoded the sum once. `carried`: how long the residual may be that each of them had left from
+    earlier rounds, for a codec with feedback; `values`: in all of the coded section.
     """
     total = math.fsum(shares)
-    lost = encodings * (codec_error(codec) * total + (codec.error(0.0) * math.sqrt(values) if codec.lossy else 0.0))
+    once = codec_error(codec) * total + (codec.error(0.0) * math.sqrt(values) if codec.lossy else 0.0)
+    lost = len(shares) * once
     return _ROUNDING * total + lost + len(shares) * carried + _SLACK
 
 

@@ -17,6 +17,7 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -27,7 +28,9 @@ from ravnest.codecs.codec import Codec
 from ravnest.codecs.float32 import Float32Codec
 from ravnest.errors import PeerError
 
-_PLAIN = Float32Codec()
+_PLAIN: Final = Float32Codec()
+_PER_HOP: Final = 1.001
+"""Machines sum squares in different orders: what one lets pass, the next one lets pass with certainty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class RingReduce:
         """How long the sum may be by what everybody declared; 0 where nobody did."""
         if norms is not None:
             self.declared = math.fsum(weight * length for weight, length in zip(weights, norms, strict=True))
-        self._squares = [0.0] * members
+        self._squares = [0.0] * self._hops
         self._allowed = self._allowances(weights, norms, carried, coded_values)
         if members == 1:
             self._alone()
@@ -148,6 +151,9 @@ class RingReduce:
             data = piece.data
         else:
             torch.add(arrived, self._own[span.start : span.stop], alpha=self._shares[span.coded], out=here)
+            if not span.coded and not math.isfinite(squared_norm(here)):
+                # Nothing bounds plain values, and the next member would blame this one.
+                raise PeerError(f"piece {piece.chunk} of segment {piece.segment} makes the sum overflow")
             if hop == self._members - 2:
                 data = self._encode(here, span, final=True)
                 self._finish(piece, here)
@@ -202,15 +208,15 @@ class RingReduce:
         return values
 
     def _check_norm(self, piece: Piece, square: float) -> None:
+        """Lengths add up over the pieces of a hop, and no further: what comes on the next is the work of others, and
+        what one member lets pass must not make the next one blame it."""
         assert self._allowed is not None
-        # All sums of the second half are parts of one vector, so their lengths add up over its hops.
-        half = min(piece.hop, self._members - 1)
-        self._squares[half] += square
-        length = math.sqrt(self._squares[half])
-        if length > self._allowed[half]:
+        self._squares[piece.hop] += square
+        length, allowed = math.sqrt(self._squares[piece.hop]), self._allowed[piece.hop]
+        if length > allowed:
             raise PeerError(
                 f"the sum that came on hop {piece.hop} has a norm of at least {length:.4g}, but by the norms that "
-                f"its contributors declared it is at most {self._allowed[half]:.4g}"
+                f"its contributors declared it is at most {allowed:.4g}"
             )
 
     def _encode(self, here: Tensor, span: Span, final: bool = False) -> Tensor:
@@ -246,7 +252,7 @@ class RingReduce:
     def _allowances(
         self, weights: Sequence[float], norms: Sequence[float] | None, carried: float, values: int
     ) -> list[float] | None:
-        """How long what arrives may be, on each hop of the first half and on all of the second."""
+        """How long what arrives may be, on each hop."""
         if norms is None:
             return None
         shares = [weight * length for weight, length in zip(weights, norms, strict=True)]
@@ -254,7 +260,8 @@ class RingReduce:
             # One that has just come cannot know what the others carry: not less than what this round may leave them.
             carried = max(carried, 2 * codec_error(self._codec) * self.declared)
         allowed: list[float] = []
-        for hop in range(self._members):
-            arriving = [shares[(self._index - 1 - back) % self._members] for back in range(hop + 1)]
-            allowed.append(allowed_norm(self._codec, arriving, hop + 1, carried, values))
+        for hop in range(self._hops):
+            contributors = min(hop + 1, self._members)
+            arriving = [shares[(self._index - 1 - back) % self._members] for back in range(contributors)]
+            allowed.append(allowed_norm(self._codec, arriving, carried, values) * _PER_HOP**hop)
         return allowed

@@ -219,6 +219,37 @@ def test_lengths_add_up_over_pieces() -> None:
             reduce.receive(Piece(0, 0, chunk, encoded(1.5, 1.5, 1.5, 1.5)))
 
 
+def test_plain_values_that_make_the_sum_overflow_are_their_senders_fault() -> None:
+    own = torch.tensor([1.0, 3e38, 3e38, 3e38])
+    reduce = RingReduce(own, 1, [0.3, 0.3, 0.4], 1, FLOAT32, norms=None)
+    with pytest.raises(PeerError, match="overflow"):
+        reduce.receive(Piece(0, 0, 0, encoded(3e38)))
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=by_name)
+def test_what_an_honest_member_lets_pass_is_never_held_against_it(codec: Codec) -> None:
+    """One puts in as much as is allowed, in every piece and segment; nobody but the next may refuse it."""
+    count, members = 4000, 5
+    vectors = [torch.randn(count, generator=torch.Generator().manual_seed(i)) for i in range(members)]
+    weights = [0.3, 0.0, 0.2, 0.4, 0.1]
+    for factor in torch.linspace(0.5, 4.0, 36).tolist():
+        reduces = ring(vectors, count, weights, codec, 128)
+        # The first one says it has what it has, and sends more.
+        reduces[0]._shares = (reduces[0]._shares[0], reduces[0]._shares[1] * factor)
+        lines = [(1, piece) for piece in reduces[0].start()]
+        for i in range(1, members):
+            lines += [((i + 1) % members, piece) for piece in reduces[i].start()]
+        while lines:
+            to, piece = lines.pop(0)
+            try:
+                onward = reduces[to].receive(piece)
+            except PeerError:
+                assert to == 1
+                break
+            if onward is not None:
+                lines.append(((to + 1) % members, onward))
+
+
 def test_values_whose_squares_overflow_are_no_false_alarm() -> None:
     own = torch.full((8,), 1e30)
     run_ring(reduces := ring([own, own], 6, [0.5, 0.5], FLOAT32))

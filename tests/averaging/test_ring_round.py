@@ -185,6 +185,24 @@ def test_two_of_whom_one_may_be_catching_up_never_reduce_from_different_anchors(
     assert ring.outcome == "aborted" and not only(Begin, actions)
 
 
+def test_those_who_join_later_do_not_lower_what_somebody_is_catching_up_to() -> None:
+    ring = a_round()
+    ring.joined("a", join(committed=5), 1001.0)
+    assert ring.joined("c", join(), 1001.0) == [CatchUp("a", "c")]
+    assert notices(ring.gone("c", "connection lost", 1002.0)) == [("left_out", "c")]
+    actions = ring.joined("b", join(committed=5), 1003.0)
+    assert ring.outcome == "aborted" and not only(Begin, actions)
+
+
+def test_one_that_has_caught_up_can_help_the_next() -> None:
+    ring = a_round()
+    all_join(ring, join(committed=5), join(committed=5), join())
+    assert ring.caught_up("a", 1002.0) == []
+    assert only(CatchUp, ring.gone("c", "connection lost", 1003.0)) == [CatchUp("b", "a")]
+    [begin] = only(Begin, ring.caught_up("b", 1004.0))
+    assert [m.node for m in begin.members] == ["a", "b"]
+
+
 def test_gone_before_the_commit_begins_anew_without_it() -> None:
     ring = a_round()
     begun(ring)
@@ -275,6 +293,17 @@ def test_a_stall_waits_for_everybody_to_say_how_far_it_got_and_not_longer_than_t
     assert ("left_out", "c") in notices(actions)
     assert [m.node for m in only(Begin, actions)[0].members] == ["a", "b"]
     assert ring.reduce_took is not None and ring.reduce_took.cut_off == 1
+
+
+def test_who_waits_in_vain_and_finishes_counts_once() -> None:
+    ring = a_round()
+    begun(ring)
+    assert ring.failed("a", 1, None, "no piece", 5, 1021.0) == []
+    assert ring.reduced("a", 1, 3, 1021.0) == []
+    assert ring.failed("a", 1, None, "no piece", 5, 1021.0) == []
+    assert ring.failed("b", 1, None, "no piece", 5, 1021.0) == []
+    assert ring.reduced("b", 1, 3, 1022.0) == []
+    assert ring.reduced("c", 1, 3, 1022.0) == [Commit(1, OWNERS)]
 
 
 def test_when_nobody_in_particular_is_to_blame_the_round_ends() -> None:

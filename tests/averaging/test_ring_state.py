@@ -194,6 +194,24 @@ def test_anchors_stay_bit_for_bit_equal_over_many_rounds(codec: Codec, outer: st
         assert all(torch.equal(values, now[0]) for values in now)
 
 
+def test_what_a_coarse_codec_loses_comes_in_later_rounds() -> None:
+    vector = RingVector([Entry("weight", (40, 33))])
+    rings = [RingState(vector, drawn(0, vector), outer_named("mean"), CODECS["int4"]) for _ in range(3)]
+    now = [drawn(0, vector) for _ in rings]
+    want = drawn(0, vector).double()
+    errors = []
+    for round in range(1, 41):
+        for i, values in enumerate(now):
+            learnt = drawn(1000 * round + i, vector)
+            values += learnt
+            want += learnt.double() / 3
+        for values, change in zip(now, a_round(round, rings, now, [1 / 3] * 3, 64), strict=True):
+            assert change.becomes is not None
+            values.copy_(vector.flatten(change.becomes))
+        errors.append(float((rings[0].anchor - want).norm()))
+    assert max(errors[20:]) < 2 * max(errors[:5])
+
+
 # Models cut at different places
 
 
