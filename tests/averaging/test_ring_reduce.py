@@ -271,3 +271,40 @@ def test_the_error_allowed_for_a_codec_is_no_less_than_the_worst_there_is(codec:
             values[0] = 1.0
             lost = codec.decode(codec.encode(values), block) - values
             assert float(lost.norm()) <= codec_error(codec) * float(values.norm()) * 1.001
+
+
+@given(
+    st.sampled_from(list(CODECS.values())),
+    st.lists(
+        st.tuples(
+            st.integers(-1, 5), st.integers(-1, 3), st.integers(-1, 4), st.one_of(st.none(), st.binary(max_size=40))
+        ),
+        max_size=20,
+    ),
+    st.integers(0, 2**31),
+)
+@settings(max_examples=150, deadline=None)
+def test_whatever_a_member_is_sent_it_is_refused_or_harmless(
+    codec: Codec, sent: list[tuple[int, int, int, bytes | None]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    reduce = RingReduce(torch.ones(17), 11, [0.3, 0.3, 0.4], 1, codec, norms=[3.4] * 3, piece_values=2)
+    list(reduce.start())
+    for hop, segment, chunk, data in sent:
+        # None stands for bytes of a size that fits, whatever is in them.
+        size = codec.size_bytes(2)
+        raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) if data is None else None
+        piece = Piece(
+            hop, segment, chunk, raw if raw is not None else torch.tensor(list(data or b""), dtype=torch.uint8)
+        )
+        before = reduce.progress
+        try:
+            onward = reduce.receive(piece)
+        except PeerError:
+            assert reduce.progress == before
+            continue
+        assert reduce.progress == before + 1
+        if onward is not None:
+            assert (onward.hop, onward.segment, onward.chunk) == (hop + 1, segment, chunk)
+            # Four bytes are the one plain value of a segment's second piece.
+            assert len(onward.data) in (codec.size_bytes(1), codec.size_bytes(2), 4, 8)
