@@ -114,6 +114,45 @@ def test_a_death_while_moving_on_keeps_what_was_learnt_since_the_snapshot() -> N
                 assert torch.equal(node.now, before[node.name] + 0.125)
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["told at once", "found out at the deadline"])
+@pytest.mark.parametrize("outer", ["mean", "nesterov"])
+def test_a_death_while_one_catches_up_loses_nothing_either(outer: str, told: bool) -> None:
+    """n2 missed a round. In the next, anybody may die at any message, its donor or itself too."""
+    coded, count = VECTOR.coded_values, 4
+
+    def second_round() -> RingSwarm:
+        swarm = swarm_of(count, FLOAT32, outer)
+        swarm.nodes["n2"].alive = False
+        swarm.begin(1)
+        swarm.run()
+        swarm.nodes["n2"].alive = True
+        swarm.learn(5000)
+        swarm.delivered = 0
+        swarm.begin(2)
+        return swarm
+
+    whole = second_round()
+    whole.run()
+    assert whole.commit is not None and whole.commit.nodes == tuple(whole.nodes)
+    for name in whole.nodes:
+        for at in range(whole.delivered):
+            swarm = second_round()
+            before = {node.name: node.now[:coded] - node.state.anchor for node in swarm.survivors}
+            swarm.run(name, at, told)
+            committed = [node for node in swarm.survivors if node.committed == 2]
+            assert len(committed) >= 2
+            for node in swarm.survivors:
+                if node in committed:
+                    assert torch.equal(node.now, committed[0].now)
+                    assert torch.equal(node.state.anchor, committed[0].state.anchor)
+                else:
+                    assert torch.allclose(node.now[:coded] - node.state.anchor, before[node.name], atol=1e-5)
+            swarm.learn(9000)
+            swarm.begin(3)
+            swarm.run()
+            assert all(torch.equal(node.now, swarm.survivors[0].now) for node in swarm.survivors)
+
+
 @pytest.mark.parametrize("codec", [codec for codec in CODECS.values() if codec.lossy], ids=lambda codec: codec.name)
 def test_survivors_agree_bit_for_bit_with_lossy_codecs_too(codec: Codec) -> None:
     for at in range(0, one_run(4, None, -1, True, codec).delivered, 4):
