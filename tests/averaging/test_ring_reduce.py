@@ -1,5 +1,6 @@
 """The reduce: the weighted mean, bit for bit the same at all members, and nothing wrong gets in."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -248,6 +249,13 @@ def test_what_an_honest_member_lets_pass_is_never_held_against_it(codec: Codec) 
                 break
             if onward is not None:
                 lines.append(((to + 1) % members, onward))
+
+
+def test_limits_grow_from_hop_to_hop_also_where_nothing_is_added() -> None:
+    """Two machines may disagree about the last bits of a norm; the one further on must be the more tolerant."""
+    limits = RingReduce(torch.ones(9), 9, [0.5, 0.0, 0.5, 0.0], 3, FLOAT32, norms=[3.0] * 4)._allowed
+    assert limits is not None and len(limits) == 6
+    assert all(limit < later for limit, later in itertools.pairwise(limits))
 
 
 def test_values_whose_squares_overflow_are_no_false_alarm() -> None:
