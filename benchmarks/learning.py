@@ -1,0 +1,130 @@
+"""What clusters learn in benchmarks of quality: to read digits, and to write like this project's documentation.
+
+Nothing is downloaded: the digits come with scikit-learn, and the text is what the repository ships. A seed decides the
+initial weights, the order of the data and everything random in the model, so that two runs of one seed differ only in
+how they were trained.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Final
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ravnest
+from benchmarks.models import GPT, Batch, GPTSize, next_token_loss
+from benchmarks.report import ROOT
+from ravnest.jobfile import load_job
+
+CHARACTERS: Final = GPTSize(layers=2, width=64, heads=4, vocabulary=96, context=32)
+"""0.12 million parameters."""
+
+_WINDOWS: Final = 4
+_EVAL_WINDOWS: Final = 64
+_PART_CHARACTERS: Final = 1024
+_OTHER: Final = 95
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to learn: `job(seed, epochs)` evaluates after every epoch."""
+
+    title: str
+    job: Callable[[int, int], ravnest.Job]
+    batch_size: int
+    epochs: int
+    quick_epochs: int
+
+
+def digits(seed: int, epochs: int) -> ravnest.Job:
+    """The network, the data and the optimizer of examples/digits: 22 batches of 64 images an epoch."""
+    example = load_job(str(ROOT / "examples/digits/job.py"))
+    assert isinstance(example.train_data, DataLoader)
+    torch.manual_seed(seed)
+    return replace(
+        example,
+        model=type(example.model)(),
+        # Without a generator of its own it is shuffled by the job's seed.
+        train_data=DataLoader(example.train_data.dataset, batch_size=64, shuffle=True, drop_last=True),
+        epochs=epochs,
+        seed=seed,
+        checkpoint=ravnest.Checkpoint(every_seconds=None),
+    )
+
+
+def characters(seed: int, epochs: int) -> ravnest.Job:
+    """A small GPT that predicts the next character: 250 batches of 4 windows an epoch."""
+    train, held_out = documentation()
+    torch.manual_seed(seed)
+    model = GPT(CHARACTERS)
+    _initialise(model)
+    count = (len(held_out) - 1) // CHARACTERS.context
+    inputs, targets = (t[: count * CHARACTERS.context].view(count, -1) for t in (held_out, held_out[1:]))
+    return ravnest.Job(
+        model=model,
+        loss=next_token_loss,
+        train_data=Windows(train, batches=250),
+        eval_data=list(zip(*(torch.split(t, _EVAL_WINDOWS) for t in (inputs, targets)), strict=True)),
+        optimizer=partial(torch.optim.AdamW, lr=2e-3),
+        epochs=epochs,
+        seed=seed,
+        checkpoint=ravnest.Checkpoint(every_seconds=None),
+    )
+
+
+TASKS: Final = (
+    Task("digits CNN", digits, batch_size=64, epochs=20, quick_epochs=10),
+    Task("character GPT", characters, batch_size=_WINDOWS, epochs=16, quick_epochs=2),
+)
+
+
+class Windows:
+    """So many batches of windows from anywhere in a text; which ones, torch's random state of the moment decides."""
+
+    def __init__(self, text: torch.Tensor, batches: int) -> None:
+        self._text = text
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        length = CHARACTERS.context + 1
+        for _ in range(self._batches):
+            starts = torch.randint(len(self._text) - length, (_WINDOWS, 1))
+            windows = self._text[starts + torch.arange(length)]
+            yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+@cache
+def documentation() -> tuple[torch.Tensor, torch.Tensor]:
+    """README and docs/ as numbers of characters: nine tenths to learn from, and every tenth kilobyte held out."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    numbers = torch.tensor([_number(character) for character in text])
+    parts = torch.split(numbers, _PART_CHARACTERS)
+    return (
+        torch.cat([part for place, part in enumerate(parts) if place % 10 != 9]),
+        torch.cat([part for place, part in enumerate(parts) if place % 10 == 9]),
+    )
+
+
+def _number(character: str) -> int:
+    """The end of a line, 94 printable characters of ASCII, and one number for all others."""
+    if character == "\n":
+        return 0
+    place = ord(character) - ord(" ") + 1
+    return place if 1 <= place < _OTHER else _OTHER
+
+
+def _initialise(model: nn.Module) -> None:
+    """Weights in proportion to the width: the usual 0.02 is made for a width of 768, and learns slowly at 64."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and ("tokens" in name or "positions" in name):
+            nn.init.normal_(parameter, std=0.5)
+        elif parameter.dim() == 2:
+            ends_residual = name.endswith(("out.weight", "feed.2.weight"))
+            nn.init.normal_(parameter, std=(0.3 if ends_residual else 1.0) / parameter.shape[1] ** 0.5)
