@@ -30,6 +30,7 @@ import ravnest
 from benchmarks.learning import TASKS, Task
 from benchmarks.report import Row, Target, arguments, finish, say
 from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.monitor.events import read_events
 from ravnest.monitor.metrics import read_metrics
 
 _STAGES: Final = 2
@@ -114,8 +115,7 @@ def _train(swarm: EmbeddedSwarm, task: Task, setting: Setting, seed: int, epochs
     providers = _STAGES * setting.clusters
     result = swarm.train(job, providers=providers, clusters=setting.clusters, run=run, display=False)
     summary = result.summary
-    assert summary.started_at is not None and summary.first_update_seconds is not None
-    begin = summary.started_at + summary.first_update_seconds
+    begin = next(event["at"] for event in read_events(run / "events.jsonl") if event["kind"] == "first_update")
     evaluations = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"]
     curve = tuple((line["at"] - begin, float(line["loss"])) for line in evaluations)
     outcome = Outcome(curve, summary.samples_per_second, summary.averaging.rounds)
