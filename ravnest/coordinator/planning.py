@@ -117,15 +117,15 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
         cluster = plan.clusters[0]
         reason = (
             f"{counted(len(cluster.stages), 'stage')}, {counted(cluster.in_flight, 'microbatch', 'microbatches')} in "
-            f"flight; {plan.limit or cluster.limit} limits it to {plan.predicted_samples_per_second:.1f} samples/s"
+            f"flight; {plan.predicted_samples_per_second:.1f} samples/s, limited by {plan.limit or cluster.limit}"
         )
         return RunPlan(plan, _cluster_plans(graph, plan, by_name), reason)
     found = averaging_of(prepared.job.averaging, graph, model, goal, network, by_name, plan)
     plan = found.plan
     reason = (
         f"{len(plan.clusters)} clusters of {_and([str(len(c.stages)) for c in plan.clusters])} stages; "
-        f"{plan.limit or 'each by itself'} limits them to {plan.predicted_samples_per_second:.1f} samples/s; "
-        f"{found.reason}"
+        f"{plan.predicted_samples_per_second:.1f} samples/s together"
+        f"{', limited by ' if plan.limit else ''}{plan.limit}; {found.reason}"
     )
     return RunPlan(
         plan,

@@ -90,7 +90,7 @@ class Explanation:
     """What the clusters share that holds them back; empty where nothing does."""
     averaging_seconds: float
     averaging_share: float
-    """Of the rate, that averaging takes."""
+    """Of the rate, that averaging takes while it goes on beside training."""
     clusters: tuple[ClusterReasons, ...]
     standbys: tuple[StandbyReason, ...]
     other_counts: tuple[OtherCount, ...]
@@ -103,9 +103,10 @@ class Explanation:
         if self.limit:
             text.append(f"Together they are held back by {self.limit}.")
         if self.averaging_seconds:
+            slowed = f", which rounds slow down by {self.averaging_share:.1%}" if self.averaging_share > 5e-4 else ""
             text.append(
-                f"A round of averaging takes {self.averaging_seconds:.3g} s, and all rounds "
-                f"{self.averaging_share:.1%} of the rate."
+                f"A round of averaging takes {self.averaging_seconds:.3g} s beside training{slowed}; the percentages "
+                "here count rounds as if training waited for them."
             )
         text += self._standing_by()
         helping = [one for one in self.what_ifs if one.gain >= _WORTH_SAYING]

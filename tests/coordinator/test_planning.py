@@ -163,7 +163,7 @@ def test_a_plan_names_every_stage_what_limits_it_and_the_rate(prepared: Prepared
     (cluster,) = planned.clusters
     assert list(cluster.places) == [stage.start for stage in planned.plan.clusters[0].stages[1:]]
     assert (planned.rings, planned.average_every, planned.round_seconds, planned.fragments) == ((), 0, 0.0, 1)
-    assert "3 stages" in planned.reason and "limits it to" in planned.reason
+    assert "3 stages" in planned.reason and "samples/s, limited by" in planned.reason
     assert planned.predicted_samples_per_second > 0
     assert sum(stage.parameters for stage in planned.stages) == 4 * (64 * 64 + 64)
 
