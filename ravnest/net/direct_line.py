@@ -15,7 +15,7 @@ import ssl
 import struct
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +38,8 @@ STALL_SECONDS: Final = 60.0
 """How long a peer may take nothing, in the middle of a piece, before the line counts as broken."""
 _WAITING: Final = 16
 """Connections that may be in the middle of their handshake: more are hung up on."""
+_PAUSE_SECONDS: Final = 0.1
+"""Before the next try to accept where the system refuses, for want of file descriptors say."""
 
 _HEADER: Final = struct.Struct("<4sQqIIIIIBI")
 
@@ -45,10 +47,13 @@ _HEADER: Final = struct.Struct("<4sQqIIIIIBI")
 class DirectLine:
     """One end of a connection. One thread may send while another receives; `close` may come from anywhere."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: ssl.SSLSocket, peer: str) -> None:
         self.peer = peer
         self._socket = connection
         self._header = bytearray(_HEADER.size)
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
 
     def send(self, generation: int, place: RingPlace, data: torch.Tensor) -> None:
         """Sends a piece, whose bytes have left this process's memory when it returns. PeerError when the line broke."""
@@ -56,8 +61,9 @@ class DirectLine:
         numbers = (place.ring, place.attempt, place.hop, place.segment, place.chunk)
         header = _HEADER.pack(MAGIC, place.round, generation, *numbers, flags, data.numel())
         try:
-            self._socket.sendall(header)
-            self._socket.sendall(_memory(data))
+            with self._in_use():
+                self._socket.sendall(header)
+                self._socket.sendall(_memory(data))
         except (OSError, ValueError) as error:
             raise PeerError(f"the direct line to {self.peer} broke: {error}") from None
 
@@ -77,20 +83,47 @@ class DirectLine:
 
     def close(self) -> None:
         """Ends the line at once; whoever is in `receive` or `send` returns."""
-        with contextlib.suppress(OSError, ValueError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        with self._lock:
+            self._closed = True
+            # Wakes whoever waits on another thread. Past SSLSocket's own, after which others would read and write the
+            # bare connection.
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            if not self._users:
+                self._socket.close()
+
+    def handshake(self) -> bytes:
+        """Makes the called side's part of the handshake; the certificate that the peer shows. OSError if it fails."""
+        with self._in_use():
+            self._socket.do_handshake()
+            return self._socket.getpeercert(binary_form=True) or b""
 
     def _fill(self, memory: memoryview) -> bool:
-        while memory:
-            try:
-                received = self._socket.recv_into(memory)
-            except (OSError, ValueError):
-                return False
-            if not received:
-                return False
-            memory = memory[received:]
+        try:
+            with self._in_use():
+                while memory:
+                    received = self._socket.recv_into(memory)
+                    if not received:
+                        return False
+                    memory = memory[received:]
+        except (OSError, ValueError):
+            return False
         return True
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Whoever uses the connection last closes it: its number may be another file's from then on."""
+        with self._lock:
+            if self._closed:
+                raise OSError("it was closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._closed and not self._users:
+                    self._socket.close()
 
 
 class DirectServer:
@@ -104,7 +137,8 @@ class DirectServer:
         self._may_send = may_send
         self._take = take
         self._lock = threading.Lock()
-        self._lines: set[DirectLine] = set()
+        self._open: set[DirectLine] = set()
+        self._stopped = threading.Event()
         self._handshakes = threading.BoundedSemaphore(_WAITING)
         self._listening: socket.socket | None = None
         self._keys: TlsKeys | None = None
@@ -115,6 +149,8 @@ class DirectServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM)
         try:
+            # As bind_refusal does: a port that was left a moment ago is free.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind((host.strip("[]"), port if port and not bind_refusal(host, port) else 0))
             listening.listen(_WAITING)
         except OSError as error:
@@ -126,21 +162,23 @@ class DirectServer:
 
     def stop(self) -> None:
         """Ends everything that was accepted, and listens no more."""
-        listening, self._listening = self._listening, None
-        if listening is not None:
-            with contextlib.suppress(OSError):
-                listening.shutdown(socket.SHUT_RDWR)
-            listening.close()
         with self._lock:
-            lines = list(self._lines)
+            self._stopped.set()
+            lines = list(self._open)
+        if self._listening is not None:
+            with contextlib.suppress(OSError):
+                # Wakes the thread that accepts, which closing alone does not.
+                self._listening.shutdown(socket.SHUT_RDWR)
+            self._listening.close()
         for line in lines:
             line.close()
 
     def _accept(self, listening: socket.socket) -> None:
-        while self._listening is listening:
+        while not self._stopped.is_set():
             try:
                 connection, _ = listening.accept()
             except OSError:
+                self._stopped.wait(_PAUSE_SECONDS)
                 continue
             if not self._handshakes.acquire(blocking=False):
                 connection.close()
@@ -148,38 +186,41 @@ class DirectServer:
             threading.Thread(target=self._serve, args=(connection,), name="ravnest-direct", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        line: DirectLine | None = None
-        try:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError, PeerError):
+            stack.callback(connection.close)
             try:
                 connection.settimeout(HANDSHAKE_SECONDS)
                 secured = self._secured(connection)
-                peer = self._peer(secured)
+                line = DirectLine(secured, "a caller")
+                stack.callback(self._forget, line)
+                with self._lock:
+                    if self._stopped.is_set():
+                        return
+                    self._open.add(line)
+                line.peer = self._peer(line.handshake())
             finally:
                 self._handshakes.release()
-            line = DirectLine(_tuned(secured, None), peer)
-            with self._lock:
-                self._lines.add(line)
-            if self._listening is not None:
-                self._take(line)
-        except (OSError, PeerError):
-            pass
-        finally:
-            if line is not None:
-                with self._lock:
-                    self._lines.discard(line)
-                line.close()
-            connection.close()
+            # Between pieces a line may be silent without end.
+            _tune(secured, None)
+            self._take(line)
 
-    def _secured(self, connection: socket.socket) -> socket.socket:
+    def _forget(self, line: DirectLine) -> None:
+        with self._lock:
+            self._open.discard(line)
+        line.close()
+
+    def _secured(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Takes the connection over. The handshake is still to be made."""
         keys = self._node.tls_keys()
         if self._context is None or keys != self._keys:
-            self._context, self._keys = _context(ssl.PROTOCOL_TLS_SERVER, keys), keys
-        return self._context.wrap_socket(connection, server_side=True)
+            context = _context(ssl.PROTOCOL_TLS_SERVER, keys)
+            # Who only sends never reads them; and closing with something unread would drop what is still on its way.
+            context.num_tickets = 0
+            self._context, self._keys = context, keys
+        return self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
-    def _peer(self, secured: socket.socket) -> str:
-        assert isinstance(secured, ssl.SSLSocket)
-        shown = secured.getpeercert(binary_form=True)
-        identity = self._node.identify(read_certificate(shown or b""))
+    def _peer(self, certificate: bytes) -> str:
+        identity = self._node.identify(read_certificate(certificate))
         if identity.kind != "node" or not self._may_send(identity.name):
             raise PeerError(f"{identity} may not send pieces of rings here")
         return identity.name
@@ -192,7 +233,9 @@ def dial_direct(address: str, node_id: str, node: NodeIdentity, timeout_seconds:
         connection = socket.create_connection((host.strip("[]"), port), timeout=timeout_seconds)
         try:
             context = _context(ssl.PROTOCOL_TLS_CLIENT, node.tls_keys())
-            return DirectLine(_tuned(context.wrap_socket(connection, server_hostname=node_host(node_id))), node_id)
+            secured = context.wrap_socket(connection, server_hostname=node_host(node_id))
+            _tune(secured, STALL_SECONDS)
+            return DirectLine(secured, node_id)
         except BaseException:
             connection.close()
             raise
@@ -214,11 +257,10 @@ def _context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:
     return context
 
 
-def _tuned(connection: socket.socket, timeout_seconds: float | None = STALL_SECONDS) -> socket.socket:
+def _tune(connection: socket.socket, timeout_seconds: float | None) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.settimeout(timeout_seconds)
-    return connection
 
 
 def _memory(data: torch.Tensor) -> memoryview:

@@ -1,0 +1,311 @@
+"""Direct lines, over real sockets and TLS: what is sent arrives as it was, and only from those who may send."""
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from ravnest.coordinator.admission import Admission
+from ravnest.errors import PeerError, RunError
+from ravnest.net import NodeIdentity, direct_line
+from ravnest.net.direct_line import MAGIC, PIECE_BYTES, DirectLine, DirectServer, dial_direct
+from ravnest.net.frames import RingPlace
+from ravnest.net.identity import Identity
+from ravnest.net.node_identity import joiner_keys
+
+SECONDS = 20.0
+PLACE = RingPlace(7, 3, attempt=2, hop=1, segment=4, chunk=5)
+
+Received = tuple[int, RingPlace, torch.Tensor]
+
+
+def swarm(*names: str, admission: Admission | None = None) -> dict[str, NodeIdentity]:
+    admission = admission or Admission.in_memory()
+    nodes = {}
+    for name in names:
+        node = nodes[name] = NodeIdentity.new()
+        identity = Identity("invite", admission.invite("127.0.0.1", 1).token.id)
+        node.adopt(admission.join(identity, node.request(), name).certificate, admission.authority.certificate)
+    return nodes
+
+
+@dataclass
+class Listening:
+    """The called side: everything that comes, over whatever line, in order; and how each line ended."""
+
+    pieces: "queue.Queue[Received]" = field(default_factory=queue.Queue)
+    lines: "queue.Queue[DirectLine]" = field(default_factory=queue.Queue)
+    ends: "queue.Queue[str]" = field(default_factory=queue.Queue)
+    address: str = ""
+
+    def take(self, line: DirectLine) -> None:
+        self.lines.put(line)
+        try:
+            while (piece := line.receive()) is not None:
+                self.pieces.put(piece)
+            self.ends.put("")
+        except PeerError as error:
+            self.ends.put(str(error))
+
+
+@contextlib.contextmanager
+def listening(node: NodeIdentity, *may_send: str) -> Iterator[Listening]:
+    here = Listening()
+    server = DirectServer(node, lambda node_id: node_id in may_send, here.take)
+    here.address = f"127.0.0.1:{server.start('127.0.0.1', 0)}"
+    try:
+        yield here
+    finally:
+        server.stop()
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    """Waits for the end of a connection."""
+    connection.settimeout(SECONDS)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def until_broken(line: DirectLine) -> None:
+    """Sends until the line says that it is no more; hangs, and so fails, where it never does."""
+    with pytest.raises(PeerError):
+        while True:
+            line.send(1, PLACE, torch.zeros(1 << 20, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, PIECE_BYTES])
+@pytest.mark.parametrize("place", [PLACE, RingPlace(2**63, 2**32 - 1, chunk=9, donation=True, last=True)])
+def test_a_piece_arrives_bit_for_bit_with_its_place_and_generation(size: int, place: RingPlace) -> None:
+    nodes = swarm("a", "b")
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    with listening(nodes["b"], "a") as here, contextlib.closing(dial_direct(here.address, "b", nodes["a"], 5)) as line:
+        line.send(-3, place, data)
+        generation, came, received = here.pieces.get(timeout=SECONDS)
+        assert (generation, came) == (-3, place)
+        assert received.dtype is torch.uint8 and torch.equal(received, data)
+        assert here.lines.get().peer == "a" and line.peer == "b"
+
+
+def test_many_pieces_arrive_in_order_though_the_line_is_closed_right_after_the_last() -> None:
+    nodes = swarm("a", "b")
+    pieces = [torch.full((n * 997 % 50_000,), n % 251, dtype=torch.uint8) for n in range(300)]
+    with listening(nodes["b"], "a") as here:
+        line = dial_direct(here.address, "b", nodes["a"], 5)
+        for number, piece in enumerate(pieces):
+            line.send(1, RingPlace(1, 0, chunk=number), piece)
+        line.close()
+        assert here.ends.get(timeout=SECONDS) == ""
+        for number, piece in enumerate(pieces):
+            _, place, data = here.pieces.get_nowait()
+            assert place.chunk == number and torch.equal(data, piece)
+
+
+def test_lines_of_several_nodes_run_side_by_side() -> None:
+    nodes = swarm("a", "b", "c")
+    with listening(nodes["b"], "a", "c") as here:
+        lines = [dial_direct(here.address, "b", nodes[name], 5) for name in ("a", "c")]
+        assert {here.lines.get(timeout=SECONDS).peer for _ in lines} == {"a", "c"}
+        for number, line in enumerate(lines):
+            line.send(1, RingPlace(1, number), torch.ones(10, dtype=torch.uint8))
+        assert {here.pieces.get(timeout=SECONDS)[1].ring for _ in lines} == {0, 1}
+        for line in lines:
+            line.close()
+
+
+def test_a_node_that_may_not_send_is_hung_up_on() -> None:
+    nodes = swarm("a", "b")
+    with listening(nodes["b"], "somebody-else") as here:
+        line = dial_direct(here.address, "b", nodes["a"], 5)
+        until_broken(line)
+        assert here.lines.empty()
+
+
+def test_a_node_of_another_swarm_is_refused_and_refuses() -> None:
+    nodes, strangers = swarm("a", "b"), swarm("a", "b")
+    with listening(nodes["b"], "a") as here, pytest.raises(PeerError, match="no direct line to b"):
+        dial_direct(here.address, "b", strangers["a"], 5)
+    # One that trusts the swarm, and shows a certificate of its own swarm.
+    liar = NodeIdentity.new()
+    liar._keys = replace(strangers["a"].tls_keys(), roots=nodes["a"].tls_keys().roots)
+    with listening(nodes["b"], "a") as here:
+        until_broken(dial_direct(here.address, "b", liar, 5))
+        assert here.lines.empty()
+
+
+def test_who_holds_an_invite_and_has_not_joined_is_refused() -> None:
+    admission = Admission.in_memory()
+    nodes = swarm("a", "b", admission=admission)
+    joiner = NodeIdentity.new()
+    joiner._keys = joiner_keys(admission.invite("127.0.0.1", 1).token, admission.authority.certificate)
+    with listening(nodes["b"], "a") as here:
+        until_broken(dial_direct(here.address, "b", joiner, 5))
+        assert here.lines.empty()
+
+
+def test_a_dialler_that_expects_another_node_refuses() -> None:
+    nodes = swarm("a", "b", "c")
+    with listening(nodes["b"], "a") as here, pytest.raises(PeerError, match="no direct line to c"):
+        dial_direct(here.address, "c", nodes["a"], 5)
+
+
+def test_nobody_there_or_nobody_who_answers_is_said_in_a_sentence() -> None:
+    node = swarm("a")["a"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(PeerError, match="no direct line to b"):
+            dial_direct(address, "b", node, 0.2)
+    with pytest.raises(PeerError, match="no direct line to b"):
+        dial_direct(address, "b", node, 5)
+
+
+def test_whoever_says_nothing_or_speaks_no_tls_is_hung_up_on_and_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = swarm("a", "b")
+    monkeypatch.setattr(direct_line, "HANDSHAKE_SECONDS", 0.3)
+    with listening(nodes["b"], "a") as here:
+        host, port = here.address.split(":")
+        silent, plain = (socket.create_connection((host, int(port))) for _ in range(2))
+        plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + MAGIC * 100)
+        with contextlib.closing(dial_direct(here.address, "b", nodes["a"], 5)) as line:
+            line.send(1, PLACE, torch.ones(3, dtype=torch.uint8))
+            assert here.pieces.get(timeout=SECONDS)[1] == PLACE
+        assert is_hung_up(plain) and is_hung_up(silent)
+        silent.close()
+        plain.close()
+
+
+def test_more_callers_than_may_wait_are_hung_up_on_and_later_ones_are_served() -> None:
+    nodes = swarm("a", "b")
+    with listening(nodes["b"], "a") as here, contextlib.ExitStack() as stack:
+        host, port = here.address.split(":")
+        crowd = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(direct_line._WAITING)]
+        # Accepted after all of them: there is no place for it until they are gone.
+        assert is_hung_up(stack.enter_context(socket.create_connection((host, int(port)))))
+        crowd[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            crowd[0].recv(1)
+        for each in crowd:
+            each.close()
+        line = None
+        while line is None:
+            with contextlib.suppress(PeerError):
+                line = dial_direct(here.address, "b", nodes["a"], 5)
+        line.send(1, PLACE, torch.ones(3, dtype=torch.uint8))
+        assert here.pieces.get(timeout=SECONDS)[1] == PLACE
+        line.close()
+
+
+@pytest.mark.parametrize(
+    ("magic", "flags", "size"),
+    [
+        *((b"RVD\x02", 0, 4), (b"RVN\x01", 0, 4)),
+        *((MAGIC, 4, 4), (MAGIC, 255, 4), (MAGIC, 0, PIECE_BYTES + 1), (MAGIC, 0, 2**32 - 1)),
+    ],
+)
+def test_what_is_no_piece_ends_the_line_with_a_sentence_and_costs_no_memory(
+    magic: bytes, flags: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = swarm("a", "b")
+    made: list[int] = []
+    monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size))
+    with listening(nodes["b"], "a") as here:
+        line = dial_direct(here.address, "b", nodes["a"], 5)
+        line._socket.sendall(struct.pack("<4sQqIIIIIBI", magic, 1, 1, 0, 1, 0, 0, 0, flags, size))
+        assert "a sent" in here.ends.get(timeout=SECONDS)
+        assert made == [] and here.pieces.empty()
+        until_broken(line)
+
+
+def test_a_line_that_ends_in_the_middle_of_a_piece_brings_nothing_of_it() -> None:
+    nodes = swarm("a", "b")
+    with listening(nodes["b"], "a") as here:
+        line = dial_direct(here.address, "b", nodes["a"], 5)
+        line._socket.sendall(struct.pack("<4sQqIIIIIBI", MAGIC, 1, 1, 0, 1, 0, 0, 0, 0, 1000) + b"x" * 999)
+        line.close()
+        assert here.ends.get(timeout=SECONDS) == "" and here.pieces.empty()
+
+
+def test_a_stop_ends_readers_callers_in_their_handshake_and_the_port() -> None:
+    nodes = swarm("a", "b")
+    with listening(nodes["b"], "a") as here:
+        host, port = here.address.split(":")
+        silent = socket.create_connection((host, int(port)))
+        line = dial_direct(here.address, "b", nodes["a"], 5)
+        line.send(1, PLACE, torch.ones(3, dtype=torch.uint8))
+        here.pieces.get(timeout=SECONDS)
+    assert here.ends.get(timeout=SECONDS) == ""
+    assert is_hung_up(silent)
+    silent.close()
+    until_broken(line)
+    with pytest.raises(PeerError):
+        dial_direct(here.address, "b", nodes["a"], 1)
+
+
+def test_a_port_that_is_taken_is_not_insisted_on_and_a_host_that_is_not_here_is_refused() -> None:
+    node = swarm("a")["a"]
+    server = DirectServer(node, lambda _: True, lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert server.start("127.0.0.1", taken.getsockname()[1]) != taken.getsockname()[1]
+    server.stop()
+    with pytest.raises(RunError, match=r"cannot listen on 192\.0\.2\.1"):
+        DirectServer(node, lambda _: True, lambda _: None).start("192.0.2.1", 0)
+
+
+def test_closing_a_line_wakes_whoever_receives() -> None:
+    nodes = swarm("a", "b")
+    with listening(nodes["b"], "a") as here:
+        line = dial_direct(here.address, "b", nodes["a"], 5)
+        here.lines.get(timeout=SECONDS).close()
+        assert here.ends.get(timeout=SECONDS) == ""
+        until_broken(line)
+
+
+def test_closing_a_line_wakes_whoever_sends_to_one_that_does_not_read() -> None:
+    nodes = swarm("a", "b")
+    reached, go_on = threading.Event(), threading.Event()
+
+    def take_nothing(line: DirectLine) -> None:
+        reached.set()
+        go_on.wait(SECONDS)
+
+    server = DirectServer(nodes["b"], lambda _: True, take_nothing)
+    line = dial_direct(f"127.0.0.1:{server.start('127.0.0.1', 0)}", "b", nodes["a"], 5)
+    broken = threading.Event()
+    sent = threading.Semaphore(0)
+
+    def send() -> None:
+        with contextlib.suppress(PeerError):
+            while True:
+                line.send(1, PLACE, torch.zeros(PIECE_BYTES, dtype=torch.uint8))
+                sent.release()
+        broken.set()
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        assert reached.wait(SECONDS)
+        # It can send until the system holds no more, and waits then.
+        while sent.acquire(timeout=0.5):
+            pass
+        assert not broken.is_set()
+        line.close()
+        assert broken.wait(SECONDS)
+    finally:
+        line.close()
+        go_on.set()
+        server.stop()
+        thread.join(SECONDS)
+    with pytest.raises(PeerError, match="it was closed"):
+        line.send(1, PLACE, torch.zeros(1, dtype=torch.uint8))
+    assert line.receive() is None
