@@ -1,4 +1,4 @@
-"""Who is to blame when a reduce stalls. A pure function: the decision and its reason."""
+"""Who is to blame when a reduce does not end in time. A pure function: the decision and its reason."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ def blame(order: Sequence[str], reduced: Collection[str], progress: Mapping[str,
     """Whom to leave out when time is up.
 
     `order`: the ring, each sends to the next; `reduced`: who has finished; `progress`: how many pieces the others have
-    received, of those who said so. Silent ones come first: a healthy member that waits in vain says so. Else it is the
+    received, of those who said so of late. Silent ones come first: a healthy member says how far it is. Else it is the
     sender of the line that has carried least; downstream of a line that is stuck everybody has more.
     """
     silent = tuple(node for node in order if node not in reduced and node not in progress)
     if len(silent) == len(order):
-        return Blame((), "nobody finished, and nobody said what it waits for")
+        return Blame((), "nobody finished, and nobody said how far it is")
     if silent:
-        return Blame(silent, f"{', '.join(silent)} neither finished nor said what it waits for")
+        return Blame(silent, f"{', '.join(silent)} neither finished nor said how far it is")
     waiting = {node: progress[node] for node in order if node not in reduced}
     assert waiting, "a reduce that everybody finished has not stalled"
     least = min(waiting.values())

@@ -22,9 +22,9 @@ from ravnest.averaging.round_messages import Abort, Action, Begin, CatchUp, Comm
 
 __all__ = ["Abort", "Action", "Begin", "CatchUp", "Commit", "Join", "Member", "Notice", "RingRound"]
 
-_SILENT_SECONDS: Final = 5.0
+SILENT_SECONDS: Final = 5.0
 """A member that is well says every second how far it is; one that has not for so long is silent."""
-_MOST_EXTENSIONS: Final = 20
+MOST_EXTENSIONS: Final = 20
 """How often more time is given to an attempt in which pieces still arrive."""
 
 
@@ -80,7 +80,6 @@ class RingRound:
         self._attempt_begun = now
         self._members: tuple[str, ...] = ()
         self._digests: dict[str, int] = {}
-        self._stalled: dict[str, int] = {}
         self._heard: dict[str, tuple[int, float]] = {}
         self._arrived = 0
         self._extensions = 0
@@ -129,9 +128,8 @@ class RingRound:
         if not self._concerns(node, attempt) or node in self._digests:
             return []
         self._digests[node] = digest
-        self._stalled.pop(node, None)
         if len(self._digests) < len(self._members):
-            return self._if_all_reported(now)
+            return []
         if len(set(self._digests.values())) == 1:
             self.reduce_took = Took(now - self._attempt_begun, self._cut_off)
             self._end("committed")
@@ -149,20 +147,13 @@ class RingRound:
             return []
         return [Notice("retry", f"a line broke, {node} says: {reason}", node), *self._begin(now)]
 
-    def failed(
-        self, node: str, attempt: int, blamed: str | None, reason: str, progress: int, now: float
-    ) -> list[Action]:
-        """A member cannot finish an attempt, by its own fault (it blames itself), somebody else's, or for want of
-        pieces (it blames nobody; `progress` is how many it has received). Attempt 0: it could not catch up."""
+    def failed(self, node: str, attempt: int, blamed: str, reason: str, now: float) -> list[Action]:
+        """A member cannot finish an attempt, by its own fault (it blames itself) or somebody else's. Attempt 0: it
+        could not catch up, and whoever was to help it is not asked again."""
         if self.outcome is None and attempt == 0 and self._behind.get(node) is not None:
             return [*self._find_donors(again=node), *self._go_on(now)]
         if not self._concerns(node, attempt):
             return []
-        if blamed is None:
-            if node in self._digests:
-                return []
-            self._stalled[node] = progress
-            return self._if_all_reported(now)
         if blamed == node:
             guilty, why = node, reason
         elif blamed not in self._members:
@@ -175,7 +166,8 @@ class RingRound:
         return self._without((guilty,), why, now)
 
     def progressed(self, node: str, attempt: int, pieces: int, now: float) -> None:
-        """A member is well, and has received so many pieces."""
+        """A member is well, and has received so many pieces. All say so every second, also those who have finished:
+        what is decided at the deadline rests on it."""
         if self._concerns(node, attempt):
             self._heard[node] = pieces, now
 
@@ -197,7 +189,7 @@ class RingRound:
         if not self._attempt:
             behind = tuple(self._behind)
             return self._without(behind, f"it did not catch up within {self._reduce_seconds:.3g} s", now)
-        return self._stall(now)
+        return self._late(now)
 
     # Joining
 
@@ -288,7 +280,6 @@ class RingRound:
         self._attempt_begun = now
         self._members = tuple(nodes)
         self._digests.clear()
-        self._stalled.clear()
         self._heard.clear()
         self._arrived = self._extensions = 0
         self.deadline = now + self._reduce_seconds
@@ -308,23 +299,18 @@ class RingRound:
             return f"given up after {self._most_attempts} attempts"
         return None
 
-    def _if_all_reported(self, now: float) -> list[Action]:
-        if self._stalled and len(self._digests) + len(self._stalled) == len(self._members):
-            return self._stall(now)
-        return []
-
-    def _stall(self, now: float) -> list[Action]:
-        heard = {node: pieces for node, (pieces, at) in self._heard.items() if now - at <= _SILENT_SECONDS}
-        waiting = {**heard, **self._stalled}
-        arrived = sum(waiting.values())
-        silent = len(self._digests.keys() | waiting.keys()) < len(self._members)
-        if not silent and arrived > self._arrived and self._extensions < _MOST_EXTENSIONS and not self._stalled:
-            # All are well and pieces arrive: it takes longer than it was thought to.
+    def _late(self, now: float) -> list[Action]:
+        """Time is up for an attempt: gives it more while all are well and pieces arrive, else blames somebody."""
+        heard = {node: pieces for node, (pieces, at) in self._heard.items() if now - at <= SILENT_SECONDS}
+        arrived = sum(pieces for pieces, _ in self._heard.values()) + len(self._digests)
+        silent = len(self._digests.keys() | heard.keys()) < len(self._members)
+        if not silent and arrived > self._arrived and self._extensions < MOST_EXTENSIONS:
+            # It takes longer than it was thought to.
             self._arrived = arrived
             self._extensions += 1
-            self.deadline = now + max(self._reduce_seconds / 2, _SILENT_SECONDS)
+            self.deadline = now + max(self._reduce_seconds / 2, SILENT_SECONDS)
             return []
-        verdict = blame(self._members, self._digests, waiting)
+        verdict = blame(self._members, self._digests, heard)
         took = now - self._attempt_begun
         self._cut_off += max(len(verdict.nodes), 1)
         self.reduce_took = Took(took, self._cut_off)

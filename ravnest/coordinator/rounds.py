@@ -171,12 +171,13 @@ class Rounds:
             self._hear(reduced.ring, RingRound.reduced, node_id, reduced.attempt, reduced.digest, now)
         elif kind == "ring_failed":
             failed = message.ring_failed
-            why, blamed = printable(failed.reason), printable(failed.blamed) or None
+            why = printable(failed.reason)
             if failed.again:
                 self._hear(failed.ring, RingRound.broke, node_id, failed.attempt, why, now)
-                self._settle()
-                return True
-            self._hear(failed.ring, RingRound.failed, node_id, failed.attempt, blamed, why, failed.progress, now)
+            else:
+                # Who blames nobody has itself to blame.
+                blamed = printable(failed.blamed) or node_id
+                self._hear(failed.ring, RingRound.failed, node_id, failed.attempt, blamed, why, now)
         elif message.ring_applied.ring < len(self._rings):
             self._rings[message.ring_applied.ring].applying.discard(node_id)
         self._settle()

@@ -137,15 +137,13 @@ class RingSwarm:
             self.at_coordinator(source, message) if to == COORDINATOR else self.at_node(self.nodes[to], source, message)
 
     def wait(self) -> None:
-        """Nothing is on its way: those who wait for pieces say so, and if that is not enough, time runs out."""
+        """Nothing is on its way: those alive say how far they are, as they do all the time, and time runs out."""
         assert self.ring is not None and self.ring.deadline is not None
-        before = self.ring.attempt, self.ring.outcome
+        self.now = max(self.now, self.ring.deadline)
         for node in self.survivors:
-            if node.reduce is not None and not node.reduce.done and node.attempt == self.ring.attempt:
-                self.act(self.ring.failed(node.name, node.attempt, None, "no piece", node.reduce.progress, self.now))
-        if before == (self.ring.attempt, self.ring.outcome):
-            self.now = max(self.now, self.ring.deadline or 0.0)
-            self.act(self.ring.tick(self.now))
+            if node.reduce is not None:
+                self.ring.progressed(node.name, node.attempt, node.reduce.progress, self.now)
+        self.act(self.ring.tick(self.now))
 
     def at_coordinator(self, source: str, message: Any) -> None:
         assert self.ring is not None
@@ -157,7 +155,7 @@ class RingSwarm:
             case ("reduced", attempt, digest):
                 self.act(self.ring.reduced(source, attempt, digest, self.now))
             case ("failed", attempt, blamed, reason):
-                self.act(self.ring.failed(source, attempt, blamed, reason, 0, self.now))
+                self.act(self.ring.failed(source, attempt, blamed, reason, self.now))
 
     def act(self, actions: list[Any]) -> None:
         assert self.ring is not None

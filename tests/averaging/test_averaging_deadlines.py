@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.averaging.deadlines import Took, after, joining, reducing
+from ravnest.averaging.deadlines import Deadlines, Took, after, joining, reducing
 
 
 def test_a_deadline_begins_with_the_estimate_and_says_why() -> None:
@@ -50,3 +50,34 @@ def test_whatever_happened_there_is_always_time_and_never_too_much(estimate: flo
         assert 5.0 <= deadline.seconds <= 1800.0 and deadline.reason
         if not took.cut_off:
             assert deadline.seconds >= min(took.seconds, 1800.0)
+
+
+def test_a_run_learns_from_the_slowest_ring_of_a_round() -> None:
+    deadlines = Deadlines(10.0, 20.0)
+    assert (deadlines.joining.seconds, deadlines.reducing.seconds) == (30.0, 60.0)
+    deadlines.learn([Took(11.0), Took(50.0), None], [Took(100.0), Took(3.0)])
+    assert deadlines.joining.seconds == pytest.approx(150.0)
+    assert deadlines.reducing.seconds == pytest.approx(300.0)
+    # One ring that cut somebody off is enough, though another took longer.
+    deadlines.learn([Took(1.0, cut_off=1), Took(2.0)], [Took(1.0)])
+    assert deadlines.joining.seconds == pytest.approx(300.0) and "1 did not make it" in deadlines.joining.reason
+    assert deadlines.reducing.seconds == pytest.approx(270.0)
+
+
+def test_a_run_learns_nothing_from_what_did_not_come_so_far() -> None:
+    deadlines = Deadlines(10.0, 20.0)
+    before = deadlines.joining, deadlines.reducing
+    deadlines.learn([None, None], [])
+    assert (deadlines.joining, deadlines.reducing) == before
+    deadlines.learn([Took(20.0)], [None])
+    assert deadlines.joining.seconds == pytest.approx(60.0) and deadlines.reducing == before[1]
+
+
+def test_deadlines_of_a_run_grow_with_slow_rounds_and_shrink_with_fast_ones() -> None:
+    deadlines = Deadlines(1.0, 1.0)
+    deadlines.learn([Took(10.0)], [Took(40.0)])
+    grown = deadlines.joining.seconds, deadlines.reducing.seconds
+    assert grown == (pytest.approx(30.0), pytest.approx(120.0))
+    for _ in range(100):
+        deadlines.learn([Took(2.0), Took(0.1)], [Took(5.0), Took(0.1)])
+    assert deadlines.joining.seconds == pytest.approx(6.0) and deadlines.reducing.seconds == pytest.approx(15.0)

@@ -8,7 +8,18 @@ import torch
 from ring_swarm import RingSwarm
 
 from ravnest.averaging.ring_reduce import Piece
-from ravnest.averaging.ring_round import Abort, Action, Begin, CatchUp, Commit, Join, Notice, RingRound
+from ravnest.averaging.ring_round import (
+    MOST_EXTENSIONS,
+    SILENT_SECONDS,
+    Abort,
+    Action,
+    Begin,
+    CatchUp,
+    Commit,
+    Join,
+    Notice,
+    RingRound,
+)
 from ravnest.codecs.codec import CODECS
 
 OWNERS = ("a", "b", "c")
@@ -74,7 +85,7 @@ def test_it_commits_when_all_reduced_to_the_same_and_nothing_changes_afterwards(
     assert ring.outcome == "committed" and ring.deadline is None
     assert ring.reduce_took is not None and ring.reduce_took.seconds == 4.0
     assert ring.gone("a", "late", 1006.0) == []
-    assert ring.failed("b", 1, "a", "late", 0, 1006.0) == []
+    assert ring.failed("b", 1, "a", "late", 1006.0) == []
     assert ring.reduced("b", 1, 78, 1006.0) == []
     assert ring.tick(1e9) == []
     assert ring.joined("a", join(), 1006.0) == []
@@ -156,8 +167,8 @@ def test_one_that_does_not_catch_up_in_time_is_left_out() -> None:
 def test_another_donor_is_found_when_the_first_is_gone_or_what_it_sent_is_no_good() -> None:
     ring = a_round()
     assert CatchUp("a", "b") in all_join(ring, join(committed=5), join(), join())
-    assert ring.failed("a", 0, "b", "values that are not finite", 0, 1002.0) == [CatchUp("a", "c")]
-    actions = ring.failed("a", 0, "c", "values that are not finite", 0, 1003.0)
+    assert ring.failed("a", 0, "b", "values that are not finite", 1002.0) == [CatchUp("a", "c")]
+    actions = ring.failed("a", 0, "c", "values that are not finite", 1003.0)
     assert notices(actions) == [("left_out", "a")]
     assert [m.node for m in only(Begin, actions)[0].members] == ["b", "c"]
 
@@ -213,7 +224,7 @@ def test_gone_before_the_commit_begins_anew_without_it() -> None:
     [begin] = only(Begin, actions)
     assert begin.attempt == 2 and [(m.node, m.weight) for m in begin.members] == [("a", 0.5), ("c", 0.5)]
     # What is still said about the attempt before does not count.
-    assert ring.reduced("a", 1, 5, 1005.0) == [] == ring.failed("c", 1, "a", "old", 0, 1005.0)
+    assert ring.reduced("a", 1, 5, 1005.0) == [] == ring.failed("c", 1, "a", "old", 1005.0)
     assert ring.reduced("b", 2, 6, 1005.0) == []
     assert ring.reduced("a", 2, 6, 1005.0) == []
     assert ring.reduced("c", 2, 6, 1006.0) == [Commit(2, ("a", "c"))]
@@ -253,7 +264,7 @@ def test_results_that_differ_are_reduced_once_more_and_then_given_up() -> None:
 def test_the_one_that_is_blamed_is_left_out() -> None:
     ring = a_round()
     begun(ring)
-    actions = ring.failed("c", 1, "b", "values that are not finite", 3, 1003.0)
+    actions = ring.failed("c", 1, "b", "values that are not finite", 1003.0)
     assert ("left_out", "b") in notices(actions)
     assert only(Abort, actions) == [Abort(("b",), "c says: values that are not finite")]
     assert [m.node for m in only(Begin, actions)[0].members] == ["a", "c"]
@@ -264,8 +275,8 @@ def test_who_blames_one_after_another_is_left_out_itself() -> None:
     ring = a_round(owners=owners, samples=dict.fromkeys(owners, 100))
     for node in owners:
         ring.joined(node, join(), 1001.0)
-    assert ("left_out", "b") in notices(ring.failed("c", 1, "b", "bad", 0, 1002.0))
-    assert ("left_out", "c") in notices(ring.failed("c", 2, "a", "bad", 0, 1003.0))
+    assert ("left_out", "b") in notices(ring.failed("c", 1, "b", "bad", 1002.0))
+    assert ("left_out", "c") in notices(ring.failed("c", 2, "a", "bad", 1003.0))
     assert ring.attempt == 3 and ring.outcome is None
 
 
@@ -273,37 +284,128 @@ def test_who_blames_itself_or_a_stranger_is_left_out() -> None:
     for blamed in ("c", "stranger"):
         ring = a_round()
         begun(ring)
-        assert ("left_out", "c") in notices(ring.failed("c", 1, blamed, "out of memory", 0, 1002.0))
+        assert ("left_out", "c") in notices(ring.failed("c", 1, blamed, "out of memory", 1002.0))
 
 
-def test_a_stall_waits_for_everybody_to_say_how_far_it_got_and_not_longer_than_the_deadline() -> None:
+def test_an_attempt_gets_more_time_while_pieces_arrive() -> None:
     ring = a_round()
     begun(ring)
-    assert ring.failed("a", 1, None, "no piece", 5, 1021.0) == []
-    assert ring.failed("b", 1, None, "no piece", 4, 1021.5) == []
-    actions = ring.failed("c", 1, None, "no piece", 0, 1022.0)
-    assert ("left_out", "b") in notices(actions) and only(Begin, actions)[0].attempt == 2
+    for extension in range(3):
+        for node in OWNERS:
+            ring.progressed(node, 1, 10 * (extension + 1), 1020.0 + 10 * extension)
+        assert ring.deadline == 1021.0 + 10 * extension
+        assert ring.tick(ring.deadline) == []
+    assert ring.attempt == 1 and ring.deadline == 1051.0
+    assert [ring.reduced(node, 1, 5, 1045.0) for node in OWNERS][-1] == [Commit(1, OWNERS)]
+    assert ring.reduce_took is not None and ring.reduce_took.seconds == 44.0 and ring.reduce_took.cut_off == 0
 
+
+def test_those_who_have_finished_need_not_say_so_again_and_count_as_progress() -> None:
     ring = a_round()
     begun(ring)
-    ring.failed("a", 1, None, "no piece", 5, 1021.0)
-    ring.failed("b", 1, None, "no piece", 4, 1021.5)
-    assert ring.deadline == 1026.0
-    actions = ring.tick(1026.0)
+    ring.progressed("b", 1, 5, 1020.0)
+    ring.progressed("c", 1, 5, 1020.0)
+    ring.reduced("a", 1, 5, 1003.0)
+    assert ring.tick(1021.0) == []
+    ring.reduced("b", 1, 5, 1025.0)
+    ring.progressed("c", 1, 5, 1031.0)
+    assert ring.tick(1031.0) == []
+    assert ring.reduced("c", 1, 5, 1032.0) == [Commit(1, OWNERS)]
+
+
+def test_more_time_is_given_only_so_often() -> None:
+    ring = a_round()
+    begun(ring)
+    assert ring.deadline is not None
+    extensions = 0
+    while ring.attempt == 1:
+        for number, node in enumerate(OWNERS):
+            ring.progressed(node, 1, 10 * extensions + number + 1, ring.deadline)
+        actions = ring.tick(ring.deadline)
+        extensions += 1
+    assert extensions == MOST_EXTENSIONS + 1
+    # a has received least, and c sends to it.
+    assert ("left_out", "c") in notices(actions) and only(Begin, actions)[0].attempt == 2
+
+
+def test_when_no_piece_arrives_the_sender_of_the_line_that_carried_least_is_left_out() -> None:
+    ring = a_round()
+    begun(ring)
+    for _ in range(2):
+        assert ring.deadline is not None
+        now = ring.deadline
+        for node, pieces in zip(OWNERS, (5, 4, 0), strict=True):
+            ring.progressed(node, 1, pieces, now)
+        actions = ring.tick(now)
+    assert notices(actions) == [("left_out", "b"), ("retry", None)]
+    assert only(Abort, actions)[0].nodes == ("b",)
+    assert [m.node for m in only(Begin, actions)[0].members] == ["a", "c"]
+    assert ring.reduce_took is not None and ring.reduce_took.cut_off == 1 and ring.reduce_took.seconds == 30.0
+    assert ring.deadline == now + 20.0
+
+
+def test_who_has_been_silent_is_left_out_first_though_pieces_arrive() -> None:
+    ring = a_round()
+    begun(ring)
+    ring.progressed("a", 1, 50, 1020.0)
+    ring.progressed("b", 1, 60, 1020.0)
+    ring.progressed("c", 1, 70, 1021.0 - SILENT_SECONDS - 0.1)
+    actions = ring.tick(1021.0)
     assert ("left_out", "c") in notices(actions)
     assert [m.node for m in only(Begin, actions)[0].members] == ["a", "b"]
-    assert ring.reduce_took is not None and ring.reduce_took.cut_off == 1
 
 
-def test_who_waits_in_vain_and_finishes_counts_once() -> None:
+def test_what_was_said_of_another_attempt_or_by_strangers_is_no_progress() -> None:
     ring = a_round()
     begun(ring)
-    assert ring.failed("a", 1, None, "no piece", 5, 1021.0) == []
-    assert ring.reduced("a", 1, 3, 1021.0) == []
-    assert ring.failed("a", 1, None, "no piece", 5, 1021.0) == []
-    assert ring.failed("b", 1, None, "no piece", 5, 1021.0) == []
-    assert ring.reduced("b", 1, 3, 1022.0) == []
-    assert ring.reduced("c", 1, 3, 1022.0) == [Commit(1, OWNERS)]
+    ring.progressed("stranger", 1, 1000, 1020.0)
+    for node in ("a", "b"):
+        ring.progressed(node, 1, 5, 1020.0)
+    ring.progressed("c", 0, 5, 1020.0)
+    ring.progressed("c", 2, 5, 1020.0)
+    assert ("left_out", "c") in notices(ring.tick(1021.0))
+    # And what was said of the first attempt does not speak for anybody in the second.
+    assert ring.attempt == 2 and ring.deadline == 1041.0
+    assert only(Abort, ring.tick(1041.0))[0].nodes == ("a", "b")
+
+
+def test_a_line_that_broke_is_tried_again_with_the_same_members() -> None:
+    ring = a_round()
+    begun(ring)
+    ring.reduced("a", 1, 5, 1003.0)
+    ring.progressed("a", 1, 50, 1003.0)
+    actions = ring.broke("b", 1, "the direct line to c broke", 1004.0)
+    assert notices(actions) == [("retry", "b")] and ring.left_out == {}
+    [begin] = only(Begin, actions)
+    assert begin.attempt == 2 and [m.node for m in begin.members] == list(OWNERS)
+    assert ring.deadline == 1024.0
+    # Both ends may say that the same line broke.
+    assert ring.broke("c", 1, "the direct line from b ended", 1004.1) == []
+    assert ring.broke("stranger", 2, "x", 1004.2) == []
+    for node in OWNERS:
+        actions = ring.reduced(node, 2, 6, 1005.0)
+    assert actions == [Commit(2, OWNERS)]
+
+
+def test_lines_that_go_on_breaking_end_the_round() -> None:
+    ring = a_round(most_attempts=4)
+    begun(ring)
+    for attempt in range(1, 5):
+        actions = ring.broke("b", attempt, "the direct line to c broke", 1004.0)
+    assert ring.outcome == "aborted" and only(Abort, actions) == [Abort(OWNERS, "given up after 4 attempts")]
+    assert ring.broke("b", 4, "x", 1005.0) == []
+
+
+def test_members_are_those_of_the_attempt_and_then_of_the_commit() -> None:
+    ring = a_round()
+    assert ring.members == ()
+    begun(ring)
+    assert ring.members == OWNERS
+    ring.gone("b", "connection lost", 1002.0)
+    assert ring.members == ("a", "c")
+    ring.reduced("a", 2, 6, 1005.0)
+    ring.reduced("c", 2, 6, 1005.0)
+    assert ring.outcome == "committed" and ring.members == ("a", "c")
 
 
 def test_when_nobody_in_particular_is_to_blame_the_round_ends() -> None:
@@ -311,6 +413,14 @@ def test_when_nobody_in_particular_is_to_blame_the_round_ends() -> None:
     begun(ring)
     actions = ring.tick(1026.0)
     assert only(Abort, actions)[0].nodes == OWNERS and ring.outcome == "aborted"
+
+    ring = a_round()
+    begun(ring)
+    for now in (1021.0, 1031.0):
+        for node in OWNERS:
+            ring.progressed(node, 1, 3, now)
+        actions = ring.tick(now)
+    assert "equally slow" in only(Abort, actions)[0].reason and ring.outcome == "aborted"
 
 
 def test_attempts_end() -> None:
