@@ -5,15 +5,15 @@ that all have since then; where there is one, its stages save right after a micr
 """
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
-from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore
+from ravnest.coordinator.checkpoints import CheckpointInfo
 from ravnest.coordinator.clusters import ClusterRun
 from ravnest.coordinator.course import Course
 from ravnest.coordinator.feeder import TrainBatch
 from ravnest.coordinator.ledger import Ledger, Place
-from ravnest.coordinator.prepare import Prepared
-from ravnest.coordinator.saving import Mark, Saver, saver_of
+from ravnest.coordinator.run_plan import ClusterPlan
+from ravnest.coordinator.saving import Mark, Saver
 from ravnest.coordinator.stage_parts import BadPartError
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import RefusedError, RunError
@@ -27,26 +27,24 @@ class Checkpointing:
         self,
         course: Course,
         swarm: Swarm,
-        store: CheckpointStore,
-        prepared: Prepared,
+        make_saver: Callable[[ClusterPlan], Saver],
         cluster: ClusterRun,
         deployment: str,
         ledger: Ledger,
     ) -> None:
-        """Of this cluster, to begin with."""
+        """Of this cluster, to begin with; `make_saver` makes what writes the checkpoints of one."""
         self.last: CheckpointInfo | None = None
         """The newest that this run has taken."""
         self.expected = False
         """Whether one is to be taken after the round under way."""
         self._course = course
         self._swarm = swarm
-        self._store = store
-        self._prepared = prepared
+        self._make_saver = make_saver
         self._deployment = deployment
         self._ledger = ledger
         self._saved: dict[str, int] = {}
         self._cluster = cluster
-        self._saver = self._new_saver()
+        self._saver = make_saver(cluster.plan)
 
     @property
     def under_way(self) -> bool:
@@ -91,7 +89,7 @@ class Checkpointing:
     def move_to(self, cluster: ClusterRun) -> None:
         """From now on this cluster is saved: the one before is lost, and what it had begun to upload."""
         self._saver.abort()
-        self._cluster, self._saver = cluster, self._new_saver()
+        self._cluster, self._saver = cluster, self._make_saver(cluster.plan)
         self._course.notify()
 
     def is_of(self, cluster: ClusterRun) -> bool:
@@ -127,9 +125,6 @@ class Checkpointing:
 
     def abort(self) -> None:
         self._saver.abort()
-
-    def _new_saver(self) -> Saver:
-        return saver_of(self._store, self._prepared, self._cluster.plan, self._ledger.updates)
 
     async def _order(self, number: int, anchored: bool) -> None:
         for node_id in self._cluster.nodes:

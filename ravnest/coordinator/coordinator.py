@@ -32,6 +32,7 @@ from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.rounds import Rounds
 from ravnest.coordinator.run_plan import RunPlan
+from ravnest.coordinator.saving import saver_of
 from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import RavnestError, RefusedError, RunError, TrainingError, printable
@@ -316,7 +317,12 @@ class Coordinator:
         )
         store = CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep)
         self._checkpointing = Checkpointing(
-            course, self._swarm, store, prepared, self._clusters.all[0], self._deployment, self._ledger
+            course,
+            self._swarm,
+            lambda cluster: saver_of(store, prepared, cluster, self._ledger.updates),
+            self._clusters.all[0],
+            self._deployment,
+            self._ledger,
         )
         if plan.rings:
             rounds = self.progress.rounds = self._rounds_of(plan, job)

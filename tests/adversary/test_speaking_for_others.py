@@ -13,11 +13,15 @@ import psutil
 import pytest
 import torch
 
+from ravnest.coordinator.checkpointing import Checkpointing
 from ravnest.coordinator.checkpoints import CheckpointStore, newest_good
+from ravnest.coordinator.clusters import Clusters
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.evaluation import Evaluation
+from ravnest.coordinator.feeding import Feeding
 from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.run_plan import ClusterPlan
 from ravnest.coordinator.saving import Mark, Saver
 from ravnest.coordinator.stage_parts import StagePart
 from ravnest.coordinator.waiting import Changes
@@ -33,6 +37,7 @@ from ravnest.net.client import dial_link
 from ravnest.net.frames import encode
 from ravnest.net.link import CONTROL_BYTES, Link
 from ravnest.net.v1.control_pb2 import Chunk, CoordinatorMessage, Deploy, ProviderMessage, UploadHeader
+from ravnest.planner.stage_plan import StagePlan
 from ravnest.provider.uploading import upload
 from ravnest.settings import Checkpoint
 from tests.adversary.strangers import A_PICKLE, Joined, SwarmUnderAttack, attacked, raw_stream, refusal, run
@@ -63,6 +68,29 @@ def a_run(swarm: SwarmUnderAttack, folder: Path) -> Iterator[tuple[Coordinator, 
         yield coordinator, events
         events.close()
         metrics.close()
+
+
+def trains(coordinator: Coordinator, swarm: SwarmUnderAttack, folder: Path, *nodes: str) -> Saver:
+    """Makes these nodes hold the stages of the run's cluster, a parameter each; what saves its checkpoints."""
+    specs = [WeightSpec("w", f"layer{n}", torch.float32, (3,)) for n in range(len(nodes))]
+    graphs = [PortableGraph((), parameters=(spec,)) for spec in specs]
+    stages = tuple(
+        StagePlan(node, n, "stem", graph, 3) for n, (node, graph) in enumerate(zip(nodes, graphs, strict=True))
+    )
+    cluster = ClusterPlan(0, stages, 1, 1, 1.0, "one")
+    parts = [StagePart.of(n, graph) for n, graph in enumerate(graphs)]
+    saver = Saver(CheckpointStore(folder, 1), Checkpoint(), parts, {})
+    ledger, course = coordinator.progress.ledger, coordinator._course
+    coordinator._clusters = Clusters([cluster])
+    coordinator._stage_of = {stage.node: stage.stage for stage in stages}
+    coordinator._deployed = True
+    coordinator._feeding = Feeding(
+        course, swarm.swarm, coordinator._clusters, 0, ledger, coordinator._recorder, coordinator.progress
+    )
+    coordinator._checkpointing = Checkpointing(
+        course, swarm.swarm, lambda _: saver, coordinator._clusters.all[0], "", ledger
+    )
+    return saver
 
 
 async def the_event(events: EventLog, kind: str) -> Event:
@@ -167,12 +195,9 @@ def test_uploading_a_part_of_a_checkpoint_that_is_not_ones_own(tmp_path: Path, p
         async with attacked() as swarm:
             mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
             with a_run(swarm, tmp_path) as (coordinator, events):
-                specs = [WeightSpec("w", f"layer{n}", torch.float32, (3,)) for n in range(2)]
-                stages = [StagePart.of(n, PortableGraph((), parameters=(spec,))) for n, spec in enumerate(specs)]
                 folder = tmp_path / "run/checkpoints"
-                coordinator._saver = Saver(CheckpointStore(folder, 1), Checkpoint(), stages, {})
-                coordinator._saver.begin(Mark(1, Place(), {}))
-                coordinator._stage_of = {"mallory": 0, "anna": 1}
+                saver = trains(coordinator, swarm, folder, "mallory", "anna")
+                saver.begin(Mark(1, Place(), {}))
                 await anna.client.upload("checkpoint-1", pieces(a_part("layer1")))
                 with pytest.raises(PeerError):
                     await mallory.client.upload("checkpoint-1", pieces(*part))
@@ -240,6 +265,7 @@ def test_ending_a_microbatch_that_is_not_under_way(tmp_path: Path) -> None:
         async with attacked() as swarm:
             mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
             with a_run(swarm, tmp_path) as (coordinator, events):
+                trains(coordinator, swarm, tmp_path / "run/checkpoints", "mallory")
                 await swarm.swarm.tell(mallory.id, an_order(0, 1))
                 await mallory.feed.send(Frame(FrameKind.DONE, 999))
                 with pytest.raises(PeerError, match="mallory reported microbatch 999 done, which was not under way"):
@@ -259,6 +285,7 @@ def test_a_result_of_measures_that_nobody_asked_for(tmp_path: Path) -> None:
         async with attacked() as swarm:
             mallory = await swarm.join("mallory")
             with a_run(swarm, tmp_path) as (coordinator, _):
+                trains(coordinator, swarm, tmp_path / "run/checkpoints", "mallory")
                 coordinator._evaluation, coordinator._scores = Evaluation(), {"loss"}
                 coordinator._evaluation.sent(-1, 8)
                 await swarm.swarm.tell(mallory.id, an_order(0, 1))
