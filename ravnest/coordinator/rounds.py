@@ -25,6 +25,7 @@ from ravnest.net.v1.control_pb2 import (
     RingCatchUp,
     RingCommit,
     RingMember,
+    RingReduced,
 )
 
 _MESSAGES: Final = frozenset({"round_joined", "ring_reduced", "ring_failed", "ring_applied"})
@@ -47,6 +48,8 @@ class _Ring:
     """Owners that have not said yet that the mean is in their parameters."""
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes of the attempt at hand, by owner."""
+    direct: set[str] = field(default_factory=set)
+    """Owners that sent over direct lines."""
 
 
 class Rounds:
@@ -135,7 +138,7 @@ class Rounds:
                 join_seconds=self._deadlines.joining.seconds,
                 reduce_seconds=self._deadlines.reducing.seconds,
             )
-            ring.sent = {}
+            ring.sent, ring.direct = {}, set()
             self._under_way.append(ring)
         for ring in list(self._under_way):
             self._do(ring, self._live(ring).tick(self._began))
@@ -167,7 +170,7 @@ class Rounds:
         elif kind == "ring_reduced":
             reduced = message.ring_reduced
             if reduced.ring < len(self._rings):
-                self._rings[reduced.ring].sent[node_id] = reduced.bytes_sent
+                self._note_sent(self._rings[reduced.ring], node_id, reduced)
             self._hear(reduced.ring, RingRound.reduced, node_id, reduced.attempt, reduced.digest, now)
         elif kind == "ring_failed":
             failed = message.ring_failed
@@ -267,6 +270,13 @@ class Rounds:
         ring.applying = set(action.nodes)
         self._bytes += sum(ring.sent.get(node, 0) for node in action.nodes)
 
+    def _note_sent(self, ring: _Ring, node_id: str, reduced: RingReduced) -> None:
+        ring.sent[node_id] = reduced.bytes_sent
+        if reduced.direct:
+            ring.direct.add(node_id)
+        else:
+            ring.direct.discard(node_id)
+
     def _tick(self) -> None:
         self._timer = None
         now = time.monotonic()
@@ -305,7 +315,11 @@ class Rounds:
         if committed:
             self._counted += 1
             self._seconds += seconds
-            self._emit("round", self.last, round=self._round, rings=len(committed), seconds=seconds)
+            rings = [ring for ring in self._under_way if ring.live in committed]
+            lines, direct = sum(len(live.members) for live in committed), sum(len(ring.direct) for ring in rings)
+            self._emit(
+                "round", self.last, round=self._round, rings=len(committed), seconds=seconds, lines=lines, direct=direct
+            )
         else:
             self._skipped += 1
             self.last = f"round {self._round}: nothing was averaged"

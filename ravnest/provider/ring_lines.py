@@ -72,6 +72,10 @@ class RingLines:
         """Something for an owner, after all that was put before."""
         self._line(node_id).put(place, data)
 
+    def is_direct(self, node_id: str) -> bool:
+        """Whether what is put for this owner goes over a direct line."""
+        return self._line(node_id).is_direct
+
     async def rest(self) -> None:
         """Nothing is needed for now: connections that are there stay, others are not tried any more."""
         for line in self._lines.values():
@@ -117,6 +121,10 @@ class _Line:
         self._linking: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._arrivals = ThreadPoolExecutor(1, f"ravnest-ring-{peer.node}")
+
+    @property
+    def is_direct(self) -> bool:
+        return self._direct is not None
 
     def open(self) -> None:
         self._reading = asyncio.create_task(self._read())

@@ -265,6 +265,7 @@ class Rings:
             attempt=attempt.number,
             digest=attempt.reduce.digest,
             bytes_sent=attempt.bytes_sent,
+            direct=self._lines is not None and self._lines.is_direct(owned.after),
         )
         self._tell(ProviderMessage(ring_reduced=reduced))
 
