@@ -43,8 +43,9 @@ class Swarm:
         return running, SwarmInvite.parse(line.removeprefix("invite: ravnest join "))
 
     def join(self, invite: SwarmInvite, name: str, *options: str) -> Running:
-        """A provider on an address of its own."""
-        words = ("join", invite.line, "--name", name, "--listen", f"127.0.0.{next(self._addresses)}:0")
+        """A provider on an address of its own, unless it dials out only."""
+        listen = () if "--outbound-only" in options else ("--listen", f"127.0.0.{next(self._addresses)}:0")
+        words = ("join", invite.line, "--name", name, *listen)
         return self._stack.enter_context(Running(*words, *options, folder=self.folder))
 
     def new_invite(self, *words: str) -> SwarmInvite:
@@ -126,6 +127,24 @@ def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
     assert len(list((tmp_path / "data").rglob("node.key"))) == 3
     kept = [path for path in (tmp_path / "cache/ravnest/artifacts").iterdir() if path.name != "lock"]
     assert len(kept) == 6 and all(hashlib.sha256(path.read_bytes()).hexdigest() == path.name for path in kept)
+
+
+def test_clusters_average_over_direct_lines_links_and_the_relay(machines: Swarm, tmp_path: Path) -> None:
+    a_job_file(tmp_path, eval_data="batches", epochs="20", averaging='ravnest.Averaging(every=64, codec="int8")')
+    serving, invite = machines.serve("--providers", "3", "--clusters", "3")
+    machines.join(invite, "anna")
+    for name in ("ben", "carla"):
+        machines.join(invite, name, "--outbound-only")
+    ended_well(serving)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert [len(cluster["stages"]) for cluster in summary["clusters"]] == [1, 1, 1]
+    assert summary["averaging"]["rounds"] >= 2 and summary["averaging"]["skipped"] == 0
+    assert summary["ledger"] == {"fed": 160, "completed": 160, "replayed": 0, "lost": 0, "applied_twice": 0}
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    rounds = [event for event in events if event["kind"] == "round"]
+    assert {(event["lines"], event["direct"]) for event in rounds} == {(3, 1)}, "anna alone can be dialled"
+    linked = " ".join(event["reason"] for event in events if event["kind"] == "linked")
+    assert "ben dials out only, and carla dials out only" in linked
 
 
 def test_an_invite_that_is_no_longer_good_is_refused_with_one_sentence(machines: Swarm) -> None:
