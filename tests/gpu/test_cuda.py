@@ -15,7 +15,7 @@ from ravnest.engine.speed import measure_speed
 from ravnest.job import Job
 from ravnest.provider.measuring import device_name
 from ravnest.provider.memory import forget_peak, peak_bytes
-from ravnest.settings import Pipeline
+from ravnest.settings import Averaging, Pipeline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and there is none here")
 
@@ -82,6 +82,30 @@ def test_a_stage_on_a_gpu_reports_the_memory_of_the_gpu(swarm: EmbeddedSwarm, tm
     on_gpu = [stage for stage in stages if stage.device.startswith("cuda")]
     assert on_gpu and all(0 < stage.peak_memory_bytes < 2**30 for stage in on_gpu)
     assert result.summary.ledger.completed == 40 and result.summary.eval["loss"] is not None
+
+
+def test_clusters_on_a_gpu_average_what_they_learnt(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    job = Job(
+        model=_model(),
+        loss=F.cross_entropy,
+        train_data=_batches(),
+        eval_data=_batches()[:2],
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        averaging=Averaging(every=128, codec="int8", optimizer_state=True),
+        epochs=3,
+    )
+    result = swarm.train(job, clusters=2, run=tmp_path / "run", display=False)
+    summary = result.summary
+    assert sorted(len(cluster.stages) for cluster in summary.clusters) == [1, 2]
+    assert summary.averaging.rounds >= 2 and summary.averaging.skipped == 0
+    assert summary.ledger.completed == 60
+    plain = _model()
+    assert result.model is not None
+    plain.load_state_dict(load_file(result.model))
+    plain.eval()
+    with torch.no_grad():
+        losses = [float(F.cross_entropy(plain(inputs), targets)) for inputs, targets in _batches()[:2]]
+    assert summary.eval["loss"] == pytest.approx(sum(losses) / 2, rel=1e-3), "what was evaluated is what was exported"
 
 
 def test_a_gpu_is_measured_with_a_block_that_fills_it() -> None:
