@@ -70,10 +70,10 @@ class Averaging:
     gradient of a step with Nesterov momentum, as in DiLoCo."""
 
     outer_rate: float | None = None
-    """The learning rate of that step. None: 0.7 for nesterov. The mean has none."""
+    """What the step is multiplied with. None: 1 for the mean, 0.7 for nesterov."""
 
     outer_momentum: float | None = None
-    """The momentum of that step. None: 0.9 for nesterov. The mean has none."""
+    """The momentum of the step. None: 0.9 for nesterov. The mean has none."""
 
     codec: str = "float32"
     """In what differences of parameters travel: float32, float16, bfloat16, int8 (a scale for each block) or int4 (the
@@ -114,12 +114,11 @@ class Averaging:
                 f"averaging.outlier is {self.outlier!r}: give a number above 1, or None to switch it off; "
                 "half of all differences are longer than the others'"
             )
-        for field in ("outer_rate", "outer_momentum"):
-            if self.outer == "mean" and getattr(self, field) is not None:
-                raise JobError(
-                    f'averaging.{field} is set, and averaging.outer="mean" has none: set averaging.outer="nesterov", '
-                    "or leave it out"
-                )
+        if self.outer == "mean" and momentum is not None:
+            raise JobError(
+                'averaging.outer_momentum is set, and averaging.outer="mean" has none: set averaging.outer="nesterov", '
+                "or leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from ravnest import Averaging, Checkpoint, Job, JobError, Pipeline
+from ravnest.averaging.outer.outer import outer_named
+from ravnest.codecs.codec import CODECS
 from ravnest.overrides import apply_overrides
+from ravnest.settings import AVERAGING_CODECS, OUTER_OPTIMIZERS
 
 
 def a_job(**changes: Any) -> Job:
@@ -83,11 +86,18 @@ def test_an_unknown_codec_gets_the_list_of_those_there_are() -> None:
         Averaging(codec="gzip")
 
 
-@pytest.mark.parametrize("field", ["outer_rate", "outer_momentum"])
-def test_what_the_mean_does_not_have_cannot_be_set_for_it(field: str) -> None:
-    assert getattr(Averaging(outer="nesterov", **{field: 0.5}), field) == 0.5  # type: ignore[arg-type]
-    with pytest.raises(JobError, match=rf'averaging\.{field} is set, and averaging\.outer="mean" has none'):
-        Averaging(**{field: 0.5})  # type: ignore[arg-type]
+def test_the_mean_has_a_rate_and_no_momentum() -> None:
+    assert Averaging(outer="nesterov", outer_momentum=0.5).outer_momentum == 0.5
+    assert Averaging(outer_rate=0.5).outer_rate == 0.5
+    with pytest.raises(JobError, match=r'averaging\.outer_momentum is set, and averaging\.outer="mean" has none'):
+        Averaging(outer_momentum=0.5)
+
+
+def test_every_codec_and_outer_optimizer_that_can_be_set_is_there() -> None:
+    assert set(AVERAGING_CODECS) == set(CODECS)
+    for name in OUTER_OPTIMIZERS:
+        assert outer_named(name).name == name
+    assert outer_named("mean", rate=0.5).name == "mean"
 
 
 def test_outliers_can_be_left_as_they_are() -> None:
@@ -125,8 +135,8 @@ def test_averaging_can_be_set_by_name() -> None:
 
 
 def test_overrides_that_make_sense_only_together_may_come_in_any_order() -> None:
-    changed = apply_overrides(a_job(), ["averaging.outer_rate=0.5", "averaging.outer=nesterov"])
-    assert (changed.averaging.outer, changed.averaging.outer_rate) == ("nesterov", 0.5)
+    changed = apply_overrides(a_job(), ["averaging.outer_momentum=0.5", "averaging.outer=nesterov"])
+    assert (changed.averaging.outer, changed.averaging.outer_momentum) == ("nesterov", 0.5)
     assert apply_overrides(a_job(), ["averaging.every=3", "averaging.every=5"]).averaging.every == 5
 
 

@@ -4,10 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from ravnest.coordinator.averaging_plan import averaging_of, within_averaging
 from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.nodes_file import NodesFile
 from ravnest.coordinator.plan_parts import Parts
-from ravnest.coordinator.planning import averaging_of, goal_of, model_costs, within_averaging
+from ravnest.coordinator.planning import goal_of, model_costs
 from ravnest.coordinator.prepare import prepare
 from ravnest.jobfile import load_job
 from ravnest.overrides import apply_overrides

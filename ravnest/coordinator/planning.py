@@ -12,16 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ravnest.amounts import counted
-from ravnest.codecs.codec import codec_named
+from ravnest.coordinator.averaging_plan import averaged_bytes, averaging_memory, averaging_of, within_averaging
 from ravnest.coordinator.measures import measure_pairs
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.reachability import Reach
-from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan, average_every, flight_reason
+from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan, flight_reason
 from ravnest.coordinator.starting import check_clusters
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import PeerError, PlanError
-from ravnest.graph.layout import layout
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.profile import CostProfile
 from ravnest.job import Job
@@ -29,12 +28,9 @@ from ravnest.net.measuring import LinkSpeed
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.formation import form
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan, plan_of
+from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Line, Network, Pair, Provider, Requester
-from ravnest.planner.ring_tensors import RingPart, by_fragment, check_can_be_averaged, fragments, tensors_of
-from ravnest.planner.rings import Ring, rings_of, round_seconds
 from ravnest.planner.stage_plan import stages_of
-from ravnest.settings import Averaging
 
 SPEEDS = (1e-5, 1e5)
 """How fast a machine may be against the one that measured the model, for what it says to be believed."""
@@ -79,8 +75,8 @@ def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
         in_flight=pipeline.in_flight,
         max_staleness=pipeline.max_staleness,
         accumulate=pipeline.accumulate,
-        average_share=_averaged_bytes(averaging) / 4,
-        average_memory=_averaging_memory(job),
+        average_share=averaged_bytes(averaging) / 4,
+        average_memory=averaging_memory(job),
         blocking=averaging.blocking,
         least_clusters=clusters or 1,
         most_clusters=clusters,
@@ -136,58 +132,6 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
         average_every=found.every,
         average_reason=found.reason,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class AveragingOf:
-    """How the clusters of a plan average."""
-
-    rings: tuple[Ring, ...]
-    parts: tuple[RingPart, ...]
-    round_seconds: float
-    """Of the fragment that takes longest."""
-    every: int
-    """Samples of all clusters together."""
-    reason: str
-    goal: Goal
-    plan: Plan
-    """With the rate that comes of rounds as often as that."""
-
-
-def averaging_of(
-    settings: Averaging,
-    graph: PortableGraph,
-    model: ModelCosts,
-    goal: Goal,
-    network: Network,
-    providers: Mapping[str, Provider],
-    plan: Plan,
-) -> AveragingOf:
-    """Who averages what with whom in a plan of several clusters, and how often."""
-    where = layout(graph)
-    rings = rings_of(plan, model, network, providers)
-    parts = fragments([(ring, tensors_of(graph, where, ring)) for ring in rings], settings.fragments)
-    groups = by_fragment(parts)
-    seconds = max(
-        round_seconds([part.as_ring(goal.average_share) for part in group], network, providers) for group in groups
-    )
-    every, reason = average_every(settings, plan.rates, model.samples, goal.accumulate, seconds, len(groups))
-    # Only now is it known how often there will be a round.
-    goal = replace(goal, average_every=max(1, round(every / model.samples / len(plan.clusters))))
-    plan = plan_of(goal, network, providers, plan.clusters)
-    return AveragingOf(rings, parts, seconds, every, reason, goal, plan)
-
-
-def within_averaging(graph: PortableGraph, goal: Goal) -> Goal:
-    """The goal, of one cluster where clusters cannot average this model; PlanError where it is to have several."""
-    if goal.most_clusters != 1:
-        try:
-            check_can_be_averaged(graph)
-        except PlanError:
-            if goal.least_clusters > 1:
-                raise
-            return replace(goal, most_clusters=1)
-    return goal
 
 
 def _cluster_plans(graph: PortableGraph, plan: Plan, providers: Mapping[str, Provider]) -> tuple[ClusterPlan, ...]:
@@ -316,27 +260,6 @@ def requester_of(members: Sequence[Member], host: str) -> Requester:
         up_bytes_per_second=_believed(max(link.down_bytes_per_second for link in links), RATES),
         down_bytes_per_second=_believed(max(link.up_bytes_per_second for link in links), RATES),
     )
-
-
-def _averaged_bytes(averaging: Averaging) -> float:
-    """What a number of a parameter takes on the line in a round."""
-    some = 1 << 20
-    moments = 8.0 if averaging.optimizer_state else 0.0
-    return codec_named(averaging.codec).size_bytes(some) / some + moments
-
-
-def _averaging_memory(job: Job) -> float:
-    """What averaging keeps for each byte of a parameter."""
-    averaging = job.averaging
-    # The parameters as they were after the last round, and the outer optimizer's momentum; while a round goes on, what
-    # this cluster has learnt, and the mean. All of it are numbers of 4 bytes.
-    numbers = 1 + (averaging.outer == "nesterov") + 2
-    # What encoding has lost, for the next round, and what it loses in this.
-    numbers += 2 * (averaging.codec == "int4")
-    # Of both moments, this cluster's and the mean. Many optimizers have fewer.
-    numbers += 4 * averaging.optimizer_state
-    trained = [p for p in job.model.parameters() if p.requires_grad]
-    return 4.0 * numbers * sum(p.numel() for p in trained) / max(1, sum(p.nbytes for p in trained))
 
 
 def _and(words: Sequence[str]) -> str:
