@@ -1,0 +1,38 @@
+"""Direct lines without TLS, to compare with peers that have none either. The product has no such thing."""
+
+import socket
+from collections.abc import Callable
+
+from ravnest.net.address import split_address
+from ravnest.net.direct_line import DirectLine, DirectServer
+from ravnest.net.node_identity import NodeIdentity
+from ravnest.provider import ring_lines
+
+
+class PlaintextServer(DirectServer):
+    """Takes whoever comes for `peer`."""
+
+    def __init__(
+        self, peer: str, node: NodeIdentity, may_send: Callable[[str], bool], take: Callable[[DirectLine], None]
+    ) -> None:
+        super().__init__(node, may_send, take)
+        self._always = peer
+
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        return connection
+
+    def _peer(self, secured: socket.socket) -> str:
+        return self._always
+
+
+def use_plaintext() -> None:
+    """From here on, lines that this process dials have no TLS."""
+    ring_lines.dial_direct = _dial_plaintext
+
+
+def _dial_plaintext(address: str, node_id: str, node: NodeIdentity, timeout_seconds: float) -> DirectLine:
+    host, port = split_address(address)
+    connection = socket.create_connection((host, port), timeout=timeout_seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.settimeout(None)
+    return DirectLine(connection, node_id)
