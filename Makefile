@@ -29,6 +29,7 @@ bench: $(VENV)/.dev-installed
 	@$(BIN)/python -m benchmarks.memory
 	@$(BIN)/python -m benchmarks.transport
 	@$(BIN)/python -m benchmarks.planner
+	@$(BIN)/python -m benchmarks.averaging
 
 format: $(VENV)/.dev-installed
 	@$(BIN)/ruff format .

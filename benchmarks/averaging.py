@@ -72,7 +72,7 @@ def _loopback(given: argparse.Namespace) -> tuple[list[Row], list[Target]]:
     gloo, plain = measured["gloo"], measured["ravnest float32, plaintext"]
     # Of pairs that ran one after the other: whatever disturbed the machine disturbed both.
     ratio = statistics.median(theirs.seconds / ours.seconds for theirs, ours in zip(gloo, plain, strict=True))
-    rows = [_row(case, name, took, _seconds(gloo)) for name, took in measured.items()]
+    rows: list[Row] = [_row(case, name, took, _seconds(gloo)) for name, took in measured.items()]
     aimed = "reached" if ratio >= _LOOPBACK_AIM else "not reached"
     say(f"{case}: {ratio:.2f} of gloo's speed, both without encryption (the aim of {_LOOPBACK_AIM:g} is {aimed})")
     return rows, [Target(f"{case}: of gloo's speed, without encryption", ratio, _LOOPBACK_TARGET)]
@@ -106,7 +106,7 @@ def _line_case(
         sites = [Site(lab.host(host.name).address, lab.host(host.name).command) for host in hosts]
         measured = _measured(case, contenders, sites, megabytes * 10**6, repetitions)
     bound = 2 * (_MEMBERS - 1) / _MEMBERS * megabytes * 8 / _LINE_MBPS
-    rows = [
+    rows: list[Row] = [
         {**_row(case, name, took, _seconds(measured["gloo"])), "of_bound": bound / _seconds(took)}
         for name, took in measured.items()
         if took
@@ -174,9 +174,7 @@ def _row(case: str, name: str, took: Sequence[Took], gloo_seconds: float) -> dic
         "least_seconds": min(one.seconds for one in took),
         "of_gloo_speed": gloo_seconds / _seconds(took),
         # hivemind computes in processes of its own, whose time nobody tells us.
-        "processor_seconds": None
-        if name == "hivemind"
-        else statistics.median(one.processor_seconds for one in took),
+        "processor_seconds": None if name == "hivemind" else statistics.median(one.processor_seconds for one in took),
     }
 
 

@@ -1,4 +1,4 @@
-"""The processes of one contender, a member each, on loopback or on hosts of the WAN lab, and what they are asked to do."""
+"""The processes of one contender, a member each, on loopback or on hosts of the WAN lab."""
 
 import json
 import subprocess
@@ -47,7 +47,9 @@ class Took:
 class Members:
     """A contender at work, from `with` to its end."""
 
-    def __init__(self, contender: Contender, sites: Sequence[Site], values: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, contender: Contender, sites: Sequence[Site], values: int, environment: Mapping[str, str]
+    ) -> None:
         self.contender = contender
         self._sites = sites
         self._values = values
@@ -74,7 +76,7 @@ class Members:
         self._undo.close()
 
     def average(self) -> Took | None:
-        """All members average once; None where that failed. The first one that is slow in getting ready is waited for."""
+        """All members average once; None where that failed. Begins when the last one is ready."""
         for process in self._processes:
             assert self._hear(process) == "ready"
         for process in self._processes:

@@ -55,7 +55,8 @@ def main() -> None:
         control.allow_allreduce()
         control.result()
         with averager.get_tensors() as tensors:
-            return tensors[0].clone()
+            mean: torch.Tensor = tensors[0].clone()
+        return mean
 
     serve(prepare, average, lambda mean: check_mean(mean, base, place.mean_factor, 1e-5))
     averager.shutdown()

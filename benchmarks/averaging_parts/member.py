@@ -1,4 +1,4 @@
-"""What a member process of any contender shares: how it speaks with the benchmark, its values, and the check of its mean.
+"""What a member process of any contender shares: how it speaks with the benchmark, its values, the check of its mean.
 
 A member gets its place as arguments and speaks in lines of JSON. It says its address, is told everybody's, then says
 "ready", waits for a line, averages, says how long that took, and so on until there are no more lines. Needs torch and
@@ -57,7 +57,9 @@ def base_values(place: Place) -> torch.Tensor:
     return torch.randn(place.values, generator=torch.Generator().manual_seed(0))
 
 
-def serve(prepare: Callable[[], Any], average: Callable[[Any], torch.Tensor], check: Callable[[torch.Tensor], None]) -> None:
+def serve(
+    prepare: Callable[[], Any], average: Callable[[Any], torch.Tensor], check: Callable[[torch.Tensor], None]
+) -> None:
     """Averages whenever it is told to. What `prepare` returns is made before that, and does not count."""
     while True:
         prepared = prepare()
