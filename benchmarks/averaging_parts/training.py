@@ -1,8 +1,8 @@
 """Whether averaging is in the way: the same training run of several clusters in the WAN lab, with rounds and without.
 
 A real `ravnest serve --clusters` and real `ravnest join`s, each on a host of its own behind a line of its own. All
-hosts share this machine's cores, so machines are made slow by `--pretend-slower`, which computes and then waits; together
-they leave the cores idle part of the time, as machines of their own would.
+hosts share this machine's cores, so machines are made slow by `--pretend-slower`, which computes and then waits;
+together they leave the cores idle part of the time, as machines of their own would.
 """
 
 import json
