@@ -41,13 +41,18 @@ class RingMember:
 
     def take_all(self, line: DirectLine) -> None:
         """Takes what the member before sends; what comes early waits, as it does in the product."""
-        while (piece := line.receive()) is not None:
+        while (piece := line.receive(self._room)) is not None:
             _, place, data = piece
-            with self._changed:
-                self._changed.wait_for(lambda place=place: place.round <= self._round)  # type: ignore[misc]
-                attempt = self._attempt
-            assert attempt is not None
-            attempt.take(Piece(place.hop, place.segment, place.chunk, data))
+            self._at(place).take(Piece(place.hop, place.segment, place.chunk, data))
+
+    def _room(self, generation: int, place: RingPlace, size_bytes: int) -> torch.Tensor | None:
+        return self._at(place).room(place.hop, place.segment, place.chunk, size_bytes)
+
+    def _at(self, place: RingPlace) -> RingAttempt:
+        with self._changed:
+            self._changed.wait_for(lambda: place.round <= self._round)
+            assert self._attempt is not None
+            return self._attempt
 
     def average(self) -> torch.Tensor:
         lines, ended = self.lines, threading.Event()

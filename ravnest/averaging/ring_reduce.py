@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,7 +90,8 @@ class RingReduce:
         self._expected = sum(len(seen) for seen in self._seen)
         self._started = 0
         self._sums: dict[tuple[int, int], int] = {}
-        self._result = torch.empty_like(own)
+        # Through numpy, which asks for large pages: the memory is new, and all of it is written in no time.
+        self._result = torch.from_numpy(np.empty(own.numel(), np.float32))
         if codec.feedback and members > 1:
             self.next_residual = torch.empty(coded_values)
         else:
@@ -135,20 +137,35 @@ class RingReduce:
             self._started = chunk + 1
             yield Piece(0, self._index, chunk, data)
 
+    def room(self, hop: int, segment: int, chunk: int, size_bytes: int) -> Tensor | None:
+        """Memory for the bytes of a piece that is about to come, where they must not lie in memory that is soon used
+        again: what is passed on as it came, and sums in float32, which are received where they belong.
+
+        PeerError for a piece that cannot be.
+        """
+        span = self._place(hop, segment, chunk)
+        if hop < self._members - 1:
+            return None
+        here = self._result[span.start : span.stop].view(torch.uint8)
+        if (span.coded and self._codec.lossy) or here.numel() != size_bytes:
+            return torch.empty(size_bytes, dtype=torch.uint8)
+        return here
+
     def receive(self, piece: Piece) -> Piece | None:
         """Takes a piece from the member before; what to send on to the next one, if anything.
 
         PeerError: the piece cannot be: it has no business here, came already, has the wrong size, is not finite, or is
         longer than what everybody declared allows.
         """
-        span = self._place(piece)
+        span = self._place(piece.hop, piece.segment, piece.chunk)
         arrived = self._decode(piece, span)
         here = self._result[span.start : span.stop]
         hop = piece.hop
         if hop >= self._members - 1:
-            here.copy_(arrived)
+            if arrived.data_ptr() != here.data_ptr():
+                here.copy_(arrived)
             self._finish(piece, here)
-            data = piece.data
+            data = piece.data if span.coded and self._codec.lossy else here.view(torch.uint8)
         else:
             torch.add(arrived, self._own[span.start : span.stop], alpha=self._shares[span.coded], out=here)
             if not span.coded and not math.isfinite(squared_norm(here)):
@@ -166,28 +183,25 @@ class RingReduce:
     def _arriving(self, hop: int) -> int:
         return (self._index - 1 - hop) % self._members
 
-    def _place(self, piece: Piece) -> Span:
-        if not 0 <= piece.hop < self._hops:
-            raise PeerError(f"a piece says it is on hop {piece.hop}, but this ring has {self._hops} hops")
-        if piece.segment != self._arriving(piece.hop):
+    def _place(self, hop: int, segment: int, chunk: int) -> Span:
+        if not 0 <= hop < self._hops:
+            raise PeerError(f"a piece says it is on hop {hop}, but this ring has {self._hops} hops")
+        if segment != self._arriving(hop):
             raise PeerError(
-                f"a piece of segment {piece.segment} came on hop {piece.hop}, where segment "
-                f"{self._arriving(piece.hop)} comes by here"
+                f"a piece of segment {segment} came on hop {hop}, where segment {self._arriving(hop)} comes by here"
             )
-        seen = self._seen[piece.hop]
-        if not 0 <= piece.chunk < len(seen):
-            raise PeerError(f"piece {piece.chunk} came of segment {piece.segment}, which has {len(seen)} pieces")
-        if seen[piece.chunk]:
-            raise PeerError(f"piece {piece.chunk} of segment {piece.segment} came twice on hop {piece.hop}")
-        if piece.hop >= self._members - 1:
-            own_segment = piece.segment == self._index
-            left = piece.chunk < self._started if own_segment else self._seen[piece.hop - self._members][piece.chunk]
+        seen = self._seen[hop]
+        if not 0 <= chunk < len(seen):
+            raise PeerError(f"piece {chunk} came of segment {segment}, which has {len(seen)} pieces")
+        if seen[chunk]:
+            raise PeerError(f"piece {chunk} of segment {segment} came twice on hop {hop}")
+        if hop >= self._members - 1:
+            left = chunk < self._started if segment == self._index else self._seen[hop - self._members][chunk]
             if not left:
                 raise PeerError(
-                    f"the sum of piece {piece.chunk} of segment {piece.segment} came before this member's share was "
-                    "added to it"
+                    f"the sum of piece {chunk} of segment {segment} came before this member's share was added to it"
                 )
-        return self._segments.span(piece.segment, piece.chunk)
+        return self._segments.span(segment, chunk)
 
     def _decode(self, piece: Piece, span: Span) -> Tensor:
         count = span.stop - span.start

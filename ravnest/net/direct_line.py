@@ -44,6 +44,10 @@ _PAUSE_SECONDS: Final = 0.1
 _HEADER: Final = struct.Struct("<4sQqIIIIIBI")
 
 
+Room = Callable[[int, RingPlace, int], torch.Tensor | None]
+"""Memory for a piece: of which generation and place, and of how many bytes it is."""
+
+
 class DirectLine:
     """One end of a connection. One thread may send while another receives; `close` may come from anywhere."""
 
@@ -51,9 +55,7 @@ class DirectLine:
         self.peer = peer
         self._socket = connection
         self._header = bytearray(_HEADER.size)
-        self._lock = threading.Lock()
-        self._users = 0
-        self._closed = False
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def send(self, generation: int, place: RingPlace, data: torch.Tensor) -> None:
         """Sends a piece, whose bytes have left this process's memory when it returns. PeerError when the line broke."""
@@ -61,25 +63,35 @@ class DirectLine:
         numbers = (place.ring, place.attempt, place.hop, place.segment, place.chunk)
         header = _HEADER.pack(MAGIC, place.round, generation, *numbers, flags, data.numel())
         try:
-            with self._in_use():
-                self._socket.sendall(header)
+            self._socket.sendall(header)
+            if data.numel():
                 self._socket.sendall(_memory(data))
         except (OSError, ValueError) as error:
             raise PeerError(f"the direct line to {self.peer} broke: {error}") from None
 
-    def receive(self) -> tuple[int, RingPlace, torch.Tensor] | None:
+    def receive(self, room: Room | None = None) -> tuple[int, RingPlace, torch.Tensor] | None:
         """The next piece, with its generation; None at the end of the line, however it came. PeerError for what is no
-        piece."""
+        piece.
+
+        `room` says where its bytes are to go; where it says None, they lie in memory that the next piece overwrites.
+        """
         if not self._fill(memoryview(self._header)):
             return None
         magic, round, generation, ring, attempt, hop, segment, chunk, flags, size = _HEADER.unpack(self._header)
         if magic != MAGIC or flags > 3 or size > PIECE_BYTES:
             raise PeerError(f"{self.peer} sent {size} bytes that are no piece of a ring over a direct line")
-        data = torch.empty(size, dtype=torch.uint8)
-        if not self._fill(_memory(data)):
-            return None
         place = RingPlace(round, ring, attempt, hop, segment, chunk, bool(flags & 1), bool(flags & 2))
+        data = torch.empty(size, dtype=torch.uint8) if room is None else room(generation, place, size)
+        if data is None:
+            data = self._for_now(size)
+        if size and not self._fill(_memory(data)):
+            return None
         return generation, place, data
+
+    def _for_now(self, size: int) -> torch.Tensor:
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size]
 
     def close(self) -> None:
         """Ends the line at once; whoever is in `receive` or `send` returns."""

@@ -3,7 +3,10 @@
 import threading
 from collections.abc import Callable
 
+from torch import Tensor
+
 from ravnest.averaging.ring_reduce import Piece, RingReduce
+from ravnest.errors import PeerError
 
 
 class RingAttempt:
@@ -41,6 +44,17 @@ class RingAttempt:
             if piece is None:
                 return
             self._pass(piece)
+
+    def room(self, hop: int, segment: int, chunk: int, size_bytes: int) -> Tensor | None:
+        """Where the bytes of a piece that is about to be taken are to be received; None: it does not matter."""
+        with self._lock:
+            if self._over or self.reduce.done:
+                return None
+            try:
+                return self.reduce.room(hop, segment, chunk, size_bytes)
+            except PeerError:
+                # It is refused when it is taken.
+                return None
 
     def take(self, piece: Piece) -> None:
         """A piece has come from the owner before."""

@@ -110,7 +110,7 @@ class Rings:
     def take_all(self, line: DirectLine) -> None:
         """Takes what comes over a direct line, until it ends or breaks the rules. On a thread of the line's own."""
         try:
-            while (piece := line.receive()) is not None:
+            while (piece := line.receive(self._room)) is not None:
                 generation, place, data = piece
                 self.take(line.peer, generation, place, data)
         except PeerError as error:
@@ -139,6 +139,18 @@ class Rings:
         if peer != attempt.before:
             raise PeerError(f"{peer} sent a piece of ring {place.ring}, whose owner before this one it is not")
         attempt.take(Piece(place.hop, place.segment, place.chunk, data))
+
+    def _room(self, generation: int, place: RingPlace, size_bytes: int) -> torch.Tensor | None:
+        """Where the bytes of a piece go that is about to be received; one that is early waits until that is known."""
+        owned = self._owned.get(place.ring)
+        if owned is None or generation != self._generation:
+            return None
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not owned.stands_before(place))
+            attempt = owned.attempt if not self._closed and owned.awaits(place) else None
+        if place.donation:
+            return torch.empty(size_bytes, dtype=torch.uint8)
+        return None if attempt is None else attempt.room(place.hop, place.segment, place.chunk, size_bytes)
 
     def is_wanted(self, place: RingPlace) -> bool:
         """Whether a piece that is to be sent is still of use: its attempt has not been given up. On any thread."""
