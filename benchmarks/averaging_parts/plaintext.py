@@ -21,7 +21,7 @@ class PlaintextServer(DirectServer):
     def _secured(self, connection: socket.socket) -> socket.socket:
         return connection
 
-    def _peer(self, secured: socket.socket) -> str:
+    def _peer(self, line: DirectLine) -> str:
         return self._always
 
 

@@ -51,7 +51,7 @@ Room = Callable[[int, RingPlace, int], torch.Tensor | None]
 class DirectLine:
     """One end of a connection. One thread may send while another receives; `close` may come from anywhere."""
 
-    def __init__(self, connection: ssl.SSLSocket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, peer: str) -> None:
         self.peer = peer
         self._socket = connection
         self._header = bytearray(_HEADER.size)
@@ -106,6 +106,7 @@ class DirectLine:
 
     def handshake(self) -> bytes:
         """Makes the called side's part of the handshake; the certificate that the peer shows. OSError if it fails."""
+        assert isinstance(self._socket, ssl.SSLSocket)
         with self._in_use():
             self._socket.do_handshake()
             return self._socket.getpeercert(binary_form=True) or b""
@@ -209,7 +210,7 @@ class DirectServer:
                     if self._stopped.is_set():
                         return
                     self._open.add(line)
-                line.peer = self._peer(line.handshake())
+                line.peer = self._peer(line)
             finally:
                 self._handshakes.release()
             # Between pieces a line may be silent without end.
@@ -221,7 +222,7 @@ class DirectServer:
             self._open.discard(line)
         line.close()
 
-    def _secured(self, connection: socket.socket) -> ssl.SSLSocket:
+    def _secured(self, connection: socket.socket) -> socket.socket:
         """Takes the connection over. The handshake is still to be made."""
         keys = self._node.tls_keys()
         if self._context is None or keys != self._keys:
@@ -231,8 +232,9 @@ class DirectServer:
             self._context, self._keys = context, keys
         return self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
-    def _peer(self, certificate: bytes) -> str:
-        identity = self._node.identify(read_certificate(certificate))
+    def _peer(self, line: DirectLine) -> str:
+        """Makes the handshake; who calls. OSError or PeerError where it is nobody who may."""
+        identity = self._node.identify(read_certificate(line.handshake()))
         if identity.kind != "node" or not self._may_send(identity.name):
             raise PeerError(f"{identity} may not send pieces of rings here")
         return identity.name

@@ -34,6 +34,8 @@ class RingAttempt:
         self._ended = ended
         self._lock = threading.Lock()
         self._over = False
+        self._rooms: dict[tuple[int, int], Tensor] = {}
+        """By hop and chunk, where the bytes of a piece are being received."""
 
     def start(self) -> None:
         """Sends what this owner sends first: its own segment."""
@@ -46,15 +48,22 @@ class RingAttempt:
             self._pass(piece)
 
     def room(self, hop: int, segment: int, chunk: int, size_bytes: int) -> Tensor | None:
-        """Where the bytes of a piece that is about to be taken are to be received; None: it does not matter."""
+        """Where the bytes of a piece that is about to be taken are to be received; None: it does not matter.
+
+        One that comes over two lines at once gets room once, and is refused when it is taken from elsewhere: else the
+        slower line would write over what has been taken and counted.
+        """
         with self._lock:
-            if self._over or self.reduce.done:
+            if self._over or self.reduce.done or (hop, chunk) in self._rooms:
                 return None
             try:
-                return self.reduce.room(hop, segment, chunk, size_bytes)
+                found = self.reduce.room(hop, segment, chunk, size_bytes)
             except PeerError:
                 # It is refused when it is taken.
                 return None
+            if found is not None:
+                self._rooms[hop, chunk] = found
+            return found
 
     def take(self, piece: Piece) -> None:
         """A piece has come from the owner before."""
@@ -64,6 +73,9 @@ class RingAttempt:
             if self._over or self.reduce.done:
                 return
             try:
+                room = self._rooms.pop((piece.hop, piece.chunk), None)
+                if room is not None and room.data_ptr() != piece.data.data_ptr():
+                    raise PeerError(f"piece {piece.chunk} of segment {piece.segment} came over two lines at once")
                 onward = self.reduce.receive(piece)
             except Exception as error:
                 failure, self._over = error, True

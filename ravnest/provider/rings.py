@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,13 +110,17 @@ class Rings:
 
     def take_all(self, line: DirectLine) -> None:
         """Takes what comes over a direct line, until it ends or breaks the rules. On a thread of the line's own."""
+        reached: dict[int, RingPlace] = {}
         try:
-            while (piece := line.receive(self._room)) is not None:
+            while (piece := line.receive(partial(self._room, line.peer))) is not None:
                 generation, place, data = piece
+                reached[place.ring] = place
                 self.take(line.peer, generation, place, data)
+            ended = partial(self._line_ended, line.peer, list(reached.values()))
         except PeerError as error:
-            text = str(error)
-            self._loop.call_soon_threadsafe(lambda: self.line_broke(line.peer, text))
+            ended = partial(self.line_broke, line.peer, str(error))
+        if not self._closed:
+            self._loop.call_soon_threadsafe(ended)
 
     def take(self, peer: str, generation: int, place: RingPlace, data: torch.Tensor) -> None:
         """A piece has come. One that is early waits here, and holds its sender back; one that is late is dropped.
@@ -132,7 +137,7 @@ class Rings:
             if place.donation:
                 donated = owned.donation(peer, place, data)
                 if donated is not None:
-                    self._loop.call_soon_threadsafe(lambda: self._spawn(self._caught_up(owned, donated)))
+                    self._loop.call_soon_threadsafe(lambda: self._spawn(self._caught_up(owned, peer, donated)))
                 return
             attempt = owned.attempt
         assert attempt is not None
@@ -140,8 +145,11 @@ class Rings:
             raise PeerError(f"{peer} sent a piece of ring {place.ring}, whose owner before this one it is not")
         attempt.take(Piece(place.hop, place.segment, place.chunk, data))
 
-    def _room(self, generation: int, place: RingPlace, size_bytes: int) -> torch.Tensor | None:
-        """Where the bytes of a piece go that is about to be received; one that is early waits until that is known."""
+    def _room(self, peer: str, generation: int, place: RingPlace, size_bytes: int) -> torch.Tensor | None:
+        """Where the bytes of a piece go that is about to be received; one that is early waits until that is known.
+
+        Only who may send it has a place in what is being reduced: the others' pieces are refused when they are taken.
+        """
         owned = self._owned.get(place.ring)
         if owned is None or generation != self._generation:
             return None
@@ -150,7 +158,9 @@ class Rings:
             attempt = owned.attempt if not self._closed and owned.awaits(place) else None
         if place.donation:
             return torch.empty(size_bytes, dtype=torch.uint8)
-        return None if attempt is None else attempt.room(place.hop, place.segment, place.chunk, size_bytes)
+        if attempt is None or peer != attempt.before:
+            return None
+        return attempt.room(place.hop, place.segment, place.chunk, size_bytes)
 
     def is_wanted(self, place: RingPlace) -> bool:
         """Whether a piece that is to be sent is still of use: its attempt has not been given up. On any thread."""
@@ -167,6 +177,20 @@ class Rings:
             if owned.taken is not None and owned.attempt is not None and peer in (owned.attempt.before, owned.after):
                 owned.attempt.close()
                 self._fail(owned, owned.attempt.number, "", reason, again=True)
+
+    def _line_ended(self, peer: str, reached: Sequence[RingPlace]) -> None:
+        """A direct line has ended after these pieces. Its sender may think that it has sent more: what is not complete
+        will not be, and need not be waited for until time is up."""
+        reason = f"the direct line from {peer} ended"
+        for place in reached:
+            owned = self._owned.get(place.ring)
+            if owned is None or not owned.awaits(place):
+                continue
+            if place.donation:
+                self._fail(owned, 0, peer, reason)
+            elif owned.attempt is not None and not owned.attempt.reduce.done:
+                owned.attempt.close()
+                self._fail(owned, place.attempt, "", reason, again=True)
 
     async def close(self, timeout_seconds: float) -> None:
         with self._changed:
@@ -319,14 +343,14 @@ class Rings:
             place = RingPlace(order.round, order.ring, chunk=number, donation=True, last=last)
             self._lines.put(order.node, place, piece.view(torch.uint8))
 
-    async def _caught_up(self, owned: OwnedRing, donated: torch.Tensor) -> None:
+    async def _caught_up(self, owned: OwnedRing, donor: str, donated: torch.Tensor) -> None:
         assert self._worker is not None
         if owned.taken is None:
             return
         try:
             change = await self._in_thread(owned.state.catch_up, owned.catches_up_to, donated)
         except PeerError as error:
-            self._fail(owned, 0, owned.donor, str(error))
+            self._fail(owned, 0, donor, str(error))
             return
         self._worker.between(lambda: self._stage.shift(change.adds))
         caught_up = RingReduced(deployment=self._deployment, round=owned.taken.round, ring=owned.number, caught_up=True)

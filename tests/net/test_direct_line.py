@@ -96,6 +96,33 @@ def test_a_piece_arrives_bit_for_bit_with_its_place_and_generation(size: int, pl
         assert here.lines.get().peer == "a" and line.peer == "b"
 
 
+def test_a_piece_is_received_where_there_is_room_for_it_and_else_in_memory_that_is_used_again() -> None:
+    nodes = swarm("a", "b")
+    asked: list[tuple[int, RingPlace, int]] = []
+    rooms = [torch.zeros(3, dtype=torch.uint8), None, None, torch.empty(0, dtype=torch.uint8)]
+    found: queue.Queue[Received | None] = queue.Queue()
+
+    def room(generation: int, place: RingPlace, size: int) -> torch.Tensor | None:
+        asked.append((generation, place, size))
+        return rooms[len(asked) - 1]
+
+    def take(line: DirectLine) -> None:
+        for _ in rooms:
+            found.put(line.receive(room))
+
+    server = DirectServer(nodes["b"], lambda _: True, take)
+    address = f"127.0.0.1:{server.start('127.0.0.1', 0)}"
+    with contextlib.closing(dial_direct(address, "b", nodes["a"], 5)) as line:
+        for number, size in enumerate((3, 4, 2, 0)):
+            line.send(9, RingPlace(1, 0, chunk=number), torch.full((size,), number + 1, dtype=torch.uint8))
+        pieces = [found.get(timeout=SECONDS) for _ in rooms]
+    server.stop()
+    assert asked == [(9, RingPlace(1, 0, chunk=number), size) for number, size in enumerate((3, 4, 2, 0))]
+    first, second, third, fourth = (piece[2] for piece in pieces if piece is not None)
+    assert first is rooms[0] and first.tolist() == [1, 1, 1] and fourth is rooms[3]
+    assert third.tolist() == [3, 3] and second.tolist() == [3, 3, 2, 2]
+
+
 def test_many_pieces_arrive_in_order_though_the_line_is_closed_right_after_the_last() -> None:
     nodes = swarm("a", "b")
     pieces = [torch.full((n * 997 % 50_000,), n % 251, dtype=torch.uint8) for n in range(300)]
@@ -218,12 +245,14 @@ def test_what_is_no_piece_ends_the_line_with_a_sentence_and_costs_no_memory(
 ) -> None:
     nodes = swarm("a", "b")
     made: list[int] = []
-    monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size))
     with listening(nodes["b"], "a") as here:
         line = dial_direct(here.address, "b", nodes["a"], 5)
+        here.lines.get(timeout=SECONDS)
+        monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size))
         line._socket.sendall(struct.pack("<4sQqIIIIIBI", magic, 1, 1, 0, 1, 0, 0, 0, flags, size))
         assert "a sent" in here.ends.get(timeout=SECONDS)
         assert made == [] and here.pieces.empty()
+        monkeypatch.undo()
         until_broken(line)
 
 
