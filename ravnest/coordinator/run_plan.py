@@ -122,6 +122,6 @@ def average_every(
     if lasting > learnt:
         why = f"{ROUND_SHARE} times as long as one takes, which is {round_seconds:.3g} s"
     else:
-        in_turn = f", a {fragments}th of the model at a time" if fragments > 1 else ""
+        in_turn = f" between two of the same of {fragments} fragments" if fragments > 1 else ""
         why = f"so that every cluster has made {LEAST_UPDATES} updates{in_turn}"
     return every, f"a round after every {every:,} samples: {why}"

@@ -211,7 +211,8 @@ def test_rounds_come_as_often_as_the_job_says_or_lines_and_updates_allow() -> No
     assert every == LEAST_UPDATES * 2 * 8 * 4 and f"{LEAST_UPDATES} updates" in why
     every, why = average_every(Averaging(), [30.0, 10.0], 8, 1, 100.0, 1)
     assert every == ROUND_SHARE * 100 * 40 and "100 s" in why
-    assert average_every(Averaging(), [10.0, 10.0], 8, 1, 0.0, 4)[0] == LEAST_UPDATES * 8 * 2 / 4
+    every, why = average_every(Averaging(), [10.0, 10.0], 8, 1, 0.0, 4)
+    assert every == LEAST_UPDATES * 8 * 2 / 4 and "the same of 4 fragments" in why
 
 
 def test_averaging_takes_memory_of_every_provider_of_several_clusters(prepared: Prepared) -> None:

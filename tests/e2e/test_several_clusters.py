@@ -40,6 +40,9 @@ def test_all_providers_have_a_stage_in_exactly_so_many_clusters(
 def test_providers_that_the_clusters_have_no_work_for_are_refused(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"3 clusters cannot be made of 2 providers"):
         swarm.train(a_job(), providers=2, clusters=3, run=tmp_path / "run", display=False)
+    for wrong in (0, "two", True):
+        with pytest.raises(PlanError, match=rf"clusters is {wrong!r}: give a whole number of at least 1"):
+            swarm.train(a_job(), clusters=wrong, run=tmp_path / "run", display=False)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
 
 
