@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from typing import Any, cast
 
 from ravnest.net.address import split_address
 from ravnest.net.direct_line import DirectLine, DirectServer
@@ -18,10 +19,10 @@ class PlaintextServer(DirectServer):
         super().__init__(node, may_send, take)
         self._always = peer
 
-    def _secured(self, connection: socket.socket) -> socket.socket:
+    def _secured(self, connection: socket.socket) -> Any:
         return connection
 
-    def _peer(self, line: DirectLine) -> str:
+    def _greeted(self, line: DirectLine) -> str:
         return self._always
 
 
@@ -35,4 +36,4 @@ def _dial_plaintext(address: str, node_id: str, node: NodeIdentity, timeout_seco
     connection = socket.create_connection((host, port), timeout=timeout_seconds)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.settimeout(None)
-    return DirectLine(connection, node_id)
+    return DirectLine(cast(Any, connection), node_id)

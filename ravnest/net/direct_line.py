@@ -210,11 +210,10 @@ class DirectServer:
                     if self._stopped.is_set():
                         return
                     self._open.add(line)
-                line.peer = self._peer(line)
+                line.peer = self._greeted(line)
             finally:
                 self._handshakes.release()
-            # Between pieces a line may be silent without end.
-            _tune(secured, None)
+            _tune(secured)
             self._take(line)
 
     def _forget(self, line: DirectLine) -> None:
@@ -232,8 +231,8 @@ class DirectServer:
             self._context, self._keys = context, keys
         return self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
-    def _peer(self, line: DirectLine) -> str:
-        """Makes the handshake; who calls. OSError or PeerError where it is nobody who may."""
+    def _greeted(self, line: DirectLine) -> str:
+        """Who has called. OSError or PeerError when it is nobody who may."""
         identity = self._node.identify(read_certificate(line.handshake()))
         if identity.kind != "node" or not self._may_send(identity.name):
             raise PeerError(f"{identity} may not send pieces of rings here")
@@ -248,7 +247,7 @@ def dial_direct(address: str, node_id: str, node: NodeIdentity, timeout_seconds:
         try:
             context = _context(ssl.PROTOCOL_TLS_CLIENT, node.tls_keys())
             secured = context.wrap_socket(connection, server_hostname=node_host(node_id))
-            _tune(secured, STALL_SECONDS)
+            _tune(secured)
             return DirectLine(secured, node_id)
         except BaseException:
             connection.close()
@@ -271,10 +270,13 @@ def _context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:
     return context
 
 
-def _tune(connection: socket.socket, timeout_seconds: float | None) -> None:
+def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.settimeout(timeout_seconds)
+    # For sending alone: between pieces a line may be silent without end. And it is the system's limit, not Python's,
+    # which would make many calls of every piece.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(STALL_SECONDS), 0))
+    connection.settimeout(None)
 
 
 def _memory(data: torch.Tensor) -> memoryview:
