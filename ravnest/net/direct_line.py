@@ -273,9 +273,10 @@ def _context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:
 def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # For sending alone: between pieces a line may be silent without end. And it is the system's limit, not Python's,
-    # which would make many calls of every piece.
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(STALL_SECONDS), 0))
+    # For what was sent and is not taken: between pieces a line may be silent without end. It is the system's limit, not
+    # Python's, which would make many calls of every piece; and not SO_SNDTIMEO, after which Python's ssl tries again.
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_SECONDS))
     connection.settimeout(None)
 
 

@@ -39,6 +39,12 @@ class RingAttempt:
 
     def start(self) -> None:
         """Sends what this owner sends first: its own segment."""
+        with self._lock:
+            # A ring may have nothing but counters: then no piece ever comes.
+            nothing = self.reduce.done and not self._over
+        if nothing:
+            self._ended(None)
+            return
         own = self.reduce.start()
         while True:
             with self._lock:

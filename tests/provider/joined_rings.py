@@ -243,6 +243,11 @@ class Cluster:
     async def finished(self, count: int) -> None:
         for _ in range(count):
             await asyncio.to_thread(self.owners[0].pipe.finished.get, True, SECONDS)
+        for owner in self.owners:
+            # A stage sends its gradients on before it updates: a later one may be at that still.
+            between = threading.Event()
+            owner.worker.between(between.set)
+            assert await asyncio.to_thread(between.wait, SECONDS)
 
     def state(self) -> dict[str, Tensor]:
         """All that its stages hold."""

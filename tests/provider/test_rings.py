@@ -482,3 +482,26 @@ def test_counters_become_the_largest_and_count_on_from_there() -> None:
                 assert counters == [5, 5]
 
     run(test())
+
+
+def test_a_ring_of_counters_alone_is_agreed_on_without_a_piece() -> None:
+    async def test() -> None:
+        async with JoinedRings([(), ()], parts=40) as swarm:
+            only = next(plan for plan in swarm.plans if plan.tensors.values == 0)
+            a, b = swarm.owners.values()
+            await learn(swarm, 3, 1)
+            for owner in (a, b):
+                owner.obey(average=Average(deployment=DEPLOYMENT, round=1, fragment=only.fragment + 1))
+            told = {owner.name: (await owner.hears("round_joined")).rings for owner in (a, b)}
+            joins = {name: next(j for j in rings if j.ring == only.ring) for name, rings in told.items()}
+            for index, owner in enumerate((a, b)):
+                members = [RingMember(node=name, weight=0.5) for name in joins]
+                order = {"deployment": DEPLOYMENT, "round": 1, "ring": only.ring, "attempt": 1}
+                owner.obey(ring_begin=RingBegin(**order, members=members, counters=[3], index=index))
+                assert (await owner.hears("ring_reduced")).ring == only.ring
+                owner.obey(ring_commit=RingCommit(**order))
+                await owner.hears("ring_applied")
+            name = f"buffer:{only.tensors.counters[0].key}"
+            assert [owner.state()[name].item() for owner in (a, b)] == [3, 3]
+
+    run(test())
