@@ -3,7 +3,15 @@
 The property tests and the long runs of `make fuzz` share these. A new decoder gets its line in one of the tables.
 """
 
-from tests.fuzz import codec_targets, message_targets, peer_targets, plan_targets, run_targets, stage_targets
+from tests.fuzz import (
+    codec_targets,
+    message_targets,
+    peer_targets,
+    plan_targets,
+    ring_targets,
+    run_targets,
+    stage_targets,
+)
 from tests.fuzz.rule import Target, bombs, judge
 
 __all__ = ["TARGETS", "Target", "bombs", "judge", "named"]
@@ -15,6 +23,7 @@ TARGETS = (
     *run_targets.TARGETS,
     *plan_targets.TARGETS,
     *codec_targets.TARGETS,
+    *ring_targets.TARGETS,
 )
 
 
