@@ -120,8 +120,18 @@ def test_the_mean_is_in_the_stage_when_it_counts_and_never_before_and_once() -> 
                 commit(owner, round=2)
                 abort(owner, round=0)
             for owner in owners:
-                commit(owner)
-                commit(owner)
+                begin(joins, attempt=2)(owner)
+            await reduced(owners, attempt=2)
+            assert all(same(owner.state(), before[owner.name]) for owner in owners)
+            for owner in owners:
+                commit(owner, attempt=1)
+            for owner in owners:
+                begin(joins, attempt=3)(owner)
+            await reduced(owners, attempt=3)
+            assert all(same(owner.state(), before[owner.name]) for owner in owners)
+            for owner in owners:
+                commit(owner, attempt=3)
+                commit(owner, attempt=3)
                 told = await owner.hears("ring_applied")
                 assert (told.round, told.ring) == (1, 0)
             want = mean(before, joins)
