@@ -37,7 +37,7 @@ from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import CLASSES, FEATURES, batches
 from tests.planner.test_ring_tensors import rings_cut_at
 
-DEPLOYMENT, GENERATION, SECONDS = "d1", 4, 10.0
+DEPLOYMENT, GENERATION, SECONDS = "d1", 4, 20.0
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

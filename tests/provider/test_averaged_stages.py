@@ -31,6 +31,7 @@ class AveragedSwarm(JoinedRings):
         super().__init__(cuts, **more)
         self.events: list[tuple[str, str]] = []
         self._over = asyncio.Event()
+        self._held: list[tuple[str, CoordinatorMessage]] | None = None
         plan = RunPlan(cast(Plan, None), (), "", rings=self.plans)
         self.rounds = Rounds(
             plan, DEPLOYMENT, None, Deadlines(5.0, 5.0), self._tell, self._emit, lambda: self._over.set()
@@ -48,6 +49,15 @@ class AveragedSwarm(JoinedRings):
         fed = {owner.name: cluster.samples for cluster in self.clusters for owner in cluster.owners}
         return self.rounds.announce(fragment, fed, "a test")
 
+    def hold(self) -> None:
+        """What the coordinator says is heard after `release`."""
+        self._held = []
+
+    def release(self) -> None:
+        held, self._held = self._held or [], None
+        for node_id, message in held:
+            self._tell(node_id, message)
+
     async def over(self) -> None:
         await self._over.wait()
         assert self.rounds.complete, self.events
@@ -64,7 +74,10 @@ class AveragedSwarm(JoinedRings):
             self.rounds.heard(owner.name, await owner.said.get())
 
     def _tell(self, node_id: str, message: CoordinatorMessage) -> None:
-        self.owners[node_id].rings.obey(message)
+        if self._held is None:
+            self.owners[node_id].rings.obey(message)
+        else:
+            self._held.append((node_id, message))
 
     def _emit(self, kind: str, reason: str, **_: Any) -> None:
         self.events.append((kind, reason))
@@ -106,11 +119,11 @@ async def blocking(swarm: AveragedSwarm, counts: Sequence[int], rounds: int = 2)
 
 
 async def background(swarm: AveragedSwarm, counts: Sequence[int]) -> None:
-    """The round comes with a microbatch, and all go on learning before anything of it has been reduced."""
+    """The round comes with a microbatch, and all go on learning before they hear that it begins."""
     for c, (cluster, count) in enumerate(zip(swarm.clusters, counts, strict=True)):
         cluster.feed(count, seed=c)
     samples = [cluster.samples for cluster in swarm.clusters]
-    swarm.hub.hold()
+    swarm.hold()
     number = swarm.announce()
     for c, cluster in enumerate(swarm.clusters):
         cluster.feed(1 + c % 2, seed=50 + c, round=number)
@@ -118,7 +131,7 @@ async def background(swarm: AveragedSwarm, counts: Sequence[int]) -> None:
         await cluster.finished(count + 1 + c % 2)
     snapshots = [cluster.snapshot(number) for cluster in swarm.clusters]
     before = [cluster.state() for cluster in swarm.clusters]
-    swarm.hub.release()
+    swarm.release()
     await swarm.over()
     want = direct_mean(snapshots, samples)
     for cluster, snapshot, was in zip(swarm.clusters, snapshots, before, strict=True):
