@@ -5,13 +5,14 @@ the outer optimizer plain mean and Nesterov, the codec float32 and int8. Provide
 times slower than this one, which leaves enough of its cores to all of them: two clusters then train twice as fast as
 one, as they would on machines of their own, and seconds can be compared.
 
+The loss of a run is the mean of its last four evaluations, because a single one jumps with whatever batch came last.
 Four clusters apply a quarter of the updates that one applies to the same samples, each from four times the data; a
 short run that is limited by the number of updates must end higher then. Hence two measures for several clusters:
 
 - after the same samples: by how much their mean loss over the seeds is above one cluster's, less two standard errors
   of that difference;
 - after the same seconds: by how much it is above one cluster's loss at the time when the several had finished, which
-  is its first evaluation from then on.
+  is the mean of its four evaluations up to the first one from then on.
 
 The target is on the smaller of the two: at most 0.01. The target for int8 is on the mean over seeds, cluster counts
 and outer optimizers of the difference to the same run in float32: at most 0.01.
@@ -34,9 +35,10 @@ from ravnest.monitor.events import read_events
 from ravnest.monitor.metrics import read_metrics
 
 _STAGES: Final = 2
-_SLOWER: Final = 6.0
+_SLOWER: Final = 12.0
 _UPDATES_BETWEEN_ROUNDS: Final = 10
 """Of each cluster."""
+_EVALUATIONS: Final = 4
 _NOISE: Final = 0.01
 
 
@@ -69,11 +71,12 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        return self.curve[-1][1]
+        return self.loss_after(self.seconds)
 
     def loss_after(self, seconds: float) -> float:
-        """That of the first evaluation from then on; the last where there is none."""
-        return next((loss for at, loss in self.curve if at >= seconds), self.loss)
+        """The mean of the evaluations up to the first one from then on, four at most; the last four where none is."""
+        upto = next((number for number, (at, _) in enumerate(self.curve, 1) if at >= seconds), len(self.curve))
+        return statistics.mean(loss for _, loss in self.curve[max(0, upto - _EVALUATIONS) : upto])
 
 
 Outcomes = dict[Setting, list[Outcome]]

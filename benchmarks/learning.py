@@ -19,11 +19,11 @@ from benchmarks.models import GPT, Batch, GPTSize, next_token_loss
 from benchmarks.report import ROOT
 from ravnest.jobfile import load_job
 
-CHARACTERS: Final = GPTSize(layers=2, width=64, heads=4, vocabulary=96, context=32)
-"""0.12 million parameters."""
+CHARACTERS: Final = GPTSize(layers=2, width=64, heads=4, vocabulary=96, context=16)
+"""0.11 million parameters."""
 
-_WINDOWS: Final = 4
-_EVAL_WINDOWS: Final = 64
+_WINDOWS: Final = 8
+_EVAL_WINDOWS: Final = 128
 _PART_CHARACTERS: Final = 1024
 _OTHER: Final = 95
 
@@ -56,7 +56,7 @@ def digits(seed: int, epochs: int) -> ravnest.Job:
 
 
 def characters(seed: int, epochs: int) -> ravnest.Job:
-    """A small GPT that predicts the next character: 250 batches of 4 windows an epoch."""
+    """A small GPT that predicts the next character: 250 batches of 8 windows an epoch."""
     train, held_out = documentation()
     torch.manual_seed(seed)
     model = GPT(CHARACTERS)
@@ -68,7 +68,7 @@ def characters(seed: int, epochs: int) -> ravnest.Job:
         loss=next_token_loss,
         train_data=Windows(train, batches=250),
         eval_data=list(zip(*(torch.split(t, _EVAL_WINDOWS) for t in (inputs, targets)), strict=True)),
-        optimizer=partial(torch.optim.AdamW, lr=2e-3),
+        optimizer=partial(torch.optim.AdamW, lr=4e-3),
         epochs=epochs,
         seed=seed,
         checkpoint=ravnest.Checkpoint(every_seconds=None),
@@ -77,7 +77,7 @@ def characters(seed: int, epochs: int) -> ravnest.Job:
 
 TASKS: Final = (
     Task("digits CNN", digits, batch_size=64, epochs=20, quick_epochs=10),
-    Task("character GPT", characters, batch_size=_WINDOWS, epochs=16, quick_epochs=2),
+    Task("character GPT", characters, batch_size=_WINDOWS, epochs=20, quick_epochs=4),
 )
 
 

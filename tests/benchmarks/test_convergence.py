@@ -19,11 +19,16 @@ def outcome(*curve: tuple[float, float]) -> Outcome:
 
 
 def test_several_clusters_are_compared_with_one_at_the_time_when_they_had_finished() -> None:
-    one = [outcome((10, 3.0), (20, 2.0), (40, 1.0))]
-    assert above_after_seconds([outcome((5, 4.0), (12, 2.5))], one) == pytest.approx(0.5)
-    assert above_after_seconds([outcome((20, 2.5))], one) == pytest.approx(0.5)
-    assert above_after_seconds([outcome((5, 2.5))], one) == pytest.approx(-0.5)
-    assert above_after_seconds([outcome((50, 1.5))], one) == pytest.approx(0.5)
+    one = [outcome(*((10.0 * place, 10.0 - place) for place in range(1, 9)))]
+    # At 50 s its last four evaluations were 8, 7, 6 and 5; at 70 s they were 6, 5, 4 and 3.
+    assert above_after_seconds([outcome((50, 7.0))], one) == pytest.approx(0.5)
+    assert above_after_seconds([outcome((61, 7.0))], one) == pytest.approx(2.5)
+    assert above_after_seconds([outcome((5, 7.0))], one) == pytest.approx(-2.0)
+    assert above_after_seconds([outcome((500, 7.0))], one) == pytest.approx(3.5)
+
+
+def test_the_loss_of_a_run_is_the_mean_of_its_last_four_evaluations() -> None:
+    assert outcome((1, 9.0), (2, 4.0), (3, 1.0), (4, 2.0), (5, 1.0)).loss == pytest.approx(2.0)
 
 
 def test_the_noise_is_that_of_both_means() -> None:
