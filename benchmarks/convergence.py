@@ -14,8 +14,9 @@ short run that is limited by the number of updates must end higher then. Hence t
 - after the same seconds: by how much it is above one cluster's loss at the time when the several had finished, which
   is the mean of its four evaluations up to the first one from then on.
 
-The target is on the smaller of the two: at most 0.01. The target for int8 is on the mean over seeds, cluster counts
-and outer optimizers of the difference to the same run in float32: at most 0.01.
+The target is on the smaller of the two, for the outer optimizer that is the default: at most 0.01. The other is in the
+table for comparison. The target for int8 is on the mean over seeds, cluster counts and outer optimizers of the
+difference to the same run in float32: at most 0.01.
 """
 
 import math
@@ -36,6 +37,7 @@ from ravnest.monitor.metrics import read_metrics
 
 _STAGES: Final = 2
 _SLOWER: Final = 12.0
+_QUICK_SLOWER: Final = 6.0
 _UPDATES_BETWEEN_ROUNDS: Final = 10
 """Of each cluster."""
 _EVALUATIONS: Final = 4
@@ -55,6 +57,9 @@ class Setting:
         if self.clusters == 1:
             return "1 cluster"
         return f"{self.clusters} clusters, {self.outer}, {self.codec}"
+
+
+ONE: Final = Setting(clusters=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +90,15 @@ Outcomes = dict[Setting, list[Outcome]]
 
 def main() -> int:
     given = arguments("convergence", "Whether several clusters learn as well as one, at equal samples.")
-    tasks, counts, seeds = (TASKS[:1], (2,), 2) if given.quick else (TASKS, (2, 4), 3)
+    tasks, seeds = (TASKS[:1], 2) if given.quick else (TASKS, 3)
+    settings = (ONE, *_several(2))[:-1] if given.quick else (ONE, *_several(2), *_several(4))
     rows: list[Row] = []
     targets: list[Target] = []
-    providers = _STAGES * max(counts)
-    with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(providers, slower=(_SLOWER,)) as swarm:
+    providers = _STAGES * max(setting.clusters for setting in settings)
+    slower = _QUICK_SLOWER if given.quick else _SLOWER
+    with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(providers, slower=(slower,)) as swarm:
         for task in tasks:
-            outcomes: Outcomes = {setting: [] for setting in _settings(counts)}
+            outcomes: Outcomes = {setting: [] for setting in settings}
             epochs = task.quick_epochs if given.quick else task.epochs
             for seed in range(1, seeds + 1):
                 # All settings of a seed before the next one: a machine that is busy for a while disturbs them all.
@@ -103,12 +110,8 @@ def main() -> int:
     return finish("convergence", given, rows, targets)
 
 
-def _settings(counts: Sequence[int]) -> Iterator[Setting]:
-    yield Setting(clusters=1)
-    for clusters in counts:
-        for outer in ("mean", "nesterov"):
-            for codec in ("float32", "int8"):
-                yield Setting(clusters, outer, codec)
+def _several(clusters: int) -> list[Setting]:
+    return [Setting(clusters, outer, codec) for outer in ("mean", "nesterov") for codec in ("float32", "int8")]
 
 
 def _train(swarm: EmbeddedSwarm, task: Task, setting: Setting, seed: int, epochs: int, run: Path) -> Outcome:
@@ -130,7 +133,7 @@ def _train(swarm: EmbeddedSwarm, task: Task, setting: Setting, seed: int, epochs
 
 
 def _rows(task: Task, outcomes: Outcomes) -> Iterator[Row]:
-    one = outcomes[Setting(clusters=1)]
+    one = outcomes[ONE]
     for setting, runs in outcomes.items():
         row: dict[str, object] = {
             "case": f"{task.title}, {setting.title}",
@@ -149,9 +152,9 @@ def _rows(task: Task, outcomes: Outcomes) -> Iterator[Row]:
 
 
 def _targets(task: Task, outcomes: Outcomes) -> Iterator[Target]:
-    one = outcomes[Setting(clusters=1)]
+    one = outcomes[ONE]
     for setting, runs in outcomes.items():
-        if setting.clusters > 1 and setting.codec == "float32":
+        if setting.clusters > 1 and (setting.outer, setting.codec) == (ravnest.Averaging().outer, "float32"):
             by_samples = above_after_samples(runs, one) - 2 * standard_error(runs, one)
             value = min(by_samples, above_after_seconds(runs, one))
             name = f"{task.title}, {setting.title}: loss above one cluster's"
