@@ -70,10 +70,10 @@ class Averaging:
     gradient of a step with Nesterov momentum, as in DiLoCo."""
 
     outer_rate: float | None = None
-    """What the step is multiplied with. None: 1 for the mean, 0.7 for nesterov."""
+    """What the step is multiplied with. None: 1."""
 
     outer_momentum: float | None = None
-    """The momentum of the step. None: 0.9 for nesterov. The mean has none."""
+    """The momentum of the step. None: 0.5 for nesterov. The mean has none."""
 
     codec: str = "float32"
     """In what differences of parameters travel: float32, float16, bfloat16, int8 (a scale for each block) or int4 (the

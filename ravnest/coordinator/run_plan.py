@@ -12,7 +12,7 @@ from ravnest.planner.ring_tensors import RingTensors
 from ravnest.planner.stage_plan import StagePlan
 from ravnest.settings import Averaging
 
-LEAST_UPDATES: Final = 20
+LEAST_UPDATES: Final = 10
 """Of each cluster between two rounds: so that what is averaged has been learnt from more than a few microbatches."""
 
 ROUND_SHARE: Final = 4

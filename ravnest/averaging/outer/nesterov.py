@@ -1,9 +1,16 @@
-"""Nesterov momentum on the mean difference, as in DiLoCo: rounds that agree on a direction go further along it."""
+"""Nesterov momentum on the mean difference, as in DiLoCo: rounds that agree on a direction go further along it.
+
+DiLoCo's own values, 0.7 and 0.9, are for rounds after hundreds of updates. Rounds here come after a few tens, and with
+them those values end higher than the plain mean: see benchmarks/RESULTS.md, convergence.
+"""
 
 from typing import Final
 
 import torch
 from torch import Tensor
+
+RATE: Final = 1.0
+MOMENTUM: Final = 0.5
 
 _PART_VALUES: Final = 1 << 18
 
@@ -14,7 +21,7 @@ class Nesterov:
     name = "nesterov"
     keeps_state = True
 
-    def __init__(self, rate: float = 0.7, momentum: float = 0.9) -> None:
+    def __init__(self, rate: float = RATE, momentum: float = MOMENTUM) -> None:
         self.rate = rate
         self.momentum = momentum
         self.state: Tensor | None = None

@@ -5,7 +5,7 @@ from typing import Final, Protocol
 from torch import Tensor
 
 from ravnest.averaging.outer.mean import Mean
-from ravnest.averaging.outer.nesterov import Nesterov
+from ravnest.averaging.outer.nesterov import MOMENTUM, RATE, Nesterov
 from ravnest.errors import RavnestError
 
 OUTERS: Final = ("mean", "nesterov")
@@ -41,5 +41,5 @@ def outer_named(name: str, rate: float | None = None, momentum: float | None = N
             raise RavnestError("the outer optimizer 'mean' has no momentum; leave it out or use 'nesterov'")
         return Mean(1.0 if rate is None else rate)
     if name == "nesterov":
-        return Nesterov(0.7 if rate is None else rate, 0.9 if momentum is None else momentum)
+        return Nesterov(RATE if rate is None else rate, MOMENTUM if momentum is None else momentum)
     raise RavnestError(f"there is no outer optimizer {name!r}; use one of {', '.join(OUTERS)}")
