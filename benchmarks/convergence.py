@@ -1,9 +1,9 @@
 """Whether several clusters learn as well as one: the loss on held-out data after the same number of samples.
 
 Clusters of two providers each train the tasks of benchmarks/learning.py from three seeds: one cluster, two and four,
-the outer optimizer plain mean and Nesterov (also with DiLoCo's values), the codec float32 and int8. Providers compute as machines that are several
-times slower than this one, which leaves enough of its cores to all of them: two clusters then train twice as fast as
-one, as they would on machines of their own, and seconds can be compared.
+the outer optimizer plain mean and Nesterov (also with DiLoCo's values), the codec float32 and int8. Providers compute
+as machines that are several times slower than this one, which leaves enough of its cores to all of them: two clusters
+then train twice as fast as one, as they would on machines of their own, and seconds can be compared.
 
 The loss of a run is the mean of its last four evaluations, because a single one jumps with whatever batch came last.
 Four clusters apply a quarter of the updates that one applies to the same samples, each from four times the data; a

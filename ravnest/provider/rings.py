@@ -373,7 +373,6 @@ class Rings:
             attempt=attempt,
             blamed=blamed,
             reason=reason,
-            progress=0 if owned.attempt is None else owned.attempt.reduce.progress,
             again=again,
         )
         self._tell(ProviderMessage(ring_failed=failed))
