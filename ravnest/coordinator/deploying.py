@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from ravnest.averaging.outer.nesterov import momentum_for
 from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
@@ -68,7 +69,7 @@ class Orders:
             order_link(f"{deployment}-ring-{number}", members[one], members[other], reaches)
             for number, (one, other) in enumerate(pairs)
         )
-        averaging = ring_settings(prepared.job).to_json() if plan.rings else ""
+        averaging = ring_settings(prepared.job, len(plan.clusters)).to_json() if plan.rings else ""
         orders = {}
         for cluster in plan.clusters:
             stages = cluster.stages
@@ -106,13 +107,16 @@ def ring_order(ring: RingPlan) -> Ring:
     )
 
 
-def ring_settings(job: Job) -> RingSettings:
-    """What every owner is told of how to average."""
+def ring_settings(job: Job, clusters: int) -> RingSettings:
+    """What every owner is told of how so many clusters average."""
     averaging = job.averaging
+    momentum = averaging.outer_momentum
+    if averaging.outer == "nesterov" and momentum is None:
+        momentum = momentum_for(clusters)
     return RingSettings(
         outer=averaging.outer,
         outer_rate=averaging.outer_rate,
-        outer_momentum=averaging.outer_momentum,
+        outer_momentum=momentum,
         codec=averaging.codec,
         optimizer_state=averaging.optimizer_state,
     )

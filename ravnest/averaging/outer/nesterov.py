@@ -4,6 +4,7 @@ DiLoCo's own values, 0.7 and 0.9, are for rounds after hundreds of updates. Roun
 them those values end higher than the plain mean: see benchmarks/RESULTS.md, convergence.
 """
 
+import math
 from typing import Final
 
 import torch
@@ -11,6 +12,16 @@ from torch import Tensor
 
 RATE: Final = 1.0
 MOMENTUM: Final = 0.5
+
+
+def momentum_for(clusters: int) -> float:
+    """With which momentum so many clusters average, where nobody says.
+
+    A steady difference is multiplied with 1 / (1 - momentum) in the end: here with the root of their number. So much
+    less noise there is in a mean of so many, and so much further it bears to go.
+    """
+    return 1 - 1 / math.sqrt(clusters)
+
 
 _PART_VALUES: Final = 1 << 18
 
