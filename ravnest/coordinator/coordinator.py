@@ -386,13 +386,17 @@ class Coordinator:
     # Items.
 
     async def _take_batch(self, item: TrainBatch) -> None:
-        assert self._feeding is not None and self._checkpointing is not None
+        assert self._feeding is not None
         if self._averaging is not None:
             await self._averaging.before_batch()
-        checkpoint = 0
-        if len(self._clusters.whole) == 1 and not self._feeding.replaying:
-            checkpoint = self._checkpointing.with_microbatch(item)
-        await self._feeding.batch(item, checkpoint)
+        await self._feeding.batch(item, lambda: self._checkpoint_with(item))
+
+    def _checkpoint_with(self, item: TrainBatch) -> int:
+        """The number of the checkpoint to be taken with this microbatch, or 0: of several clusters, after a round."""
+        assert self._feeding is not None and self._checkpointing is not None
+        if len(self._clusters.whole) > 1 or self._feeding.replaying:
+            return 0
+        return self._checkpointing.with_microbatch(item)
 
     async def _take_evaluation(self, item: EvalBatch) -> None:
         assert self._feeding is not None

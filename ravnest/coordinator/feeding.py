@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -46,8 +46,9 @@ class Feeding:
         self._recorder = recorder
         self._progress = progress
 
-    async def batch(self, item: TrainBatch, checkpoint: int) -> None:
-        """Feeds a microbatch, once there is room for it; with a number, its checkpoint is taken with it."""
+    async def batch(self, item: TrainBatch, checkpoint: Callable[[], int]) -> None:
+        """Feeds a microbatch, once there is room for it; then `checkpoint` says the number of the one that is to be
+        taken with it, or 0."""
         cluster = await self._room()
         entry = Entry(item.microbatch, item.samples, item.after, item.completes_update)
         self._progress.epoch = item.after.epoch
@@ -55,7 +56,7 @@ class Feeding:
         self._recorder.fed(item.microbatch, item.after)
         self.fed_samples += item.samples
         self.fed_place = item.after
-        await self._feed(cluster, item, item.completes_update, checkpoint)
+        await self._feed(cluster, item, item.completes_update, checkpoint())
 
     async def evaluation(self, item: EvalBatch) -> None:
         """Feeds a batch to be evaluated, once there is room for it."""

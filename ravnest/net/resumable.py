@@ -60,10 +60,11 @@ class ResumableLink:
     - A peer that breaks the rules of the protocol fails the link for good.
     """
 
-    def __init__(self, peer: str, window_bytes: int = WINDOW_BYTES) -> None:
-        """A sender waits while `window_bytes` are unconfirmed, and what has arrived and was not taken is no more."""
+    def __init__(self, peer: str, window_bytes: int | None = None) -> None:
+        """A sender waits while `window_bytes` are unconfirmed, and what has arrived and was not taken is no more; None:
+        WINDOW_BYTES."""
         self.peer = peer
-        self._window_bytes = window_bytes
+        self._window_bytes = WINDOW_BYTES if window_bytes is None else window_bytes
         self.connections = 0
         """How many connections have carried this link so far."""
         self._kept: deque[bytes] = deque()

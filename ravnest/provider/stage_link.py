@@ -12,7 +12,7 @@ from ravnest.errors import PeerError, RefusedError
 from ravnest.net.client import CoordinatorClient, dial_link
 from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.resumable import WINDOW_BYTES, ResumableLink
+from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, DIALLING_RELAY, LinkState, Neighbour
 
 PATIENCE_SECONDS = 60.0
@@ -37,7 +37,7 @@ class StageLink:
         client: CoordinatorClient,
         *,
         patient: bool = False,
-        window_bytes: int = WINDOW_BYTES,
+        window_bytes: int | None = None,
     ) -> None:
         """A `patient` one waits without end for a neighbour that is away."""
         self.name = neighbour.link

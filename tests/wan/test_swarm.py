@@ -2,6 +2,7 @@
 own, at 100 Mbit/s and 20 to 60 ms of each other, two of them behind routers that let nobody in."""
 
 import json
+import threading
 import signal
 import time
 from collections.abc import Iterator
@@ -126,6 +127,17 @@ def routes(summary: dict[str, Any]) -> dict[tuple[str, str], str]:
     return {(stage["provider"], link["to"]): link["route"] for stage in stages(summary) for link in stage["links"]}
 
 
+def routes_once_linked(internet: Internet) -> dict[tuple[str, str], str]:
+    """The same, once the summary tells of all of them: it is written anew every two seconds."""
+    pause = threading.Event()
+    for _ in range(100):
+        found = routes(internet.summary())
+        if all(found.values()):
+            return found
+        pause.wait(0.2)
+    raise AssertionError(f"some links are not there after 20 s: {found}")
+
+
 def ended_well(running: Running) -> str:
     said = running.to_the_end()
     assert running.process.returncode == 0, said
@@ -166,7 +178,7 @@ def test_a_link_that_is_cut_for_five_seconds_loses_and_repeats_nothing(
 ) -> None:
     serving, joined = internet.train(GPT.format(root=str(ROOT), times=4, updates=60))
     joined[0].until("training ")
-    found = routes(internet.summary())
+    found = routes_once_linked(internet)
     direct = next(pair for pair, route in found.items() if route == "direct")
     relayed = next(pair for pair, route in found.items() if route == "relayed")
     told = ravnest("status", "run", folder=internet.folder).stdout
