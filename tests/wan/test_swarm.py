@@ -2,8 +2,8 @@
 own, at 100 Mbit/s and 20 to 60 ms of each other, two of them behind routers that let nobody in."""
 
 import json
-import threading
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
