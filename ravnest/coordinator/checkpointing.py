@@ -47,6 +47,11 @@ class Checkpointing:
         self._saver = make_saver(cluster.plan)
 
     @property
+    def has_saved(self) -> bool:
+        """Whether there is one of this run to go on from."""
+        return self.last is not None or self._saver.whole
+
+    @property
     def under_way(self) -> bool:
         return self._saver.under_way or self.expected
 

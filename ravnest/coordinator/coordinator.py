@@ -490,7 +490,8 @@ class Coordinator:
         return None if self._checkpointing is None else self._checkpointing.last
 
     def _what_now(self) -> str:
-        if self._last_info is None and not self._resumed:
+        saved = self._checkpointing is not None and self._checkpointing.has_saved
+        if not saved and not self._resumed:
             return "nothing had been saved yet"
         return "the last good checkpoint is kept, continue from it with --resume"
 

@@ -16,7 +16,7 @@ from ravnest.coordinator.ledger import Place
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.resuming import trained_with
 from ravnest.coordinator.run_plan import ClusterPlan
-from ravnest.coordinator.stage_parts import StagePart
+from ravnest.coordinator.stage_parts import BadPartError, StagePart
 from ravnest.errors import RunError
 from ravnest.settings import Checkpoint
 
@@ -75,6 +75,8 @@ class Saver:
         self._settings = settings
         self._stages = stages
         self._state = state
+        self.whole = False
+        """Whether all parts of one have come; it is on the disk, or a moment away from it."""
         self._mark: Mark | None = None
         self._pending: PendingCheckpoint | None = None
         self._parts: set[int] = set()
@@ -118,7 +120,13 @@ class Saver:
                 pass
             return None
         if stage not in self._parts:
-            await pending.write_part(stage, chunks, expected.check)
+            try:
+                await pending.write_part(stage, chunks, expected.check)
+            except BadPartError:
+                if self._pending is not pending:
+                    # It was thrown away in the meantime, and with it what was to be checked.
+                    return None
+                raise
         else:
             # A stage that did not hear that its part had arrived sends it once more.
             async for _ in chunks:
@@ -131,6 +139,7 @@ class Saver:
         place = mark.place
         # What was fed beyond the checkpoint is fed again by a run that goes on from it.
         counts = {**mark.ledger, "fed": place.microbatches, "completed": place.microbatches, "lost": 0}
+        self.whole = True
         info = await asyncio.to_thread(
             pending.commit,
             updates=place.updates,

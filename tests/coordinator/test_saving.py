@@ -142,3 +142,17 @@ def test_a_part_that_broke_off_may_come_again(tmp_path: Path) -> None:
         assert await saver.part(1, 1, a_part(1)) is not None
 
     asyncio.run(save())
+
+
+def test_a_part_of_a_checkpoint_that_was_thrown_away_meanwhile_is_nobodys_fault(tmp_path: Path) -> None:
+    async def main() -> None:
+        saver = a_saver(tmp_path)
+        saver.begin(Mark(1, Place(), {}))
+
+        async def interrupted() -> AsyncIterator[bytes]:
+            yield b"not all of it"
+            saver.abort()
+
+        assert await saver.part(1, 0, interrupted()) is None
+
+    asyncio.run(main())
