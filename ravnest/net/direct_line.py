@@ -56,6 +56,9 @@ class DirectLine:
         self._socket = connection
         self._header = bytearray(_HEADER.size)
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
 
     def send(self, generation: int, place: RingPlace, data: torch.Tensor) -> None:
         """Sends a piece, whose bytes have left this process's memory when it returns. PeerError when the line broke."""
@@ -63,9 +66,10 @@ class DirectLine:
         numbers = (place.ring, place.attempt, place.hop, place.segment, place.chunk)
         header = _HEADER.pack(MAGIC, place.round, generation, *numbers, flags, data.numel())
         try:
-            self._socket.sendall(header)
-            if data.numel():
-                self._socket.sendall(_memory(data))
+            with self._in_use():
+                self._socket.sendall(header)
+                if data.numel():
+                    self._socket.sendall(_memory(data))
         except (OSError, ValueError) as error:
             raise PeerError(f"the direct line to {self.peer} broke: {error}") from None
 
@@ -88,11 +92,6 @@ class DirectLine:
             return None
         return generation, place, data
 
-    def _for_now(self, size: int) -> torch.Tensor:
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8)
-        return self._scratch[:size]
-
     def close(self) -> None:
         """Ends the line at once; whoever is in `receive` or `send` returns."""
         with self._lock:
@@ -110,6 +109,11 @@ class DirectLine:
         with self._in_use():
             self._socket.do_handshake()
             return self._socket.getpeercert(binary_form=True) or b""
+
+    def _for_now(self, size: int) -> torch.Tensor:
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size]
 
     def _fill(self, memory: memoryview) -> bool:
         try:

@@ -300,6 +300,24 @@ def test_closing_a_line_wakes_whoever_receives() -> None:
         until_broken(line)
 
 
+def test_a_peer_that_takes_nothing_for_too_long_breaks_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = swarm("a", "b")
+    monkeypatch.setattr(direct_line, "STALL_SECONDS", 1.0)
+    go_on = threading.Event()
+    server = DirectServer(nodes["b"], lambda _: True, lambda _: bool(go_on.wait(SECONDS)) and None)
+    line = dial_direct(f"127.0.0.1:{server.start('127.0.0.1', 0)}", "b", nodes["a"], 5)
+    watch = threading.Timer(SECONDS / 2, line.close)
+    watch.start()
+    try:
+        until_broken(line)
+        assert watch.is_alive(), "it waited without end"
+    finally:
+        watch.cancel()
+        line.close()
+        go_on.set()
+        server.stop()
+
+
 def test_closing_a_line_wakes_whoever_sends_to_one_that_does_not_read() -> None:
     nodes = swarm("a", "b")
     reached, go_on = threading.Event(), threading.Event()
