@@ -73,7 +73,7 @@ class Averaging:
     """What the step is multiplied with. None: 1."""
 
     outer_momentum: float | None = None
-    """The momentum of the step. None: 0.5 for nesterov. The mean has none."""
+    """The momentum of the step. None: 1 - 1/sqrt(C) for nesterov with C clusters. The mean has none."""
 
     codec: str = "float32"
     """In what differences of parameters travel: float32, float16, bfloat16, int8 (a scale for each block) or int4 (the

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ravnest.averaging.outer.nesterov import momentum_for
 from ravnest.averaging.outer.outer import outer_named
 from ravnest.errors import RavnestError
 
@@ -30,6 +31,13 @@ def test_nesterov_on_a_long_vector_is_the_same_everywhere_in_it() -> None:
 
 def test_defaults_are_those_that_learnt_best_in_the_benchmark() -> None:
     assert outer_named("nesterov").step(torch.tensor([1.0])).tolist() == pytest.approx([1.5])
+
+
+def test_more_clusters_bear_more_momentum() -> None:
+    assert momentum_for(1) == 0.0
+    assert momentum_for(4) == pytest.approx(0.5)
+    # A steady difference goes as much further as the root of their number.
+    assert 1 / (1 - momentum_for(9)) == pytest.approx(3.0)
 
 
 def test_an_unknown_outer_optimizer_is_named_with_the_known_ones() -> None:

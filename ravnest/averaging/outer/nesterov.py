@@ -12,6 +12,9 @@ from torch import Tensor
 
 RATE: Final = 1.0
 MOMENTUM: Final = 0.5
+"""For four clusters."""
+
+_PART_VALUES: Final = 1 << 18
 
 
 def momentum_for(clusters: int) -> float:
@@ -21,9 +24,6 @@ def momentum_for(clusters: int) -> float:
     less noise there is in a mean of so many, and so much further it bears to go.
     """
     return 1 - 1 / math.sqrt(clusters)
-
-
-_PART_VALUES: Final = 1 << 18
 
 
 class Nesterov:
