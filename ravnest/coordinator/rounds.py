@@ -76,6 +76,8 @@ class Rounds:
         self._rings = [_Ring(ring) for ring in plan.rings]
         self._round = 0
         self._began = 0.0
+        self._apply_by = 0.0
+        """Until when owners are waited for to say that the mean is in their parameters."""
         self._marked: Mapping[str, int] = {}
         self._under_way: list[_Ring] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -268,6 +270,7 @@ class Rounds:
             ring.samples[node] = self._marked[node]
         ring.committed = self._round
         ring.applying = set(action.nodes)
+        self._apply_by = time.monotonic() + self._deadlines.reducing.seconds
         self._bytes += sum(ring.sent.get(node, 0) for node in action.nodes)
 
     def _note_sent(self, ring: _Ring, node_id: str, reduced: RingReduced) -> None:
@@ -283,6 +286,11 @@ class Rounds:
         for ring in list(self._under_way):
             if ring.live is not None and ring.live.outcome is None:
                 self._do(ring, ring.live.tick(now))
+            elif ring.applying and now >= self._apply_by:
+                for node in sorted(ring.applying):
+                    reason = f"{node} has not said that it took the mean of round {self._round}; nobody waits for it"
+                    self._emit("late", reason, provider=node, round=self._round, ring=ring.plan.ring)
+                ring.applying.clear()
         self._settle()
 
     def _settle(self) -> None:
@@ -297,6 +305,8 @@ class Rounds:
             self._end(lives)
             return
         deadlines = [live.deadline for live in lives if live.outcome is None and live.deadline is not None]
+        if any(ring.applying for ring in self._under_way):
+            deadlines.append(self._apply_by)
         if deadlines:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, min(deadlines) - time.monotonic()), self._tick)
