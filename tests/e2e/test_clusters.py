@@ -1,5 +1,6 @@
 """Several clusters train one model: each does what it can, they average, and the loss of one is not the end."""
 
+import itertools
 import json
 import signal
 import threading
@@ -84,24 +85,22 @@ def test_the_exported_model_is_what_was_evaluated(swarm: EmbeddedSwarm, tmp_path
 
 
 def test_a_run_of_two_clusters_is_resumed_with_one(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
-    enough = threading.Event()
+    pool, used = batches([8] * 20), 0
 
-    def data() -> Iterator[Batch]:
-        for number, batch in enumerate(batches([8] * 400)):
-            if enough.is_set():
+    def until_saved() -> Iterator[Batch]:
+        nonlocal used
+        for used in itertools.count():
+            if used % 20 == 0 and (tmp_path / "run/events.jsonl").exists() and "checkpoint" in kinds(tmp_path / "run"):
                 raise KeyboardInterrupt
-            if number % 20 == 19 and "checkpoint" in kinds(tmp_path / "run"):
-                enough.set()
-            yield batch
+            yield pool[used % 20]
 
     job = partial(a_job, averaging=Averaging(every=64), checkpoint=every_updates(10), pipeline=Pipeline())
-    stopped = learn(swarm, tmp_path / "run", 2, job(data))
+    stopped = learn(swarm, tmp_path / "run", 2, job(until_saved))
     assert stopped.summary.status == "stopped"
-    resumed = swarm.train(
-        job(batches([8] * 400), max_updates=420), providers=2, run=tmp_path / "run", resume=True, display=False
-    )
+    longer = pool * (used // 20 + 2)
+    resumed = swarm.train(job(longer), providers=2, run=tmp_path / "run", resume=True, display=False)
     assert resumed.summary.status == "finished"
-    assert adds_up(resumed, 400)
+    assert adds_up(resumed, len(longer))
 
 
 def wait_for(run: Path, kind: str, count: int = 1) -> None:
