@@ -17,6 +17,19 @@ OUTER_OPTIMIZERS: Final = ("mean", "nesterov")
 """What may be made of the mean difference of all clusters."""
 
 
+VERSION_POLICIES: Final = ("stash", "recompute", "latest", "double")
+"""Which weights a backward may see."""
+
+CORRECTIONS: Final = ("none", "discount", "predict", "nesterov")
+"""What may be done about staleness."""
+
+ACTIVATION_CODECS: Final = ("float32", "float16", "bfloat16", "int8")
+"""In what activations and gradients may travel between stages."""
+
+PRECISIONS: Final = ("float32", "bfloat16", "float16")
+"""In what a stage may compute its products and convolutions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """How microbatches flow through a cluster and how a stage turns them into updates."""
@@ -41,6 +54,36 @@ class Pipeline:
     clip_value: float | None = None
     """Largest absolute value of a gradient entry. Unlike `clip_norm` it means the same for every cut."""
 
+    versions: str | None = None
+    """Which weights a backward sees. "stash": those of its forward, which are kept with the activations. "recompute":
+    the same weights, and the activations are computed a second time instead of being kept. "latest": the weights of
+    now, with activations computed a second time from them. "double": those of its forward, of which there are never
+    more than two, because no more microbatches are in flight than `accumulate`. None: "stash" where memory allows it,
+    otherwise what takes less."""
+
+    correction: str | None = None
+    """What is done about staleness: "none", "discount" (a lower learning rate the staler an update is, at the
+    beginning), "predict" (a forward uses weights as they are expected to be at its backward) or "nesterov" (a step
+    that looks ahead). None: what learns best, by `python -m benchmarks.quality`."""
+
+    codec: str | None = None
+    """In what activations and gradients travel between stages: float32, float16, bfloat16 or int8 (a scale for each
+    block). None: chosen for each link, from its speed."""
+
+    precision: str = "float32"
+    """In what products and convolutions are computed: float32, or bfloat16 or float16 with automatic mixed precision.
+    Parameters and their updates are float32 always."""
+
+    compile: bool = False
+    """Let each provider compile its stage with torch.compile; slow at first, and faster on some devices."""
+
+    split_backward: bool | None = None
+    """Compute the gradients for the stage before first, send them, and only then those for a stage's own weights. None:
+    where that shortens the way of a microbatch."""
+
+    trace: int = 200
+    """Microbatches whose way through the stages is written to trace.json in the run directory; 0: none."""
+
     record_updates: bool = False
     """Write one line per update of a stage to updates.jsonl in the run directory."""
 
@@ -51,6 +94,20 @@ class Pipeline:
         check_positive("pipeline.clip_norm", self.clip_norm)
         check_positive("pipeline.clip_value", self.clip_value)
         check_flag("pipeline.record_updates", self.record_updates)
+        check_one_of("pipeline.versions", self.versions, VERSION_POLICIES, optional=True)
+        check_one_of("pipeline.correction", self.correction, CORRECTIONS, optional=True)
+        check_one_of("pipeline.codec", self.codec, ACTIVATION_CODECS, optional=True)
+        check_one_of("pipeline.precision", self.precision, PRECISIONS)
+        check_flag("pipeline.compile", self.compile)
+        if self.split_backward is not None:
+            check_flag("pipeline.split_backward", self.split_backward)
+        check_whole("pipeline.trace", self.trace, least=0)
+        if self.versions == "double" and self.accumulate < max(2, self.in_flight or 0):
+            raise JobError(
+                'pipeline.versions="double" keeps two versions of the weights, so no more microbatches can be in flight'
+                f" than pipeline.accumulate, which is {self.accumulate}: set pipeline.accumulate to at least "
+                f"{max(2, self.in_flight or 0)}, or leave pipeline.versions out"
+            )
         if self.clip_norm is not None and self.clip_value is not None:
             raise JobError(
                 "pipeline.clip_norm and pipeline.clip_value are both set and would clip one another: set one of them"
@@ -150,10 +207,12 @@ def check_whole(field: str, value: object, *, least: int, optional: bool = False
         raise JobError(f"{field} is {value!r}: give a whole number of at least {least}{or_none}")
 
 
-def check_one_of(field: str, value: object, known: Sequence[str]) -> None:
-    """Raise JobError unless `value` is one of the known names."""
+def check_one_of(field: str, value: object, known: Sequence[str], *, optional: bool = False) -> None:
+    """Raise JobError unless `value` is one of the known names (or None, where `optional`)."""
+    if value is None and optional:
+        return
     if value not in known:
-        raise JobError(f"{field} is {value!r}: give one of {', '.join(known)}")
+        raise JobError(f"{field} is {value!r}: give one of {', '.join(known)}{' or None' if optional else ''}")
 
 
 def check_positive(field: str, value: object) -> None:

@@ -123,6 +123,12 @@ def stage_settings(job: Job, stage: int, stages: int, in_flight: int) -> StageSe
         clip_norm=job.pipeline.clip_norm,
         clip_value=job.pipeline.clip_value,
         in_flight=in_flight,
+        versions=job.pipeline.versions or "stash",
+        correction=job.pipeline.correction or "none",
+        precision=job.pipeline.precision,
+        compile=job.pipeline.compile,
+        split_backward=bool(job.pipeline.split_backward),
+        trace=job.pipeline.trace,
         record_updates=job.pipeline.record_updates,
     )
 

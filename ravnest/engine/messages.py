@@ -53,6 +53,17 @@ class LossRecord:
     samples: int
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of work of a stage, on the clock `time.perf_counter`."""
+
+    kind: str
+    """forward, backward, weights, update, evaluate, send, receive or wait."""
+    microbatch: int
+    began: float
+    ended: float
+
+
 @dataclass(slots=True)
 class Counters:
     """What a worker has done since it started; the provider reports it."""
@@ -62,6 +73,8 @@ class Counters:
     busy_seconds: float = 0.0
     staleness: dict[int, int] = field(default_factory=dict)
     updates: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By kind of work, how long it took in all; as `Span` names them."""
 
 
 class Outbox(Protocol):
@@ -78,6 +91,9 @@ class Outbox(Protocol):
 
     def updated(self, update: Update) -> None:
         """The stage has applied an update."""
+
+    def worked(self, span: Span) -> None:
+        """A piece of work is done."""
 
     def done(self, message: Message) -> None:
         """The root has finished a training microbatch: every stage has seen its backward."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from ravnest.errors import GraphError
 from ravnest.plain_json import read_json
+from ravnest.settings import CORRECTIONS, PRECISIONS, VERSION_POLICIES
 from ravnest.spec import OptimizerSpec, ScheduleSpec
 
 
@@ -24,6 +25,16 @@ class StageSettings:
     clip_norm: float | None = None
     clip_value: float | None = None
     in_flight: int = 1
+    """Microbatches between forward and backward here, to begin with; the coordinator may say another number later."""
+    most_in_flight: int | None = None
+    """Never more than so many, whatever is said later: the bound on staleness. None: there is none."""
+    versions: str = "stash"
+    correction: str = "none"
+    precision: str = "float32"
+    compile: bool = False
+    split_backward: bool = False
+    trace: int = 0
+    """Microbatches whose spans are recorded."""
     record_updates: bool = False
 
     def optimizer_spec(self) -> OptimizerSpec:
@@ -49,8 +60,19 @@ class StageSettings:
                 raise GraphError(f"the stage's setting {name} is {str(data[name])[:80]!r}, which it cannot be")
         if not 0 <= data["stage"] < data["stages"] or min(data["accumulate"], data["in_flight"]) < 1:
             raise GraphError("the stage's settings contradict one another (stage, stages, accumulate, in_flight)")
+        for name, known in _NAMES.items():
+            if data[name] not in known:
+                raise GraphError(f"the stage's setting {name} is {data[name][:80]!r}, which this version does not know")
+        if (data["most_in_flight"] is not None and data["most_in_flight"] < 1) or data["trace"] < 0:
+            raise GraphError("the stage's settings most_in_flight and trace cannot be below 1 and 0")
         return cls(**data)
 
+
+_NAMES: dict[str, tuple[str, ...]] = {
+    "versions": VERSION_POLICIES,
+    "correction": CORRECTIONS,
+    "precision": PRECISIONS,
+}
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "optimizer": (str,),
@@ -62,5 +84,12 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "clip_norm": (int, float, type(None)),
     "clip_value": (int, float, type(None)),
     "in_flight": (int,),
+    "most_in_flight": (int, type(None)),
+    "versions": (str,),
+    "correction": (str,),
+    "precision": (str,),
+    "compile": (bool,),
+    "split_backward": (bool,),
+    "trace": (int,),
     "record_updates": (bool,),
 }

@@ -6,17 +6,18 @@ gradient that cannot be (again, out of order, never asked for, too many) is refu
 handed in.
 """
 
+import contextlib
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
-from ravnest.engine.messages import Counters, LossRecord, Message, Outbox, Snapshot
+from ravnest.engine.messages import Counters, LossRecord, Message, Outbox, Snapshot, Span
 from ravnest.engine.pace import Pace
 from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.engine.stage import Stage, Update
@@ -180,7 +181,7 @@ class StageWorker:
             self._save(message.checkpoint, "after the last update", message.values)
 
     def _forward(self, message: Message) -> None:
-        with self._pace.work("forward"):
+        with self._work("forward", message.microbatch):
             results = self._stage.forward(message.microbatch, message.values)
         self.counters.forwards += 1
         if not self._is_leaf:
@@ -200,7 +201,7 @@ class StageWorker:
         self._backward(message, None)
 
     def _backward(self, message: Message, gradients: Mapping[str, torch.Tensor] | None) -> None:
-        with self._pace.work("backward"):
+        with self._work("backward", message.microbatch):
             self._check_gradients(message.microbatch, gradients or {})
             found = self._stage.backward(message.microbatch, gradients)
         self.counters.backwards += 1
@@ -209,7 +210,7 @@ class StageWorker:
             self._outbox.backward(replace(message, values=found))
         if message.round:
             self._snapshot(message.round, message.fragment)
-        with self._pace.work("update"):
+        with self._work("update", message.microbatch):
             update = self._stage.update(message.microbatch, flush=message.flush, updates=message.updates)
         self._samples += message.samples
         if update is not None:
@@ -218,6 +219,17 @@ class StageWorker:
             self._save(message.checkpoint, f"after microbatch {message.microbatch}")
         if self._is_root:
             self._outbox.done(replace(message, values={}))
+
+    @contextlib.contextmanager
+    def _work(self, kind: str, microbatch: int) -> Iterator[None]:
+        """A piece of work: at the machine's pace, counted, and recorded."""
+        began = time.perf_counter()
+        with self._pace.work(kind):
+            yield
+        ended = time.perf_counter()
+        spent = self.counters.seconds
+        spent[kind] = spent.get(kind, 0.0) + ended - began
+        self._outbox.worked(Span(kind, microbatch, began, ended))
 
     def _check_gradients(self, microbatch: int, gradients: Mapping[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():
@@ -251,7 +263,7 @@ class StageWorker:
         self._outbox.updated(update)
 
     def _evaluate(self, message: Message) -> None:
-        with self._pace.work("evaluate"):
+        with self._work("evaluate", message.microbatch):
             results = self._stage.evaluate(message.values)
         self.counters.forwards += 1
         if not self._is_leaf:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ravnest.engine.messages import LossRecord, Message, Snapshot
+from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
 from ravnest.engine.stage import Update
 from ravnest.errors import PeerError
 from ravnest.graph.weights import stream_tensors
@@ -81,6 +81,9 @@ class FrameOutbox:
     def updated(self, update: Update) -> None:
         if self._record_updates:
             self._updates.append(update)
+
+    def worked(self, span: Span) -> None:
+        """Nobody records it yet."""
 
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         # The worker waits here: the tensors are the stage's own, and a copy of them would double its memory.

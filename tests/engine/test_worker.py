@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine.messages import LossRecord, Message, Snapshot
+from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
@@ -53,6 +53,9 @@ class Box:
 
     def done(self, message: Message) -> None:
         self.things.put(("done", message))
+
+    def worked(self, span: Span) -> None:
+        pass
 
     def evaluated(self, message: Message) -> None:
         self.things.put(("evaluated", message))

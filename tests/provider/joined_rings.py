@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.deploying import ring_order
 from ravnest.coordinator.run_plan import RingPlan
-from ravnest.engine.messages import LossRecord, Message, Snapshot
+from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
@@ -179,6 +179,9 @@ class Pipe:
 
     def done(self, message: Message) -> None:
         self.finished.put(message.microbatch)
+
+    def worked(self, span: Span) -> None:
+        pass
 
     def evaluated(self, message: Message) -> None:
         pass
