@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ravnest.engine.precision import Precision
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.versions import Version, WeightVersions
 from ravnest.errors import GraphError, TrainingError
@@ -70,6 +71,8 @@ class Stage:
             if tensor is None or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                 raise GraphError(f"the weights for {spec.key} are missing or do not have the shape the graph says")
         self._program = Program(graph, self.device)
+        self._precision = Precision(settings.precision, self.device)
+        self._sent_dtypes = {v.name: v.dtype for v in graph.sends}
         self._versions = WeightVersions({p.name: weights[p.key].to(self.device) for p in graph.parameters})
         self._fixed = {c.name: weights[c.key].to(self.device) for c in (*graph.constants, *graph.states)}
         self._optimizer = settings.optimizer_spec().build(list(self._versions.masters.values()))
@@ -106,10 +109,11 @@ class Stage:
         leaves = {name: given[name].requires_grad_() for name in self._gradient_names}
         version = self._versions.acquire()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), self._precision.computing():
                 results = self._program.run(
                     given, {**version.leaves, **self._fixed}, train=True, seed=self.settings.seed, microbatch=microbatch
                 )
+                results = self._precision.as_told(results, self._sent_dtypes)
         except BaseException:
             self._versions.release(version)
             raise
@@ -141,7 +145,7 @@ class Stage:
             names = [n for n in names if n in gradients]
             given = [self._here(gradients[n]) for n in names]
         wanted = [*pending.leaves.values(), *pending.version.leaves.values()]
-        found = torch.autograd.grad([pending.outputs[n] for n in names], wanted, given, allow_unused=True)
+        found = self._precision.gradients([pending.outputs[n] for n in names], wanted, given)
         self._versions.release(pending.version)
         self._forward_version = pending.version.number
         count = len(pending.leaves)

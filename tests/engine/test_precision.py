@@ -1,0 +1,108 @@
+"""Mixed precision: close to float32, the same types between stages, and no microbatch lost to an overflow."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ravnest.engine.precision import FIRST_FACTOR, GROWS_AFTER, Precision
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.stage import Stage
+from ravnest.graph.capture import Captured, capture
+from ravnest.graph.layout import layout
+from ravnest.graph.partition import split
+from ravnest.spec import OptimizerSpec
+from tests.models import ZOO
+
+CPU = torch.device("cpu")
+SGD = OptimizerSpec("SGD", {"lr": 0.02}).to_json()
+
+
+@pytest.fixture(scope="module", params=["cnn", "gpt_tied", "hf_gpt2", "hf_llama", "hf_bert", "gru", "unet", "in_place"])
+def model(request: pytest.FixtureRequest) -> tuple[Captured, list[Any]]:
+    made = ZOO[request.param].make()
+    return capture(made.model, made.loss, made.metrics, made.batches[:2]), made.batches[:3]
+
+
+def trained(model: tuple[Captured, list[Any]], precision: str) -> list[float]:
+    """The losses of a few updates through two stages."""
+    found, batches = model
+    graph = found.graph
+    places = [p for p, crossing in sorted(layout(graph).crossing.items()) if crossing]
+    middle = places[len(places) // 2]
+    stages = [
+        Stage(
+            part,
+            {w.key: found.weights[w.key].clone() for w in part.weights},
+            StageSettings(optimizer=SGD, stage=number, stages=2, precision=precision),
+        )
+        for number, part in enumerate(split(graph, (middle,)))
+    ]
+    losses = []
+    for number, batch in enumerate(batches):
+        values: dict[str, Any] = dict(found.structure.flatten(batch))
+        for stage in stages:
+            wanted = [v.name for v in (*stage.graph.inputs, *stage.graph.receives)]
+            values |= stage.forward(number, {name: values[name] for name in wanted})
+            for spec in stage.graph.sends:
+                assert spec.dtype is None or values[spec.name].dtype == spec.dtype
+        losses.append(float(values[str(stages[-1].graph.loss)]))
+        gradients = None
+        for stage in reversed(stages):
+            gradients = stage.backward(number, gradients)
+            assert all(g.dtype == torch.float32 for g in gradients.values())
+            stage.update(number)
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_mixed_precision_trains_close_to_float32_with_the_types_that_stages_expect(
+    model: tuple[Captured, list[Any]], precision: str
+) -> None:
+    exact, mixed = trained(model, "float32"), trained(model, precision)
+    assert mixed == pytest.approx(exact, rel=0.05, abs=0.05)
+    assert mixed != exact, "something was computed in fewer bits"
+
+
+def a_product(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight, and a float16 product with it whose gradient is so many times as large as what it is given."""
+    weight = torch.ones(4, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        return weight, (torch.full((4, 4), scale) @ weight).float()
+
+
+def test_a_backward_that_overflows_is_done_again_with_a_smaller_factor() -> None:
+    precision = Precision("float16", CPU)
+    weight, product = a_product(100.0)
+    (found,) = precision.gradients([product], [weight], [torch.ones(4, 4)])
+    torch.testing.assert_close(found, torch.full((4, 4), 400.0))
+    assert 1 < precision.factor < FIRST_FACTOR
+
+
+def test_small_gradients_do_not_vanish() -> None:
+    weight, product = a_product(1e-3)
+    small = torch.full((4, 4), 1e-6)
+    (vanished,) = torch.autograd.grad([product], [weight], [small], retain_graph=True)
+    (found,) = Precision("float16", CPU).gradients([product], [weight], [small])
+    assert found is not None
+    torch.testing.assert_close(found, torch.full((4, 4), 4e-9), rtol=1e-2, atol=0)
+    assert not torch.allclose(vanished, found, rtol=1e-2, atol=0), "this would show nothing otherwise"
+
+
+def test_a_gradient_that_is_not_finite_without_a_factor_comes_out_as_it_is() -> None:
+    precision = Precision("float16", CPU)
+    weight, product = a_product(1.0)
+    (found,) = precision.gradients([product], [weight], [torch.full((4, 4), float("inf"))])
+    assert found is not None and not torch.isfinite(found).all()
+
+
+def test_the_factor_grows_again_after_many_backwards_without_an_overflow() -> None:
+    precision = Precision("float16", CPU)
+    weight = torch.ones(1, requires_grad=True)
+    for _ in range(GROWS_AFTER):
+        precision.gradients([weight * 1.0], [weight], [torch.ones(1)])
+    assert precision.factor == 2 * FIRST_FACTOR
+
+
+def test_float32_and_bfloat16_scale_nothing() -> None:
+    assert [Precision(name, CPU).factor for name in ("float32", "bfloat16", "float16")] == [1, 1, FIRST_FACTOR]
