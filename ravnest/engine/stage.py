@@ -70,7 +70,7 @@ class Stage:
             tensor = weights.get(spec.key)
             if tensor is None or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                 raise GraphError(f"the weights for {spec.key} are missing or do not have the shape the graph says")
-        self._program = Program(graph, self.device)
+        self._program = Program(graph, self.device, compile=settings.compile)
         self._precision = Precision(settings.precision, self.device)
         self._sent_dtypes = {v.name: v.dtype for v in graph.sends}
         self._versions = WeightVersions({p.name: weights[p.key].to(self.device) for p in graph.parameters})

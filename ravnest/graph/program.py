@@ -1,11 +1,12 @@
 """A portable graph made ready to run: a list of steps over numbered slots.
 
-It is an interpreter, not generated code: a provider never compiles or executes source made from what it was sent.
+It is an interpreter, not generated code: nothing that a provider was sent becomes source, unless a job asks for
+torch.compile, which is given numbered values and operators of the allow-list alone (compiled.py).
 Values are dropped as soon as no later step needs them, so a stage holds what autograd saves and nothing more.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +15,9 @@ from ravnest.graph import ops
 from ravnest.graph.aliasing import Aliases
 from ravnest.graph.portable import Argument, Device, Node, PortableGraph, Ref
 from ravnest.graph.switch import draws_random_numbers, evaluation_form
+
+if TYPE_CHECKING:
+    from ravnest.graph.compiled import Compiled
 
 _MASK = (1 << 63) - 1
 
@@ -28,10 +32,12 @@ def draw_seed(seed: int, microbatch: int, number: int) -> int:
 class Program:
     """Runs one graph on one device, in training or evaluation."""
 
-    def __init__(self, graph: PortableGraph, device: torch.device | str = "cpu") -> None:
+    def __init__(self, graph: PortableGraph, device: torch.device | str = "cpu", *, compile: bool = False) -> None:
+        """With `compile`, what is run in training is compiled for the device."""
         self.graph = graph
         self.device = torch.device(device)
         self._slots = {name: i for i, name in enumerate(graph.given_names())}
+        self._given = len(self._slots)
         for node in graph.nodes:
             self._slots[node.name] = len(self._slots)
         aliases = Aliases(graph)
@@ -42,6 +48,14 @@ class Program:
         evaluation = [evaluation_form(n, lambda name: aliases.group(name) in states) for n in graph.nodes]
         self._train = self._steps(graph.nodes, self._trained)
         self._evaluate = self._steps(evaluation, self._evaluated)
+        self._compiled: Compiled | None = None
+        if compile:
+            # Here, because the compiler takes seconds to import, and hardly anybody uses it.
+            from ravnest.graph import compiled
+
+            nodes = [step.node for step in self._train]
+            module = compiled.as_module(nodes, list(graph.given_names()), self._trained, self.device)
+            self._compiled = compiled.Compiled(module)
 
     def run(
         self,
@@ -58,6 +72,10 @@ class Program:
         """
         env = self.environment(values, weights)
         generator = self._generator()
+        if train and self._compiled is not None:
+            generator.manual_seed(draw_seed(seed, microbatch, 0))
+            results = self._compiled(*env[: self._given])
+            return dict(zip(self._trained, results, strict=True))
         for step in self._train if train else self._evaluate:
             if step.seed is not None and train:
                 generator.manual_seed(draw_seed(seed, microbatch, step.seed))
@@ -77,6 +95,11 @@ class Program:
         for weight in self.graph.weights:
             env[self._slots[weight.name]] = weights[weight.name]
         return env
+
+    @property
+    def not_compiled(self) -> str:
+        """Why it runs uncompiled though it was to be compiled, once that is known."""
+        return "" if self._compiled is None else self._compiled.failure
 
     @property
     def train_steps(self) -> "list[Step]":
