@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import ravnest
-from benchmarks.models import GPT, SMALL, Repeated, next_token_loss, token_batches
+from benchmarks.models import GPT, GPT2, SMALL, Repeated, next_token_loss, token_batches
 from benchmarks.report import ROOT
 from ravnest.jobfile import load_job
 
@@ -26,6 +26,7 @@ class Case:
     steps: int
     quick_steps: int
     ratio: float
+    device: str = "cpu"
 
 
 def digits(steps: int) -> ravnest.Job:
@@ -40,13 +41,23 @@ def gpt(steps: int) -> ravnest.Job:
     return _job(GPT(SMALL), next_token_loss, token_batches(SMALL, 4), steps, partial(torch.optim.AdamW, lr=3e-4))
 
 
-def _job(model: torch.nn.Module, loss: Any, batches: list[Any], steps: int, optimizer: Any) -> ravnest.Job:
+def gpt2(steps: int, precision: str = "float32") -> ravnest.Job:
+    """A GPT of 124 million parameters, batches of 8 sequences of 512 tokens."""
+    torch.manual_seed(0)
+    optimizer = partial(torch.optim.AdamW, lr=3e-4)
+    return _job(GPT(GPT2, tied=True), next_token_loss, token_batches(GPT2, 8), steps, optimizer, precision)
+
+
+def _job(
+    model: torch.nn.Module, loss: Any, batches: list[Any], steps: int, optimizer: Any, precision: str = "float32"
+) -> ravnest.Job:
     return ravnest.Job(
         model=model,
         loss=loss,
         train_data=Repeated([(inputs, targets) for inputs, targets in batches], steps),
         optimizer=optimizer,
         checkpoint=ravnest.Checkpoint(every_seconds=None),
+        pipeline=ravnest.Pipeline(precision=precision),
     )
 
 
@@ -69,7 +80,7 @@ CASES = {
         plain_threads=_CORES,
         steps=40,
         quick_steps=12,
-        ratio=0.9,
+        ratio=0.95,
     ),
     "gpt-2": Case(
         title="GPT 10M, 2 providers of 1 thread vs 1 plain thread",
@@ -81,3 +92,27 @@ CASES = {
         ratio=1.6,
     ),
 }
+
+GPU_CASES = {
+    "gpt2-gpu": Case(
+        title="GPT 124M, 1 provider on a GPU vs plain",
+        job=gpt2,
+        providers=1,
+        plain_threads=1,
+        steps=60,
+        quick_steps=20,
+        ratio=0.9,
+        device="cuda:0",
+    ),
+    "gpt2-gpu-bf16": Case(
+        title="GPT 124M, 1 provider on a GPU vs plain, both bfloat16",
+        job=partial(gpt2, precision="bfloat16"),
+        providers=1,
+        plain_threads=1,
+        steps=150,
+        quick_steps=50,
+        ratio=0.9,
+        device="cuda:0",
+    ),
+}
+"""Measured where there is a GPU, and left out elsewhere."""

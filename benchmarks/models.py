@@ -27,6 +27,10 @@ LARGE = GPTSize(layers=10, width=832, heads=13, vocabulary=8192, context=128)
 """96.9 million parameters when head and embedding are not tied."""
 
 
+GPT2 = GPTSize(layers=12, width=768, heads=12, vocabulary=50304, context=512)
+"""123.7 million parameters when head and embedding are tied: the smallest GPT-2, with half its context."""
+
+
 class GPT(nn.Module):
     """A transformer that predicts the next token; `tied` shares one matrix between the embedding and the head."""
 

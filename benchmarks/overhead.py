@@ -13,7 +13,9 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.cases import CASES, Case
+import torch
+
+from benchmarks.cases import CASES, GPU_CASES, Case
 from benchmarks.plain import PlainLoop
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from ravnest.coordinator.embedded import EmbeddedSwarm
@@ -35,6 +37,14 @@ def main() -> int:
                 row, ratio = _compare(case, loops[name], swarm, Path(folder, name), given.quick)
                 rows.append(row)
                 targets.append(Target(f"{case.title}: ratio", ratio, case.ratio))
+        if torch.cuda.is_available():
+            with ExitStack() as stack:
+                swarm = stack.enter_context(EmbeddedSwarm(1, devices=("cuda:0",)))
+                for name, case in GPU_CASES.items():
+                    with PlainLoop(name, case.plain_threads) as loop:
+                        row, ratio = _compare(case, loop, swarm, Path(folder, name), given.quick)
+                    rows.append(row)
+                    targets.append(Target(f"{case.title}: ratio", ratio, case.ratio))
     rows.append({"case": "digits CNN, 3 providers, first update", "seconds": seconds})
     targets.append(Target("seconds from the command to the first update", seconds, _FIRST_UPDATE_SECONDS, at_most=True))
     return finish("overhead", given, rows, targets)

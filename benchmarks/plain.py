@@ -9,9 +9,12 @@ import subprocess
 import sys
 import time
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from benchmarks.report import ROOT
+
+if TYPE_CHECKING:
+    import torch
 
 
 class PlainLoop:
@@ -42,21 +45,37 @@ class PlainLoop:
 
 
 def _measure(case: str, steps: int) -> float:
-    from benchmarks.cases import CASES
+    import torch
+
+    from benchmarks.cases import CASES, GPU_CASES
     from benchmarks.models import Repeated
 
-    job = CASES[case].job(steps)
+    chosen = (CASES | GPU_CASES)[case]
+    job, device = chosen.job(steps), torch.device(chosen.device)
     assert isinstance(job.train_data, Repeated)
-    model, optimizer = job.model.train(), job.optimizer(job.model.parameters())
+    model = job.model.train().to(device)
+    optimizer = job.optimizer(model.parameters())
+    mixed = torch.autocast(device.type, getattr(torch, job.pipeline.precision), job.pipeline.precision != "float32")
     samples, started = 0, 0.0
     for step, (inputs, targets) in enumerate(Repeated(job.train_data.batches, steps + 2)):
         if step == 2:
+            _wait_for(device)
             samples, started = 0, time.perf_counter()
         optimizer.zero_grad()
-        job.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        with mixed:
+            loss = job.loss(model(inputs.to(device)), targets.to(device))
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         samples += len(inputs)
+    _wait_for(device)
     return samples / (time.perf_counter() - started)
+
+
+def _wait_for(device: "torch.device") -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def _main() -> None:
