@@ -190,20 +190,17 @@ class StageWorker:
                 self._awaited.add(message.microbatch)
             self._outbox.forward(replace(message, values=results))
             return
-        loss = float(results[str(self._stage.graph.loss)])
-        if not math.isfinite(loss):
-            self._stage.drop(message.microbatch)
-            raise _NotFiniteError(
-                f"the loss of microbatch {message.microbatch} is {loss}; lower the learning rate, "
-                "set pipeline.clip_norm, or check that microbatch's data"
-            )
-        self._outbox.trained(LossRecord(message.microbatch, loss, message.samples))
-        self._backward(message, None)
+        self._backward(message, None, results[str(self._stage.graph.loss)])
 
-    def _backward(self, message: Message, gradients: Mapping[str, torch.Tensor] | None) -> None:
+    def _backward(
+        self, message: Message, gradients: Mapping[str, torch.Tensor] | None, loss: torch.Tensor | None = None
+    ) -> None:
         with self._work("backward", message.microbatch):
             self._check_gradients(message.microbatch, gradients or {})
             found = self._stage.backward(message.microbatch, gradients)
+            if loss is not None:
+                # Not before: a GPU has the backward to do while this waits for the forward.
+                self._take_loss(message, float(loss))
         self.counters.backwards += 1
         if not self._is_root:
             # Before the update: the stage before can work on it meanwhile.
@@ -219,6 +216,15 @@ class StageWorker:
             self._save(message.checkpoint, f"after microbatch {message.microbatch}")
         if self._is_root:
             self._outbox.done(replace(message, values={}))
+
+    def _take_loss(self, message: Message, loss: float) -> None:
+        if not math.isfinite(loss):
+            # Nothing is applied, and the worker ends with it.
+            raise _NotFiniteError(
+                f"the loss of microbatch {message.microbatch} is {loss}; lower the learning rate, "
+                "set pipeline.clip_norm, or check that microbatch's data"
+            )
+        self._outbox.trained(LossRecord(message.microbatch, loss, message.samples))
 
     @contextlib.contextmanager
     def _work(self, kind: str, microbatch: int) -> Iterator[None]:
