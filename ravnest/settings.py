@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ravnest.errors import JobError
+from ravnest.version_policy import POLICIES
 
 AVERAGING_CODECS: Final = ("float32", "float16", "bfloat16", "int8", "int4")
 """In what the differences of parameters may travel between clusters."""
@@ -17,7 +18,7 @@ OUTER_OPTIMIZERS: Final = ("mean", "nesterov")
 """What may be made of the mean difference of all clusters."""
 
 
-VERSION_POLICIES: Final = ("stash", "recompute", "latest", "double")
+VERSION_POLICIES: Final = tuple(POLICIES)
 """Which weights a backward may see."""
 
 CORRECTIONS: Final = ("none", "discount", "predict", "nesterov")

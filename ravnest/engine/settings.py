@@ -8,6 +8,7 @@ from ravnest.errors import GraphError
 from ravnest.plain_json import read_json
 from ravnest.settings import CORRECTIONS, PRECISIONS, VERSION_POLICIES
 from ravnest.spec import OptimizerSpec, ScheduleSpec
+from ravnest.version_policy import DEFAULT_POLICY, POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class StageSettings:
     """Microbatches between forward and backward here, to begin with; the coordinator may say another number later."""
     most_in_flight: int | None = None
     """Never more than so many, whatever is said later: the bound on staleness. None: there is none."""
-    versions: str = "stash"
+    versions: str = DEFAULT_POLICY
     correction: str = "none"
     precision: str = "float32"
     compile: bool = False
@@ -65,6 +66,8 @@ class StageSettings:
                 raise GraphError(f"the stage's setting {name} is {data[name][:80]!r}, which this version does not know")
         if (data["most_in_flight"] is not None and data["most_in_flight"] < 1) or data["trace"] < 0:
             raise GraphError("the stage's settings most_in_flight and trace cannot be below 1 and 0")
+        if POLICIES[data["versions"]].within_accumulate and data["in_flight"] > data["accumulate"]:
+            raise GraphError("the stage's settings contradict one another (versions, in_flight, accumulate)")
         return cls(**data)
 
 

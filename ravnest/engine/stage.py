@@ -1,8 +1,8 @@
 """One stage: forward, backward and update of its part of the model. No threads and no sockets here.
 
-A backward uses the weights of its forward (versions.py). The update comes at once after each backward, or after
-`accumulate` of them, with the mean of their gradients. Everything a stage knows can be taken out (`state`) and put
-back (`restore`).
+What a backward sees is up to the version policy (passes.py, versions.py). The update comes at once after each
+backward, or after `accumulate` of them, with the mean of their gradients. Everything a stage knows can be taken out
+(`state`) and put back (`restore`).
 """
 
 import json
@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from ravnest.engine.precision import Precision
+from ravnest.engine.passes import Passes
 from ravnest.engine.settings import StageSettings
-from ravnest.engine.versions import Version, WeightVersions
-from ravnest.errors import GraphError, TrainingError
+from ravnest.engine.versions import WeightVersions
+from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
-from ravnest.graph.program import Program
 from ravnest.plain_json import read_json
 
 _MOST_PIECES = 8
@@ -44,13 +43,6 @@ class Update:
         return self.version - 1 - self.forward_version
 
 
-@dataclass(slots=True)
-class _Pending:
-    version: Version
-    leaves: dict[str, torch.Tensor]
-    outputs: dict[str, torch.Tensor]
-
-
 class Stage:
     """Holds the weights of one stage on one device and trains them."""
 
@@ -70,25 +62,23 @@ class Stage:
             tensor = weights.get(spec.key)
             if tensor is None or tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
                 raise GraphError(f"the weights for {spec.key} are missing or do not have the shape the graph says")
-        self._program = Program(graph, self.device, compile=settings.compile)
-        self._precision = Precision(settings.precision, self.device)
-        self._sent_dtypes = {v.name: v.dtype for v in graph.sends}
         self._versions = WeightVersions({p.name: weights[p.key].to(self.device) for p in graph.parameters})
         self._fixed = {c.name: weights[c.key].to(self.device) for c in (*graph.constants, *graph.states)}
         self._optimizer = settings.optimizer_spec().build(list(self._versions.masters.values()))
         schedule = settings.schedule_spec()
         self._schedule = None if schedule is None else schedule.build(self._optimizer)
+        self._passes = Passes(graph, self.device, self._versions, self._fixed, settings)
         self._pieces = _pieces(self._versions.masters)
-        self._pending: dict[int, _Pending] = {}
+        self._sent: list[torch.Tensor] | None = None
+        """What the last backward found for the stage before, until its gradients of weights are added up."""
         self._sums: dict[str, torch.Tensor] = {}
         self._summed = 0
         self._forward_version = 0
-        self._gradient_names = [v.name for v in graph.receives if v.needs_grad]
 
     @property
     def in_flight(self) -> int:
         """Microbatches between forward and backward here."""
-        return len(self._pending)
+        return self._passes.in_flight
 
     @property
     def version(self) -> int:
@@ -100,58 +90,43 @@ class Stage:
         return not self._summed
 
     @property
-    def versions_held(self) -> int:
-        return len({id(p.version) for p in self._pending.values()})
+    def versions_alive(self) -> int:
+        """Copies of the weights: those that microbatches in flight hold, and the newest."""
+        return self._passes.versions_alive
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether `finish_backward` has something left to compute after `backward`."""
+        return self._passes.splits
 
     def forward(self, microbatch: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Training forward: what to send on, by name (on a leaf: the loss). Its backward must follow."""
-        given = {name: self._here(value) for name, value in values.items()}
-        leaves = {name: given[name].requires_grad_() for name in self._gradient_names}
-        version = self._versions.acquire()
-        try:
-            with torch.enable_grad(), self._precision.computing():
-                results = self._program.run(
-                    given, {**version.leaves, **self._fixed}, train=True, seed=self.settings.seed, microbatch=microbatch
-                )
-                results = self._precision.as_told(results, self._sent_dtypes)
-        except BaseException:
-            self._versions.release(version)
-            raise
-        outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and r.requires_grad}
-        self._pending[microbatch] = _Pending(version, leaves, outputs)
-        return {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
+        return self._passes.forward(microbatch, {name: self._here(value) for name, value in values.items()})
 
     def evaluate(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluation forward: what to send on; on a leaf the loss and the metrics, by value name. Nothing is kept."""
-        given = {name: self._here(value) for name, value in values.items()}
-        with torch.no_grad():
-            results = self._program.run(given, {**self._versions.current.leaves, **self._fixed}, train=False)
-        own = {p.name for p in self.graph.parameters}
-        # A tied parameter sent on must not change under the sender's hands when training goes on.
-        return {n: r.clone() if n in own else r for n, r in results.items()}
+        return self._passes.evaluate({name: self._here(value) for name, value in values.items()})
 
     def backward(self, microbatch: int, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         """Gradients for what was received; those of the weights are kept for `update`, which must follow.
 
-        `gradients` are those of what was sent (None on a leaf: the loss is its own).
+        `gradients` are those of what was sent (None on a leaf: the loss is its own). Where the backward is split, those
+        of the weights are computed by `finish_backward`.
         """
-        pending = self._pending.pop(microbatch, None)
-        if pending is None:
-            raise TrainingError(f"a gradient for microbatch {microbatch} came, which has no forward here")
-        names = list(pending.outputs)
-        if gradients is None:
-            given = [torch.ones_like(t) for t in pending.outputs.values()]
-        else:
-            names = [n for n in names if n in gradients]
-            given = [self._here(gradients[n]) for n in names]
-        wanted = [*pending.leaves.values(), *pending.version.leaves.values()]
-        found = self._precision.gradients([pending.outputs[n] for n in names], wanted, given)
-        self._versions.release(pending.version)
-        self._forward_version = pending.version.number
-        count = len(pending.leaves)
-        back = {n: g for n, g in zip(pending.leaves, found[:count], strict=True) if g is not None}
-        self._add(dict(zip(pending.version.leaves, found[count:], strict=True)), back.values())
+        given = None if gradients is None else {name: self._here(value) for name, value in gradients.items()}
+        back = self._passes.backward(microbatch, given)
+        self._sent = list(back.values())
+        if not self._passes.splits:
+            self.finish_backward()
         return back
+
+    def finish_backward(self) -> None:
+        """Computes what is left of the last backward, if anything is; `update` does so too."""
+        if self._sent is None:
+            return
+        sent, self._sent = self._sent, None
+        self._forward_version, gradients = self._passes.weight_gradients()
+        self._add(gradients, sent)
 
     def update(self, microbatch: int, *, flush: bool = False, updates: int = 0) -> Update | None:
         """Applies the gradients of the last backward, where they complete an update; `flush` applies what is summed so
@@ -160,6 +135,7 @@ class Stage:
         `updates` is how many the run has made by then, those of other clusters included: the schedule follows it.
         Without it the schedule goes one step on.
         """
+        self.finish_backward()
         if self._summed < self.settings.accumulate and not flush:
             return None
         self._apply()
@@ -168,9 +144,7 @@ class Stage:
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch whose backward will never come."""
-        pending = self._pending.pop(microbatch, None)
-        if pending is not None:
-            self._versions.release(pending.version)
+        self._passes.drop(microbatch)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Parameters, states and optimizer state as named tensors, and the plain values as text. Shares the stage's

@@ -205,6 +205,9 @@ class StageWorker:
         if not self._is_root:
             # Before the update: the stage before can work on it meanwhile.
             self._outbox.backward(replace(message, values=found))
+        if self._stage.splits_backward:
+            with self._work("weights", message.microbatch):
+                self._stage.finish_backward()
         if message.round:
             self._snapshot(message.round, message.fragment)
         with self._work("update", message.microbatch):

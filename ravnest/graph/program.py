@@ -6,15 +6,18 @@ Values are dropped as soon as no later step needs them, so a stage holds what au
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ravnest.errors import GraphError
 from ravnest.graph import ops
 from ravnest.graph.aliasing import Aliases
 from ravnest.graph.portable import Argument, Device, Node, PortableGraph, Ref
 from ravnest.graph.switch import draws_random_numbers, evaluation_form
+from ravnest.graph.weight_uses import weight_uses
 
 if TYPE_CHECKING:
     from ravnest.graph.compiled import Compiled
@@ -27,6 +30,16 @@ def draw_seed(seed: int, microbatch: int, number: int) -> int:
     mixed = (seed * 0x9E3779B97F4A7C15 + microbatch * 0xBF58476D1CE4E5B9 + number * 0x94D049BB133111EB + 1) & _MASK
     mixed ^= mixed >> 31
     return (mixed * 0xD6E8FEB86659FD93) & _MASK
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUse:
+    """An operator that was run with weights cut off from the rest of the graph, so that their gradients can wait."""
+
+    output: GradientEdge
+    """Where the gradient of what came out arrives."""
+    weights: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    """Each as it was, and the leaf that the operator got in its place; they share their memory."""
 
 
 class Program:
@@ -48,14 +61,7 @@ class Program:
         evaluation = [evaluation_form(n, lambda name: aliases.group(name) in states) for n in graph.nodes]
         self._train = self._steps(graph.nodes, self._trained)
         self._evaluate = self._steps(evaluation, self._evaluated)
-        self._compiled: Compiled | None = None
-        if compile:
-            # Here, because the compiler takes seconds to import, and hardly anybody uses it.
-            from ravnest.graph import compiled
-
-            nodes = [step.node for step in self._train]
-            module = compiled.as_module(nodes, list(graph.given_names()), self._trained, self.device)
-            self._compiled = compiled.Compiled(module)
+        self._uses = {node: tuple(self._slots[name] for name in names) for node, names in weight_uses(graph).items()}
 
     def run(
         self,
@@ -65,10 +71,13 @@ class Program:
         train: bool,
         seed: int = 0,
         microbatch: int = 0,
+        apart: list[WeightUse] | None = None,
     ) -> dict[str, Any]:
         """What the graph sends on, its loss and (in evaluation) its metrics, by value name.
 
         `values` holds the inputs and receives, `weights` the parameters, constants and states, by name in the graph.
+        With a list for `apart`, the uses of weights whose gradients can wait are appended to it, in the order they were
+        run in: no gradient reaches those weights through them but by way of the list.
         """
         env = self.environment(values, weights)
         generator = self._generator()
@@ -79,7 +88,10 @@ class Program:
         for step in self._train if train else self._evaluate:
             if step.seed is not None and train:
                 generator.manual_seed(draw_seed(seed, microbatch, step.seed))
-            step.call(env)
+            if apart is not None and (used := self._uses.get(step.node.name)) is not None:
+                _call_apart(step, used, env, apart)
+            else:
+                step.call(env)
             for slot in step.frees:
                 env[slot] = None
         # In training the loss alone: whatever else came back with a gradient would be trained on.
@@ -104,6 +116,11 @@ class Program:
     @property
     def train_steps(self) -> "list[Step]":
         return self._train
+
+    @property
+    def can_split(self) -> bool:
+        """Whether there is any weight whose gradient can wait."""
+        return bool(self._uses)
 
     def slot(self, name: str) -> int:
         return self._slots[name]
@@ -147,11 +164,11 @@ class Step:
         "_kwargs",
         "_nested",
         "_refs",
-        "_slot",
         "_slot_kwargs",
         "frees",
         "node",
         "seed",
+        "slot",
     )
 
     def __init__(self, node: Node, slots: Mapping[str, int], device: torch.device, frees: tuple[int, ...]) -> None:
@@ -160,7 +177,7 @@ class Step:
         self.frees = frees
         self._function: Callable[..., Any] = ops.resolve(node.op)
         self._grad = node.grad
-        self._slot = slots[node.name]
+        self.slot = slots[node.name]
         self._args: list[Any] = [_constant(a, device) for a in node.args]
         self._refs = tuple((i, slots[a.name]) for i, a in enumerate(node.args) if isinstance(a, Ref))
         self._nested = tuple(
@@ -184,10 +201,25 @@ class Step:
     def call(self, env: list[Any]) -> None:
         args, kwargs = self.arguments(env)
         if self._grad:
-            env[self._slot] = self._function(*args, **kwargs)
+            env[self.slot] = self._function(*args, **kwargs)
         else:
             with torch.no_grad():
-                env[self._slot] = self._function(*args, **kwargs)
+                env[self.slot] = self._function(*args, **kwargs)
+
+
+def _call_apart(step: Step, used: tuple[int, ...], env: list[Any], apart: list[WeightUse]) -> None:
+    """Runs the step with a leaf in place of each of these weights."""
+    weights = {slot: env[slot] for slot in used if isinstance(env[slot], torch.Tensor) and env[slot].requires_grad}
+    leaves = {slot: weight.detach().requires_grad_() for slot, weight in weights.items()}
+    for slot, leaf in leaves.items():
+        env[slot] = leaf
+    step.call(env)
+    for slot, weight in weights.items():
+        env[slot] = weight
+    if leaves:
+        # The place in the graph and not the tensor: that may be written to later, and then is another place.
+        output = get_gradient_edge(env[step.slot])
+        apart.append(WeightUse(output, tuple((weight, leaves[slot]) for slot, weight in weights.items())))
 
 
 def _has_reference(argument: Argument) -> bool:

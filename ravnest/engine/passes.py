@@ -1,0 +1,203 @@
+"""Forward and backward of a stage's microbatches, and what is kept of each in between: that is its version policy.
+
+A policy that keeps no activations keeps what came in, and computes the forward a second time for the backward. The
+second time is the first over again: random operators are seeded by the microbatch, and what the model changes as it
+runs (batch-norm statistics, counters) is a copy from before the first time, which is thrown away afterwards.
+
+The first time is run with gradients as well, and what autograd saved is let go at once: without, torch picks other
+kernels for some operators, and then the two would differ in the last digit, or in what dropout drops. A backward takes
+as much memory, so the peak of a stage is none the higher.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.split_backward import Gradients, SplitBackward
+from ravnest.engine.versions import Version, WeightVersions
+from ravnest.errors import TrainingError
+from ravnest.graph.aliasing import Aliases, written_names
+from ravnest.graph.portable import PortableGraph
+from ravnest.graph.program import Program, WeightUse
+from ravnest.version_policy import POLICIES
+
+
+@dataclass(slots=True)
+class _Computed:
+    """A forward whose backward can be run."""
+
+    received: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
+    apart: list[WeightUse]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A microbatch between forward and backward."""
+
+    number: int
+    """Of the version its forward used."""
+    version: Version | None
+    """Held until the backward; None where the weights of now will do."""
+    computed: _Computed | None
+    """None where the forward is to be computed again, from these."""
+    given: dict[str, Any]
+    states: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """A backward whose gradients of weights have not been taken yet. It holds no more of the graph than these need."""
+
+    number: int
+    version: Version | None
+    weights: dict[str, torch.Tensor]
+    found: Gradients
+    split: SplitBackward | None
+
+
+class Passes:
+    """Runs the program of one stage under its version policy."""
+
+    def __init__(
+        self,
+        graph: PortableGraph,
+        device: torch.device,
+        versions: WeightVersions,
+        fixed: Mapping[str, torch.Tensor],
+        settings: StageSettings,
+    ) -> None:
+        """`fixed` are the constants and states, by name in the graph; states are written by the forward."""
+        self._program = Program(graph, device)
+        self._versions = versions
+        self._fixed = fixed
+        self._seed = settings.seed
+        policy = POLICIES[settings.versions]
+        is_leaf = graph.loss is not None
+        self._keeps_weights = policy.keeps_weights or is_leaf
+        self._keeps_activations = policy.keeps_activations or is_leaf
+        self._most_pending = settings.accumulate if policy.within_accumulate else None
+        self._receives = [v.name for v in graph.receives if v.needs_grad]
+        self._states = [s.name for s in graph.states]
+        aliases = Aliases(graph)
+        written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
+        self._written = [v.name for v in (*graph.inputs, *graph.receives) if aliases.group(v.name) in written]
+        self.splits = settings.split_backward and bool(self._receives) and self._program.can_split
+        """Whether the gradients of weights are found after those of what was received."""
+        self._pending: dict[int, _Pending] = {}
+        self._unfinished: _Unfinished | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches between forward and backward here."""
+        return len(self._pending)
+
+    @property
+    def versions_alive(self) -> int:
+        """Of the weights: those that microbatches in flight hold, and the newest."""
+        return len({id(p.version) for p in self._pending.values() if p.version} | {id(self._versions.current)})
+
+    def forward(self, microbatch: int, given: dict[str, Any]) -> dict[str, Any]:
+        """What to send on, by name. Its backward must follow."""
+        if self._most_pending is not None and len(self._pending) >= self._most_pending:
+            raise TrainingError(
+                f"microbatch {microbatch} came while {len(self._pending)} are in flight at this stage: with two "
+                "versions of the weights no more may be than make an update; set pipeline.in_flight to "
+                "pipeline.accumulate or less"
+            )
+        current = self._versions.current
+        number = current.number
+        if self._keeps_activations:
+            computed, results = self._compute(microbatch, given, current.leaves, self._fixed)
+            pending = _Pending(number, None, computed, {}, {})
+        else:
+            pending = _Pending(number, None, None, given, {name: self._fixed[name].clone() for name in self._states})
+            first = {**given, **{name: given[name].clone() for name in self._written}}
+            _, results = self._compute(microbatch, first, current.leaves, self._fixed)
+        if self._keeps_weights:
+            pending.version = self._versions.acquire()
+        self._pending[microbatch] = pending
+        sent = {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
+        return sent if self._keeps_weights else self._of_its_own(sent)
+
+    def backward(self, microbatch: int, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """The gradients for what was received; `weight_gradients` must follow.
+
+        `gradients` are those of what was sent (None on a leaf: the loss is its own).
+        """
+        pending = self._pending.pop(microbatch, None)
+        if pending is None:
+            raise TrainingError(f"a gradient for microbatch {microbatch} came, which has no forward here")
+        computed = pending.computed
+        if computed is None:
+            version = pending.version or self._versions.current
+            fixed = {**self._fixed, **pending.states}
+            computed, _ = self._compute(microbatch, pending.given, version.leaves, fixed)
+        if gradients is None:
+            outputs = list(computed.outputs.values())
+            given = [torch.ones_like(tensor) for tensor in outputs]
+        else:
+            outputs = [tensor for name, tensor in computed.outputs.items() if name in gradients]
+            given = [gradients[name] for name in computed.outputs if name in gradients]
+        wanted = [*computed.received.values(), *computed.weights.values()]
+        split = SplitBackward(computed.apart) if computed.apart else None
+        found: list[torch.Tensor | None]
+        if split is None:
+            found = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+        else:
+            found = split.first(outputs, given, wanted)
+        count = len(computed.received)
+        weights = dict(zip(computed.weights, found[count:], strict=True))
+        self._unfinished = _Unfinished(pending.number, pending.version, computed.weights, weights, split)
+        return {n: g for n, g in zip(computed.received, found[:count], strict=True) if g is not None}
+
+    def weight_gradients(self) -> tuple[int, Gradients]:
+        """The gradients of the weights of the last backward, by name, and the version that its forward used."""
+        assert self._unfinished is not None, "a backward comes first"
+        left, self._unfinished = self._unfinished, None
+        found = left.found if left.split is None else left.split.rest(left.weights, left.found)
+        if left.version is not None:
+            self._versions.release(left.version)
+        return left.number, found
+
+    def drop(self, microbatch: int) -> None:
+        """Forgets a microbatch whose backward will never come."""
+        pending = self._pending.pop(microbatch, None)
+        if pending is not None and pending.version is not None:
+            self._versions.release(pending.version)
+
+    def evaluate(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Evaluation forward with the newest weights: what to send on, the loss and the metrics, by value name."""
+        with torch.no_grad():
+            results = self._program.run(given, {**self._versions.current.leaves, **self._fixed}, train=False)
+        return self._of_its_own(results)
+
+    def _compute(
+        self, microbatch: int, given: dict[str, Any], leaves: dict[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]
+    ) -> tuple[_Computed, dict[str, Any]]:
+        received = {name: given[name].requires_grad_() for name in self._receives}
+        apart: list[WeightUse] = []
+        with torch.enable_grad():
+            results = self._program.run(
+                given,
+                {**leaves, **fixed},
+                train=True,
+                seed=self._seed,
+                microbatch=microbatch,
+                apart=apart if self.splits else None,
+            )
+        outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and r.requires_grad}
+        return _Computed(received, leaves, outputs, apart), results
+
+    def _of_its_own(self, results: dict[str, Any]) -> dict[str, Any]:
+        """What lies in the memory of weights or states, copied: it must not change under the sender's hands when
+        training goes on (a tied parameter that is sent on, for one)."""
+        own = {t.untyped_storage().data_ptr() for t in (*self._versions.masters.values(), *self._fixed.values())}
+        return {
+            n: r.clone() if isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in own else r
+            for n, r in results.items()
+        }

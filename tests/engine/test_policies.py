@@ -1,0 +1,294 @@
+"""Every version policy, and a backward in two parts, on every model there is: what each promises of its gradients."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.stage import Stage
+from ravnest.errors import TrainingError
+from ravnest.graph.partition import most_stages, split
+from ravnest.spec import OptimizerSpec
+from ravnest.version_policy import POLICIES
+from tests.exactness.plain_loop import copied, kept_generator
+from tests.graph.cutting import ALL, even_places, example
+
+SGD = OptimizerSpec("SGD", {"lr": 0.05})
+ADAM = OptimizerSpec("Adam", {"lr": 2e-3})
+
+
+class Line:
+    """The stages of a model in a row, driven by hand: what leaves one goes to the next."""
+
+    def __init__(self, name: str, stages: int, optimizer: OptimizerSpec = SGD, **settings: Any) -> None:
+        self.example = example(name)
+        found = self.example.captured
+        graphs = split(found.graph, even_places(found.graph, min(stages, most_stages(found.graph))))
+        self.stages = [
+            Stage(
+                graph,
+                {spec.key: found.weights[spec.key].clone() for spec in graph.weights},
+                StageSettings(optimizer=optimizer.to_json(), stage=number, stages=stages, **settings),
+            )
+            for number, graph in enumerate(graphs)
+        ]
+        self.sent: list[dict[str, torch.Tensor]] = []
+        """What went back between stages, in order."""
+
+    def forward(self, microbatch: int) -> torch.Tensor:
+        """The loss."""
+        made = self.example.made
+        batch = copied(made.batches[microbatch % len(made.batches)])
+        fed = self.example.captured.structure.flatten(batch)
+        values: dict[str, Any] = {}
+        for stage in self.stages:
+            needed = {v.name for v in (*stage.graph.inputs, *stage.graph.receives)}
+            given = {name: value for name, value in {**fed, **_received(values)}.items() if name in needed}
+            values = stage.forward(microbatch, given)
+        loss = values[str(self.stages[-1].graph.loss)]
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+    def backward(self, microbatch: int, **more: Any) -> None:
+        gradients: dict[str, torch.Tensor] | None = None
+        for stage in reversed(self.stages):
+            gradients = stage.backward(microbatch, gradients)
+            self.sent.append({name: gradient.clone() for name, gradient in gradients.items()})
+            stage.finish_backward()
+            stage.update(microbatch, **more)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for stage in self.stages for name, tensor in stage.state_tensors().items()}
+
+
+def train(line: Line, microbatches: int, in_flight: int, **more: Any) -> list[torch.Tensor]:
+    """Losses, with so many in flight through all stages but the leaf, whose part follows the forward here."""
+    losses = []
+    with kept_generator():
+        for number in range(microbatches):
+            losses.append(line.forward(number))
+            if number >= in_flight - 1:
+                line.backward(number - in_flight + 1, **more)
+        for number in range(max(0, microbatches - in_flight + 1), microbatches):
+            line.backward(number, **more)
+    return losses
+
+
+def same(one: Line, other: Line) -> None:
+    have, want = one.state(), other.state()
+    assert have.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(have[name], tensor), name
+    assert len(one.sent) == len(other.sent)
+    for mine, theirs in zip(one.sent, other.sent, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], gradient) for name, gradient in theirs.items())
+
+
+def close(have: Sequence[dict[str, torch.Tensor]], want: Sequence[dict[str, torch.Tensor]]) -> None:
+    for mine, theirs in zip(have, want, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            if tensor.is_floating_point() and tensor.numel():
+                scale = float(tensor.abs().max().clamp(min=1e-6))
+                assert torch.allclose(mine[name], tensor, atol=2e-6 * scale, rtol=0), name
+            else:
+                assert torch.equal(mine[name], tensor), name
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recomputing_is_bitwise_what_keeping_is(name: str) -> None:
+    kept, again = Line(name, 2), Line(name, 2, versions="recompute")
+    assert [float(a) for a in train(kept, 5, 3)] == [float(a) for a in train(again, 5, 3)]
+    same(again, kept)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_backward_in_two_parts_is_the_backward_at_once(name: str) -> None:
+    whole, parts = Line(name, 3), Line(name, 3, split_backward=True)
+    train(whole, 3, 2)
+    train(parts, 3, 2)
+    close(parts.sent, whole.sent)
+    close([parts.state()], [whole.state()])
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "resnet", "hf_gpt2", "unet"])
+def test_a_backward_in_two_parts_computes_nothing_twice(name: str) -> None:
+    whole, parts = Line(name, 2), Line(name, 2, split_backward=True)
+    counted = {}
+    with kept_generator():
+        for line in (whole, parts):
+            line.forward(0)
+            leaf = line.stages[-1]
+            with FlopCounterMode(display=False) as first:
+                leaf.backward(0, None)
+            with FlopCounterMode(display=False) as rest:
+                leaf.finish_backward()
+            counted[line] = first.get_total_flops(), rest.get_total_flops()
+    assert not whole.stages[-1].splits_backward and parts.stages[-1].splits_backward
+    assert counted[whole][1] == 0 and counted[parts][1] > 0
+    assert sum(counted[parts]) == counted[whole][0]
+
+
+def test_a_root_and_a_stage_without_products_compute_their_backward_at_once() -> None:
+    assert [stage.splits_backward for stage in Line("cnn", 3, split_backward=True).stages] == [False, True, True]
+    line = Line("gru", 2, split_backward=True)
+    assert [stage.splits_backward for stage in line.stages] == [False, True]
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("versions", POLICIES)
+@pytest.mark.parametrize("name", ["cnn", "gpt_tied", "in_place"])
+def test_with_one_in_flight_every_policy_is_the_same(name: str, versions: str, split_backward: bool) -> None:
+    options = {"accumulate": 2, "clip_norm": 0.5}
+    plain = Line(name, 3, ADAM, **options)
+    other = Line(name, 3, ADAM, versions=versions, split_backward=split_backward, **options)
+    train(plain, 5, 1)
+    train(other, 5, 1)
+    assert [stage.version for stage in other.stages] == [2, 2, 2]
+    for stages in (plain.stages, other.stages):
+        for stage in stages:
+            # What is left of an update, as at the end of a run.
+            assert stage.update(4, flush=True) is not None
+    close(other.sent, plain.sent)
+    close([other.state()], [plain.state()])
+
+
+def test_with_two_versions_a_backward_sees_those_of_its_forward_and_never_a_third_is_alive() -> None:
+    many, two = Line("cnn", 3, accumulate=4), Line("cnn", 3, accumulate=4, versions="double")
+    train(many, 9, 4)
+    alive = []
+    with kept_generator():
+        for number in range(9 + 4):
+            if number < 9:
+                two.forward(number)
+                alive.append(max(stage.versions_alive for stage in two.stages))
+            if 0 <= number - 3 < 9:
+                two.backward(number - 3)
+    assert max(alive) == 2
+    same(two, many)
+
+
+def test_with_two_versions_no_more_are_taken_than_make_an_update() -> None:
+    line = Line("cnn", 2, accumulate=2, versions="double")
+    line.forward(0)
+    line.forward(1)
+    with pytest.raises(TrainingError, match=r"microbatch 2 came while 2 are in flight .* pipeline.accumulate or less"):
+        line.forward(2)
+    line.backward(0)
+    line.forward(2)
+
+
+def test_without_versions_weights_stay_in_one_place_and_a_backward_is_that_of_the_weights_of_now() -> None:
+    line, fresh = Line("gpt_tied", 2, versions="latest"), Line("gpt_tied", 2)
+    root = line.stages[0]
+    places = {name: tensor.data_ptr() for name, tensor in root.state_tensors().items()}
+    with kept_generator():
+        line.forward(0)
+        line.forward(1)
+        line.backward(0)
+        assert root.versions_alive == 1
+        fresh.forward(0)
+        fresh.backward(0)
+        # A forward with the weights of now, given the same gradients from behind: the same backward.
+        fresh.forward(1)
+        behind = {v.name: torch.ones_like(line.sent[-2][v.name]) for v in root.graph.sends if v.name in line.sent[-2]}
+        root.backward(1, behind)
+        fresh.stages[0].backward(1, behind)
+    for mine, theirs in zip(root._sums.values(), fresh.stages[0]._sums.values(), strict=True):
+        assert torch.equal(mine, theirs)
+    update = root.update(1)
+    assert update is not None and update.staleness == 1, "the forward was one update older"
+    assert places == {name: tensor.data_ptr() for name, tensor in root.state_tensors().items()}
+
+
+def test_without_versions_what_was_sent_does_not_change_with_the_weights() -> None:
+    line = Line("gpt_tied", 2, versions="latest")
+    root, made = line.stages[0], line.example.made
+    tied = {p.name for p in root.graph.parameters} & {v.name for v in root.graph.sends}
+    assert tied, "the embedding is sent on to the head"
+    fed = line.example.captured.structure.flatten(copied(made.batches[0]))
+    sent = root.forward(0, {v.name: fed[v.name] for v in root.graph.inputs})
+    before = {name: sent[name].clone() for name in tied}
+    root.backward(0, {v.name: torch.ones_like(sent[v.name]) for v in root.graph.sends if v.needs_grad})
+    root.update(0)
+    assert all(torch.equal(sent[name], before[name]) for name in tied)
+
+
+@pytest.mark.parametrize("versions", POLICIES)
+def test_batch_norm_statistics_are_updated_once(versions: str) -> None:
+    line = Line("cnn", 3, versions=versions, accumulate=2)
+    train(line, 4, 2)
+    counters = [t for name, t in line.state().items() if name.endswith("num_batches_tracked")]
+    assert counters and all(int(counter) == 4 for counter in counters)
+
+
+@pytest.mark.parametrize("versions", POLICIES)
+def test_what_is_dropped_leaves_nothing_behind(versions: str) -> None:
+    line = Line("cnn", 3, versions=versions, accumulate=2)
+    with kept_generator():
+        line.forward(0)
+        line.forward(1)
+        for stage in line.stages:
+            stage.drop(0)
+            assert stage.in_flight == 1
+        line.backward(1, flush=True)
+    assert all(stage.in_flight == 0 and stage.versions_alive == 1 and stage.version == 1 for stage in line.stages)
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("versions", POLICIES)
+def test_what_averaging_adds_reaches_the_weights_of_now(versions: str, split_backward: bool) -> None:
+    line = Line("cnn", 2, versions=versions, accumulate=2, split_backward=split_backward)
+    with kept_generator():
+        line.forward(0)
+        line.forward(1)
+        root = line.stages[0]
+        before = {name: tensor.clone() for name, tensor in root.state_tensors().items()}
+        adds = {name: torch.full_like(t, 0.5) for name, t in before.items() if name.startswith("param:")}
+        root.shift(adds)
+        for name in adds:
+            assert torch.equal(root.state_tensors()[name], before[name] + 0.5)
+        line.backward(0)
+        line.backward(1)
+    assert root.version == 1
+    other = Line("cnn", 2, versions=versions, accumulate=2, split_backward=split_backward)
+    with kept_generator():
+        other.forward(0)
+        other.forward(1)
+        other.backward(0)
+        other.backward(1)
+    if versions != "latest":
+        # The gradients are those of the weights before: what was added stays on top.
+        for name in adds:
+            assert torch.allclose(root.state_tensors()[name], other.stages[0].state_tensors()[name] + 0.5, atol=1e-6)
+
+
+@pytest.mark.parametrize("versions", POLICIES)
+def test_state_that_was_taken_out_and_put_back_goes_on_as_before(versions: str) -> None:
+    line = Line("cnn", 2, ADAM, versions=versions, accumulate=2, split_backward=True)
+    train(line, 4, 2)
+    again = Line("cnn", 2, ADAM, versions=versions, accumulate=2, split_backward=True)
+    for old, new in zip(line.stages, again.stages, strict=True):
+        tensors, metadata = old.state()
+        optimizer: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(":")
+            if kind == "optim":
+                key, _, entry = rest.rpartition(":")
+                optimizer.setdefault(key, {})[entry] = tensor.clone()
+        new.restore(optimizer, metadata)
+        for name, tensor in new.state_tensors().items():
+            tensor.data.copy_(tensors[name])
+    line.sent.clear()
+    train(line, 4, 2)
+    train(again, 4, 2)
+    same(again, line)
+
+
+def _received(values: dict[str, Any]) -> dict[str, Any]:
+    """Memory of its own, as it comes from the network."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
