@@ -30,7 +30,7 @@ def random_instance(seed: int, count: int, places: int = 11) -> Instance:
     model = random_model(rng, places)
     goal = Goal(
         average_every=int(rng.choice([100, 300, 1000])),
-        recompute=bool(rng.random() < 0.2),
+        versions="recompute" if rng.random() < 0.2 else "stash",
         max_staleness=int(rng.integers(1, 8)) if rng.random() < 0.2 else None,
     )
     providers = random_providers(rng, count, model, goal)

@@ -44,6 +44,7 @@ from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Fault
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, ProviderMessage, Start, Threads
+from ravnest.version_policy import DEFAULT_POLICY
 
 _VANISHED_SECONDS = 0.2
 """How long after a provider has vanished the reason is waited for: whoever started its process knows better."""
@@ -294,13 +295,20 @@ class Coordinator:
             ],
             places=[cluster.places for cluster in plan.clusters],
             in_flight=[cluster.in_flight for cluster in plan.clusters],
+            versions=plan.versions,
             standbys=plan.plan.standbys,
         )
+        self._course.emit("versions", plan.versions_reason, versions=plan.versions)
         for cluster in plan.clusters:
             self._course.emit("in_flight", cluster.flight_reason, cluster=cluster.id, limit=cluster.in_flight)
+            if cluster.split_reason:
+                split = [stage.stage for stage in cluster.stages if stage.split_backward]
+                self._course.emit("split_backward", cluster.split_reason, cluster=cluster.id, stages=split)
         if plan.rings:
             self._course.emit("rings", plan.average_reason, rings=len(plan.rings), samples=plan.average_every)
         self._display.message(f"plan: {plan.reason}")
+        if plan.versions != DEFAULT_POLICY:
+            self._display.message(f"plan: {plan.versions_reason}")
 
     def _set_up(self, prepared: Prepared, plan: RunPlan) -> None:
         """Makes what the run of this plan consists of."""

@@ -19,6 +19,7 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Line, Network, Provider
 from ravnest.planner.rings import Ring
+from ravnest.planner.version_choice import choose_versions
 
 MOST_SEARCHED: Final = 12
 """Up to so many machines, what would be with others is planned anew; for more, it is looked for close to the plan."""
@@ -41,6 +42,8 @@ class DryRun:
     """Why it is as it is, and what would make it better."""
     devices: Mapping[str, str] = field(default_factory=dict)
     """What the machines are, for the reader."""
+    versions_reason: str = ""
+    """Why weights and activations are kept as they are."""
 
     def line_before(self, cluster: Cluster, stage: int) -> tuple[Line, Line] | None:
         """The line from the stage before, and the one back; None for the first stage."""
@@ -87,7 +90,14 @@ def dry_run(
     model = model_costs(prepared)
     goal = replace(goal_of(job, None, None), least_stages=least_stages, most_clusters=most_clusters)
     goal = within_averaging(captured.graph, goal)
-    plan = form(model, goal, nodes.network, providers, seed=seed, seconds=seconds)
+    chosen = choose_versions(
+        model,
+        goal,
+        providers,
+        job.pipeline.versions,
+        lambda goal: form(model, goal, nodes.network, providers, seed=seed, seconds=seconds),
+    )
+    plan, goal = chosen.plan, chosen.goal
     by_name = {provider.name: provider for provider in providers}
     rings: tuple[Ring, ...] = ()
     if len(plan.clusters) > 1:
@@ -110,4 +120,5 @@ def dry_run(
         rings=rings,
         explanation=explain(model, goal, nodes.network, by_name, plan, search if few else None),
         devices=nodes.devices,
+        versions_reason=chosen.reason,
     )

@@ -25,6 +25,7 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
         "limit": plan.limit,
         "averaging_seconds": plan.averaging_seconds,
         "average_every": goal.average_every,
+        "versions": goal.versions,
         "samples_per_microbatch": dry.model.samples,
         "model": {
             "parameters": dry.parts.count,

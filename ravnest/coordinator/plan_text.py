@@ -16,6 +16,7 @@ from ravnest.coordinator.plan_picture import milliseconds, picture, rate
 from ravnest.monitor import words
 from ravnest.planner.cluster import StageCost
 from ravnest.planner.stage_plan import role_of
+from ravnest.version_policy import DEFAULT_POLICY
 
 SHOWN_STAGES: Final = 24
 """Clusters are shown until they have so many stages together; the others are summed up."""
@@ -144,6 +145,8 @@ def _headline(dry: DryRun) -> Text:
     )
     parameters, size = words.short_count(dry.parts.count), words.size(float(dry.model.parameter_bytes[-1]))
     text.append(f"\n{parameters} parameters, {size}; microbatches of {dry.model.samples} samples")
+    if dry.goal.versions != DEFAULT_POLICY:
+        text.append(f"\n{dry.versions_reason}")
     return text
 
 

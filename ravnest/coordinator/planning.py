@@ -17,7 +17,7 @@ from ravnest.coordinator.measures import measure_pairs
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.reachability import Reach
-from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan, flight_reason
+from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan, flight_reason, split_reason
 from ravnest.coordinator.starting import check_clusters
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import PeerError, PlanError
@@ -30,7 +30,9 @@ from ravnest.planner.formation import form
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Line, Network, Pair, Provider, Requester
+from ravnest.planner.split_choice import choose_split
 from ravnest.planner.stage_plan import stages_of
+from ravnest.planner.version_choice import choose_versions
 
 SPEEDS = (1e-5, 1e5)
 """How fast a machine may be against the one that measured the model, for what it says to be believed."""
@@ -108,14 +110,29 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
     if goal.least_clusters == 1:
         check_stages(model, goal.least_stages)
     by_name = {p.name: p for p in providers}
-    plan = form(model, within_averaging(graph, goal), network, providers)
+    chosen = choose_versions(
+        model,
+        within_averaging(graph, goal),
+        providers,
+        prepared.job.pipeline.versions,
+        lambda goal: form(model, goal, network, providers),
+    )
+    plan, goal = chosen.plan, chosen.goal
+    asked = prepared.job.pipeline.split_backward
     if len(plan.clusters) == 1:
         cluster = plan.clusters[0]
         reason = (
             f"{counted(len(cluster.stages), 'stage')}, {counted(cluster.in_flight, 'microbatch', 'microbatches')} in "
             f"flight; {plan.predicted_samples_per_second:.1f} samples/s, limited by {plan.limit or cluster.limit}"
         )
-        return RunPlan(plan, _cluster_plans(graph, plan, by_name), reason)
+        return RunPlan(
+            plan,
+            _cluster_plans(graph, plan, by_name, asked),
+            reason,
+            versions=goal.versions,
+            versions_reason=chosen.reason,
+            most_in_flight=goal.bound_in_flight,
+        )
     found = averaging_of(prepared.job.averaging, graph, model, goal, network, by_name, plan)
     plan = found.plan
     reason = (
@@ -125,8 +142,11 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
     )
     return RunPlan(
         plan,
-        _cluster_plans(graph, plan, by_name),
+        _cluster_plans(graph, plan, by_name, asked),
         reason,
+        versions=goal.versions,
+        versions_reason=chosen.reason,
+        most_in_flight=goal.bound_in_flight,
         rings=tuple(RingPlan(i, part.fragment, part.ring.owners, part.tensors) for i, part in enumerate(found.parts)),
         round_seconds=found.round_seconds,
         average_every=found.every,
@@ -134,18 +154,29 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
     )
 
 
-def _cluster_plans(graph: PortableGraph, plan: Plan, providers: Mapping[str, Provider]) -> tuple[ClusterPlan, ...]:
-    return tuple(
-        ClusterPlan(
-            id=number,
-            stages=stages_of(graph, cluster, number),
-            in_flight=cluster.in_flight,
-            ahead=feed_ahead(cluster, providers),
-            predicted_samples_per_second=rate,
-            flight_reason=flight_reason(cluster),
+def _cluster_plans(
+    graph: PortableGraph, plan: Plan, providers: Mapping[str, Provider], split: bool | None
+) -> tuple[ClusterPlan, ...]:
+    """`split` is what the job says of splitting backwards, if it does."""
+    plans = []
+    for number, (cluster, rate) in enumerate(zip(plan.clusters, plan.rates, strict=True)):
+        choices = [
+            choose_split(cluster, position, providers[stage.provider].memory_bytes, split)
+            for position, stage in enumerate(cluster.stages)
+        ]
+        stages = stages_of(graph, cluster, number)
+        plans.append(
+            ClusterPlan(
+                id=number,
+                stages=tuple(replace(s, split_backward=c.split) for s, c in zip(stages, choices, strict=True)),
+                in_flight=cluster.in_flight,
+                ahead=feed_ahead(cluster, providers),
+                predicted_samples_per_second=rate,
+                flight_reason=flight_reason(cluster),
+                split_reason=split_reason(choices),
+            )
         )
-        for number, (cluster, rate) in enumerate(zip(plan.clusters, plan.rates, strict=True))
-    )
+    return tuple(plans)
 
 
 def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
@@ -165,7 +196,14 @@ def check_fit(prepared: Prepared, members: Sequence[Member], machine: Machine, c
     of lines is asked here."""
     anywhere = Reach("", "not asked")
     providers = [provider_of(member, prepared.costs, anywhere, machine) for member in members]
-    form(model_costs(prepared), goal_of(prepared.job, None, clusters or 1), Network(), providers)
+    model = model_costs(prepared)
+    choose_versions(
+        model,
+        goal_of(prepared.job, None, clusters or 1),
+        providers,
+        prepared.job.pipeline.versions,
+        lambda goal: form(model, goal, Network(), providers),
+    )
 
 
 async def plan_measured(

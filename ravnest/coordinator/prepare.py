@@ -110,7 +110,16 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
     )
 
 
-def stage_settings(job: Job, stage: int, stages: int, in_flight: int) -> StageSettings:
+def stage_settings(
+    job: Job,
+    stage: int,
+    stages: int,
+    in_flight: int,
+    *,
+    most_in_flight: int | None = None,
+    versions: str = "stash",
+    split_backward: bool = False,
+) -> StageSettings:
     """What the provider of one stage is told about training it."""
     schedule = job.schedule_spec
     return StageSettings(
@@ -123,11 +132,12 @@ def stage_settings(job: Job, stage: int, stages: int, in_flight: int) -> StageSe
         clip_norm=job.pipeline.clip_norm,
         clip_value=job.pipeline.clip_value,
         in_flight=in_flight,
-        versions=job.pipeline.versions or "stash",
+        most_in_flight=most_in_flight,
+        versions=versions,
         correction=job.pipeline.correction or "none",
         precision=job.pipeline.precision,
         compile=job.pipeline.compile,
-        split_backward=bool(job.pipeline.split_backward),
+        split_backward=split_backward,
         trace=job.pipeline.trace,
         record_updates=job.pipeline.record_updates,
     )

@@ -9,6 +9,7 @@ from ravnest.amounts import counted
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.plan import Plan
 from ravnest.planner.ring_tensors import RingTensors
+from ravnest.planner.split_choice import SplitChoice
 from ravnest.planner.stage_plan import StagePlan
 from ravnest.settings import Averaging
 
@@ -33,6 +34,8 @@ class ClusterPlan:
     """Beside the other clusters."""
     flight_reason: str
     """How many are in flight, and what for."""
+    split_reason: str = ""
+    """Which stages split their backward, and what for; empty with a single stage."""
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -68,6 +71,11 @@ class RunPlan:
     """Samples of all clusters together between two rounds; 0 where there is one cluster."""
     average_reason: str = ""
     """Why so many."""
+    versions: str = "stash"
+    """The policy by which stages keep weights and activations."""
+    versions_reason: str = ""
+    most_in_flight: int | None = None
+    """As many as may ever be in flight in a cluster; None where nothing bounds them."""
 
     @property
     def predicted_samples_per_second(self) -> float:
@@ -97,6 +105,18 @@ def flight_reason(cluster: Cluster) -> str:
         f"{flying} in flight: the way through all stages and back takes {way:.3g} s, "
         f"and the busiest stage or line {busiest:.3g} s"
     )
+
+
+def split_reason(choices: Sequence[SplitChoice]) -> str:
+    """Which stages of a cluster send gradients on before they compute those of their weights, and why."""
+    after = choices[1:]
+    if not after:
+        return ""
+    splitting = [number for number, choice in enumerate(choices) if choice.split]
+    if not splitting:
+        return f"backwards are not split: {after[0].reason}"
+    stages = ", ".join(map(str, splitting))
+    return f"backwards are split at stage{'s' if len(splitting) > 1 else ''} {stages}: {choices[splitting[0]].reason}"
 
 
 def average_every(

@@ -53,6 +53,8 @@ class StageCost:
     fed_bytes: float
     relayed_bytes: float
     """What the coordinator passes on between it and the stage before, both ways."""
+    saved_bytes: float = 0.0
+    """What one microbatch keeps for its backward."""
 
     @property
     def seconds(self) -> float:
@@ -158,19 +160,22 @@ def stage_tables(
 
 def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     """Forward, backward, update and the handling of frames, for a stage from place i to place j."""
-    heavy, light = model.heavy_seconds, model.light_seconds
-    if goal.recompute:
-        heavy, light = heavy + model.heavy_forward_seconds, light + model.light_forward_seconds
-    work = model.between(heavy / provider.compute_speed + light / provider.memory_speed)
-    if provider.operator_seconds and model.operators is not None:
-        work = np.maximum(work, model.between(model.operators) * provider.operator_seconds)
     places = np.arange(len(model.places))
     begins, ends = places == 0, places == model.last
+    work = model.between(model.heavy_seconds / provider.compute_speed + model.light_seconds / provider.memory_speed)
+    if provider.operator_seconds and model.operators is not None:
+        work = np.maximum(work, model.between(model.operators) * provider.operator_seconds)
+    if not goal.policy.keeps_activations:
+        again = model.between(
+            model.heavy_forward_seconds / provider.compute_speed + model.light_forward_seconds / provider.memory_speed
+        )
+        work = work + again * ~ends[None, :]
     frames = 2.0 * ~begins[:, None] + begins[:, None] + 2.0 * ~ends[None, :] + (model.fed_bytes > 0)
     crossing = model.forward_bytes + model.backward_bytes
     handled = crossing[:, None] + crossing[None, :] + model.fed_bytes
-    # A leaf alone updates its weights in place: nothing in flight holds them.
-    copied = model.between(model.parameter_bytes) * model.copy_byte_seconds * ~ends[None, :]
+    # A leaf alone updates its weights in place: nothing in flight holds them; unless nothing holds them anywhere.
+    held = ~ends[None, :] & goal.policy.keeps_weights
+    copied = model.between(model.parameter_bytes) * model.copy_byte_seconds * held
     step = (model.step_seconds + copied) / provider.memory_speed
     seconds: Table = work + step + frames * FRAME_SECONDS + handled / HANDLED_BYTES_PER_SECOND
     return seconds
@@ -180,17 +185,19 @@ def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
     """What a stage from place i to place j holds, with so many microbatches in flight in its cluster.
 
     A leaf has one at a time: its backward follows at once. The newest microbatch uses the weights as they are; each
-    older one needs a version of its own. Where there may be several clusters, averaging takes its part too.
+    older one needs what the policy keeps for it. Where there may be several clusters, averaging takes its part too.
     """
+    policy = goal.policy
     flying = np.full(len(model.places), float(in_flight))
     flying[model.last] = 1.0
+    older = np.full(len(model.places), policy.older_versions(in_flight))
+    older[model.last] = 0.0
     parameters = model.between(model.parameter_bytes)
     saved = model.between(model.saved_bytes)
     averaging = goal.average_memory if goal.most_clusters != 1 else 0.0
-    held = 2.0 + model.state_bytes_per_byte + averaging + flying[None, :] - 1.0
-    activations = saved + (flying[None, :] - 1.0) * (
-        (model.forward_bytes[:, None] + model.fed_bytes) if goal.recompute else saved
-    )
+    held = 2.0 + model.state_bytes_per_byte + averaging + older[None, :]
+    kept = saved if policy.keeps_activations else model.forward_bytes[:, None] + model.fed_bytes
+    activations = saved + (flying[None, :] - 1.0) * kept
     total: Table = SPARE * (parameters * held + activations)
     return total
 
@@ -227,6 +234,7 @@ def cluster_of(
                 parameter_bytes=float(model.parameter_bytes[j] - model.parameter_bytes[i]),
                 fed_bytes=float(model.fed_bytes[i, j]),
                 relayed_bytes=float(crossing[i]) if tables.relayed else 0.0,
+                saved_bytes=float(model.saved_bytes[j] - model.saved_bytes[i]),
             )
         )
     return Cluster(tuple(stages), in_flight, model.samples)

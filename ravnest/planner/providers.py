@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from ravnest.version_policy import DEFAULT_POLICY, POLICIES, VersionPolicy
+
 Pair = tuple[str, str]
 """From whom, and to whom."""
 
@@ -98,8 +100,8 @@ class Goal:
     max_staleness: int | None = None
     """A bound that always holds."""
     accumulate: int = 1
-    recompute: bool = False
-    """Keep no activations between forward and backward, and compute them a second time."""
+    versions: str = DEFAULT_POLICY
+    """Which weights a backward sees, and what is kept for it: the name of a policy."""
     average_every: int = 100
     """Microbatches of a cluster between two rounds of averaging."""
     average_share: float = 1.0
@@ -121,10 +123,24 @@ class Goal:
 
     @property
     def most_in_flight(self) -> int:
-        """As many as the bounds on staleness allow, and never more than MOST_IN_FLIGHT."""
+        """As many as the bounds on staleness and on versions allow, and never more than MOST_IN_FLIGHT."""
         most = MOST_IN_FLIGHT if self.in_flight is None else self.in_flight
-        # Gradients of `accumulate` microbatches make an update, and the first of them may have come before.
-        return most if self.max_staleness is None else min(most, self.max_staleness * self.accumulate + 1)
+        return most if self.bound_in_flight is None else min(most, self.bound_in_flight)
+
+    @property
+    def bound_in_flight(self) -> int | None:
+        """As many as may ever be in flight, whatever is chosen later; None where nothing bounds them."""
+        bounds = []
+        if self.max_staleness is not None:
+            # Gradients of `accumulate` microbatches make an update, and the first of them may have come before.
+            bounds.append(self.max_staleness * self.accumulate + 1)
+        if self.policy.within_accumulate:
+            bounds.append(self.accumulate)
+        return min(bounds, default=None)
+
+    @property
+    def policy(self) -> VersionPolicy:
+        return POLICIES[self.versions]
 
     def worth(self, in_flight: int) -> float:
         """What a sample is worth that was trained on with so many in flight, against one that was not stale.

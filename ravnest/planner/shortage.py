@@ -11,6 +11,7 @@ from ravnest.errors import PlanError
 from ravnest.planner.cluster import memory_bytes
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.providers import Goal, Provider
+from ravnest.version_policy import POLICIES
 
 _GIB: Final = 2**30
 _MOST_STAGES: Final = 48
@@ -146,6 +147,11 @@ def _fixes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
     fixes = []
     if goal.in_flight is not None and goal.in_flight > 1 and _fits(model, replace(goal, in_flight=1), providers):
         fixes.append("pipeline.in_flight=1")
+    # The last of them takes least.
+    for name in list(POLICIES)[-2:]:
+        if name != goal.versions and _fits(model, replace(goal, versions=name), providers):
+            fixes.append(f'pipeline.versions="{name}"')
+            break
     if len(providers) < model.most_stages:
         fixes.append(_more(model, goal, providers))
     if model.saved_bytes[-1] > 0.25 * model.parameter_bytes[-1]:

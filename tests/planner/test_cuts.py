@@ -19,7 +19,9 @@ GOALS = [
     Goal(),
     Goal(in_flight=2),
     Goal(max_staleness=1),
-    Goal(recompute=True),
+    Goal(versions="recompute"),
+    Goal(versions="latest"),
+    Goal(versions="double", accumulate=3),
     Goal(max_staleness=6, accumulate=2),
 ]
 

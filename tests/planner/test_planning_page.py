@@ -22,12 +22,25 @@ from ravnest.planner.model_costs import MOST_PLACES, ModelCosts
 from ravnest.planner.providers import MOST_IN_FLIGHT, Goal, Line, Network, Provider, Requester
 from ravnest.planner.replan import DEPLOY_SECONDS, HORIZON_SECONDS
 from ravnest.planner.totals import totals
+from ravnest.version_policy import POLICIES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
 BLOCKS = re.findall(r"^```formula\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 FORMULAS = {name: text for block in BLOCKS for name, text in re.findall(r"^(\w+) = (.+)$", block, re.MULTILINE)}
 
 PLACES = 9
+COMPUTE = {
+    "stash": "compute",
+    "double": "compute",
+    "recompute": "compute_with_recompute",
+    "latest": "compute_with_latest",
+}
+MEMORY = {
+    "stash": "memory",
+    "double": "memory_with_double",
+    "recompute": "memory_with_recompute",
+    "latest": "memory_with_latest",
+}
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -102,7 +115,9 @@ class Case:
     def __init__(self, seed: int) -> None:
         random = Random(seed)
         self.model = a_model(random)
-        self.goal = Goal(recompute=seed % 2 == 1, accumulate=random.choice((1, 3)), average_memory=seed % 4)
+        self.goal = Goal(
+            versions=list(POLICIES)[seed % 4], accumulate=random.choice((1, 3)), average_memory=seed // 4 % 4
+        )
         self.order = [a_provider(random, name) for name in "abcd"[: random.randint(1, 4)]]
         measured = {}
         if len(self.order) > 1 and seed % 3 == 0:
@@ -168,7 +183,7 @@ def test_what_a_stage_takes_of_its_machine_and_its_lines(case: Case) -> None:
     for number, stage in enumerate(case.cluster.stages):
         values = case.values(number)
         values |= {name: formula(name, **values) for name in ("work", "again", "update", "handling")}
-        values["compute"] = formula("compute_with_recompute" if case.goal.recompute else "compute", **values)
+        values["compute"] = formula(COMPUTE[case.goal.versions], **values)
         assert stage.compute_seconds == close(values["compute"])
         assert stage.up_seconds == close(formula("up", **values))
         assert stage.down_seconds == close(formula("down", **values))
@@ -178,13 +193,13 @@ def test_what_a_stage_takes_of_its_machine_and_its_lines(case: Case) -> None:
         assert stage.trip_seconds == close(formula("trip", **values))
 
 
-def test_the_memory_of_a_stage_with_and_without_recomputation(case: Case) -> None:
+def test_the_memory_of_a_stage_with_every_policy(case: Case) -> None:
     tables = memory_bytes(case.model, case.goal, case.in_flight)
     bounds = (0, *case.cuts, case.model.last)
     for number, stage in enumerate(case.cluster.stages):
         values = case.values(number)
         values["held"] = formula("held", **values)
-        expected = formula("memory_with_recompute" if case.goal.recompute else "memory", **values)
+        expected = formula(MEMORY[case.goal.versions], **values)
         assert stage.memory_bytes == close(expected)
         assert float(tables[bounds[number], bounds[number + 1]]) == close(expected)
 
@@ -223,6 +238,9 @@ def test_how_many_may_be_in_flight(max_staleness: int) -> None:
         expected = formula("most_in_flight", max_staleness=max_staleness, accumulate=accumulate)
         assert goal.most_in_flight == expected
     assert Goal(in_flight=5).most_in_flight == 5
+    assert Goal(versions="double", accumulate=3).most_in_flight == 3
+    assert Goal(versions="double", accumulate=3, max_staleness=0).bound_in_flight == 1
+    assert Goal(versions="latest", accumulate=3).bound_in_flight is None
 
 
 def _two_clusters(requester: Requester, **more: Any) -> tuple[Goal, Network, dict[str, Provider], list[Cluster]]:
