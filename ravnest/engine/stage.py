@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ravnest.engine.passes import Passes
+from ravnest.engine.corrections.correction import correction_named
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.versions import WeightVersions
 from ravnest.errors import GraphError
@@ -65,6 +65,7 @@ class Stage:
         self._versions = WeightVersions({p.name: weights[p.key].to(self.device) for p in graph.parameters})
         self._fixed = {c.name: weights[c.key].to(self.device) for c in (*graph.constants, *graph.states)}
         self._optimizer = settings.optimizer_spec().build(list(self._versions.masters.values()))
+        self._correction = correction_named(settings.correction, self._optimizer, self._versions.masters)
         schedule = settings.schedule_spec()
         self._schedule = None if schedule is None else schedule.build(self._optimizer)
         self._passes = Passes(graph, self.device, self._versions, self._fixed, settings)
@@ -101,7 +102,20 @@ class Stage:
 
     def forward(self, microbatch: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Training forward: what to send on, by name (on a leaf: the loss). Its backward must follow."""
-        return self._passes.forward(microbatch, {name: self._here(value) for name, value in values.items()})
+        given = {name: self._here(value) for name, value in values.items()}
+        leaves = {name: given[name].requires_grad_() for name in self._gradient_names}
+        version = self._versions.acquire(self._correction.forward_weights())
+        try:
+            with torch.enable_grad():
+                results = self._program.run(
+                    given, {**version.leaves, **self._fixed}, train=True, seed=self.settings.seed, microbatch=microbatch
+                )
+        except BaseException:
+            self._versions.release(version)
+            raise
+        outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and r.requires_grad}
+        self._pending[microbatch] = _Pending(version, leaves, outputs)
+        return {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
 
     def evaluate(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluation forward: what to send on; on a leaf the loss and the metrics, by value name. Nothing is kept."""
@@ -261,10 +275,11 @@ class Stage:
                 gradient.div_(self._summed)
         if self.settings.clip_value is not None or self.settings.clip_norm is not None:
             self._clip(masters)
+        self._correction.begin_update(self.version - self._forward_version, self.version)
         for piece in self._pieces:
             for name in piece:
                 masters[name].grad = self._sums.pop(name, None)
-            self._optimizer.step()
+            self._correction.step()
             self._optimizer.zero_grad(set_to_none=True)
         self._summed = 0
         self._versions.finish_update()

@@ -1,0 +1,145 @@
+"""One training run in virtual time: a task, cut into stages, trained in one way with one learning rate from one seed."""
+
+import statistics
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+import ravnest
+from benchmarks.quality_parts.tasks import TASKS, Task
+from benchmarks.quality_parts.virtual import VirtualPipeline, enough_in_flight
+from ravnest.coordinator.data_order import begin_epoch, seed_everything
+from ravnest.coordinator.feeder import first_batches
+from ravnest.coordinator.prepare import stage_settings
+from ravnest.engine.stage import Stage
+from ravnest.graph.batch import samples_in
+from ravnest.graph.capture import Captured, capture
+from ravnest.graph.layout import layout
+from ravnest.graph.partition import split
+from ravnest.graph.portable import PortableGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to train: into how many stages the model is cut, what versions and which correction. One stage trains as a
+    plain loop, exactly; so do more stages with one microbatch in flight."""
+
+    task: str
+    stages: int = 1
+    versions: str = "stash"
+    correction: str = "none"
+    accumulate: int = 1
+    link: float = 0.0
+    """How long every link takes, in forwards."""
+
+    @property
+    def in_flight(self) -> int:
+        return enough_in_flight(self.stages, self.link)
+
+    @property
+    def title(self) -> str:
+        if self.stages == 1:
+            return f"{TASKS[self.task].title}, synchronous"
+        more = f", accumulate {self.accumulate}" if self.accumulate > 1 else ""
+        return f"{TASKS[self.task].title}, {self.stages} stages, {self.versions}, {self.correction}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    way: Way
+    rate: float
+    seed: int
+    epochs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a trial: evaluations as (samples, loss). Where the loss was not finite, it ends there."""
+
+    curve: tuple[tuple[int, float], ...]
+    loss: float
+    """The mean of the last evaluations; infinite where training failed."""
+    staleness: float
+    """Mean of the root's updates."""
+
+
+def run_trial(trial: Trial) -> Outcome:
+    """Trains for real, on one thread."""
+    torch.set_num_threads(1)
+    way, task = trial.way, TASKS[trial.way.task]
+    job = job_of(trial)
+    captured = _captured(way.task)
+    weights = {key: tensor.detach().clone() for key, tensor in job.model.state_dict().items()}
+    pipeline = VirtualPipeline(
+        [
+            Stage(graph, {w.key: _weight(captured, weights, w.key) for w in graph.weights}, settings)
+            for graph, settings in zip(
+                split(captured.graph, places(captured.graph, way.stages)),
+                [stage_settings(job, number, way.stages, way.in_flight) for number in range(way.stages)],
+                strict=True,
+            )
+        ],
+        way.in_flight,
+        way.link,
+    )
+    held_out = [(batch, samples_in(batch)) for batch in map(captured.structure.flatten, job.eval_batches())]
+    curve: list[tuple[int, float]] = []
+    samples = 0
+    try:
+        for epoch in range(trial.epochs):
+            seed_everything(job.seed, epoch)
+            begin_epoch(job.train_data, epoch)
+            batches = list(map(captured.structure.flatten, job.train_batches()))
+            samples += sum(map(samples_in, batches))
+            last = trial.epochs * len(batches) - 1
+            pipeline.train(batches, last=last)
+            curve.append((samples, pipeline.evaluate(held_out)))
+    except FloatingPointError:
+        return Outcome(tuple(curve), float("inf"), _mean_staleness(pipeline))
+    loss = statistics.mean(loss for _, loss in curve[-task.evaluations :])
+    return Outcome(tuple(curve), loss, _mean_staleness(pipeline))
+
+
+def job_of(trial: Trial) -> ravnest.Job:
+    """The job of a trial, as the embedded swarm would train it too."""
+    way = trial.way
+    job = TASKS[way.task].job(trial.seed, trial.epochs, trial.rate, way.accumulate)
+    pipeline = ravnest.Pipeline(
+        in_flight=way.in_flight, versions=way.versions, correction=way.correction, accumulate=way.accumulate
+    )
+    return replace(job, pipeline=pipeline)
+
+
+def places(graph: PortableGraph, stages: int) -> list[int]:
+    """Where to cut: as many trained layers in each stage as in the others, or one more."""
+    plan = layout(graph)
+    layers = sorted(set(plan.first_use.values()))
+    if stages == 1:
+        return []
+    cuts = []
+    for number in range(1, stages):
+        first = layers[number * len(layers) // stages]
+        # The last place at which the layer is not begun yet: its input is computed in the stage before.
+        cut = plan.cuts[bisect_left(plan.cuts, first + 1) - 1]
+        cuts.append(cut)
+    assert len(set(cuts)) == stages - 1 and cuts == sorted(cuts), "the model has too few layers for so many stages"
+    return cuts
+
+
+@cache
+def _captured(task: str) -> Captured:
+    job = TASKS[task].job(0, 1, 1e-3, 1)
+    return capture(job.model, job.loss, job.metrics, first_batches(job))
+
+
+def _weight(captured: Captured, weights: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
+    return weights[key] if key in weights else captured.weights[key].clone()
+
+
+def _mean_staleness(pipeline: VirtualPipeline) -> float:
+    counts = pipeline.staleness[0]
+    return sum(staleness * count for staleness, count in counts.items()) / max(1, counts.total())

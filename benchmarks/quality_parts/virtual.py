@@ -1,0 +1,154 @@
+"""A pipeline of real stages in one process, whose clock is virtual: what is measured is the loss, not the speed.
+
+Every stage is a `ravnest.engine.stage.Stage` with its part of the cut model; it computes for real, one stage at a time.
+When each of them may begin is decided in virtual time by the rules of the engine (`next_task`): a forward takes 1, a
+backward with its update 2, a link as long as it is told to. So which updates lie between a microbatch's forward and
+its backward is what it would be on as many equal machines, and the same in every run.
+"""
+
+import heapq
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ravnest.engine.schedule import Task, Waiting, next_task
+from ravnest.engine.stage import Stage
+
+FORWARD: Final = 1.0
+BACKWARD: Final = 2.0
+
+Values = Mapping[str, Any]
+
+
+def enough_in_flight(stages: int, link: float = 0.0, spare: int = 1) -> int:
+    """The smallest number in flight that keeps every stage busy, and the one more that a planner adds for turns that
+    are not even; 1 for a single stage."""
+    if stages == 1:
+        return 1
+    round_trip = stages * (FORWARD + BACKWARD) + 2 * (stages - 1) * link
+    return math.ceil(round_trip / (FORWARD + BACKWARD)) + spare
+
+
+class _Event(NamedTuple):
+    at: float
+    order: int
+    stage: int
+    task: Task | None
+    """What arrives at the stage; None: the stage has finished what it did, and is free."""
+    microbatch: int
+    values: Values
+
+
+class VirtualPipeline:
+    """Trains stages, root first, with at most so many microbatches in flight."""
+
+    def __init__(self, stages: Sequence[Stage], in_flight: int, link: float = 0.0) -> None:
+        self._stages = stages
+        self._in_flight = in_flight
+        self._link = link
+        self._forwards: list[deque[tuple[int, Values]]] = [deque() for _ in stages]
+        self._backwards: list[deque[tuple[int, Values]]] = [deque() for _ in stages]
+        self._busy = [False] * len(stages)
+        self._events: list[_Event] = []
+        self._orders = itertools.count()
+        self._microbatches = itertools.count()
+        self._fed: dict[int, Values] = {}
+        self.losses: list[float] = []
+        """Of every training microbatch, in the order of their backwards at the leaf."""
+        self.staleness = [Counter[int]() for _ in stages]
+        """For each stage, how many of its updates were so stale."""
+        self.seconds = 0.0
+        self.busy_seconds = [0.0] * len(stages)
+
+    def train(self, batches: Iterable[Values], *, last: int | None = None) -> None:
+        """Trains on the batches until nothing is in flight any more. After microbatch `last` what is summed up is
+        applied, though it is fewer than `accumulate`."""
+        waiting = iter(batches)
+        self._start(waiting, last)
+        while self._events:
+            self.seconds = self._events[0].at
+            # All that happens at one moment, before anybody chooses what to do next.
+            while self._events and self._events[0].at <= self.seconds:
+                self._happen(heapq.heappop(self._events))
+            self._start(waiting, last)
+        assert not self._fed, "a microbatch was lost"
+
+    def evaluate(self, batches: Iterable[tuple[Values, int]]) -> float:
+        """The mean loss over batches, each given with its number of samples."""
+        total, samples = 0.0, 0
+        for batch, count in batches:
+            values: Values = {}
+            for stage in self._stages:
+                values = stage.evaluate(_given(stage, batch, values))
+            total += float(values[str(self._stages[-1].graph.loss)]) * count
+            samples += count
+        return total / samples
+
+    def _start(self, waiting: Any, last: int | None) -> None:
+        if not self._forwards[0] and self._stages[0].in_flight < self._in_flight:
+            batch = next(waiting, None)
+            if batch is not None:
+                number = next(self._microbatches)
+                self._fed[number] = batch
+                self._forwards[0].append((number, {}))
+        for place, stage in enumerate(self._stages):
+            if self._busy[place]:
+                continue
+            ready = Waiting(len(self._backwards[place]), len(self._forwards[place]), 0)
+            task = next_task(ready, stage.in_flight, None if place else self._in_flight).task
+            if task is Task.FORWARD:
+                self._forward(place, *self._forwards[place].popleft(), last)
+            elif task is Task.BACKWARD:
+                self._backward(place, *self._backwards[place].popleft(), last)
+
+    def _forward(self, place: int, number: int, values: Values, last: int | None) -> None:
+        stage = self._stages[place]
+        results = stage.forward(number, _given(stage, self._fed[number], values))
+        if place + 1 < len(self._stages):
+            self._after(place, FORWARD, (place + 1, Task.FORWARD, number, results))
+            return
+        loss = float(results[str(stage.graph.loss)])
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss of microbatch {number} is {loss}")
+        self.losses.append(loss)
+        self._backward(place, number, None, last, also=FORWARD)
+
+    def _backward(
+        self, place: int, number: int, gradients: Mapping[str, torch.Tensor] | None, last: int | None, also: float = 0.0
+    ) -> None:
+        stage = self._stages[place]
+        found = stage.backward(number, gradients)
+        update = stage.update(number, flush=number == last)
+        if update is not None:
+            self.staleness[place][update.staleness] += 1
+        if place:
+            self._after(place, also + BACKWARD, (place - 1, Task.BACKWARD, number, found))
+        else:
+            del self._fed[number]
+            self._after(place, also + BACKWARD, None)
+
+    def _after(self, place: int, seconds: float, sent: tuple[int, Task, int, Values] | None) -> None:
+        """The stage is busy for so long; then what it made goes on its way."""
+        self._busy[place] = True
+        self.busy_seconds[place] += seconds
+        end = self.seconds + seconds
+        heapq.heappush(self._events, _Event(end, next(self._orders), place, None, -1, {}))
+        if sent is not None:
+            to, task, number, values = sent
+            heapq.heappush(self._events, _Event(end + self._link, next(self._orders), to, task, number, values))
+
+    def _happen(self, event: _Event) -> None:
+        if event.task is None:
+            self._busy[event.stage] = False
+        elif event.task is Task.FORWARD:
+            self._forwards[event.stage].append((event.microbatch, event.values))
+        else:
+            self._backwards[event.stage].append((event.microbatch, event.values))
+
+
+def _given(stage: Stage, fed: Values, received: Values) -> dict[str, Any]:
+    return {**{value.name: fed[value.name] for value in stage.graph.inputs}, **received}

@@ -1,0 +1,51 @@
+"""A lower learning rate the staler an update is, which is lifted as training goes on.
+
+As PipeMare's first technique (Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training", 2021): the rate is
+divided by delay**p, where p falls from 1 to 0 over the first updates. A delay is here one more than the staleness, so
+that nothing changes where nothing is stale. Early gradients change most from update to update, hence it is then that
+staleness does harm.
+"""
+
+from typing import Final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+WARM_UP_UPDATES: Final = 500
+"""Over so many updates the discount is lifted."""
+
+
+class Discount:
+    """Steps the optimizer with a learning rate that is discounted for the time of the step."""
+
+    def __init__(self, optimizer: Optimizer, warm_up_updates: int = WARM_UP_UPDATES) -> None:
+        self._optimizer = optimizer
+        self._warm_up_updates = warm_up_updates
+        self._factor = 1.0
+
+    def forward_weights(self) -> dict[str, Tensor] | None:
+        return None
+
+    def begin_update(self, staleness: int, version: int) -> None:
+        power = max(0.0, 1.0 - version / self._warm_up_updates)
+        self._factor = (1.0 + max(0, staleness)) ** -power
+
+    def step(self) -> None:
+        if self._factor == 1.0:
+            self._optimizer.step()
+            return
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["lr"] *= self._factor
+        try:
+            self._optimizer.step()
+        finally:
+            # The very rates, and not what dividing again would give: schedules go on from them.
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def refusal(optimizer: Optimizer) -> str | None:
+    if all("lr" in group for group in optimizer.param_groups):
+        return None
+    return f"{type(optimizer).__name__} has no learning rate to discount"

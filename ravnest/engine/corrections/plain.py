@@ -1,0 +1,20 @@
+"""No correction: the optimizer as it is, however stale its gradients are."""
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Plain:
+    """Steps the optimizer and does nothing else."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def forward_weights(self) -> dict[str, Tensor] | None:
+        return None
+
+    def begin_update(self, staleness: int, version: int) -> None:
+        pass
+
+    def step(self) -> None:
+        self._optimizer.step()

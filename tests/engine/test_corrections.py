@@ -1,0 +1,243 @@
+"""Corrections of staleness: exactly the plain optimizer where nothing is stale, and what they promise where it is."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ravnest.engine.corrections import nesterov
+from ravnest.engine.corrections.correction import correction_named, correction_refusal
+from ravnest.engine.corrections.discount import Discount
+from ravnest.engine.corrections.nesterov import Nesterov, momentum
+from ravnest.engine.corrections.plain import Plain
+from ravnest.engine.corrections.predict import Predict
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.stage import Stage
+from ravnest.errors import GraphError
+from ravnest.graph.capture import Captured, capture
+from ravnest.settings import CORRECTIONS
+from ravnest.spec import OptimizerSpec
+from tests.e2e.jobs import a_net, batches
+
+OPTIMIZERS = [
+    OptimizerSpec("AdamW", {"lr": 0.01}),
+    OptimizerSpec("Adam", {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    OptimizerSpec("NAdam", {"lr": 0.01}),
+    OptimizerSpec("SGD", {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    OptimizerSpec("SGD", {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    OptimizerSpec("SGD", {"lr": 0.05}),
+    OptimizerSpec("RMSprop", {"lr": 0.01}),
+]
+NAMES = [f"{spec.name}-{number}" for number, spec in enumerate(OPTIMIZERS)]
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    return capture(a_net(), F.cross_entropy, {}, batches([8, 5]))
+
+
+def a_stage(captured: Captured, correction: str, optimizer: OptimizerSpec = OPTIMIZERS[0]) -> Stage:
+    settings = StageSettings(optimizer=optimizer.to_json(), correction=correction)
+    return Stage(captured.graph, {spec.key: captured.weights[spec.key].clone() for spec in captured.graph.weights}, settings)
+
+
+def train(stage: Stage, captured: Captured, first: int, count: int, ahead: int) -> list[int]:
+    """Trains so many microbatches, with forwards so many ahead of the backwards; how stale each update was."""
+    found = []
+    data = [captured.structure.flatten(batch) for batch in batches([8] * 4)]
+    for number in range(first, first + count + ahead):
+        if number < first + count:
+            stage.forward(number, data[number % 4])
+        if number >= first + ahead:
+            stage.backward(number - ahead, None)
+            update = stage.update(number - ahead)
+            assert update is not None
+            found.append(update.staleness)
+    return found
+
+
+def same(one: Stage, other: Stage) -> bool:
+    mine, others = one.state_tensors(), other.state_tensors()
+    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+def test_nothing_stale_is_the_plain_optimizer_bit_for_bit(
+    captured: Captured, correction: str, optimizer: OptimizerSpec
+) -> None:
+    corrected, plain = a_stage(captured, correction, optimizer), a_stage(captured, "none", optimizer)
+    for stage in (corrected, plain):
+        assert train(stage, captured, 0, 6, ahead=0) == [0] * 6
+    assert same(corrected, plain)
+    assert corrected.state()[1] == plain.state()[1]
+
+
+@pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "none"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+def test_stale_updates_are_corrected_or_the_reason_is_told(
+    captured: Captured, correction: str, optimizer: OptimizerSpec
+) -> None:
+    corrected, plain = a_stage(captured, correction, optimizer), a_stage(captured, "none", optimizer)
+    for stage in (corrected, plain):
+        assert max(train(stage, captured, 0, 8, ahead=3)) == 3
+    reason = correction_refusal(correction, optimizer)
+    assert same(corrected, plain) == (reason is not None)
+    assert all(torch.isfinite(tensor).all() for tensor in corrected.state_tensors().values())
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+def test_the_arguments_of_the_optimizer_are_the_job_s_after_every_update(
+    captured: Captured, correction: str, optimizer: OptimizerSpec
+) -> None:
+    stage, fresh = a_stage(captured, correction, optimizer), a_stage(captured, "none", optimizer)
+    train(stage, captured, 0, 8, ahead=3)
+    groups = [json.loads(each.state()[1]["optimizer"])["groups"] for each in (stage, fresh)]
+    assert groups[0] == groups[1]
+
+
+def test_what_nesterov_s_step_remembers_survives_being_saved(captured: Captured) -> None:
+    stage, other = a_stage(captured, "nesterov"), a_stage(captured, "nesterov")
+    train(stage, captured, 0, 8, ahead=3)
+    tensors, metadata = stage.state()
+    products = [v for k, v in json.loads(metadata["optimizer"])["values"].items() if k.endswith(":momentum_product")]
+    assert products and all(0 < product < 1 for product in products)
+    optimizer: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(":")
+        if kind == "optim":
+            key, _, entry = rest.rpartition(":")
+            optimizer.setdefault(key, {})[entry] = tensor.clone()
+        elif kind == "param":
+            other.state_tensors()[name].copy_(tensor)
+    other.restore(optimizer, metadata)
+    assert same(stage, other) and other.state()[1] == metadata
+    # How stale updates are is measured anew, so both must have seen the same to go on in the same way.
+    for each in (stage, other):
+        each._correction = Nesterov(each._optimizer)
+        train(each, captured, 8, 8, ahead=2)
+    assert same(stage, other)
+
+
+def test_a_run_that_goes_on_with_one_in_flight_goes_on_as_the_plain_optimizer(captured: Captured) -> None:
+    made = a_stage(captured, "nesterov")
+    train(made, captured, 0, 8, ahead=3)
+    tensors, metadata = made.state()
+    stages = [a_stage(captured, correction) for correction in ("nesterov", "predict", "none")]
+    for stage in stages:
+        optimizer: dict[str, dict[str, Any]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("optim:"):
+                key, _, entry = name.removeprefix("optim:").rpartition(":")
+                optimizer.setdefault(key, {})[entry] = tensor.clone()
+        stage.restore(optimizer, metadata)
+        train(stage, captured, 8, 4, ahead=0)
+    assert same(stages[0], stages[2]) and same(stages[1], stages[2])
+
+
+def test_predicted_weights_are_used_by_forwards_and_by_nothing_else(captured: Captured) -> None:
+    stage, plain = a_stage(captured, "predict"), a_stage(captured, "none")
+    sample = dict(captured.sample)
+    for each in (stage, plain):
+        train(each, captured, 0, 1, ahead=0)
+    stage._correction.begin_update(3, 1)
+    before = {name: tensor.clone() for name, tensor in stage.state_tensors().items()}
+    loss = str(stage.graph.loss)
+    assert float(stage.forward(1, sample)[loss]) != float(plain.forward(1, sample)[loss])
+    assert float(stage.evaluate(sample)[loss]) == float(plain.evaluate(sample)[loss])
+    assert all(torch.equal(before[name], tensor) for name, tensor in stage.state_tensors().items())
+    stage.drop(1)
+
+
+def test_weights_are_predicted_as_far_as_they_move_until_the_gradient_comes() -> None:
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    for optimizer in (torch.optim.AdamW([parameter], lr=0.01, weight_decay=0), torch.optim.SGD([parameter], 0.01, 0.9)):
+        correction = Predict(optimizer, {"w": parameter})
+        # A gradient that does not change is what a prediction is exact for, once the momentum has come to its end.
+        for _ in range(300):
+            parameter.grad = torch.tensor([0.5, -0.1, 2.0])
+            correction.begin_update(4, 0)
+            correction.step()
+        predicted = correction.forward_weights()
+        assert predicted is not None
+        for _ in range(4):
+            parameter.grad = torch.tensor([0.5, -0.1, 2.0])
+            correction.step()
+        torch.testing.assert_close(predicted["w"].detach(), parameter.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_momentum_grows_with_staleness_from_the_job_s_own() -> None:
+    assert momentum(0.9, 0) == pytest.approx(0.9)
+    assert momentum(0.9, 3) == pytest.approx(0.975)
+    assert momentum(0.9, 1000) == pytest.approx(0.99)
+    assert momentum(0.995, 5) == 0.995
+
+
+def test_adam_takes_the_step_of_nadam(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Torch lets the momentum rise to beta1, here at once.
+    monkeypatch.setattr(nesterov, "momentum", lambda own, staleness: own)
+    ours, theirs = (torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0])) for _ in range(2))
+    correction = Nesterov(torch.optim.Adam([ours], lr=0.1, betas=(0.9, 0.99)))
+    reference = torch.optim.NAdam([theirs], lr=0.1, betas=(0.9, 0.99), momentum_decay=1e6)
+    for _ in range(40):
+        correction.begin_update(2, 0)
+        for parameter, step in ((ours, correction.step), (theirs, reference.step)):
+            parameter.grad = parameter.detach() - 0.5
+            step()
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_with_nesterov_s_momentum_sgd_goes_as_far_as_with_its_own() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    first, second = (torch.optim.SGD([p], lr=0.01, momentum=0.9) for p in parameters)
+    correction = Nesterov(first)
+    for _ in range(3000):
+        correction.begin_update(3, 0)
+        for parameter, step in zip(parameters, (correction.step, second.step), strict=True):
+            parameter.grad = torch.tensor([1.0, -1.0])
+            step()
+    torch.testing.assert_close(parameters[0], parameters[1], rtol=0.02, atol=0)
+
+
+def test_a_discounted_rate_comes_back_over_the_warm_up() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    correction = Discount(optimizer, warm_up_updates=100)
+    moved = []
+    for staleness, version in ((3, 0), (0, 0), (3, 50), (3, 100), (3, 1000)):
+        before = float(parameter)
+        parameter.grad = torch.ones(1)
+        correction.begin_update(staleness, version)
+        correction.step()
+        moved.append(before - float(parameter))
+        assert optimizer.param_groups[0]["lr"] == 1.0
+    assert moved == pytest.approx([0.25, 1.0, 0.5, 1.0, 1.0])
+
+
+def test_an_unknown_correction_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(GraphError, match="no correction of staleness 'hope'"):
+        correction_named("hope", optimizer, {})
+    text = StageSettings(optimizer=OPTIMIZERS[0].to_json(), correction="hope").to_json()
+    with pytest.raises(GraphError, match="correction is 'hope'"):
+        StageSettings.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("correction", "optimizer", "words"),
+    [
+        ("nesterov", OptimizerSpec("RMSprop", {"lr": 0.01}), "RMSprop has no form"),
+        ("nesterov", OptimizerSpec("SGD", {"lr": 0.01}), "SGD without momentum"),
+        ("predict", OptimizerSpec("SGD", {"lr": 0.01}), "SGD without momentum"),
+        ("predict", OptimizerSpec("Adagrad", {"lr": 0.01}), "Adagrad"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_corrected_is_left_alone_for_a_reason(
+    correction: str, optimizer: OptimizerSpec, words: str
+) -> None:
+    assert words in str(correction_refusal(correction, optimizer))
+    made = correction_named(correction, optimizer.build([torch.nn.Parameter(torch.zeros(2))]), {})
+    assert isinstance(made, Plain)
