@@ -17,6 +17,7 @@ class BFloat16Codec:
     name = "bfloat16"
     lossy = True
     feedback = False
+    largest = _END
 
     def size_bytes(self, count: int) -> int:
         return 2 * count

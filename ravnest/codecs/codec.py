@@ -44,13 +44,18 @@ class Codec(Protocol):
         """Whether so much is lost that a sender is to keep it and to add it to what it sends next."""
         ...
 
+    @property
+    def largest(self) -> float:
+        """No absolute value above this is kept: it becomes this."""
+        ...
+
     def size_bytes(self, count: int) -> int:
         """The exact size of `count` values encoded."""
         ...
 
     def encode(self, values: Tensor) -> Tensor:
-        """`values` (flat, contiguous, detached, float32, on the CPU) as a flat uint8 tensor, which may share their
-        memory.
+        """`values` (flat, contiguous, detached, float32) as a flat uint8 tensor on the same device, which may share
+        their memory. Codecs with feedback take values on the CPU alone.
 
         Finite values decode to finite values. The caller has checked that they are finite: what a quantising codec
         makes of others is not specified, except that it decodes to finite values or is refused.
@@ -58,7 +63,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, data: Tensor, count: int) -> Tensor:
-        """`count` values (flat float32) out of a flat uint8 tensor, whose memory they may share.
+        """`count` values (flat float32) out of a flat uint8 tensor on the same device, whose memory they may share.
 
         Every machine gets the same bits. PeerError: the bytes are not `size_bytes(count)`, or no encoder of this
         codec makes them. A quantising codec gives finite values only; one of the float codecs gives those that were
@@ -80,5 +85,5 @@ def codec_named(name: str) -> Codec:
     """The codec of that name; PeerError where there is none, for the name comes from whom we exchange bytes with."""
     codec = CODECS.get(name)
     if codec is None:
-        raise PeerError(f"there is no codec {name!r}; use one of {', '.join(CODECS)}")
+        raise PeerError(f"there is no codec {name[:80]!r}; use one of {', '.join(CODECS)}")
     return codec

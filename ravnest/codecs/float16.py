@@ -18,6 +18,7 @@ class Float16Codec:
     name = "float16"
     lossy = True
     feedback = False
+    largest = _END
 
     def size_bytes(self, count: int) -> int:
         return 2 * count

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ravnest.codecs.layout import bytes_of, check_size, numbers
+from ravnest.codecs.layout import LARGEST, bytes_of, check_size, numbers
 
 
 class Float32Codec:
@@ -12,6 +12,7 @@ class Float32Codec:
     name = "float32"
     lossy = False
     feedback = False
+    largest = LARGEST
 
     def size_bytes(self, count: int) -> int:
         return 4 * count

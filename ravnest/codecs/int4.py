@@ -45,6 +45,7 @@ class Int4Codec:
     name = "int4"
     lossy = True
     feedback = True
+    largest = LARGEST
 
     def size_bytes(self, count: int) -> int:
         return 2 * _blocks(count) + _half(count)

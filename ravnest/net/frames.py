@@ -8,14 +8,16 @@ frame whose every length, shape, element type and name has been checked, or rais
 import ctypes
 import enum
 import functools
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
 import torch
 from google.protobuf.message import DecodeError
 
+from ravnest.codecs.codec import codec_named
 from ravnest.errors import PeerError
 from ravnest.net.tensors import TORCH_DTYPES, WIRE_DTYPES, on_host, tensor_bytes, tensor_view
 from ravnest.net.v1 import frame_pb2
@@ -49,6 +51,10 @@ class FrameKind(enum.IntEnum):
     """A piece of what a ring averages, in the bytes of the tensor `data`."""
 
 
+CODED_KINDS: Final = frozenset({FrameKind.FORWARD, FrameKind.BACKWARD})
+"""Frames whose tensors may be in a codec."""
+
+
 @dataclass(frozen=True, slots=True)
 class RingPlace:
     """Where a piece of what a ring averages belongs."""
@@ -63,6 +69,23 @@ class RingPlace:
     """Not of an attempt: the anchor and the outer state, for an owner that was left out."""
     last: bool = False
     """Of a donation: nothing follows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Coded:
+    """A tensor of float32 in the bytes of a codec."""
+
+    codec: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    """Its dimensions in the order of its memory, as `tensors.dense` gives them."""
+    data: torch.Tensor
+    """Flat, uint8."""
+
+    @property
+    def raw_bytes(self) -> int:
+        """What it takes when it is not coded."""
+        return math.prod(self.shape) * torch.float32.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +110,8 @@ class Frame:
     updates: int = 0
     """How many updates the run has made with this microbatch; 0 where that is not told."""
     piece: RingPlace | None = None
+    coded: Mapping[str, Coded] = field(default_factory=dict)
+    """Of a FORWARD or BACKWARD frame: tensors in a codec. Their bytes are as they came: the codec looks at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +144,12 @@ def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
         tensor, order = on_host(name, tensor)
         held.append(tensor)
         specs += _spec_bytes(name, WIRE_DTYPES[tensor.dtype], shape, order)
-        pieces.append(tensor_bytes(tensor))
-        nbytes = tensor.nbytes
-        size += nbytes
-        if padding := -nbytes % ALIGNMENT_BYTES:
-            pieces.append(_ZEROS[padding])
-            size += padding
+        size += _add_bytes(pieces, tensor)
+    for name, coded in frame.coded.items():
+        tensor, _ = on_host(name, coded.data)
+        held.append(tensor)
+        specs += _spec_bytes(name, frame_pb2.DTYPE_FLOAT32, torch.Size(coded.shape), coded.order, coded.codec)
+        size += _add_bytes(pieces, tensor)
     header = _header_bytes(frame) + specs
     if frame.scalars:
         header += b"".join(_scalar_bytes(name, value) for name, value in frame.scalars.items())
@@ -175,7 +200,9 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
     if kind is None:
         raise PeerError(f"a frame has the unknown kind {header.kind}")
     offset = head + -head % ALIGNMENT_BYTES
-    tensors, offset = _decode_tensors(header, data, start, offset, limits)
+    tensors, coded, offset = _decode_tensors(header, data, start, offset, limits)
+    if coded and kind not in CODED_KINDS:
+        raise PeerError(f"a {kind.name} frame has a tensor in a codec, which only FORWARD and BACKWARD frames may")
     if offset > available:
         raise PeerError(f"a frame is cut short: {available} bytes of {offset}")
     frame = Frame(
@@ -192,8 +219,18 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
         header.fragment,
         header.updates,
         _decode_piece(header.piece) if header.HasField("piece") else None,
+        coded=coded,
     )
     return frame, start + offset
+
+
+def _add_bytes(pieces: list[bytes | ctypes.Array[ctypes.c_char]], tensor: torch.Tensor) -> int:
+    """Adds a tensor's memory and zeros up to the next one; how many bytes that is."""
+    pieces.append(tensor_bytes(tensor))
+    nbytes = tensor.nbytes
+    if padding := -nbytes % ALIGNMENT_BYTES:
+        pieces.append(_ZEROS[padding])
+    return nbytes + padding
 
 
 _PREFIX = struct.Struct("<4sI")
@@ -204,15 +241,16 @@ _KINDS = {int(kind): kind for kind in FrameKind}
 
 def _decode_tensors(
     header: frame_pb2.FrameHeader, data: bytes, start: int, offset: int, limits: FrameLimits
-) -> tuple[dict[str, torch.Tensor], int]:
+) -> tuple[dict[str, torch.Tensor], dict[str, Coded], int]:
     specs = header.tensors
     if len(specs) > limits.tensors:
         raise PeerError(f"a frame has {len(specs)} tensors, more than {limits.tensors}")
     available = len(data) - start
     tensors: dict[str, torch.Tensor] = {}
+    coded: dict[str, Coded] = {}
     for spec in specs:
         name = spec.name
-        _check_name(name, tensors, limits)
+        _check_name(name, tensors.keys() | coded.keys(), limits)
         known = TORCH_DTYPES.get(spec.dtype)
         if known is None:
             raise PeerError(f"the tensor {name!r} of a frame has the unknown element type {spec.dtype}")
@@ -231,15 +269,23 @@ def _decode_tensors(
             raise PeerError(
                 f"the tensor {name!r} of a frame has the shape {shape}, more than {limits.frame_bytes} bytes"
             )
+        if spec.codec:
+            if dtype is not torch.float32:
+                raise PeerError(f"the tensor {name!r} of a frame is {dtype} in a codec, which only float32 may be")
+            nbytes = codec_named(spec.codec).size_bytes(nbytes // itemsize)
         if offset + nbytes > available:
             raise PeerError(f"a frame is cut short inside its tensor {name!r}: {available} bytes of {offset + nbytes}")
         order = tuple(spec.order)
         if order and sorted(order) != list(range(len(shape))):
             raise PeerError(f"the tensor {name!r} of a frame says its {len(shape)} dimensions lie in the order {order}")
-        tensors[name] = tensor_view(name, data, start + offset, dtype, shape, order)
+        if spec.codec:
+            view = tensor_view(name, data, start + offset, torch.uint8, (nbytes,))
+            coded[name] = Coded(spec.codec, shape, order, view)
+        else:
+            tensors[name] = tensor_view(name, data, start + offset, dtype, shape, order)
         offset += nbytes
         offset += -offset % ALIGNMENT_BYTES
-    return tensors, offset
+    return tensors, coded, offset
 
 
 def _decode_scalars(header: frame_pb2.FrameHeader, limits: FrameLimits) -> dict[str, int | float | bool]:
@@ -268,7 +314,7 @@ def _decode_piece(piece: frame_pb2.RingPiece) -> RingPlace:
     )
 
 
-def _check_name(name: str, taken: Mapping[str, object], limits: FrameLimits) -> None:
+def _check_name(name: str, taken: Container[str], limits: FrameLimits) -> None:
     if not name or len(name) > limits.name_characters:
         raise PeerError(f"a frame names a value with {len(name)} characters; 1 to {limits.name_characters} are allowed")
     if name in taken:
@@ -297,9 +343,9 @@ def _header_bytes(frame: Frame) -> bytes:
 # A protobuf message is the concatenation of its fields, so the part of the header that repeats from frame to frame
 # (the specs of the same tensors, microbatch after microbatch) is serialised once.
 @functools.lru_cache(maxsize=4096)
-def _spec_bytes(name: str, dtype: int, shape: torch.Size, order: tuple[int, ...]) -> bytes:
+def _spec_bytes(name: str, dtype: int, shape: torch.Size, order: tuple[int, ...], codec: str = "") -> bytes:
     _check_own_name(name)
-    spec = frame_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, order=order)  # type: ignore[arg-type]
+    spec = frame_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, order=order, codec=codec)  # type: ignore[arg-type]
     return frame_pb2.FrameHeader(tensors=[spec]).SerializeToString()
 
 

@@ -133,6 +133,15 @@ class ResumableLink:
 
     async def send(self, frame: Frame) -> None:
         """Sends a frame, waiting while too much is unconfirmed. Its tensors have been read when this returns."""
+        await self._until_room()
+        self._keep(encode(frame))
+
+    async def send_encoded(self, data: bytes) -> None:
+        """The same for a frame that has been encoded already, elsewhere than on the network's loop."""
+        await self._until_room()
+        self._keep(data)
+
+    async def _until_room(self) -> None:
         while self._kept_bytes >= self._window_bytes and not self._closing and not self.over:
             await self._change()
         if self._error is not None:
@@ -141,7 +150,6 @@ class ResumableLink:
             raise PeerError(f"{self.peer} has ended the link")
         if self._closing:
             raise PeerError(f"the link to {self.peer} is closed on this side")
-        self._keep(frame)
 
     async def receive(self) -> Frame | None:
         """The next frame, each once and in order; None after the other end's orderly end."""
@@ -159,7 +167,7 @@ class ResumableLink:
     async def close(self) -> None:
         """Says that nothing more comes, and returns when the other end knows, has ended too, or the link has failed."""
         if not self._closing and not self.over:
-            self._keep(Frame(FrameKind.END, 0))
+            self._keep(encode(Frame(FrameKind.END, 0)))
         self._closing = True
         while not self.over:
             await self._change()
@@ -231,8 +239,7 @@ class ResumableLink:
         """Whether the link has ended or failed: it will carry nothing more."""
         return self._error is not None or (self._closing and not self._kept) or self._ended
 
-    def _keep(self, frame: Frame) -> None:
-        data = encode(frame)
+    def _keep(self, data: bytes) -> None:
         self._kept.append(data)
         self._kept_bytes += len(data) + _KEPT_BYTES
         self._notify()
@@ -337,7 +344,7 @@ class ResumableLink:
 
     def _check_empty(self, frame: Frame) -> None:
         # What it carried would lie in memory uncounted, for as long as a frame of the same message is kept.
-        if frame.tensors or frame.scalars:
+        if frame.tensors or frame.scalars or frame.coded:
             raise self._broken_rule(f"sent a {frame.kind.name} frame that carries values")
 
     def _failure(self) -> PeerError:
@@ -358,8 +365,9 @@ class ResumableLink:
 
 def _size(frame: Frame) -> int:
     """About what a frame takes in memory, so that many that are nearly empty count as well."""
-    values = len(frame.tensors) + len(frame.scalars)
-    return _FRAME_BYTES + values * _VALUE_BYTES + sum(tensor.nbytes for tensor in frame.tensors.values())
+    values = len(frame.tensors) + len(frame.scalars) + len(frame.coded)
+    held = sum(tensor.nbytes for tensor in frame.tensors.values())
+    return _FRAME_BYTES + values * _VALUE_BYTES + held + sum(coded.data.nbytes for coded in frame.coded.values())
 
 
 _FRAME_BYTES = 512

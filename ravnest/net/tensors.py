@@ -36,8 +36,14 @@ TORCH_DTYPES: Final[dict[int, tuple[torch.dtype, int]]] = {
 
 
 def on_host(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The tensor as dense, contiguous CPU memory (itself where it already is that), and its dimensions in the order
-    of that memory; none where that is the order of its shape.
+    """The tensor as `dense` has it, in the memory of the CPU (itself where it already is that)."""
+    tensor, order = dense(name, tensor)
+    return tensor if tensor.is_cpu else tensor.cpu(), order
+
+
+def dense(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The tensor as dense, contiguous memory (itself where it already is that), and its dimensions in the order of that
+    memory; none where that is the order of its shape.
 
     A transposed or channels-last tensor stays that on the other side: operators choose their kernels by it, and a
     model cut there must compute bit for bit what the whole model does. Raises PeerError for a tensor that cannot
@@ -50,18 +56,18 @@ def on_host(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, .
         )
     if tensor.layout is not torch.strided or tensor.is_meta:
         raise PeerError(f"the tensor {name!r} has no dense memory to send; make it dense first")
-    if not tensor.is_cpu:
-        tensor = tensor.detach().cpu()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_neg():
-        tensor = tensor.detach().resolve_neg()
+        tensor = tensor.resolve_neg()
     if tensor.is_contiguous():
         return tensor, ()
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
     # An expanded tensor (stride 0) has no order worth keeping.
     if 0 in strides or order == tuple(range(len(order))):
-        return tensor.detach().contiguous(), ()
-    return tensor.detach().permute(order).contiguous(), order
+        return tensor.contiguous(), ()
+    return tensor.permute(order).contiguous(), order
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes | ctypes.Array[ctypes.c_char]:
@@ -85,6 +91,11 @@ def tensor_view(
     flat = torch.frombuffer(data, dtype=dtype, count=count, offset=offset)
     if dtype is torch.bool and flat.view(torch.uint8).max().item() > 1:
         raise PeerError(f"the tensor {name!r} of a frame says it is bool but holds bytes other than 0 and 1")
+    return shaped(flat, shape, order)
+
+
+def shaped(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    """Flat values as the tensor that `dense` made flat: a view of them."""
     if not order:
         return flat.view(shape)
     return flat.view([shape[dimension] for dimension in order]).permute([order.index(d) for d in range(len(order))])

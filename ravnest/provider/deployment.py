@@ -35,9 +35,11 @@ from ravnest.provider.fetching import FetchProgress
 from ravnest.provider.frame_check import check_frame
 from ravnest.provider.memory import peak_bytes
 from ravnest.provider.outbox import FrameOutbox, message_of
+from ravnest.provider.packing import Outgoing, Packing
 from ravnest.provider.ring_lines import RingLines
 from ravnest.provider.rings import Rings
 from ravnest.provider.stage_link import StageLink, link_of
+from ravnest.provider.transfers import Transfers
 from ravnest.provider.uploading import upload
 
 _MAX_GRAPH_BYTES = 256 << 20
@@ -67,6 +69,9 @@ class Deployment:
         self._links = links
         self._rings = rings
         self._ring_lines = ring_lines
+        transfers = Transfers(stage.device)
+        outbox.mark = transfers.mark
+        self._packing = Packing(2 * len(links), transfers)
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = time.perf_counter()
@@ -142,15 +147,15 @@ class Deployment:
             self._rings.on_failure = lambda text: self._fail("error", text)
             self._rings.open(self._worker, self._ring_lines)
         self._worker.start()
-        self._spawn(self._send(self._outbox.to_coordinator, feed))
+        self._spawn(self._answer(feed))
         self._spawn(self._speak(say))
         for end in self._links:
             if end.is_next:
-                self._spawn(self._send(self._outbox.to_next, end.link))
-                self._spawn(self._read(end.link, FrameKind.BACKWARD, self._worker.receive_backward))
+                self._spawn(self._send(self._outbox.to_next, end))
+                self._spawn(self._read(end, FrameKind.BACKWARD, self._worker.receive_backward))
             else:
-                self._spawn(self._send(self._outbox.to_previous, end.link))
-                self._spawn(self._read(end.link, FrameKind.FORWARD, self._worker.receive_forward))
+                self._spawn(self._send(self._outbox.to_previous, end))
+                self._spawn(self._read(end, FrameKind.FORWARD, self._worker.receive_forward))
 
     def link(self) -> None:
         """Begins to connect with the neighbouring stages, which are there by now."""
@@ -231,12 +236,13 @@ class Deployment:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._packing.close()
 
-    async def _read(self, link: ResumableLink, kind: FrameKind, take: Callable[[Message], None]) -> None:
+    async def _read(self, end: StageLink, kind: FrameKind, take: Callable[[Message], None]) -> None:
+        link, check = end.link, partial(self._check, kind=kind)
         while (frame := await link.receive()) is not None:
             try:
-                self._check(frame, kind)
-                take(message_of(frame))
+                take(message_of(await self._packing.unpack(frame, end.codec, check)))
             except PeerError as error:
                 refused = RefusedError(f"{link.peer} broke the protocol: {error}")
                 # Its connection too: it is told why, and nothing more of it is taken.
@@ -245,9 +251,15 @@ class Deployment:
         # The coordinator knows whether the neighbour was right to go.
         raise PeerError(f"{link.peer} ended the link")
 
-    async def _send(self, queue: asyncio.Queue[Frame], link: ResumableLink) -> None:
+    async def _send(self, queue: asyncio.Queue[Outgoing], end: StageLink) -> None:
         while True:
-            await link.send(await queue.get())
+            packed = await self._packing.pack(await queue.get(), end.codec)
+            end.saved_bytes += packed.saved_bytes
+            await end.link.send_encoded(packed.data)
+
+    async def _answer(self, feed: ResumableLink) -> None:
+        while True:
+            await feed.send((await self._outbox.to_coordinator.get()).frame)
 
     async def _speak(self, say: Callable[[ProviderMessage], Awaitable[None]]) -> None:
         while True:

@@ -17,6 +17,8 @@ def check_frame(frame: Frame, kind: FrameKind, generation: int, specs: Mapping[s
         raise PeerError(f"a {frame.kind.name} frame came where only {kind.name} frames may")
     if frame.generation != generation:
         raise PeerError(f"a frame of generation {frame.generation} came, this stage is of {generation}")
+    if frame.coded:
+        raise PeerError(f"a {kind.name} frame came in a codec where none is agreed on")
     given = frame.tensors.keys() | frame.scalars.keys()
     missing = set() if kind is FrameKind.BACKWARD else specs.keys() - given
     foreign = given - specs.keys()

@@ -14,6 +14,7 @@ from ravnest.errors import PeerError
 from ravnest.graph.weights import stream_tensors
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ProviderMessage
+from ravnest.provider.packing import Outgoing
 
 Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
 """Uploads what the function yields, under a name; the function is called again where it has to be sent again."""
@@ -26,9 +27,9 @@ class FrameOutbox:
     root."""
 
     def __init__(self, generation: int, upload: Upload, record_updates: bool) -> None:
-        self.to_next: asyncio.Queue[Frame] = asyncio.Queue()
-        self.to_previous: asyncio.Queue[Frame] = asyncio.Queue()
-        self.to_coordinator: asyncio.Queue[Frame] = asyncio.Queue()
+        self.to_next: asyncio.Queue[Outgoing] = asyncio.Queue()
+        self.to_previous: asyncio.Queue[Outgoing] = asyncio.Queue()
+        self.to_coordinator: asyncio.Queue[Outgoing] = asyncio.Queue()
         self.messages: asyncio.Queue[ProviderMessage] = asyncio.Queue()
         """What the coordinator is to hear of rounds."""
         self.failure: asyncio.Future[tuple[str, str, int]] = asyncio.get_running_loop().create_future()
@@ -38,6 +39,8 @@ class FrameOutbox:
         """Samples that have gone back through the stage. The engine's thread counts, anybody may look."""
         self.on_snapshot: Callable[[Snapshot], None] = _no_rings
         """Who takes what a round averages, on the engine's thread."""
+        self.mark: Callable[[], torch.cuda.Event | None] = lambda: None
+        """When what the stage has computed so far will be there; on the engine's thread."""
         self._loop = asyncio.get_running_loop()
         self._generation = generation
         self._upload = upload
@@ -104,7 +107,7 @@ class FrameOutbox:
     def failed(self, kind: str, text: str, microbatch: int | None) -> None:
         self._loop.call_soon_threadsafe(self._fail, (kind, text, -1 if microbatch is None else microbatch))
 
-    def _put(self, queue: asyncio.Queue[Frame], kind: FrameKind, message: Message) -> None:
+    def _put(self, queue: asyncio.Queue[Outgoing], kind: FrameKind, message: Message) -> None:
         tensors = {n: v for n, v in message.values.items() if isinstance(v, torch.Tensor)}
         scalars = {n: v for n, v in message.values.items() if not isinstance(v, torch.Tensor)}
         frame = Frame(
@@ -121,7 +124,8 @@ class FrameOutbox:
             tensors=tensors,
             scalars=scalars,
         )
-        self._loop.call_soon_threadsafe(queue.put_nowait, frame)
+        outgoing = Outgoing(frame, self.mark() if tensors else None)
+        self._loop.call_soon_threadsafe(queue.put_nowait, outgoing)
 
     def _fail(self, failure: tuple[str, str, int]) -> None:
         if not self.failure.done():

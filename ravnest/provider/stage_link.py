@@ -8,12 +8,15 @@ import asyncio
 import contextlib
 import math
 
+from ravnest.codecs.codec import Codec, codec_named
+from ravnest.codecs.float32 import Float32Codec
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.client import CoordinatorClient, dial_link
 from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, DIALLING_RELAY, LinkState, Neighbour
+from ravnest.settings import ACTIVATION_CODECS
 
 PATIENCE_SECONDS = 60.0
 """How long a neighbour may be away. Longer than the coordinator's own patience: it knows more, and decides."""
@@ -39,13 +42,18 @@ class StageLink:
         patient: bool = False,
         window_bytes: int | None = None,
     ) -> None:
-        """A `patient` one waits without end for a neighbour that is away."""
+        """A `patient` one waits without end for a neighbour that is away. PeerError where the order names a codec that
+        is not one for activations."""
         self.name = neighbour.link
         self.node_id = neighbour.node
         self.link = ResumableLink(neighbour.node, window_bytes)
         self._patience_seconds = math.inf if patient else PATIENCE_SECONDS
         self._neighbour = neighbour
         self.is_next = is_next
+        self.codec = _codec(neighbour)
+        """Of activations and gradients, both ways."""
+        self.saved_bytes = 0
+        """So many more would have been sent without it."""
         self._node = node
         self._client = client
         self._route = ""
@@ -87,6 +95,7 @@ class StageLink:
             bytes_sent=self.link.bytes_sent,
             bytes_received=self.link.bytes_received,
             next=self.is_next,
+            raw_bytes_sent=self.link.bytes_sent + self.saved_bytes,
         )
 
     async def close(self, timeout_seconds: float) -> None:
@@ -128,6 +137,16 @@ class StageLink:
                     connection = await self._dial_directly(_TRY_SECONDS)
                     self._route = "direct"
                     await self.link.carry(connection)
+
+
+def _codec(neighbour: Neighbour) -> Codec:
+    name = neighbour.codec or Float32Codec.name
+    if name not in ACTIVATION_CODECS:
+        raise PeerError(
+            f"the link to {neighbour.node} is to carry activations in {name[:80]!r}; this version knows "
+            f"{', '.join(ACTIVATION_CODECS)}"
+        )
+    return codec_named(name)
 
 
 def link_of(links: list[StageLink], name: str, peer: str) -> StageLink:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ravnest.codecs.codec import CODECS
 from ravnest.errors import PeerError, RavnestError
 from ravnest.net.control_link import ControlLink
 from ravnest.net.frames import MAGIC, Frame, FrameKind, decode_at, encode
@@ -20,6 +21,8 @@ from ravnest.net.v1.control_pb2 import (
     Neighbour,
     ProviderMessage,
 )
+from ravnest.provider.coding import coded, decoded
+from ravnest.settings import ACTIVATION_CODECS
 from tests.fuzz.rule import Target
 
 
@@ -27,7 +30,7 @@ def _frames(data: bytes) -> None:
     end = 0
     while end < len(data):
         frame, end = decode_at(data, end)
-        for tensor in frame.tensors.values():
+        for tensor in (*frame.tensors.values(), *(packed.data for packed in frame.coded.values())):
             # Reads every byte that the tensor claims to lie on.
             tensor.clone()
 
@@ -35,7 +38,7 @@ def _frames(data: bytes) -> None:
 def _frame_header(data: bytes) -> None:
     head = MAGIC + len(data).to_bytes(4, "little") + data
     frame, _ = decode_at(head + bytes(-len(head) % 64) + bytes(512), 0)
-    for tensor in frame.tensors.values():
+    for tensor in (*frame.tensors.values(), *(packed.data for packed in frame.coded.values())):
         tensor.clone()
 
 
@@ -44,7 +47,32 @@ def _frame_seeds() -> list[bytes]:
     first = Frame(FrameKind.FORWARD, 7, samples=3, generation=2, tensors={"h": weights, "t": weights.t()})
     second = Frame(FrameKind.RESULT, -1, train=False, scalars={"loss": 0.5, "n": 3, "ok": True})
     third = Frame(FrameKind.FEED, 1, tensors={"mask": torch.ones(5, dtype=torch.bool), "none": torch.zeros(0, 2)})
-    return [encode(first), encode(second) + encode(third), encode(Frame(FrameKind.DONE, 9, checkpoint=3, flush=True))]
+    done = Frame(FrameKind.DONE, 9, checkpoint=3, flush=True)
+    return [encode(first), encode(second) + encode(third), encode(done), *_coded_seeds()]
+
+
+def _coded_frame(data: bytes) -> None:
+    """A frame of a neighbour on a link of some codec, up to the tensors that its stage gets."""
+    frame = decode_at(data, 0)[0]
+    refused = None
+    for name in ACTIVATION_CODECS:
+        try:
+            found = decoded(frame, CODECS[name])
+        except PeerError as error:
+            refused = error
+            continue
+        for key, tensor in found.tensors.items():
+            assert key not in frame.coded or tensor.shape == frame.coded[key].shape
+            assert key not in frame.coded or name != "int8" or tensor.isfinite().all()
+        return
+    assert refused is not None
+    raise refused
+
+
+def _coded_seeds() -> list[bytes]:
+    tensors = {"h": torch.linspace(-3, 4, 600).reshape(20, 30), "t": torch.linspace(0, 1, 300).reshape(2, 150).t()}
+    frame = Frame(FrameKind.BACKWARD, 7, samples=3, generation=2, tensors=tensors)
+    return [encode(coded(frame, CODECS[name])) for name in ACTIVATION_CODECS]
 
 
 def _header_seeds() -> list[bytes]:
@@ -170,6 +198,7 @@ def _message_seeds() -> list[bytes]:
 
 TARGETS = (
     Target("frames", _frames, _frame_seeds),
+    Target("coded_frame", _coded_frame, _coded_seeds),
     Target("frame_header", _frame_header, _header_seeds),
     Target("link", _link, _frame_seeds),
     Target("resumable", _resumable, _resumable_seeds),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ravnest.errors import PeerError
 from ravnest.net import Frame, FrameKind, FrameLimits, decode, encode
-from ravnest.net.frames import decode_at
+from ravnest.net.frames import Coded, decode_at
 from ravnest.net.tensors import WIRE_DTYPES
 from ravnest.net.v1 import frame_pb2
 
@@ -231,3 +231,41 @@ def test_a_small_message_that_claims_much_allocates_little() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100_000
+
+
+def coded_header(codec: str, dtype: int = frame_pb2.DTYPE_FLOAT32, kind: FrameKind = FrameKind.FORWARD) -> bytes:
+    """A frame that says it has 512 values in this codec."""
+    spec = frame_pb2.TensorSpec(name="x", dtype=dtype, shape=[512], codec=codec)  # type: ignore[arg-type]
+    header = frame_pb2.FrameHeader(kind=int(kind), tensors=[spec]).SerializeToString()  # type: ignore[arg-type]
+    head = struct.pack("<4sI", b"RVN\x01", len(header)) + header
+    return head + bytes(-len(head) % 64)
+
+
+def test_a_coded_tensor_comes_back_as_it_went() -> None:
+    packed = Coded("int8", (2, 128), (1, 0), torch.arange(260).to(torch.uint8))
+    found = decode(encode(Frame(FrameKind.BACKWARD, 3, tensors={"y": torch.ones(3)}, coded={"x": packed})))
+    assert list(found.tensors) == ["y"]
+    again = found.coded["x"]
+    assert (again.codec, again.shape, again.order, raw(again.data)) == ("int8", (2, 128), (1, 0), raw(packed.data))
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (coded_header("zip"), "no codec 'zip'"),
+        (coded_header("int8", frame_pb2.DTYPE_INT64), "only float32"),
+        (coded_header("int8", kind=FrameKind.FEED), "only FORWARD and BACKWARD"),
+    ],
+)
+def test_a_codec_that_cannot_be_is_refused(header: bytes, reason: str) -> None:
+    with pytest.raises(PeerError, match=reason):
+        decode(header + bytes(4096))
+
+
+@pytest.mark.parametrize(("codec", "size"), [("int8", 520), ("bfloat16", 1024), ("float16", 1024)])
+def test_coded_bytes_that_are_not_there_are_refused(codec: str, size: int) -> None:
+    whole = -(-size // 64) * 64
+    assert decode(coded_header(codec) + bytes(whole)).coded["x"].data.numel() == size
+    for wrong in (0, whole - 64, whole + 64):
+        with pytest.raises(PeerError):
+            decode(coded_header(codec) + bytes(wrong))

@@ -44,11 +44,11 @@ def test_each_kind_goes_its_own_way_and_keeps_its_order() -> None:
             outbox.evaluated(a_message())
 
         await asyncio.to_thread(work)
-        frames = [await outbox.to_next.get() for _ in range(3)]
+        frames = [(await outbox.to_next.get()).frame for _ in range(3)]
         assert [frame.microbatch for frame in frames] == [0, 1, 2]
         assert {frame.kind for frame in frames} == {FrameKind.FORWARD}
-        assert (await outbox.to_previous.get()).kind is FrameKind.BACKWARD
-        assert [(await outbox.to_coordinator.get()).kind for _ in range(2)] == [FrameKind.DONE, FrameKind.RESULT]
+        assert (await outbox.to_previous.get()).frame.kind is FrameKind.BACKWARD
+        assert [(await outbox.to_coordinator.get()).frame.kind for _ in range(2)] == [FrameKind.DONE, FrameKind.RESULT]
 
     on_a_loop(test)
 
@@ -56,7 +56,7 @@ def test_each_kind_goes_its_own_way_and_keeps_its_order() -> None:
 def test_a_message_is_the_same_at_the_other_end() -> None:
     async def test(outbox: FrameOutbox) -> None:
         await asyncio.to_thread(outbox.forward, a_message())
-        frame: Frame = await outbox.to_next.get()
+        frame: Frame = (await outbox.to_next.get()).frame
         assert frame.generation == 7
         found, sent = message_of(frame), a_message()
         assert torch.equal(found.values["hidden"], sent.values["hidden"])
