@@ -2,12 +2,15 @@
 
     python -m benchmarks.transport_ends receive bare|ravnest FOLDER HOST            prints its port, serves until killed
     python -m benchmarks.transport_ends send bare|ravnest FOLDER HOST:PORT MESSAGES BYTES       prints bytes per second
+    python -m benchmarks.transport_ends send both FOLDER HOST:PORT SECONDS BYTES       prints those of both directions
 
 `bare` is grpc.aio and nothing else: a stream of byte messages over the same mutual TLS. The rate is the receiver's:
-from when the first message arrives to when the last does.
+from when the first message arrives to when the last does. `both` sends both ways at once, as two stages do, and counts
+what arrives within some seconds once the start is over.
 """
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -18,6 +21,7 @@ import grpc
 import torch
 from grpc import aio
 
+from ravnest.errors import PeerError
 from ravnest.net import Frame, FrameKind, Link, NodeIdentity, ProviderServer, dial_link
 from ravnest.net.certificates import read_certificate
 from ravnest.net.identity import node_host
@@ -28,6 +32,9 @@ SENDER, RECEIVER, AUTHORITY = "sender", "receiver", "authority.pem"
 _METHOD = "/bare.Bare/Send"
 _LIMIT = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 _END = b"end"
+_BOTH = "both:"
+_AHEAD_BYTES = 8 << 20
+_WARMUP_SECONDS = 4.0
 
 
 class Meter:
@@ -48,8 +55,36 @@ class Meter:
         return self.bytes / (self.last - self.first)
 
 
+class Window:
+    """Counts what arrives in so many seconds, after a warm-up."""
+
+    def __init__(self, seconds: float, warmup_seconds: float) -> None:
+        self._seconds, self._warmup = seconds, warmup_seconds
+        self._first = self._began = 0.0
+        self._bytes = 0
+        self.bytes_per_second = 0.0
+
+    def arrived(self, size: int) -> bool:
+        """Whether that was the last one that counts."""
+        now = time.perf_counter()
+        self._first = self._first or now
+        if now < self._first + self._warmup:
+            return False
+        if not self._began:
+            self._began = now
+            return False
+        self._bytes += size
+        self.bytes_per_second = self._bytes / (now - self._began)
+        return now > self._began + self._seconds
+
+
 class _Provider:
     async def link(self, peer: str, connection: Link) -> None:
+        if connection.label.startswith(_BOTH):
+            seconds, size = map(int, connection.label.removeprefix(_BOTH).split(","))
+            link = ResumableLink(peer, _AHEAD_BYTES)
+            await asyncio.gather(link.carry(connection), _stream(link, seconds, size))
+            return
         link, meter = ResumableLink(peer), Meter()
         carrying = asyncio.create_task(link.carry(connection))
         while (frame := await link.receive()) is not None:
@@ -63,7 +98,7 @@ class _Provider:
 
 async def receive(kind: str, folder: Path, host: str) -> None:
     node = _node(folder, RECEIVER)
-    if kind == "ravnest":
+    if kind in ("ravnest", "both"):
         ours = ProviderServer(_Provider(), node)
         ours.neighbours = {SENDER}
         print(await ours.start(host, 0), flush=True)
@@ -83,6 +118,42 @@ async def receive(kind: str, folder: Path, host: str) -> None:
         print(bare.add_secure_port(f"{host}:0", server_credentials(node.tls_keys)), flush=True)
         await bare.start()
     await asyncio.Event().wait()
+
+
+async def _stream(link: ResumableLink, seconds: int, size: int) -> tuple[float, float]:
+    """Sends frames without end, and returns what arrived here and what the other end says arrived there."""
+    window, here, there = Window(seconds, _WARMUP_SECONDS), 0.0, 0.0
+    tensor = torch.ones(size // 4)
+
+    async def send_all() -> None:
+        for number in itertools.count():
+            rate = {"bytes_per_second": here} if here else {}
+            await link.send(Frame(FrameKind.FORWARD, number, tensors={"x": tensor}, scalars=rate))
+
+    sending = asyncio.create_task(send_all())
+    try:
+        while not (here and there):
+            frame = await link.receive()
+            assert frame is not None
+            if window.arrived(frame.tensors["x"].nbytes):
+                here = here or window.bytes_per_second
+            there = float(frame.scalars.get("bytes_per_second", 0.0))
+        # The other end has to hear of it, too.
+        await asyncio.sleep(seconds)
+    finally:
+        sending.cancel()
+    return here, there
+
+
+async def send_both(folder: Path, address: str, seconds: int, size: int) -> tuple[float, float]:
+    """Bytes per second that arrived at the other end, and here, while both sent."""
+    node, link = _node(folder, SENDER), ResumableLink(RECEIVER, _AHEAD_BYTES)
+    label = f"{_BOTH}{seconds},{size}"
+    dialling = asyncio.create_task(link.keep_dialling(lambda: dial_link(address, RECEIVER, node, label)))
+    here, there = await _stream(link, seconds, size)
+    link.fail(PeerError("that was all"))
+    await asyncio.gather(dialling, return_exceptions=True)
+    return there, here
 
 
 async def send(kind: str, folder: Path, address: str, messages: int, size: int) -> float:
@@ -119,6 +190,9 @@ def main() -> None:
     do, kind, folder, where, *rest = sys.argv[1:]
     if do == "receive":
         asyncio.run(receive(kind, Path(folder), where))
+    elif kind == "both":
+        seconds, size = map(int, rest)
+        print(*asyncio.run(send_both(Path(folder), where, seconds, size)))
     else:
         print(asyncio.run(send(kind, Path(folder), where, *map(int, rest))))
 

@@ -301,9 +301,14 @@ class Coordinator:
         self._course.emit("versions", plan.versions_reason, versions=plan.versions)
         for cluster in plan.clusters:
             self._course.emit("in_flight", cluster.flight_reason, cluster=cluster.id, limit=cluster.in_flight)
-            if cluster.split_reason:
-                split = [stage.stage for stage in cluster.stages if stage.split_backward]
-                self._course.emit("split_backward", cluster.split_reason, cluster=cluster.id, stages=split)
+            for stage in cluster.stages[1:]:
+                self._course.emit(
+                    "codec",
+                    f"stage {stage.stage - 1} to {stage.stage}: {stage.codec_reason}",
+                    cluster=cluster.id,
+                    stage=stage.stage,
+                    codec=stage.codec,
+                )
         if plan.rings:
             self._course.emit("rings", plan.average_reason, rings=len(plan.rings), samples=plan.average_every)
         self._display.message(f"plan: {plan.reason}")

@@ -59,7 +59,11 @@ class Orders:
         )
         links = {
             (before.node, after.node): order_link(
-                f"{deployment}-{cluster.id}-{before.stage}", members[before.node], members[after.node], reaches
+                f"{deployment}-{cluster.id}-{before.stage}",
+                members[before.node],
+                members[after.node],
+                reaches,
+                after.codec,
             )
             for cluster in plan.clusters
             for before, after in itertools.pairwise(cluster.stages)
@@ -139,8 +143,8 @@ def _peers(node_id: str, links: Iterable[LinkOrder]) -> list[Neighbour]:
     ]
 
 
-def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, Reach]) -> LinkOrder:
-    """The link between the stages of these two, dialled by whichever end can."""
+def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, Reach], codec: str = "") -> LinkOrder:
+    """The link between the stages of these two, dialled by whichever end can; both ends are told the codec."""
     reach_before, reach_after = reaches[before.node_id], reaches[after.node_id]
     earlier, later, reason = choose_dialling(reach_before, reach_after)
 
@@ -155,6 +159,7 @@ def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, R
             link=name,
             dialling=dialling,  # type: ignore[arg-type]
             direct_address=direct,
+            codec=codec,
         )
 
     return LinkOrder(

@@ -83,6 +83,8 @@ def _stage(dry: DryRun, cluster: Cluster, number: int, stage: StageCost) -> dict
             "back_bytes_per_second": _finite(back.bytes_per_second),
             "round_trip_seconds": there.latency_seconds + back.latency_seconds,
             "relayed": dry.relayed(cluster, number),
+            "codec": stage.codec,
+            "codec_reason": stage.codec_reason,
         }
     return {
         "provider": stage.provider,

@@ -92,7 +92,9 @@ def _link(dry: DryRun, cluster: Cluster, number: int) -> list[str]:
     lines = dry.line_before(cluster, number)
     assert lines is not None, "a link leads to a stage that has one before it"
     there, back = lines
-    forth, home = "─" * (_LINK - 1) + "▶", "◀" + "─" * (_LINK - 1)
+    codec = cluster.stages[number].codec
+    shown = "" if codec == "float32" else f" {codec} "
+    forth, home = shown.center(_LINK - 1, "─") + "▶", "◀" + "─" * (_LINK - 1)
     if there == back == Line():
         return ["", forth, "no limit", home, ""]
     seconds = there.latency_seconds + back.latency_seconds

@@ -1,5 +1,6 @@
 """A plan for a person: the promise first, then each cluster as a picture and a table, then who stands by and why."""
 
+import itertools
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ SHOWN_ROWS: Final = 30
 SHOWN_NAMES: Final = 12
 SHOWN_RINGS: Final = 6
 SHOWN_OWNERS: Final = 6
+SHOWN_LINKS: Final = 6
 _NAME: Final = 16
 
 
@@ -191,6 +193,7 @@ def _below(dry: DryRun) -> Iterator[str]:
             f"microbatches of each cluster, in {_counted(len(dry.rings), 'ring')}"
         )
         yield from _rings(dry)
+    yield from _coded_links(dry)
     if plan.limit and dry.explanation is None:
         yield f"together they are held back by {words_of(plan.limit)}"
     yield f"standing by: {_names(plan.standbys)}" if plan.standbys else "nobody stands by"
@@ -216,6 +219,19 @@ def _rings(dry: DryRun) -> Iterator[str]:
         yield f"  {words_of(part.title)}: {owners}, slowest line {rate(ring.slowest_bytes_per_second)}"
     if len(dry.rings) > SHOWN_RINGS:
         yield f"  … and {len(dry.rings) - SHOWN_RINGS:,} more"
+
+
+def _coded_links(dry: DryRun) -> Iterator[str]:
+    """Links that lose something, and why."""
+    coded = [
+        f"{words_of(before.provider)} to {words_of(stage.provider)} in {stage.codec_reason}"
+        for cluster in dry.plan.clusters
+        for before, stage in itertools.pairwise(cluster.stages)
+        if stage.codec != "float32"
+    ]
+    yield from coded[:SHOWN_LINKS]
+    if len(coded) > SHOWN_LINKS:
+        yield f"… and {_counted(len(coded) - SHOWN_LINKS, 'link')} more in a codec; --json tells all"
 
 
 def _brief(seconds: float) -> str:

@@ -80,6 +80,7 @@ def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
         average_share=averaged_bytes(averaging) / 4,
         average_memory=averaging_memory(job),
         blocking=averaging.blocking,
+        codec=pipeline.codec,
         least_clusters=clusters or 1,
         most_clusters=clusters,
         least_stages=max(1, everybody // (clusters or 1)),

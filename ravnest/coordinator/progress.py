@@ -210,6 +210,12 @@ class Progress:
         part = place.position / self.epoch_batches if self.epoch_batches else 0.0
         return round(place.epoch + min(1.0, part), 4)
 
+    def _codec(self, stage: StagePlan, is_next: bool) -> str:
+        """Of the link between a stage and the one after it, or the one before it."""
+        after = stage.stage + is_next
+        stages = self.plan.stages if self.plan is not None else ()
+        return next((s.codec for s in stages if (s.cluster, s.stage) == (stage.cluster, after)), "float32")
+
     def _stage(self, stage: StagePlan) -> StageSummary:
         report = self.reports.get(stage.node, Report())
         updates = report.updates
@@ -237,6 +243,8 @@ class Progress:
                     connections=link.connections,
                     bytes_sent=link.bytes_sent,
                     bytes_received=link.bytes_received,
+                    bytes_raw=link.raw_bytes_sent,
+                    codec=self._codec(stage, link.next),
                 )
                 for link in report.links
             ),

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from ravnest.amounts import counted
+from ravnest.planner.link_codecs import ClusterLines, LinkCodec, assumed_share, choose_codecs
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.providers import Goal, Network, Provider
 
@@ -53,8 +54,9 @@ class StageCost:
     fed_bytes: float
     relayed_bytes: float
     """What the coordinator passes on between it and the stage before, both ways."""
-    saved_bytes: float = 0.0
-    """What one microbatch keeps for its backward."""
+    codec: str = "float32"
+    """Of what crosses between it and the stage before."""
+    codec_reason: str = ""
 
     @property
     def seconds(self) -> float:
@@ -124,7 +126,6 @@ class StageTables:
     line: Table
     """By the place where the stage begins."""
     trip: Table
-    relayed: bool
 
     @property
     def seconds(self) -> Table:
@@ -139,8 +140,9 @@ def stage_tables(
     before: Provider | None,
     after: Provider | None,
 ) -> StageTables:
-    """What any stage would cost this provider between these neighbours (None: it is the first, or the last)."""
-    forward, backward, fed = model.forward_bytes, model.backward_bytes, model.fed_bytes
+    """What any stage would cost this provider between these neighbours (None: it is the first, or the last), with the
+    smallest codec that its links may have."""
+    (forward, backward), fed = model.carried(assumed_share(goal)), model.fed_bytes
     compute = compute_seconds(model, goal, provider)
     here = provider.machine
     left = 0.0 if before is None or before.machine == here else 1.0
@@ -148,14 +150,13 @@ def stage_tables(
     fed_over_line = fed if network.requester.host != here else np.zeros_like(fed)
     up = (left * backward[:, None] + right * forward[None, :]) / provider.up_bytes_per_second
     down = (left * forward[:, None] + right * backward[None, :] + fed_over_line) / provider.down_bytes_per_second
-    line, trip, relayed = np.zeros_like(forward), compute, False
+    line, trip = np.zeros_like(forward), compute
     if before is not None:
         here_to, back_to = network.line(before, provider), network.line(provider, before)
         forth, back = forward / here_to.bytes_per_second, backward / back_to.bytes_per_second
         line = np.maximum(forth, back)
         trip = trip + (forth + back + here_to.latency_seconds + back_to.latency_seconds)[:, None]
-        relayed = network.relayed(before, provider)
-    return StageTables(compute, up, down, line, trip, relayed)
+    return StageTables(compute, up, down, line, trip)
 
 
 def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
@@ -210,31 +211,35 @@ def cluster_of(
     cuts: Sequence[int],
     in_flight: int,
 ) -> Cluster:
-    """The cluster of these providers in this order, cut at these places (indices into `model.places`)."""
+    """The cluster of these providers in this order, cut at these places (indices into `model.places`), each link with
+    the codec that is best for it."""
     bounds = (0, *cuts, model.last)
     held = memory_bytes(model, goal, in_flight)
-    crossing = model.forward_bytes + model.backward_bytes
+    lines = ClusterLines.of(model, network, order, cuts)
+    compute = [float(compute_seconds(model, goal, p)[bounds[k], bounds[k + 1]]) for k, p in enumerate(order)]
+    codecs = choose_codecs(lines, goal, compute, in_flight)
+    loads = lines.loads([chosen.codec for chosen in codecs])
     stages = []
-    for number, provider in enumerate(order):
+    for number, (provider, load) in enumerate(zip(order, loads, strict=True)):
         i, j = bounds[number], bounds[number + 1]
-        before = order[number - 1] if number else None
-        after = order[number + 1] if number + 1 < len(order) else None
-        tables = stage_tables(model, goal, network, provider, before, after)
+        chosen = codecs[number - 1] if number else LinkCodec("float32", "")
+        relayed = number > 0 and network.relayed(order[number - 1], provider)
         stages.append(
             StageCost(
                 provider=provider.name,
                 start=model.places[i],
                 end=model.places[j],
-                compute_seconds=float(tables.compute[i, j]),
-                up_seconds=float(tables.up[i, j]),
-                down_seconds=float(tables.down[i, j]),
-                line_seconds=float(tables.line[i]),
-                trip_seconds=float(tables.trip[i, j]),
+                compute_seconds=compute[number],
+                up_seconds=load.up_seconds,
+                down_seconds=load.down_seconds,
+                line_seconds=load.line_seconds,
+                trip_seconds=compute[number] + load.way_seconds,
                 memory_bytes=float(held[i, j]),
                 parameter_bytes=float(model.parameter_bytes[j] - model.parameter_bytes[i]),
                 fed_bytes=float(model.fed_bytes[i, j]),
-                relayed_bytes=float(crossing[i]) if tables.relayed else 0.0,
-                saved_bytes=float(model.saved_bytes[j] - model.saved_bytes[i]),
+                relayed_bytes=sum(lines.crossing(number - 1, chosen.codec)) if relayed else 0.0,
+                codec=chosen.codec,
+                codec_reason=chosen.reason,
             )
         )
     return Cluster(tuple(stages), in_flight, model.samples)

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from ravnest.planner.cluster import EVENNESS, memory_bytes, stage_tables
+from ravnest.planner.link_codecs import assumed_share
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.providers import RELAY_SECONDS, Goal, Line, Network, Provider
 
@@ -254,8 +255,9 @@ class Estimates:
         """For pairs of neighbours, the seconds at each place, and the part of the way."""
         there, there_latency = self._line(before, after)
         back, back_latency = self._line(after, before)
-        forth = self.model.forward_bytes[None, :] / there[:, None]
-        home = self.model.backward_bytes[None, :] / back[:, None]
+        forward, backward = self.model.carried(assumed_share(self.goal))
+        forth = forward[None, :] / there[:, None]
+        home = backward[None, :] / back[:, None]
         trip = forth + home + (there_latency + back_latency)[:, None]
         return np.maximum(forth, home).astype(np.float32), trip.astype(np.float32)
 

@@ -17,6 +17,7 @@ from ravnest.planner.estimates import Estimates
 from ravnest.planner.finish import Finish
 from ravnest.planner.genetic import evolved, regroup
 from ravnest.planner.improve import Grouping, Improver, Rules, filled
+from ravnest.planner.link_codecs import assumed_share
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.objective import averaging_bounds, cluster_bonus, score_of
 from ravnest.planner.order import best_order, coarse
@@ -66,7 +67,8 @@ class ManyProviders:
         self._finish = Finish(model, goal, network, providers)
         self._slowed = self._finish.slowed
         self._estimates = Estimates(self._rough, goal, network, self._slowed)
-        crossing = (model.forward_bytes + model.backward_bytes)[1:-1]
+        forward, backward = model.carried(assumed_share(goal))
+        crossing = (forward + backward)[1:-1]
         self._crossing_bytes = float(np.median(crossing)) if len(crossing) else 0.0
         self._fed_bytes = float(sum(model.input_bytes))
 

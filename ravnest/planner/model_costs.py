@@ -25,6 +25,10 @@ MOST_PLACES: Final = 400
 """Of more places than these, the ones with the least traffic in their part of the model are looked at."""
 
 
+LEAST_CODED_BYTES: Final = 1024
+"""Smaller tensors travel as they are, whatever the codec of their link."""
+
+
 @dataclass(frozen=True, eq=False)
 class ModelCosts:
     """Sums up to each place, and what crosses there, for one microbatch of `samples` samples."""
@@ -59,6 +63,9 @@ class ModelCosts:
     """What an update costs for each byte of parameters where older microbatches hold the version before."""
     state_bytes_per_byte: float = 2.0
     """Of the optimizer, for every byte of a parameter."""
+    plain_forward_bytes: Table | None = None
+    """Of what crosses, what no codec makes smaller: whole numbers, truth values, small tensors."""
+    plain_backward_bytes: Table | None = None
 
     @classmethod
     def of(cls, graph: PortableGraph, costs: CostProfile, input_bytes: Mapping[str, int]) -> Self:
@@ -121,6 +128,10 @@ class ModelCosts:
             step_seconds=costs.update.step_seconds + costs.stage_seconds,
             copy_byte_seconds=costs.update.copy_byte_seconds,
             state_bytes_per_byte=costs.update.state_bytes_per_byte,
+            plain_forward_bytes=np.array([sum(_plain_bytes(v, costs) for v in values) for values in crossing], float),
+            plain_backward_bytes=np.array(
+                [sum(_plain_bytes(v, costs) for v in values if v.needs_grad) for values in crossing], float
+            ),
         )
         return whole.coarser(MOST_PLACES)
 
@@ -157,6 +168,17 @@ class ModelCosts:
         for size, uses in zip(self.input_bytes, self.input_uses, strict=True):
             fed += size * (uses[None, :] > uses[:, None])
         return fed
+
+    def carried(self, share: float) -> tuple[Table, Table]:
+        """What crosses each place forth and back in a codec that makes `share` of the bytes of float32."""
+        if share == 1.0:
+            return self.forward_bytes, self.backward_bytes
+        forth, back = share * self.forward_bytes, share * self.backward_bytes
+        if self.plain_forward_bytes is not None:
+            forth = forth + (1 - share) * self.plain_forward_bytes
+        if self.plain_backward_bytes is not None:
+            back = back + (1 - share) * self.plain_backward_bytes
+        return forth, back
 
     def between(self, sums: Table) -> Table:
         """What lies between place i and place j."""
@@ -200,6 +222,8 @@ class ModelCosts:
             input_uses=self.input_uses[:, index],
             operators=None if self.operators is None else self.operators[index],
             states=None if self.states is None else self.states[index],
+            plain_forward_bytes=None if self.plain_forward_bytes is None else self.plain_forward_bytes[index],
+            plain_backward_bytes=None if self.plain_backward_bytes is None else self.plain_backward_bytes[index],
         )
 
 
@@ -211,6 +235,12 @@ def value_bytes(value: ValueSpec, costs: CostProfile) -> int:
     if cost is not None:
         return cost.output_bytes
     return torch.Size([s if isinstance(s, int) else 1 for s in value.shape]).numel() * value.dtype.itemsize
+
+
+def _plain_bytes(value: ValueSpec, costs: CostProfile) -> int:
+    """What a value takes on a link, where no codec makes it less."""
+    size = value_bytes(value, costs)
+    return 0 if value.dtype is torch.float32 and size >= LEAST_CODED_BYTES else size
 
 
 def _uses(graph: PortableGraph, plan: Layout) -> list[tuple[str, Table]]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.cuts import best_cuts
+from ravnest.planner.link_codecs import assumed_share
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Network, Provider
@@ -176,8 +177,9 @@ def _fittest(case: Case, cluster: Cluster, name: str, helpers: Sequence[str]) ->
     stage = next(stage for stage in cluster.stages if stage.provider == name)
     i, j = index[stage.start], index[stage.end]
     heavy, light = (float(sums[j] - sums[i]) for sums in (model.heavy_seconds, model.light_seconds))
-    sent = float(model.backward_bytes[i] + model.forward_bytes[j])
-    received = float(model.forward_bytes[i] + model.backward_bytes[j]) + stage.fed_bytes
+    forward, backward = model.carried(assumed_share(case.goal))
+    sent = float(backward[i] + forward[j])
+    received = float(forward[i] + backward[j]) + stage.fed_bytes
 
     def seconds(helper: str) -> tuple[bool, float, str]:
         p = case.providers[helper]
@@ -239,7 +241,8 @@ def _best_first(case: Case, names: Sequence[str]) -> list[str]:
     heavy, light, size = (
         float(sums[-1]) / _TYPICAL for sums in (model.heavy_seconds, model.light_seconds, model.parameter_bytes)
     )
-    crossing = float(np.median(model.forward_bytes + model.backward_bytes))
+    forward, backward = model.carried(assumed_share(case.goal))
+    crossing = float(np.median(forward + backward))
 
     def seconds(name: str) -> tuple[float, str]:
         p = case.providers[name]

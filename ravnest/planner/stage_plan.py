@@ -21,8 +21,9 @@ class StagePlan:
     """Counted from 0, as the stages are."""
     start: int = 0
     """The place in the model where it begins, as `split` counts them."""
-    split_backward: bool = False
-    """Whether it sends gradients on before it computes those of its own weights."""
+    codec: str = "float32"
+    """Of activations and gradients between it and the stage before."""
+    codec_reason: str = ""
 
 
 def stages_of(graph: PortableGraph, cluster: Cluster, number: int = 0) -> tuple[StagePlan, ...]:
@@ -37,6 +38,8 @@ def stages_of(graph: PortableGraph, cluster: Cluster, number: int = 0) -> tuple[
             parameters=sum(math.prod(p.shape) for p in part.parameters),
             cluster=number,
             start=stage.start,
+            codec=stage.codec,
+            codec_reason=stage.codec_reason,
         )
         for position, (stage, part) in enumerate(zip(cluster.stages, parts, strict=True))
     )

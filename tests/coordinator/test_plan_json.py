@@ -52,6 +52,8 @@ def test_its_numbers_are_those_of_the_plan() -> None:
         "back_bytes_per_second": 125e6,
         "round_trip_seconds": 0.001,
         "relayed": False,
+        "codec": "float32",
+        "codec_reason": "float32, as pipeline.codec says",
     }
     assert first["stages"][1]["compute_seconds"] == DRY.plan.clusters[0].stages[1].compute_seconds
 

@@ -18,6 +18,7 @@ from ravnest.coordinator.run_plan import LEAST_UPDATES, ROUND_SHARE
 from ravnest.planner import exhaustive, order, ring_order
 from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
 from ravnest.planner.formation import expected_absent
+from ravnest.planner.link_codecs import FREE_SHARE, share_of
 from ravnest.planner.model_costs import MOST_PLACES, ModelCosts
 from ravnest.planner.providers import MOST_IN_FLIGHT, Goal, Line, Network, Provider, Requester
 from ravnest.planner.replan import DEPLOY_SECONDS, HORIZON_SECONDS
@@ -29,18 +30,7 @@ BLOCKS = re.findall(r"^```formula\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 FORMULAS = {name: text for block in BLOCKS for name, text in re.findall(r"^(\w+) = (.+)$", block, re.MULTILINE)}
 
 PLACES = 9
-COMPUTE = {
-    "stash": "compute",
-    "double": "compute",
-    "recompute": "compute_with_recompute",
-    "latest": "compute_with_latest",
-}
-MEMORY = {
-    "stash": "memory",
-    "double": "memory_with_double",
-    "recompute": "memory_with_recompute",
-    "latest": "memory_with_latest",
-}
+SHARES = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": 0.25390625}
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -116,7 +106,10 @@ class Case:
         random = Random(seed)
         self.model = a_model(random)
         self.goal = Goal(
-            versions=list(POLICIES)[seed % 4], accumulate=random.choice((1, 3)), average_memory=seed // 4 % 4
+            recompute=seed % 2 == 1,
+            accumulate=random.choice((1, 3)),
+            average_memory=seed % 4,
+            codec=(None, "float32", "float16", "int8")[seed // 2 % 4],
         )
         self.order = [a_provider(random, name) for name in "abcd"[: random.randint(1, 4)]]
         measured = {}
@@ -126,6 +119,10 @@ class Case:
         self.cuts = sorted(random.sample(range(1, PLACES - 1), len(self.order) - 1))
         self.in_flight = random.randint(1, 20)
         self.cluster = cluster_of(self.model, self.goal, self.network, self.order, self.cuts, self.in_flight)
+
+    def share(self, number: int) -> float:
+        """Of the bytes before this stage, what travels."""
+        return SHARES[self.cluster.stages[number].codec] if 0 < number < len(self.order) else 1.0
 
     def values(self, number: int) -> dict[str, float]:
         """What the page's table of names says of one stage."""
@@ -156,6 +153,8 @@ class Case:
             "backward_before": float(model.backward_bytes[i]),
             "forward_after": float(model.forward_bytes[j]),
             "backward_after": float(model.backward_bytes[j]),
+            "share_before": self.share(number),
+            "share_after": self.share(number + 1),
             "fed": fed,
             "frames": 2.0 * (not is_root) + 2.0 * (not is_leaf) + is_root + (fed > 0),
             "up_rate": provider.up_bytes_per_second,
@@ -190,6 +189,7 @@ def test_what_a_stage_takes_of_its_machine_and_its_lines(case: Case) -> None:
         assert stage.line_seconds == close(formula("line", **values))
         values |= {name: formula(name, **values) for name in ("up", "down", "line")}
         assert stage.seconds == close(formula("stage", **values))
+        values["way"] = formula("way", **values)
         assert stage.trip_seconds == close(formula("trip", **values))
 
 
@@ -319,6 +319,8 @@ def test_providers_on_one_host_share_its_cores() -> None:
 
 
 NUMBERS = [
+    ("busy for more than {} of `slowest`", FREE_SHARE),
+    ("0.5 for bfloat16 and float16, {:.3f} for int8", share_of("int8")),
     ("all orders of up to {} machines", order.EXACT),
     ("Of up to {} machines every set", exhaustive.MOST),
     ("exactly for up to {} owners", ring_order.EXACT),
