@@ -237,7 +237,7 @@ def cluster_of(
                 memory_bytes=float(held[i, j]),
                 parameter_bytes=float(model.parameter_bytes[j] - model.parameter_bytes[i]),
                 fed_bytes=float(model.fed_bytes[i, j]),
-                relayed_bytes=sum(lines.crossing(number - 1, chosen.codec)) if relayed else 0.0,
+                relayed_bytes=sum(lines.links[number - 1].carried(chosen.codec)) if relayed else 0.0,
                 codec=chosen.codec,
                 codec_reason=chosen.reason,
             )

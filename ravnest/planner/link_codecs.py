@@ -5,6 +5,8 @@ least of those with which the cluster stays as fast. So a codec is used where a 
 nowhere else.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
@@ -12,7 +14,7 @@ from typing import Final, Self
 from ravnest.amounts import milliseconds
 from ravnest.codecs.codec import CODECS
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.providers import Goal, Network, Provider
+from ravnest.planner.providers import Goal, Line, Network, Provider
 
 CHOICES: Final = ("float32", "bfloat16", "int8")
 """What is chosen from where nothing is set, the one that loses least first."""
@@ -24,6 +26,7 @@ always as fast as they were measured, and what comes unevenly has to wait for on
 _MANY: Final = 1 << 20
 
 
+@functools.cache
 def share_of(codec: str) -> float:
     """The bytes of values in a codec, as a share of what they take in float32."""
     return CODECS[codec].size_bytes(_MANY) / CODECS["float32"].size_bytes(_MANY)
@@ -63,57 +66,88 @@ class LineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class _Link:
+    """Between a stage and the next: what crosses there, and over which line."""
+
+    forward_bytes: float
+    backward_bytes: float
+    plain_forward_bytes: float
+    """Of these, what no codec makes smaller."""
+    plain_backward_bytes: float
+    there: Line
+    back: Line
+    apart: bool
+    """Whether the stages are on different machines."""
+
+    def carried(self, codec: str) -> tuple[float, float]:
+        """Bytes of a microbatch, forth and back."""
+        share = share_of(codec)
+        return (
+            share * self.forward_bytes + (1 - share) * self.plain_forward_bytes,
+            share * self.backward_bytes + (1 - share) * self.plain_backward_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterLines:
     """The lines of a cluster that is cut at certain places. Link k joins stages k and k + 1."""
 
-    model: ModelCosts
-    network: Network
-    order: Sequence[Provider]
-    bounds: Sequence[int]
-    """The places where stages begin and end."""
+    links: tuple[_Link, ...]
+    rates: tuple[tuple[float, float], ...]
+    """Of each stage's own line, up and down."""
+    fed: tuple[float, ...]
+    """Of each stage, bytes that the coordinator sends it over a line."""
 
     @classmethod
     def of(cls, model: ModelCosts, network: Network, order: Sequence[Provider], cuts: Sequence[int]) -> Self:
-        return cls(model, network, order, (0, *cuts, model.last))
-
-    def apart(self, link: int) -> bool:
-        """Whether a line lies between its two stages: they are on different machines."""
-        return self.order[link].machine != self.order[link + 1].machine
-
-    def crossing(self, link: int, codec: str) -> tuple[float, float]:
-        """What this link carries of a microbatch, forth and back."""
-        forward, backward = self.model.carried(share_of(codec))
-        return float(forward[self.bounds[link + 1]]), float(backward[self.bounds[link + 1]])
+        bounds = (0, *cuts, model.last)
+        plain_forward, plain_backward = model.plain_forward_bytes, model.plain_backward_bytes
+        return cls(
+            links=tuple(
+                _Link(
+                    float(model.forward_bytes[place]),
+                    float(model.backward_bytes[place]),
+                    0.0 if plain_forward is None else float(plain_forward[place]),
+                    0.0 if plain_backward is None else float(plain_backward[place]),
+                    network.line(before, after),
+                    network.line(after, before),
+                    before.machine != after.machine,
+                )
+                for place, (before, after) in zip(cuts, itertools.pairwise(order), strict=True)
+            ),
+            rates=tuple((p.up_bytes_per_second, p.down_bytes_per_second) for p in order),
+            fed=tuple(
+                0.0 if network.requester.host == p.machine else float(model.fed_bytes[bounds[k], bounds[k + 1]])
+                for k, p in enumerate(order)
+            ),
+        )
 
     def loads(self, codecs: Sequence[str]) -> list[LineLoad]:
         """Of every stage, with these codecs on its links."""
+        carried = [link.carried(codec) for link, codec in zip(self.links, codecs, strict=True)]
         found = []
-        crossing = [self.crossing(link, codec) for link, codec in enumerate(codecs)]
-        for number, here in enumerate(self.order):
-            i, j = self.bounds[number], self.bounds[number + 1]
-            up = 0.0
-            down = float(self.model.fed_bytes[i, j]) if self.network.requester.host != here.machine else 0.0
-            line = way = 0.0
+        for number, (up_rate, down_rate) in enumerate(self.rates):
+            up, down, line, way = 0.0, self.fed[number], 0.0, 0.0
             if number:
-                before, (forward, backward) = self.order[number - 1], crossing[number - 1]
-                there, back = self.network.line(before, here), self.network.line(here, before)
+                before, (forward, backward) = self.links[number - 1], carried[number - 1]
+                there, back = before.there, before.back
                 forth, home = forward / there.bytes_per_second, backward / back.bytes_per_second
                 line, way = max(forth, home), forth + home + there.latency_seconds + back.latency_seconds
-                if self.apart(number - 1):
+                if before.apart:
                     up, down = up + backward, down + forward
-            if number + 1 < len(self.order) and self.apart(number):
-                forward, backward = crossing[number]
+            if number < len(self.links) and self.links[number].apart:
+                forward, backward = carried[number]
                 up, down = up + forward, down + backward
-            found.append(LineLoad(up / here.up_bytes_per_second, down / here.down_bytes_per_second, line, way))
+            found.append(LineLoad(up / up_rate, down / down_rate, line, way))
         return found
 
 
 def choose_codecs(lines: ClusterLines, goal: Goal, compute: Sequence[float], in_flight: int) -> list[LinkCodec]:
     """The codec of each link of a cluster whose stages compute for so long, with so many microbatches in flight."""
-    links = len(lines.order) - 1
+    links = len(lines.links)
     if goal.codec is not None:
         return [LinkCodec(goal.codec, f"{goal.codec}, as pipeline.codec says") for _ in range(links)]
-    chosen = [CHOICES[-1 if lines.apart(link) else 0] for link in range(links)]
+    chosen = [CHOICES[-1 if link.apart else 0] for link in lines.links]
     tightest = lines.loads(chosen)
     computing = sum(compute)
     slowest = max([*compute, *(load.busiest_seconds for load in tightest)])
@@ -121,7 +155,7 @@ def choose_codecs(lines: ClusterLines, goal: Goal, compute: Sequence[float], in_
     period = max(slowest, (computing + sum(load.way_seconds for load in tightest)) / in_flight)
     # All of them a little before one of them much: where two links share a machine's line, both should lose little.
     for better in reversed(CHOICES[:-1]):
-        for link in filter(lines.apart, range(links)):
+        for link in (k for k in range(links) if lines.links[k].apart):
             tried = [*chosen[:link], better, *chosen[link + 1 :]]
             loads = lines.loads(tried)
             way = (computing + sum(load.way_seconds for load in loads)) / in_flight
@@ -146,7 +180,7 @@ def _choice(
     codec, busy = chosen[link], _busy(loads, link)
     against = f"the slowest stage or line {milliseconds(slowest)}"
     if codec == CHOICES[0]:
-        if not lines.apart(link):
+        if not lines.links[link].apart:
             return LinkCodec(codec, f"{codec}: no line lies between them")
         return LinkCodec(codec, f"{codec}: its lines are busy for {milliseconds(busy)} of a microbatch, {against}")
     uncoded = lines.loads([*chosen[:link], CHOICES[0], *chosen[link + 1 :]])

@@ -1,0 +1,92 @@
+"""Runs whose activations and gradients travel in a codec: fewer bytes, nearly the same result, and it is told."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from ravnest import Job, Pipeline
+from ravnest.coordinator.embedded import EmbeddedSwarm
+from tests.e2e.jobs import accuracy
+
+WIDTH, BATCH = 64, 32
+
+
+def a_net() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Linear(8, WIDTH),
+            nn.GELU(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.GELU(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 3),
+        )
+
+
+def batches(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(count, BATCH, 8, generator=generator)
+    return [(x, x[:, :3].argmax(dim=1)) for x in features]
+
+
+def trained(swarm: EmbeddedSwarm, run: Path, **pipeline: Any) -> dict[str, Any]:
+    job = Job(
+        model=a_net(),
+        loss=F.cross_entropy,
+        metrics={"accuracy": accuracy},
+        train_data=batches(120, 1),
+        eval_data=batches(10, 2),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        pipeline=Pipeline(in_flight=1, **pipeline),
+    )
+    swarm.train(job, providers=3, run=run, display=False)
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def links(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    return [link for stage in summary["clusters"][0]["stages"] for link in stage["links"]]
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == "codec"]
+
+
+@pytest.mark.parametrize(("codec", "share"), [("int8", 0.35), ("bfloat16", 0.6), ("float16", 0.6)])
+def test_a_codec_takes_fewer_bytes_and_learns_as_well(
+    codec: str, share: float, swarm: EmbeddedSwarm, tmp_path: Path
+) -> None:
+    plain, packed = trained(swarm, tmp_path / "plain"), trained(swarm, tmp_path / "packed", codec=codec)
+    assert packed["eval"]["loss"] == pytest.approx(plain["eval"]["loss"], abs=0.01)
+    assert packed["eval"]["loss"] != plain["eval"]["loss"]
+    assert [link["codec"] for link in links(packed)] == [codec] * 4
+    for uncoded, coded in zip(links(plain), links(packed), strict=True):
+        # Evaluations travel as they are.
+        assert coded["bytes_sent"] < share * uncoded["bytes_sent"]
+        assert coded["bytes_raw"] == pytest.approx(uncoded["bytes_sent"], rel=0.03)
+        assert uncoded["bytes_raw"] == uncoded["bytes_sent"]
+
+
+def test_what_is_evaluated_is_the_model_as_it_is_used_without_a_codec(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    summary = trained(swarm, tmp_path / "run", codec="int8")
+    model = a_net()
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    with torch.no_grad():
+        losses = [float(F.cross_entropy(model(x), y)) for x, y in batches(10, 2)]
+    assert summary["eval"]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_on_one_machine_nothing_is_coded_and_the_run_says_why(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    summary = trained(swarm, tmp_path / "run")
+    assert {link["codec"] for link in links(summary)} == {"float32"}
+    assert [event["codec"] for event in events(tmp_path / "run")] == ["float32", "float32"]
+    assert all("no line lies between them" in json.dumps(event) for event in events(tmp_path / "run"))
