@@ -57,8 +57,10 @@ def test_the_readme_job_loads_captures_and_can_be_cut_for_the_command_it_shows(t
 
 @pytest.mark.parametrize("settings", [ravnest.Job, ravnest.Pipeline, ravnest.Averaging, ravnest.Checkpoint])
 def test_every_field_is_documented_with_its_default(settings: Any) -> None:
+    # Settings of different parts may have the same name: each is looked for behind its own heading.
+    table = TRAINING[max(0, TRAINING.find(f"\n`ravnest.{settings.__name__}`")) :]
     for field in dataclasses.fields(settings):
-        row = re.search(rf"^\| `{field.name}` \| (.+?) \|", TRAINING, re.MULTILINE)
+        row = re.search(rf"^\| `{field.name}` \| (.+?) \|", table, re.MULTILINE)
         assert row is not None, f"docs/training.md does not tell of {settings.__name__}.{field.name}"
         assert row[1].strip("`") == _default(field), f"the default of {settings.__name__}.{field.name}"
 
