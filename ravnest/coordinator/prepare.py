@@ -132,8 +132,9 @@ def stage_settings(
         clip_norm=job.pipeline.clip_norm,
         clip_value=job.pipeline.clip_value,
         in_flight=in_flight,
-        most_in_flight=most_in_flight,
-        versions=versions,
+        most_in_flight=most_in_flight(job),
+        max_staleness=job.pipeline.max_staleness,
+        versions=job.pipeline.versions or "stash",
         correction=job.pipeline.correction or "none",
         precision=job.pipeline.precision,
         compile=job.pipeline.compile,
@@ -141,6 +142,15 @@ def stage_settings(
         trace=job.pipeline.trace,
         record_updates=job.pipeline.record_updates,
     )
+
+
+def most_in_flight(job: Job) -> int | None:
+    """How many may be in flight so that the bound on staleness holds; None where there is none.
+
+    Gradients of `accumulate` microbatches make an update, and the first of them may have come before.
+    """
+    bound = job.pipeline.max_staleness
+    return None if bound is None else bound * job.pipeline.accumulate + 1
 
 
 def graph_artifact(plan: StagePlan) -> Artifact:

@@ -28,8 +28,10 @@ class StageSettings:
     in_flight: int = 1
     """Microbatches between forward and backward here, to begin with; the coordinator may say another number later."""
     most_in_flight: int | None = None
-    """Never more than so many, whatever is said later: the bound on staleness. None: there is none."""
-    versions: str = DEFAULT_POLICY
+    """Never more than so many at any stage, whatever is said later. None: there is no such bound."""
+    max_staleness: int | None = None
+    """No more updates than so many between a microbatch's forward and its backward. None: as many as there are."""
+    versions: str = "stash"
     correction: str = "none"
     precision: str = "float32"
     compile: bool = False
@@ -64,10 +66,10 @@ class StageSettings:
         for name, known in _NAMES.items():
             if data[name] not in known:
                 raise GraphError(f"the stage's setting {name} is {data[name][:80]!r}, which this version does not know")
-        if (data["most_in_flight"] is not None and data["most_in_flight"] < 1) or data["trace"] < 0:
-            raise GraphError("the stage's settings most_in_flight and trace cannot be below 1 and 0")
-        if POLICIES[data["versions"]].within_accumulate and data["in_flight"] > data["accumulate"]:
-            raise GraphError("the stage's settings contradict one another (versions, in_flight, accumulate)")
+        least = {"most_in_flight": 1, "max_staleness": 0, "trace": 0}
+        for name, number in least.items():
+            if data[name] is not None and data[name] < number:
+                raise GraphError(f"the stage's setting {name} is {data[name]}, and cannot be below {number}")
         return cls(**data)
 
 
@@ -88,6 +90,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "clip_value": (int, float, type(None)),
     "in_flight": (int,),
     "most_in_flight": (int, type(None)),
+    "max_staleness": (int, type(None)),
     "versions": (str,),
     "correction": (str,),
     "precision": (str,),

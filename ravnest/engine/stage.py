@@ -36,11 +36,14 @@ class Update:
     microbatch: int
     forward_version: int
     version: int
+    oldest_version: int | None = None
+    """Which the forward of the first microbatch of the update used, where several make one; None: the same."""
 
     @property
     def staleness(self) -> int:
-        """Updates applied between the forward and this one."""
-        return self.version - 1 - self.forward_version
+        """Updates applied between the forward and this one; of several microbatches, those of the stalest."""
+        oldest = self.forward_version if self.oldest_version is None else self.oldest_version
+        return self.version - 1 - oldest
 
 
 class Stage:
@@ -75,6 +78,8 @@ class Stage:
         self._sums: dict[str, torch.Tensor] = {}
         self._summed = 0
         self._forward_version = 0
+        self._oldest_version = 0
+        self._gradient_names = [v.name for v in graph.receives if v.needs_grad]
 
     @property
     def in_flight(self) -> int:
@@ -127,11 +132,24 @@ class Stage:
         `gradients` are those of what was sent (None on a leaf: the loss is its own). Where the backward is split, those
         of the weights are computed by `finish_backward`.
         """
-        given = None if gradients is None else {name: self._here(value) for name, value in gradients.items()}
-        back = self._passes.backward(microbatch, given)
-        self._sent = list(back.values())
-        if not self._passes.splits:
-            self.finish_backward()
+        pending = self._pending.pop(microbatch, None)
+        if pending is None:
+            raise TrainingError(f"a gradient for microbatch {microbatch} came, which has no forward here")
+        names = list(pending.outputs)
+        if gradients is None:
+            given = [torch.ones_like(t) for t in pending.outputs.values()]
+        else:
+            names = [n for n in names if n in gradients]
+            given = [self._here(gradients[n]) for n in names]
+        wanted = [*pending.leaves.values(), *pending.version.leaves.values()]
+        found = torch.autograd.grad([pending.outputs[n] for n in names], wanted, given, allow_unused=True)
+        self._versions.release(pending.version)
+        self._forward_version = pending.version.number
+        if not self._summed:
+            self._oldest_version = self._forward_version
+        count = len(pending.leaves)
+        back = {n: g for n, g in zip(pending.leaves, found[:count], strict=True) if g is not None}
+        self._add(dict(zip(pending.version.leaves, found[count:], strict=True)), back.values())
         return back
 
     def finish_backward(self) -> None:
@@ -154,7 +172,8 @@ class Stage:
             return None
         self._apply()
         self._step_schedule(updates)
-        return Update(microbatch, self._forward_version, self.version)
+        oldest = None if self._oldest_version == self._forward_version else self._oldest_version
+        return Update(microbatch, self._forward_version, self.version, oldest)
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch whose backward will never come."""

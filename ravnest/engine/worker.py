@@ -19,7 +19,7 @@ import torch
 
 from ravnest.engine.messages import Counters, LossRecord, Message, Outbox, Snapshot, Span
 from ravnest.engine.pace import Pace
-from ravnest.engine.schedule import Task, Waiting, next_task
+from ravnest.engine.schedule import Bound, Task, Waiting, next_task, updates_before
 from ravnest.engine.stage import Stage, Update
 from ravnest.errors import PeerError, RavnestError
 
@@ -46,7 +46,14 @@ class StageWorker:
         self._needs_forward = bool(graph.receives)
         self._is_root = not graph.receives
         self._is_leaf = graph.loss is not None
-        self._limit = stage.settings.in_flight if self._is_root else None
+        settings = stage.settings
+        most = settings.most_in_flight
+        # The stages after a root take whatever comes, up to the bound on staleness.
+        self._limit = settings.in_flight if self._is_root else most
+        if self._limit is not None and most is not None:
+            self._limit = min(self._limit, most)
+        self._summed = 0
+        """Gradients that wait for others to be applied with them."""
         self._condition = threading.Condition()
         self._most_waiting = _SPARE_WAITING + 4 * stage.settings.in_flight
         self._fed: dict[int, Message] = {}
@@ -94,6 +101,20 @@ class StageWorker:
             self._awaited.remove(message.microbatch)
             self._backwards.append(message)
             self._condition.notify()
+
+    @property
+    def limit(self) -> int | None:
+        """How many microbatches may be between forward and backward here; None: whatever comes."""
+        return self._limit
+
+    def set_limit(self, in_flight: int) -> None:
+        """From now on a root has so many microbatches between forward and backward, and never more than its settings
+        allow. Those that are under way beyond a lower limit come back first. From any thread."""
+        most = self._stage.settings.most_in_flight
+        with self._condition:
+            if self._is_root:
+                self._limit = max(1, in_flight if most is None else min(in_flight, most))
+                self._condition.notify()
 
     def save(self, checkpoint: int, instead: Tensors | None = None) -> None:
         """Save the stage's state under this number once nothing else is ready, with these tensors in place of its own
@@ -143,7 +164,7 @@ class StageWorker:
                     if self._stopping:
                         return
                     waiting = Waiting(len(self._backwards), len(self._forwards), len(self._evaluations))
-                    task = next_task(waiting, self._stage.in_flight, self._limit).task
+                    task = next_task(waiting, self._stage.in_flight, self._limit, self._bound()).task
                     if task is not Task.WAIT or self._saves or self._between:
                         break
                     self._condition.wait()
@@ -161,6 +182,13 @@ class StageWorker:
                 return
             finally:
                 self.counters.busy_seconds += time.perf_counter() - started
+
+    def _bound(self) -> Bound:
+        settings = self._stage.settings
+        if settings.max_staleness is None:
+            return Bound()
+        flushes = (message.flush for message in self._running.values())
+        return Bound(updates_before(self._summed, settings.accumulate, flushes), settings.max_staleness)
 
     def _take(self, task: Task) -> Message:
         if task is Task.WAIT:
@@ -213,7 +241,9 @@ class StageWorker:
         with self._work("update", message.microbatch):
             update = self._stage.update(message.microbatch, flush=message.flush, updates=message.updates)
         self._samples += message.samples
+        self._summed += 1
         if update is not None:
+            self._summed = 0
             self._count(update)
         if message.checkpoint:
             self._save(message.checkpoint, f"after microbatch {message.microbatch}")
