@@ -70,6 +70,8 @@ class StageWorker:
         self._between: deque[Callable[[], None]] = deque()
         self._samples = 0
         self._running: dict[int, Message] = {}
+        self._flown = (0.0, 0, time.perf_counter())
+        """Seconds that microbatches were between forward and backward, up to a moment, and how many are since then."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ravnest-torch", daemon=True)
 
@@ -101,6 +103,12 @@ class StageWorker:
             self._awaited.remove(message.microbatch)
             self._backwards.append(message)
             self._condition.notify()
+
+    @property
+    def flight_seconds(self) -> float:
+        """What all microbatches so far spent between forward and backward here, together. From any thread."""
+        seconds, flying, since = self._flown
+        return seconds + flying * (time.perf_counter() - since)
 
     @property
     def limit(self) -> int | None:
@@ -202,6 +210,7 @@ class StageWorker:
             self._forward(message)
         elif task is Task.BACKWARD:
             origin = self._running.pop(message.microbatch, message)
+            self._count_flying()
             self._backward(replace(origin, values=message.values), message.values)
         elif task is Task.EVALUATE:
             self._evaluate(message)
@@ -214,6 +223,7 @@ class StageWorker:
         self.counters.forwards += 1
         if not self._is_leaf:
             self._running[message.microbatch] = replace(message, values={})
+            self._count_flying()
             with self._condition:
                 self._awaited.add(message.microbatch)
             self._outbox.forward(replace(message, values=results))
@@ -294,6 +304,11 @@ class StageWorker:
                     "lower the learning rate or set pipeline.clip_norm"
                 )
         self._outbox.save(checkpoint, tensors, metadata)
+
+    def _count_flying(self) -> None:
+        seconds, flying, since = self._flown
+        now = time.perf_counter()
+        self._flown = (seconds + flying * (now - since), len(self._running), now)
 
     def _count(self, update: Update) -> None:
         self.counters.updates += 1

@@ -110,8 +110,8 @@ class Frame:
     updates: int = 0
     """How many updates the run has made with this microbatch; 0 where that is not told."""
     piece: RingPlace | None = None
-    coded: Mapping[str, Coded] = field(default_factory=dict)
-    """Of a FORWARD or BACKWARD frame: tensors in a codec. Their bytes are as they came: the codec looks at them."""
+    residence_micros: int = 0
+    """Of a BACKWARD frame: how long its sender has had the microbatch, since its activations came; 0: not told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
         header.fragment,
         header.updates,
         _decode_piece(header.piece) if header.HasField("piece") else None,
-        coded=coded,
+        header.residence_micros,
     )
     return frame, start + offset
 
@@ -335,6 +335,7 @@ def _header_bytes(frame: Frame) -> bytes:
             fragment=frame.fragment,
             updates=frame.updates,
             piece=None if frame.piece is None else frame_pb2.RingPiece(**asdict(frame.piece)),
+            residence_micros=frame.residence_micros,
         ).SerializeToString()
     except (ValueError, TypeError) as error:
         raise PeerError(f"the frame of microbatch {frame.microbatch} cannot be sent: {error}") from None

@@ -335,6 +335,9 @@ class _Agent:
                 self._deployment.meet(message.meet.link)
             elif kind == "save" and self._deployment is not None:
                 self._deployment.save(message.save.checkpoint, message.save.anchored)
+            elif kind == "flight" and self._deployment is not None:
+                if message.flight.deployment == self._deployment.name:
+                    self._deployment.set_limit(message.flight.in_flight)
             elif kind in _ROUND_ORDERS and self._deployment is not None:
                 self._deployment.average(message)
             elif kind == "measure_peer":

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,6 +24,7 @@ from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     Deploy,
+    LinkState,
     LossRecord,
     ProviderMessage,
     Report,
@@ -44,6 +45,8 @@ from ravnest.provider.uploading import upload
 
 _MAX_GRAPH_BYTES = 256 << 20
 _CLOSE_SECONDS = 0.5
+MOST_STALENESS_TOLD: Final = 4095
+"""Of the distribution in a report. The largest of all is told by itself."""
 
 
 class Deployment:
@@ -182,6 +185,10 @@ class Deployment:
         self._check(frame, FrameKind.FEED)
         self._worker.feed(message_of(frame))
 
+    def set_limit(self, in_flight: int) -> None:
+        """Have so many microbatches between forward and backward from now on, where this is a root."""
+        self._worker.set_limit(in_flight)
+
     def save(self, checkpoint: int, anchored: bool = False) -> None:
         """Save the stage's state now, where `anchored` with the parameters of the last round."""
         self._worker.save(checkpoint, self._rings.anchors() if anchored and self._rings is not None else None)
@@ -197,7 +204,7 @@ class Deployment:
         then."""
         losses, updates, saved = self._outbox.take_records()
         counters = self._worker.counters
-        staleness = dict(counters.staleness)
+        staleness, spent = dict(counters.staleness), dict(counters.seconds)
         under_way = self._rings.progress() if self._rings is not None else ()
         report = Report(
             deployment=self.name,
@@ -205,14 +212,19 @@ class Deployment:
             updates=counters.updates,
             staleness_sum=sum(k * n for k, n in staleness.items()),
             staleness_max=max(staleness, default=0),
-            staleness_counts=[staleness.get(k, 0) for k in range(min(64, max(staleness, default=-1) + 1))],
+            staleness_counts=staleness_counts(staleness),
             busy_seconds=counters.busy_seconds,
             seconds=time.perf_counter() - self._started,
             peak_memory_bytes=peak_bytes(self._stage.device),
             baseline_memory_bytes=self._baseline,
             bytes_sent=sum(end.link.bytes_sent for end in self._links),
             bytes_received=sum(end.link.bytes_received for end in self._links),
-            links=[end.state() for end in self._links],
+            links=[self._link_state(end) for end in self._links],
+            forward_seconds=spent.get("forward", 0.0),
+            backward_seconds=spent.get("backward", 0.0) + spent.get("weights", 0.0),
+            update_seconds=spent.get("update", 0.0),
+            in_flight=self._worker.limit or 0,
+            flight_seconds=self._worker.flight_seconds,
             forwards=counters.forwards,
             backwards=counters.backwards,
             losses=[LossRecord(microbatch=r.microbatch, loss=r.loss, samples=r.samples) for r in losses],
@@ -242,7 +254,9 @@ class Deployment:
         link, check = end.link, partial(self._check, kind=kind)
         while (frame := await link.receive()) is not None:
             try:
-                take(message_of(await self._packing.unpack(frame, end.codec, check)))
+                self._check(frame, kind)
+                self._outbox.came(frame)
+                take(message_of(frame))
             except PeerError as error:
                 refused = RefusedError(f"{link.peer} broke the protocol: {error}")
                 # Its connection too: it is told why, and nothing more of it is taken.
@@ -251,7 +265,14 @@ class Deployment:
         # The coordinator knows whether the neighbour was right to go.
         raise PeerError(f"{link.peer} ended the link")
 
-    async def _send(self, queue: asyncio.Queue[Outgoing], end: StageLink) -> None:
+    def _link_state(self, end: StageLink) -> LinkState:
+        state = end.state()
+        if end.is_next:
+            state.delay_seconds = self._outbox.delay.low_seconds
+            state.usual_delay_seconds = self._outbox.delay.median_seconds
+        return state
+
+    async def _send(self, queue: asyncio.Queue[Frame], link: ResumableLink) -> None:
         while True:
             packed = await self._packing.pack(await queue.get(), end.codec)
             end.saved_bytes += packed.saved_bytes
@@ -288,6 +309,15 @@ class Deployment:
     def _ends(self) -> list[StageLink]:
         """Of all links that others may dial."""
         return [*self._links, *(self._ring_lines.ends if self._ring_lines is not None else ())]
+
+
+def staleness_counts(counts: Mapping[int, int]) -> list[int]:
+    """How many updates had each staleness, from 0 on; those beyond what is told are counted with the last."""
+    most = min(max(counts, default=-1), MOST_STALENESS_TOLD)
+    told = [0] * (most + 1)
+    for staleness, updates in counts.items():
+        told[min(staleness, most)] += updates
+    return told
 
 
 class _GraphText:

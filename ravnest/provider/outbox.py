@@ -14,7 +14,7 @@ from ravnest.errors import PeerError
 from ravnest.graph.weights import stream_tensors
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ProviderMessage
-from ravnest.provider.packing import Outgoing
+from ravnest.provider.link_delay import LinkDelay, Stays
 
 Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
 """Uploads what the function yields, under a name; the function is called again where it has to be sent again."""
@@ -39,8 +39,10 @@ class FrameOutbox:
         """Samples that have gone back through the stage. The engine's thread counts, anybody may look."""
         self.on_snapshot: Callable[[Snapshot], None] = _no_rings
         """Who takes what a round averages, on the engine's thread."""
-        self.mark: Callable[[], torch.cuda.Event | None] = lambda: None
-        """When what the stage has computed so far will be there; on the engine's thread."""
+        self.delay = LinkDelay()
+        """Of the link to the next stage."""
+        self.stays = Stays()
+        """Of microbatches of the stage before."""
         self._loop = asyncio.get_running_loop()
         self._generation = generation
         self._upload = upload
@@ -63,11 +65,13 @@ class FrameOutbox:
         return _taken(self._losses), _taken(self._updates), _taken(self._saved)
 
     def forward(self, message: Message) -> None:
+        if message.train:
+            self.delay.handed_over(message.microbatch)
         self._put(self.to_next, FrameKind.FORWARD, message)
 
     def backward(self, message: Message) -> None:
         self.samples += message.samples
-        self._put(self.to_previous, FrameKind.BACKWARD, message)
+        self._put(self.to_previous, FrameKind.BACKWARD, message, self.stays.left_micros(message.microbatch))
 
     def done(self, message: Message) -> None:
         self.samples += message.samples
@@ -107,7 +111,14 @@ class FrameOutbox:
     def failed(self, kind: str, text: str, microbatch: int | None) -> None:
         self._loop.call_soon_threadsafe(self._fail, (kind, text, -1 if microbatch is None else microbatch))
 
-    def _put(self, queue: asyncio.Queue[Outgoing], kind: FrameKind, message: Message) -> None:
+    def came(self, frame: Frame) -> None:
+        """A frame of a neighbouring stage is here; evaluations say nothing of the way back."""
+        if frame.kind is FrameKind.BACKWARD:
+            self.delay.returned(frame.microbatch, frame.residence_micros)
+        elif frame.train:
+            self.stays.arrived(frame.microbatch)
+
+    def _put(self, queue: asyncio.Queue[Frame], kind: FrameKind, message: Message, stay_micros: int = 0) -> None:
         tensors = {n: v for n, v in message.values.items() if isinstance(v, torch.Tensor)}
         scalars = {n: v for n, v in message.values.items() if not isinstance(v, torch.Tensor)}
         frame = Frame(
@@ -123,6 +134,7 @@ class FrameOutbox:
             updates=message.updates,
             tensors=tensors,
             scalars=scalars,
+            residence_micros=stay_micros,
         )
         outgoing = Outgoing(frame, self.mark() if tensors else None)
         self._loop.call_soon_threadsafe(queue.put_nowait, outgoing)

@@ -198,6 +198,7 @@ def test_a_root_holds_forwards_back_at_its_limit_and_takes_backwards_first(make:
     # The second was computed before the first was applied: one update lies between.
     assert [update.staleness for update in root_box.updates] == [0, 1]
     assert root.counters.staleness == {0: 1, 1: 1}
+    assert root.flight_seconds > 0 and leaf.flight_seconds == 0, "a leaf has none between forward and backward"
 
 
 def test_gradients_are_averaged_over_the_microbatches_of_an_update(make: Make) -> None:

@@ -42,6 +42,7 @@ def frames(draw: st.DrawFn) -> Frame:
         samples=draw(st.integers(0, 2**64 - 1)),
         checkpoint=draw(st.integers(0, 2**64 - 1)),
         generation=draw(INT64),
+        residence_micros=draw(st.integers(0, 2**64 - 1)),
         tensors=draw(st.dictionaries(NAMES, tensors(), max_size=4)),
         scalars=draw(st.dictionaries(NAMES, st.booleans() | INT64 | st.floats(), max_size=4)),
     )
@@ -52,7 +53,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(left: Frame, right: Frame) -> None:
-    for name in ("kind", "microbatch", "train", "samples", "checkpoint", "generation"):
+    for name in ("kind", "microbatch", "train", "samples", "checkpoint", "generation", "residence_micros"):
         assert getattr(left, name) == getattr(right, name), name
     assert list(left.tensors) == list(right.tensors)
     for name, tensor in left.tensors.items():

@@ -21,7 +21,7 @@ from ravnest.net import NodeIdentity
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
 from ravnest.provider.artifacts import Artifacts
-from ravnest.provider.deployment import Deployment
+from ravnest.provider.deployment import MOST_STALENESS_TOLD, Deployment, staleness_counts
 from ravnest.provider.fetching import FetchProgress
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches
@@ -163,3 +163,12 @@ def test_a_frame_that_fits_is_taken() -> None:
     report, saved = deployment.report()
     assert (report.deployment, report.updates, report.forwards, saved) == ("d1", 0, 0, [])
     assert report.peak_memory_bytes > 0
+
+
+def test_a_report_tells_how_stale_updates_were_however_stale_they_were() -> None:
+    assert staleness_counts({}) == []
+    assert staleness_counts({0: 3, 2: 1}) == [3, 0, 1]
+    assert staleness_counts({70: 5})[70] == 5
+    far = staleness_counts({1: 2, MOST_STALENESS_TOLD: 3, 10**6: 4})
+    assert len(far) == MOST_STALENESS_TOLD + 1
+    assert (sum(far), far[1], far[-1]) == (9, 2, 7)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,5 +119,30 @@ def test_the_first_failure_is_the_one_that_counts() -> None:
 
         await asyncio.to_thread(work)
         assert await outbox.failure == ("not_finite", "the loss is nan", 4)
+
+    on_a_loop(test)
+
+
+def test_gradients_say_how_long_their_microbatch_has_been_here() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        forward = Frame(FrameKind.FORWARD, 3, generation=7)
+        outbox.came(forward)
+        await asyncio.to_thread(outbox.backward, a_message(3))
+        assert (await outbox.to_previous.get()).residence_micros > 0
+        outbox.came(replace(forward, microbatch=-1, train=False))
+        await asyncio.to_thread(outbox.backward, a_message(-1))
+        assert (await outbox.to_previous.get()).residence_micros == 0, "an evaluation has no way back"
+
+    on_a_loop(test)
+
+
+def test_the_delay_of_a_link_is_measured_by_what_is_trained_on_alone() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        await asyncio.to_thread(outbox.forward, replace(a_message(-1), train=False))
+        outbox.came(Frame(FrameKind.BACKWARD, -1, residence_micros=1))
+        assert outbox.delay.low_seconds == 0.0
+        await asyncio.to_thread(outbox.forward, a_message(3))
+        outbox.came(Frame(FrameKind.BACKWARD, 3, residence_micros=1))
+        assert outbox.delay.low_seconds > 0.0
 
     on_a_loop(test)
