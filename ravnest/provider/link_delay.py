@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 RECENT: Final = 32
-RECENT_SECONDS: Final = 4.0
+RECENT_SECONDS: Final = 2.0
 LEAST: Final = 8
 """Delays that count: the last RECENT of them, no older than RECENT_SECONDS unless there are fewer than LEAST."""
 

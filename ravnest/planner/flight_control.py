@@ -1,0 +1,139 @@
+"""From what the stages of a cluster report, one by one, to how many microbatches it has in flight."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ravnest.planner.flight import CHANGED, FlightDecision, FlightMeasures, FlightMemory, decide_flight
+
+LEAST_MICROBATCHES: Final = 4
+LEAST_SECONDS: Final = 1.0
+WINDOW_MICROBATCHES: Final = 48
+WINDOW_SECONDS: Final = 4.0
+"""A window has at least so much of both, and forgets what came before it has the second lot."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCounts:
+    """What a stage has done up to a moment of its own clock."""
+
+    seconds: float
+    forwards: int
+    forward_seconds: float
+    backwards: int
+    backward_seconds: float
+    """With the updates that follow."""
+    flight_seconds: float = 0.0
+    """That microbatches were between forward and backward."""
+    delay_seconds: float = 0.0
+    """Of the link to the next stage, lately."""
+
+
+def _has_changed(history: Sequence[StageCounts]) -> bool:
+    """Whether a stage has become much slower or faster within its window."""
+    first, middle, last = history[0], history[len(history) // 2], history[-1]
+    before, after = middle.backwards - first.backwards, last.backwards - middle.backwards
+    if min(before, after) < LEAST_MICROBATCHES:
+        return False
+    then, now = (middle.seconds - first.seconds) / before, (last.seconds - middle.seconds) / after
+    return abs(now - then) > (CHANGED + 1 / before + 1 / after) * max(now, then)
+
+
+class FlightControl:
+    """Of one cluster. `take` may be called whenever a stage reports, in any order."""
+
+    def __init__(self, stages: int, limit: int, most: int) -> None:
+        self.limit = limit
+        self.reason = ""
+        self._most = most
+        self._flying = 0
+        """How many were in flight with the limit before: those have to come back before the one of now shows."""
+        self._memory = FlightMemory()
+        self._has_decided = False
+        self._settled: int | None = None
+        """Microbatches of the root with which the limit of now has come to show; None: not known yet."""
+        self._counts: list[deque[StageCounts]] = [deque() for _ in range(stages)]
+
+    def restart(self) -> None:
+        """Training stood still, or will: what was counted so far says nothing of how fast it is."""
+        self._settled = None
+        for counts in self._counts:
+            counts.clear()
+
+    def take(self, stage: int, counts: StageCounts) -> FlightDecision | None:
+        """What a stage has counted so far; a decision where there is to be another number from now on."""
+        if not self._has_decided:
+            self._note_delay(stage, counts.delay_seconds)
+        if not stage:
+            if self._settled is None:
+                self._settled = counts.backwards + max(self._flying, self.limit) + 1
+            if counts.backwards < self._settled:
+                return None
+        if self._settled is None or (stage and not self._counts[0]):
+            # What is in flight began with another number.
+            return None
+        history = self._counts[stage]
+        if history and counts.backwards < history[-1].backwards:
+            history.clear()
+        history.append(counts)
+        self._forget(history)
+        if not stage and _has_changed(history):
+            for each in self._counts:
+                for _ in range(len(each) // 2):
+                    each.popleft()
+        seen = None if stage else self._measures()
+        if seen is None:
+            return None
+        self._has_decided = True
+        decided = decide_flight(seen, self._memory, self._most)
+        self._memory, self.reason = decided.memory, decided.reason
+        if decided.afresh:
+            self.restart()
+        if decided.limit == self.limit:
+            return None
+        self._flying, self.limit = self.limit, decided.limit
+        self.restart()
+        return decided
+
+    def _note_delay(self, stage: int, seconds: float) -> None:
+        """The first microbatches on a line wait for no other: what they took is worth knowing before all else is."""
+        known = list(self._memory.delays or [math.inf] * (len(self._counts) - 1))
+        if stage < len(known) and seconds > 0:
+            known[stage] = min(known[stage], seconds)
+            self._memory = replace(self._memory, delays=tuple(known))
+
+    def _forget(self, history: deque[StageCounts]) -> None:
+        least = max(WINDOW_MICROBATCHES, 4 * self.limit)
+        while len(history) > 2:
+            last, second = history[-1], history[1]
+            if last.backwards - second.backwards < least or last.seconds - second.seconds < WINDOW_SECONDS:
+                break
+            history.popleft()
+
+    def _measures(self) -> FlightMeasures | None:
+        """What all stages did lately; None where that is too little to go by."""
+        seconds, periods = [], []
+        for history in self._counts:
+            if len(history) < 2:
+                return None
+            first, last = history[0], history[-1]
+            done, took = last.backwards - first.backwards, last.seconds - first.seconds
+            begun = last.forwards - first.forwards
+            if not begun or done < max(LEAST_MICROBATCHES, self.limit) or took < LEAST_SECONDS:
+                return None
+            forward = (last.forward_seconds - first.forward_seconds) / begun
+            seconds.append(forward + (last.backward_seconds - first.backward_seconds) / done)
+            periods.append((done, took))
+        delays = tuple(history[-1].delay_seconds for history in self._counts[:-1])
+        first, last = self._counts[0][0], self._counts[0][-1]
+        together = sum(done for done, _ in periods)
+        return FlightMeasures(
+            limit=self.limit,
+            seconds=tuple(seconds),
+            delays=delays,
+            period_seconds=sum(took for _, took in periods) / together,
+            flying=(last.flight_seconds - first.flight_seconds) / (last.seconds - first.seconds),
+            microbatches=min(done for done, _ in periods),
+        )

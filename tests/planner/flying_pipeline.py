@@ -1,0 +1,220 @@
+"""A pipeline of stages and lines in virtual time, with the engine's own schedule and the provider's own measurement of
+delays: what the control of how many are in flight is tried on."""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ravnest.engine.schedule import Task, Waiting, next_task
+from ravnest.planner.flight_control import FlightControl, StageCounts
+from ravnest.provider.link_delay import LinkDelay, Stays
+
+REPORT_SECONDS = 1.0
+
+
+@dataclass
+class Link:
+    """One way between two stages."""
+
+    bytes_per_second: float = float("inf")
+    latency_seconds: float = 0.0
+    free_at: float = 0.0
+
+    def carry(self, now: float, size: float) -> float:
+        """When what is sent now arrives."""
+        self.free_at = max(now, self.free_at) + size / self.bytes_per_second
+        return self.free_at + self.latency_seconds
+
+
+@dataclass
+class SimulatedStage:
+    number: int
+    forward_seconds: float
+    backward_seconds: float
+    delay: LinkDelay
+    stays: Stays
+    forwards: deque[int] = field(default_factory=deque)
+    backwards: deque[int] = field(default_factory=deque)
+    in_flight: int = 0
+    busy: bool = False
+    limit: int | None = None
+    forward: tuple[int, float] = (0, 0.0)
+    """How many, and how long they took."""
+    backward: tuple[int, float] = (0, 0.0)
+    flown: tuple[float, float] = (0.0, 0.0)
+
+    def flight_seconds(self, now: float) -> float:
+        seconds, since = self.flown
+        return seconds + self.in_flight * (now - since)
+
+    def fly(self, now: float, change: int) -> None:
+        self.flown = (self.flight_seconds(now), now)
+        self.in_flight += change
+
+
+class FlyingPipeline:
+    """Runs until a moment; `completed` has the moments at which microbatches were done."""
+
+    def __init__(
+        self,
+        stages: int,
+        *,
+        forward_seconds: float = 0.05,
+        backward_seconds: float = 0.1,
+        mbit: float = float("inf"),
+        round_trip_seconds: float = 0.0,
+        frame_bytes: float = 1 << 20,
+        limit: int = 1,
+        feed_seconds: float = 0.0,
+    ) -> None:
+        self.now = 0.0
+        self.completed: list[float] = []
+        self.limits: list[tuple[float, int, str]] = []
+        self.frame_bytes = frame_bytes
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._next = itertools.count()
+        self._feed_seconds = feed_seconds
+        clock = self._clock
+        self.stages = [
+            SimulatedStage(n, forward_seconds, backward_seconds, LinkDelay(clock), Stays(clock)) for n in range(stages)
+        ]
+        self.there = [Link(mbit * 125e3, round_trip_seconds / 2) for _ in range(stages - 1)]
+        self.back = [Link(mbit * 125e3, round_trip_seconds / 2) for _ in range(stages - 1)]
+        self.stages[0].limit = limit
+        self._feed()
+
+    def _clock(self) -> float:
+        return self.now
+
+    def at(self, moment: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (moment, next(self._order), action))
+
+    def run_until(self, moment: float) -> None:
+        while self._events and self._events[0][0] <= moment:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+        self.now = moment
+
+    def rate(self, since: float, until: float) -> float:
+        """Microbatches a second, between the first and the last that were done within these moments."""
+        inside = [moment for moment in self.completed if since <= moment <= until]
+        return (len(inside) - 1) / (inside[-1] - inside[0])
+
+    def controlled_by(self, control: FlightControl, message_seconds: float = 0.05) -> None:
+        """From now on the stages report to this, at moments of their own, and the root does what it says."""
+        for stage in self.stages:
+            self.at(self.now + REPORT_SECONDS * (0.3 + 0.61 * stage.number % 1), lambda s=stage: report(s))
+
+        def report(stage: SimulatedStage) -> None:
+            counts = StageCounts(
+                seconds=self.now,
+                forwards=stage.forward[0],
+                forward_seconds=stage.forward[1],
+                backwards=stage.backward[0],
+                backward_seconds=stage.backward[1],
+                flight_seconds=stage.flight_seconds(self.now),
+                delay_seconds=stage.delay.low_seconds,
+            )
+            self.at(self.now + message_seconds, lambda: hear(stage.number, counts))
+            self.at(self.now + REPORT_SECONDS, lambda: report(stage))
+
+        def hear(stage: int, counts: StageCounts) -> None:
+            decision = control.take(stage, counts)
+            if decision is not None:
+                self.limits.append((self.now, decision.limit, decision.reason))
+                self.at(self.now + message_seconds, lambda: obey(decision.limit))
+
+        def obey(limit: int) -> None:
+            self.stages[0].limit = limit
+            self._work(self.stages[0])
+
+    def _feed(self) -> None:
+        """A root always has some to begin with, or gets one now and then."""
+        root = self.stages[0]
+        if self._feed_seconds:
+            root.forwards.append(next(self._next))
+            self.at(self.now + self._feed_seconds, self._feed)
+            self._work(root)
+            return
+        while len(root.forwards) < 2:
+            root.forwards.append(next(self._next))
+        self._work(root)
+
+    def _work(self, stage: SimulatedStage) -> None:
+        if stage.busy:
+            return
+        waiting = Waiting(len(stage.backwards), len(stage.forwards), 0)
+        task = next_task(waiting, stage.in_flight, stage.limit).task
+        last = stage.number == len(self.stages) - 1
+        if task is Task.WAIT:
+            return
+        stage.busy = True
+        if task is Task.FORWARD:
+            microbatch = stage.forwards.popleft()
+            seconds = stage.forward_seconds + (stage.backward_seconds if last else 0.0)
+            self.at(self.now + seconds, lambda: self._end_forward(stage, microbatch, seconds, last))
+        else:
+            microbatch = stage.backwards.popleft()
+            stage.fly(self.now, -1)
+            seconds = stage.backward_seconds
+            self.at(self.now + seconds, lambda: self._end_backward(stage, microbatch, seconds))
+
+    def _end_forward(self, stage: SimulatedStage, microbatch: int, seconds: float, last: bool) -> None:
+        stage.forward = (stage.forward[0] + 1, stage.forward[1] + stage.forward_seconds)
+        if last:
+            self._end_backward(stage, microbatch, seconds - stage.forward_seconds)
+            return
+        stage.busy = False
+        stage.fly(self.now, 1)
+        stage.delay.handed_over(microbatch)
+        following = self.stages[stage.number + 1]
+
+        def arrive() -> None:
+            following.stays.arrived(microbatch)
+            following.forwards.append(microbatch)
+            self._work(following)
+
+        self.at(self.there[stage.number].carry(self.now, self.frame_bytes), arrive)
+        if stage.number == 0 and not self._feed_seconds:
+            self._feed()
+        self._work(stage)
+
+    def _end_backward(self, stage: SimulatedStage, microbatch: int, seconds: float) -> None:
+        stage.busy = False
+        stage.backward = (stage.backward[0] + 1, stage.backward[1] + seconds)
+        if stage.number == 0:
+            self.completed.append(self.now)
+        else:
+            before, stay = self.stages[stage.number - 1], stage.stays.left_micros(microbatch)
+
+            def arrive() -> None:
+                before.delay.returned(microbatch, stay)
+                before.backwards.append(microbatch)
+                self._work(before)
+
+            self.at(self.back[stage.number - 1].carry(self.now, self.frame_bytes), arrive)
+        self._work(stage)
+
+
+def fixed_rate(limit: int, seconds: float = 60.0, **shape: object) -> float:
+    """What so many in flight reach once the pipeline is full."""
+    pipeline = FlyingPipeline(limit=limit, **shape)  # type: ignore[arg-type]
+    pipeline.run_until(seconds)
+    return pipeline.rate(seconds / 2, seconds)
+
+
+def least_in_flight(limit_rate: float, share: float, most: int = 32, **shape: object) -> int:
+    """How many in flight are needed for this share of the best rate."""
+    for limit in range(1, most + 1):
+        if fixed_rate(limit, **shape) >= share * limit_rate:
+            return limit
+    return most
+
+
+def settled(limits: Sequence[tuple[float, int, str]], start: int, since: float) -> set[int]:
+    """Which limits there were from a moment on."""
+    before = [limit for at, limit, _ in limits if at <= since]
+    return {before[-1] if before else start, *(limit for at, limit, _ in limits if at > since)}
