@@ -115,6 +115,8 @@ def _print(
         if round_ is not None:
             told = words.printable(str(round_.get("reason", "")))
             console.print(Text.assemble((f"{'last round':<14}", "dim"), told), soft_wrap=True)
+        for flying in _flights(summary):
+            console.print(Text.assemble((f"{'in flight':<14}", "dim"), words.printable(flying)), soft_wrap=True)
         ledger = summary.ledger
         if ledger.fed:
             text = f"fed {words.count(ledger.fed)}, completed {words.count(ledger.completed)}, replayed "
@@ -182,6 +184,16 @@ def _stages(summary: Summary) -> Any:
     return table
 
 
+def _flights(summary: Summary) -> list[str]:
+    """How many microbatches each cluster has in flight, and why; of a cluster with a single stage there is none."""
+    several = len(summary.clusters) > 1
+    return [
+        f"{f'cluster {cluster.id}: ' if several else ''}{cluster.in_flight}: {cluster.in_flight_reason}"
+        for cluster in summary.clusters
+        if cluster.in_flight is not None and len(cluster.stages) > 1
+    ]
+
+
 def _links(summary: Summary) -> list[str]:
     """How the link from each stage to the next runs."""
     lines = []
@@ -190,7 +202,8 @@ def _links(summary: Summary) -> list[str]:
             for link in stage.links:
                 if link.to == following.provider:
                     again = f", connected {words.count(link.connections)} times" if link.connections > 1 else ""
-                    lines.append(f"{stage.provider} to {link.to}: {link.route or 'down'}{again}")
+                    delay = "" if link.delay_seconds is None else f", {1e3 * link.delay_seconds:.3g} ms there and back"
+                    lines.append(f"{stage.provider} to {link.to}: {link.route or 'down'}{delay}{again}")
     return lines
 
 

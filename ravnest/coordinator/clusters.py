@@ -29,6 +29,14 @@ class ClusterRun:
     mark: RoundMark | None = None
     lost: str = ""
     """Why it does not train any more."""
+    in_flight: int = field(init=False)
+    """Microbatches between forward and backward at its root, at most: as planned, until something else was decided."""
+    flight_reason: str = field(init=False)
+    ahead: int = field(init=False)
+    """Microbatches to feed beyond those in flight."""
+
+    def __post_init__(self) -> None:
+        self.in_flight, self.flight_reason, self.ahead = self.plan.in_flight, self.plan.flight_reason, self.plan.ahead
 
     @property
     def id(self) -> int:
@@ -46,10 +54,11 @@ class ClusterRun:
     @property
     def room(self) -> int:
         """Microbatches that it can be fed now."""
-        return self.plan.in_flight + self.plan.ahead - len(self.open)
+        return self.in_flight + self.ahead - len(self.open)
 
     @property
     def evaluation_room(self) -> int:
+        # As planned: no stage takes many more at a time than it was told to begin with.
         return 2 * self.plan.in_flight + self.plan.ahead - len(self.evaluating)
 
 
@@ -96,5 +105,5 @@ def hungriest(rooms: Sequence[tuple[ClusterRun, int]]) -> ClusterRun | None:
 
     Data goes to whoever asks: a faster cluster has room more often, and so it does more.
     """
-    cluster, room = max(rooms, key=lambda pair: pair[1] / pair[0].plan.in_flight, default=(None, 0))
+    cluster, room = max(rooms, key=lambda pair: pair[1] / pair[0].in_flight, default=(None, 0))
     return cluster if room > 0 else None

@@ -23,6 +23,7 @@ from ravnest.coordinator.deploying import Orders
 from ravnest.coordinator.evaluation import Evaluation
 from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
 from ravnest.coordinator.feeding import BETTER_REASON_SECONDS, Feeding
+from ravnest.coordinator.flights import Flights
 from ravnest.coordinator.gathering import gather
 from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
@@ -87,6 +88,7 @@ class Coordinator:
         self._checkpointing: Checkpointing | None = None
         self._averaging: AveragingRun | None = None
         """Where there are several clusters."""
+        self._flights: Flights | None = None
         self._evaluation: Evaluation | None = None
 
     @property
@@ -220,6 +222,7 @@ class Coordinator:
             self._take_report(node_id, message)
         elif kind == "saved" and self._checkpointing is not None:
             self._checkpointing.saved(node_id, message.saved.checkpoint)
+            self._look_afresh()
         elif kind == "failed":
             self._take_failure(node_id, message.failed)
         elif self._averaging is not None:
@@ -300,15 +303,7 @@ class Coordinator:
         )
         self._course.emit("versions", plan.versions_reason, versions=plan.versions)
         for cluster in plan.clusters:
-            self._course.emit("in_flight", cluster.flight_reason, cluster=cluster.id, limit=cluster.in_flight)
-            for stage in cluster.stages[1:]:
-                self._course.emit(
-                    "codec",
-                    f"stage {stage.stage - 1} to {stage.stage}: {stage.codec_reason}",
-                    cluster=cluster.id,
-                    stage=stage.stage,
-                    codec=stage.codec,
-                )
+            self._course.emit("in_flight", cluster.flight_reason, cluster=cluster.id, old=None, new=cluster.in_flight)
         if plan.rings:
             self._course.emit("rings", plan.average_reason, rings=len(plan.rings), samples=plan.average_every)
         self._display.message(f"plan: {plan.reason}")
@@ -328,6 +323,7 @@ class Coordinator:
         self._feeding = Feeding(
             course, self._swarm, self._clusters, self._generation, self._ledger, self._recorder, self.progress
         )
+        self._flights = Flights(course, self._deployment, self._clusters.all, job.pipeline.in_flight is not None)
         store = CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep)
         self._checkpointing = Checkpointing(
             course,
@@ -409,13 +405,17 @@ class Coordinator:
         assert self._feeding is not None and self._checkpointing is not None
         if len(self._clusters.whole) > 1 or self._feeding.replaying:
             return 0
-        return self._checkpointing.with_microbatch(item)
+        number = self._checkpointing.with_microbatch(item)
+        if number:
+            self._look_afresh()
+        return number
 
     async def _take_evaluation(self, item: EvalBatch) -> None:
         assert self._feeding is not None
         if self._evaluation is None:
             await self._course.until(lambda: self._ledger.outstanding == 0)
             self.progress.pause_clock()
+            self._look_afresh()
             await self._average_now("before an evaluation")
             self._evaluation = Evaluation()
             self.phase("evaluating")
@@ -430,10 +430,16 @@ class Coordinator:
             return
         await self._course.until(lambda: evaluation.outstanding == 0)
         self._evaluation = None
+        self._look_afresh()
         means = evaluation.means()
         self._recorder.evaluated(means)
         self._course.emit("evaluated", f"on {evaluation.samples} samples", **means)
         self.phase("training")
+
+    def _look_afresh(self) -> None:
+        """Training stands still for a moment: nothing is to be concluded from that."""
+        if self._flights is not None:
+            self._flights.restart()
 
     async def _average_now(self, reason: str) -> None:
         if self._averaging is not None:
@@ -477,6 +483,8 @@ class Coordinator:
             self._recorder.take(node_id, cluster.id, self._stage_of[node_id], message.report)
         self._reported[node_id] = time.monotonic()
         self._course.notify()
+        if self._flights is not None and self._evaluation is None:
+            self._flights.reported(cluster, self._stage_of[node_id], message.report)
         if self._averaging is not None:
             self._averaging.rounds.reported(node_id, message.report)
 

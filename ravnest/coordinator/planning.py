@@ -26,6 +26,7 @@ from ravnest.graph.profile import CostProfile
 from ravnest.job import Job
 from ravnest.net.measuring import LinkSpeed
 from ravnest.planner.cluster import Cluster
+from ravnest.planner.flight import most_in_flight
 from ravnest.planner.formation import form
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
@@ -126,14 +127,9 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
             f"{counted(len(cluster.stages), 'stage')}, {counted(cluster.in_flight, 'microbatch', 'microbatches')} in "
             f"flight; {plan.predicted_samples_per_second:.1f} samples/s, limited by {plan.limit or cluster.limit}"
         )
-        return RunPlan(
-            plan,
-            _cluster_plans(graph, plan, by_name, asked),
-            reason,
-            versions=goal.versions,
-            versions_reason=chosen.reason,
-            most_in_flight=goal.bound_in_flight,
-        )
+        # A cluster alone keeps nothing for averaging.
+        alone = replace(goal, least_clusters=1, most_clusters=1)
+        return RunPlan(plan, _cluster_plans(graph, model, alone, plan, by_name), reason)
     found = averaging_of(prepared.job.averaging, graph, model, goal, network, by_name, plan)
     plan = found.plan
     reason = (
@@ -143,7 +139,7 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
     )
     return RunPlan(
         plan,
-        _cluster_plans(graph, plan, by_name, asked),
+        _cluster_plans(graph, model, goal, plan, by_name),
         reason,
         versions=goal.versions,
         versions_reason=chosen.reason,
@@ -156,40 +152,41 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
 
 
 def _cluster_plans(
-    graph: PortableGraph, plan: Plan, providers: Mapping[str, Provider], split: bool | None
+    graph: PortableGraph, model: ModelCosts, goal: Goal, plan: Plan, providers: Mapping[str, Provider]
 ) -> tuple[ClusterPlan, ...]:
-    """`split` is what the job says of splitting backwards, if it does."""
-    plans = []
-    for number, (cluster, rate) in enumerate(zip(plan.clusters, plan.rates, strict=True)):
-        choices = [
-            choose_split(cluster, position, providers[stage.provider].memory_bytes, split)
-            for position, stage in enumerate(cluster.stages)
-        ]
-        stages = stages_of(graph, cluster, number)
-        plans.append(
-            ClusterPlan(
-                id=number,
-                stages=tuple(replace(s, split_backward=c.split) for s, c in zip(stages, choices, strict=True)),
-                in_flight=cluster.in_flight,
-                ahead=feed_ahead(cluster, providers),
-                predicted_samples_per_second=rate,
-                flight_reason=flight_reason(cluster),
-                split_reason=split_reason(choices),
-            )
+    return tuple(
+        ClusterPlan(
+            id=number,
+            stages=stages_of(graph, cluster, number),
+            in_flight=cluster.in_flight,
+            ahead=feed_ahead(cluster, providers),
+            predicted_samples_per_second=rate,
+            flight_reason=flight_reason(cluster),
+            most_in_flight=most_in_flight(model, goal, providers, cluster),
+            feed_seconds=feed_seconds(cluster, providers),
         )
     return tuple(plans)
 
 
 def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
-    """How many microbatches are fed beyond those in flight, so that no stage ever waits for the coordinator: as many as
-    are trained on while word of a completed one comes and the next goes out, and a few."""
-    longest = max(
+    """How many microbatches are fed beyond those in flight, at the planned rate."""
+    return ahead_of(feed_seconds(cluster, providers), cluster.period_seconds)
+
+
+def ahead_of(feed_seconds: float, period_seconds: float) -> int:
+    """How many are fed ahead so that no stage ever waits for the coordinator: as many as are trained on while word of a
+    completed one comes and the next goes out, and a few."""
+    return _AHEAD + math.ceil(min(_MOST_AHEAD, feed_seconds / period_seconds))
+
+
+def feed_seconds(cluster: Cluster, providers: Mapping[str, Provider]) -> float:
+    """Until word of a completed microbatch has come and the next is with the stage that waits longest for it."""
+    return max(
         2 * providers[stage.provider].latency_seconds
         + stage.fed_bytes / providers[stage.provider].down_bytes_per_second
         for stage in cluster.stages
         if stage.fed_bytes
     )
-    return _AHEAD + min(_MOST_AHEAD, math.ceil(longest / cluster.period_seconds))
 
 
 def check_fit(prepared: Prepared, members: Sequence[Member], machine: Machine, clusters: int | None = None) -> None:

@@ -125,6 +125,10 @@ class Progress:
 
     def snapshot(self) -> Snapshot:
         rate, total = self.recent_samples_per_second(), self.samples_total()
+        # Of one stage nothing is ever in flight to the next.
+        single = self.clusters is not None and len(self.clusters.all) == 1
+        flying = self.clusters.all[0] if self.clusters is not None and single else None
+        flying = flying if flying is not None and len(flying.plan.stages) > 1 else None
         return Snapshot(
             phase=self.phase,
             detail=shares_in_words(self.fetching),
@@ -142,6 +146,8 @@ class Progress:
             stages=tuple(self._view(self._stage(s), s.cluster, rate) for s in (self.plan.stages if self.plan else ())),
             clusters=tuple(self._cluster_views(rate)),
             averaging=None if self.rounds is None else self.rounds.summary(),
+            in_flight=flying.in_flight if flying is not None else None,
+            in_flight_reason=flying.flight_reason if flying is not None else "",
             last_round="" if self.rounds is None else self.rounds.last,
             title=self.title,
         )
@@ -153,7 +159,11 @@ class Progress:
             return
         for cluster, seen in zip(self.clusters.all, found, strict=True):
             yield ClusterView(
-                id=seen.id, samples=seen.samples, samples_per_second=seen.samples_per_second, lost=cluster.lost
+                id=seen.id,
+                samples=seen.samples,
+                samples_per_second=seen.samples_per_second,
+                lost=cluster.lost,
+                in_flight=cluster.in_flight,
             )
 
     def _epoch_shown(self) -> int:
@@ -203,6 +213,8 @@ class Progress:
                 samples=self.ledger.samples if only else cluster.samples,
                 samples_per_second=rate if only else rate * share,
                 stages=tuple(self._stage(stage) for stage in cluster.plan.stages),
+                in_flight=cluster.in_flight,
+                in_flight_reason=cluster.flight_reason,
             )
 
     def _epochs_done(self) -> float:
@@ -243,8 +255,7 @@ class Progress:
                     connections=link.connections,
                     bytes_sent=link.bytes_sent,
                     bytes_received=link.bytes_received,
-                    bytes_raw=link.raw_bytes_sent,
-                    codec=self._codec(stage, link.next),
+                    delay_seconds=link.delay_seconds or None,
                 )
                 for link in report.links
             ),

@@ -28,7 +28,9 @@ class Recorder:
 
     def take(self, node_id: str, cluster: int, stage: int, report: Report) -> None:
         """What the provider of a stage reports."""
+        before = self._progress.reports.get(node_id)
         self._progress.reports[node_id] = report
+        self._write_staleness(cluster, stage, report, before if before is not None else Report())
         for record in report.losses:
             self._progress.losses.append((record.loss, record.samples))
             place = self._places.pop(record.microbatch, None)
@@ -45,6 +47,24 @@ class Recorder:
                     "version": update.version,
                 }
                 self._updates.append(line)
+
+    def _write_staleness(self, cluster: int, stage: int, report: Report, before: Report) -> None:
+        """How stale the updates of a stage were since its report before."""
+        updates = report.updates - before.updates
+        known = dict(enumerate(before.staleness_counts))
+        newer = [k for k, count in enumerate(report.staleness_counts) if count > known.get(k, 0)]
+        if updates > 0 and newer:
+            ledger = self._progress.ledger
+            values = {
+                "staleness": (report.staleness_sum - before.staleness_sum) / updates,
+                # Only the last of all is told by itself, where it is beyond what is counted.
+                "staleness_max": max(
+                    newer[-1], report.staleness_max if report.staleness_max > before.staleness_max else 0
+                ),
+            }
+            self._metrics.write(
+                "stage", samples=ledger.samples, updates=report.updates, values=values, cluster=cluster, stage=stage
+            )
 
     def evaluated(self, values: dict[str, float]) -> None:
         """An evaluation is complete."""

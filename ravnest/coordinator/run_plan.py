@@ -34,8 +34,10 @@ class ClusterPlan:
     """Beside the other clusters."""
     flight_reason: str
     """How many are in flight, and what for."""
-    split_reason: str = ""
-    """Which stages split their backward, and what for; empty with a single stage."""
+    most_in_flight: int = 1
+    """As many as memory and the bound on staleness allow, should more be needed than planned."""
+    feed_seconds: float = 0.0
+    """Word of a completed microbatch to the coordinator, and the next to the stage that waits longest for it."""
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -129,8 +129,11 @@ def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
     if snapshot.averaging is not None:
         last = f"; {snapshot.last_round}" if snapshot.last_round else ""
         parts.append(_named("averaging", f"{averaging_in_words(snapshot.averaging)}{last}"))
+    if snapshot.in_flight is not None:
+        parts.append(_named("in flight", f"{snapshot.in_flight}   {snapshot.in_flight_reason}"))
     if snapshot.stages:
-        room = max_stages - len(snapshot.clusters) - (snapshot.averaging is not None)
+        shown = (snapshot.averaging is not None) + (snapshot.in_flight is not None)
+        room = max_stages - len(snapshot.clusters) - shown
         parts += [Text(), _stage_table(snapshot, room := max(1, room))]
         hidden = len(snapshot.stages) - room
         if hidden > 0:
@@ -190,7 +193,8 @@ def _numbers(snapshot: Snapshot) -> RenderableType:
 
 
 def _named(name: str, value: str) -> Text:
-    return Text.assemble((f"{name} ", "dim"), words.printable(value))
+    # One line each: how much room there is for stages was counted.
+    return Text.assemble((f"{name} ", "dim"), words.printable(value), no_wrap=True, overflow="ellipsis")
 
 
 def _stage_table(snapshot: Snapshot, most: int | None = None) -> Table:
@@ -208,6 +212,7 @@ def _stage_table(snapshot: Snapshot, most: int | None = None) -> Table:
         cluster = begun.pop(view.cluster, None)
         if cluster is not None:
             rate = f"{words.rate(cluster.samples_per_second)} samples/s, {words.count(cluster.samples)} samples"
+            rate += "" if cluster.in_flight is None else f", {cluster.in_flight} in flight"
             told = f"lost: {words.printable(cluster.lost)}" if cluster.lost else rate
             table.add_row(f"cluster {cluster.id}", Text(told, style="red" if cluster.lost else "dim"))
         table.add_row(

@@ -33,6 +33,7 @@ class ClusterView:
     samples_per_second: float = 0.0
     lost: str = ""
     """Why it does not train any more."""
+    in_flight: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,9 @@ class Snapshot:
     """Where there are several."""
     averaging: Averaging | None = None
     """What they have averaged so far."""
+    in_flight: int | None = None
+    """Microbatches in flight, at most, and why; of a single cluster."""
+    in_flight_reason: str = ""
     last_round: str = ""
     title: str = ""
     """The job's name."""

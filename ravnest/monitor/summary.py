@@ -36,10 +36,8 @@ class StageLink:
     connections: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
-    bytes_raw: int = 0
-    """What was sent would have been so many bytes without a codec."""
-    codec: str = "float32"
-    """Of activations and gradients, both ways."""
+    delay_seconds: float | None = None
+    """What a microbatch spends on the way there and back, of those that hardly waited for the line; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +65,9 @@ class ClusterSummary:
     samples: int
     samples_per_second: float
     stages: tuple[StageSummary, ...] = ()
+    in_flight: int | None = None
+    """Microbatches between forward and backward at its root, at most, by now."""
+    in_flight_reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

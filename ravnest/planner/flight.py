@@ -1,18 +1,23 @@
 """How many microbatches a cluster should have in flight: the smallest number that keeps its slowest stage or line busy.
 
 A pure decision from what was measured in a window of time with the number of now, and from what came of the decisions
-before. By Little's law, as many are on their way as microbatches begin within the time that one takes. Too few, and the
-slowest stage waits for the next; too many, and they queue in front of it, or of a line, and only make one another stale.
+before. By Little's law, as many are on their way as microbatches begin within the time that one takes. With too few the
+slowest stage waits for the next; too many queue in front of it, or of a line, and only make one another stale.
 
-While the slowest stage waits, more are tried, and kept if that made the cluster faster. If it did not, something else is
-the limit, a line most likely, and the number is as good as before. While the slowest stage is always busy, fewer are
+While the slowest stage waits, more are tried, and kept if that made the cluster faster. If it did not, something else
+is the limit, a line most likely, and the number is as good as before. While the slowest stage is always busy, fewer are
 tried, down to what the way without any waiting takes, and the step that cost something is taken back. What was found
 counts until stages or lines change.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
+
+from ravnest.planner.cluster import Cluster, memory_bytes
+from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.providers import Goal, Provider
 
 BUSY: Final = 0.985
 """A stage that works for such a share of the time does not wait for microbatches."""
@@ -21,8 +26,8 @@ IDLE: Final = 0.97
 """One that works less than that does."""
 
 CHANGED: Final = 0.1
-"""A stage that is so much slower or faster than before has changed, and so has a period that is so much longer: what was
-found no longer counts."""
+"""A stage that is so much slower or faster than before has changed, and so has a period that is so much longer: what
+was found no longer counts."""
 
 FULL_WINDOW: Final = 24
 """Microbatches in a window, or twice those in flight, that tell small differences."""
@@ -163,7 +168,9 @@ def decide_flight(seen: FlightMeasures, memory: FlightMemory, most: int) -> Flig
     if seen.is_starved:
         return _keep(seen, memory, f"{working}, and the root has {seen.flying:.1f} of {limit}: it is fed no faster")
     queued, fewer = limit - on_way, max(memory.enough, _spare(on_way))
-    if queued >= max(2.0, 0.25 * limit) and fewer < limit:
+    # Others may queue at stages that take now more and now less time, and keep these busy.
+    at_lines = (sum(seen.delays) - sum(memory.delays)) / period
+    if queued >= max(2.0, 0.25 * limit) and at_lines >= queued / 2 and fewer < limit:
         why = f"{queued:.1f} of {limit} wait for a line, which takes {period:.3g} s for each"
         return _try(seen, memory, fewer, f"{working}, and {why}")
     if memory.most is not None and limit >= memory.most:
@@ -172,9 +179,21 @@ def decide_flight(seen: FlightMeasures, memory: FlightMemory, most: int) -> Flig
         return _keep(seen, memory, f"{working}, and no more than {most} may be in flight")
     # Without any queue the rate grows with the number; where some wait already, it may not.
     in_one_go = queued < 1 and not memory.verdicts
-    wanted = math.ceil(limit / seen.busy) if in_one_go else limit + math.ceil(limit / 8)
-    wanted = min(wanted, 4 * limit, most, memory.most or most)
+    if not in_one_go and not seen.is_full:
+        return _keep(seen, memory, working)
+    wanted = math.ceil(limit / max(seen.busy, 0.25)) if in_one_go else limit + math.ceil(limit / 10)
+    wanted = min(wanted, most, memory.most or most)
     return _try(seen, memory, wanted, f"{working}: {limit} are too few for a way of {on_way * period:.3g} s")
+
+
+def most_in_flight(model: ModelCosts, goal: Goal, providers: Mapping[str, Provider], cluster: Cluster) -> int:
+    """As many as the bound on staleness allows and the memory of every stage's provider holds."""
+    at = {place: index for index, place in enumerate(model.places)}
+    for number in range(goal.most_in_flight, cluster.in_flight, -1):
+        held = memory_bytes(model, goal, number)
+        if all(held[at[s.start], at[s.end]] <= providers[s.provider].memory_bytes for s in cluster.stages):
+            return number
+    return cluster.in_flight
 
 
 def _changed(seen: FlightMeasures, memory: FlightMemory) -> str:

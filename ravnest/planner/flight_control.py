@@ -47,6 +47,10 @@ class FlightControl:
     def __init__(self, stages: int, limit: int, most: int) -> None:
         self.limit = limit
         self.reason = ""
+        self.period_seconds = 0.0
+        """From one microbatch to the next, lately; 0: not known."""
+        self.is_starved = False
+        """Whether the root is not fed as fast as it could go on."""
         self._most = most
         self._flying = 0
         """How many were in flight with the limit before: those have to come back before the one of now shows."""
@@ -87,6 +91,7 @@ class FlightControl:
         if seen is None:
             return None
         self._has_decided = True
+        self.period_seconds, self.is_starved = seen.period_seconds, seen.is_starved
         decided = decide_flight(seen, self._memory, self._most)
         self._memory, self.reason = decided.memory, decided.reason
         if decided.afresh:
@@ -121,10 +126,10 @@ class FlightControl:
             first, last = history[0], history[-1]
             done, took = last.backwards - first.backwards, last.seconds - first.seconds
             begun = last.forwards - first.forwards
-            if not begun or done < max(LEAST_MICROBATCHES, self.limit) or took < LEAST_SECONDS:
+            if begun < 1 or done < max(LEAST_MICROBATCHES, self.limit) or took < LEAST_SECONDS:
                 return None
-            forward = (last.forward_seconds - first.forward_seconds) / begun
-            seconds.append(forward + (last.backward_seconds - first.backward_seconds) / done)
+            forward = max(0.0, last.forward_seconds - first.forward_seconds) / begun
+            seconds.append(forward + max(0.0, last.backward_seconds - first.backward_seconds) / done)
             periods.append((done, took))
         delays = tuple(history[-1].delay_seconds for history in self._counts[:-1])
         first, last = self._counts[0][0], self._counts[0][-1]
