@@ -6,11 +6,12 @@ out into frames. Every method of an Outbox is called on the worker's thread.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from ravnest.engine.stage import Update
+from ravnest.engine.training_time import TrainingTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,19 @@ class Span:
     """A piece of work of a stage, on the clock `time.perf_counter`."""
 
     kind: str
-    """forward, backward, weights, update, evaluate, send, receive or wait."""
+    """forward, backward, weights, update, evaluate, average, save, send, receive or wait."""
     microbatch: int
+    """Of a wait, the one whose work ended it."""
     began: float
     ended: float
+    detail: str = ""
+    """Of a send or a receive "forward" or "backward"; of a wait `WAIT_LIMIT` or `WAIT_NOTHING`."""
+
+
+WAIT_LIMIT: Final = "limit"
+"""As many microbatches are between forward and backward as may be: only a gradient helps."""
+WAIT_NOTHING: Final = "nothing ready"
+"""Nothing has come that could be worked on."""
 
 
 @dataclass(slots=True)
@@ -75,6 +85,8 @@ class Counters:
     updates: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     """By kind of work, how long it took in all; as `Span` names them."""
+    training: TrainingTime = field(default_factory=TrainingTime)
+    """How much of its training the stage has worked, without start-up and evaluations."""
 
 
 class Outbox(Protocol):

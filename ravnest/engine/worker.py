@@ -17,10 +17,11 @@ from typing import Any, Final
 
 import torch
 
-from ravnest.engine.messages import Counters, LossRecord, Message, Outbox, Snapshot, Span
+from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, LossRecord, Message, Outbox, Snapshot, Span
 from ravnest.engine.pace import Pace
 from ravnest.engine.schedule import Bound, Task, Waiting, next_task, updates_before
 from ravnest.engine.stage import Stage, Update
+from ravnest.engine.training_time import TrainingTime, warm_up_for
 from ravnest.errors import PeerError, RavnestError
 
 Tensors = Mapping[str, torch.Tensor]
@@ -37,7 +38,7 @@ class StageWorker:
 
     def __init__(self, stage: Stage, outbox: Outbox, slower: float = 1.0) -> None:
         """`slower` makes all its work take so many times as long, as on a slower machine."""
-        self.counters = Counters()
+        self.counters = Counters(training=TrainingTime(warm_up_for(stage.settings.in_flight)))
         self._pace = Pace(slower, stage.device)
         self._stage = stage
         self._outbox = outbox
@@ -70,8 +71,8 @@ class StageWorker:
         self._between: deque[Callable[[], None]] = deque()
         self._samples = 0
         self._running: dict[int, Message] = {}
-        self._flown = (0.0, 0, time.perf_counter())
-        """Seconds that microbatches were between forward and backward, up to a moment, and how many are since then."""
+        self._latest = -1
+        """The microbatch of the last task: what happens between two tasks is recorded with it."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="ravnest-torch", daemon=True)
 
@@ -167,6 +168,7 @@ class StageWorker:
 
     def _run(self) -> None:
         while True:
+            waits: list[tuple[str, float]] = []
             with self._condition:
                 while True:
                     if self._stopping:
@@ -175,21 +177,44 @@ class StageWorker:
                     task = next_task(waiting, self._stage.in_flight, self._limit, self._bound()).task
                     if task is not Task.WAIT or self._saves or self._between:
                         break
+                    held_up = self._limit is not None and self._stage.in_flight >= self._limit
+                    why = WAIT_LIMIT if held_up else WAIT_NOTHING
+                    if not waits or waits[-1][0] != why:
+                        waits.append((why, time.perf_counter()))
                     self._condition.wait()
                 first = list(self._between)
                 self._between.clear()
                 message = self._take(task) if task is not Task.WAIT or self._saves else _NOTHING
             started = time.perf_counter()
+            trains = task in (Task.FORWARD, Task.BACKWARD)
+            if trains or task is Task.EVALUATE:
+                self._latest = message.microbatch
+            self._tell_waits(waits, started)
             try:
-                for work in first:
-                    work()
+                if first:
+                    with self._timed("average", self._latest):
+                        for work in first:
+                            work()
                 if message is not _NOTHING:
                     self._execute(task, message)
             except Exception as error:
                 self._give_up(message, error)
                 return
             finally:
-                self.counters.busy_seconds += time.perf_counter() - started
+                worked = time.perf_counter() - started
+                self.counters.busy_seconds += worked
+                waited = started - waits[0][1] if waits else 0.0
+                if trains:
+                    self.counters.training.trained(waited, worked, self.counters.backwards)
+                elif message is _NOTHING:
+                    self.counters.training.paused(waited, worked)
+                else:
+                    self.counters.training.stood_still()
+
+    def _tell_waits(self, waits: list[tuple[str, float]], until: float) -> None:
+        for index, (why, began) in enumerate(waits):
+            ended = waits[index + 1][1] if index + 1 < len(waits) else until
+            self._outbox.worked(Span("wait", self._latest, began, ended, why))
 
     def _bound(self) -> Bound:
         settings = self._stage.settings
@@ -272,9 +297,13 @@ class StageWorker:
     @contextlib.contextmanager
     def _work(self, kind: str, microbatch: int) -> Iterator[None]:
         """A piece of work: at the machine's pace, counted, and recorded."""
-        began = time.perf_counter()
-        with self._pace.work(kind):
+        with self._timed(kind, microbatch), self._pace.work(kind):
             yield
+
+    @contextlib.contextmanager
+    def _timed(self, kind: str, microbatch: int) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
         ended = time.perf_counter()
         spent = self.counters.seconds
         spent[kind] = spent.get(kind, 0.0) + ended - began
@@ -303,7 +332,8 @@ class StageWorker:
                     f"the parameter {name.removeprefix('param:')} is not finite {when}, so it is not saved; "
                     "lower the learning rate or set pipeline.clip_norm"
                 )
-        self._outbox.save(checkpoint, tensors, metadata)
+        with self._timed("save", self._latest):
+            self._outbox.save(checkpoint, tensors, metadata)
 
     def _count_flying(self) -> None:
         seconds, flying, since = self._flown
