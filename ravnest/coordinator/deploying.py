@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from ravnest.averaging.outer.nesterov import momentum_for
@@ -11,10 +11,12 @@ from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
 from ravnest.coordinator.reachability import Reach, choose_dialling
-from ravnest.coordinator.run_plan import RingPlan, RunPlan
+from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan
+from ravnest.engine.settings import StageSettings
 from ravnest.job import Job
 from ravnest.net.address import join_address, split_address
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, Ring
+from ravnest.planner.stage_plan import StagePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +89,7 @@ class Orders:
                     stages=len(stages),
                     graph=_reference(graph),
                     weights=_reference(weights),
-                    settings_json=stage_settings(
-                        prepared.job,
-                        stage.stage,
-                        len(stages),
-                        cluster.in_flight,
-                        most_in_flight=plan.most_in_flight,
-                        versions=plan.versions,
-                        split_backward=stage.split_backward,
-                    ).to_json(),
+                    settings_json=_settings(prepared.job, stage, cluster, len(plan.clusters)).to_json(),
                     generation=generation,
                     previous=links[before, stage.node].to_before if before else None,
                     next=links[stage.node, after].to_after if after else None,
@@ -105,6 +99,12 @@ class Orders:
                 )
         artifacts = {artifact.id: artifact for pair in made.values() for artifact in pair}
         return cls(orders, artifacts, tuple(links.values()), ring_links)
+
+
+def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, clusters: int) -> StageSettings:
+    settings = stage_settings(job, stage.stage, len(cluster.stages), cluster.in_flight)
+    # Microbatches are numbered through all clusters, and each is to have as many traced.
+    return replace(settings, trace=settings.trace * clusters)
 
 
 def ring_order(ring: RingPlan) -> Ring:

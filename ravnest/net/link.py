@@ -1,5 +1,6 @@
 """What nodes speak over one stream of gRPC: frames (Link) or protobuf messages (Control). The same on both ends."""
 
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -46,6 +47,10 @@ class Link:
     def bytes_received(self) -> int:
         """Bytes of frames that have arrived so far."""
         return self.stream.bytes_received
+
+    def watch_writing(self, written: Callable[[int], None]) -> None:
+        """From now on `written` is called with `bytes_sent` whenever it has grown."""
+        self.stream.on_written = written
 
     async def send(self, frame: Frame) -> None:
         """Send a frame, waiting while the peer is slow. Raises PeerError when the link is broken or closed.

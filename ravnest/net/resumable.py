@@ -45,6 +45,8 @@ class Connection(Protocol):
 
     def abort(self, why: PeerError | None = None) -> None: ...
 
+    def watch_writing(self, written: Callable[[int], None]) -> None: ...
+
     @property
     def bytes_sent(self) -> int: ...
 
@@ -87,6 +89,17 @@ class ResumableLink:
         """Whether the other end has said its count on the connection at hand."""
         self._past_bytes = [0, 0]
         self._changed = asyncio.Event()
+        self.on_written: Callable[[int], None] | None = None
+        """Called with the number of each frame, counted from 0, when a connection has taken its bytes; None: nobody
+        asks. To be set before there is a connection."""
+        self._handed_bytes = 0
+        self._being_written: deque[tuple[int, int]] = deque()
+        """Of the connection at hand: up to which byte each frame goes, and its number."""
+
+    @property
+    def frames_sent(self) -> int:
+        """How many frames were given to `send` so far."""
+        return self._confirmed + len(self._kept)
 
     @property
     def bytes_sent(self) -> int:
@@ -193,6 +206,10 @@ class ResumableLink:
             self._connection.abort()
             await self._change()
         self._connection = connection
+        self._handed_bytes = 0
+        self._being_written.clear()
+        if self.on_written is not None:
+            connection.watch_writing(lambda sent_bytes: self._written(connection, sent_bytes))
         try:
             await self._resume(connection)
             await self._pump(connection)
@@ -249,7 +266,7 @@ class ResumableLink:
         told = self._arrived
         try:
             async with asyncio.timeout(RESUME_SECONDS):
-                await connection.send_encoded(encode(Frame(FrameKind.RESUME, told)))
+                await self._hand(connection, encode(Frame(FrameKind.RESUME, told)))
                 frame = await connection.receive()
         except TimeoutError:
             raise PeerError(f"{self.peer} did not say how many frames it has within {RESUME_SECONDS:.0f} s") from None
@@ -296,18 +313,30 @@ class ResumableLink:
                 if late is not None:
                     late.cancel()
                     late = None
-                await connection.send_encoded(encode(Frame(FrameKind.ACK, self._told)))
+                await self._hand(connection, encode(Frame(FrameKind.ACK, self._told)))
             elif self._position < self._confirmed + len(self._kept):
                 data = self._kept[self._position - self._confirmed]
                 self._position += 1
                 self._sent = max(self._sent, self._position)
-                await connection.send_encoded(data)
+                await self._hand(connection, data, self._position - 1)
             elif self.over and not behind:
                 return
             else:
                 if behind and late is None:
                     late = asyncio.get_running_loop().call_later(ACK_SECONDS, now_due)
                 await self._change()
+
+    async def _hand(self, connection: Connection, data: bytes, number: int | None = None) -> None:
+        self._handed_bytes += len(data)
+        if number is not None and self.on_written is not None:
+            self._being_written.append((self._handed_bytes, number))
+        await connection.send_encoded(data)
+
+    def _written(self, connection: Connection, sent_bytes: int) -> None:
+        while connection is self._connection and self._being_written and self._being_written[0][0] <= sent_bytes:
+            _, number = self._being_written.popleft()
+            if self.on_written is not None:
+                self.on_written(number)
 
     async def _read(self, connection: Connection) -> None:
         while not self.over:

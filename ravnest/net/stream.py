@@ -10,6 +10,7 @@ the whole call: behind the queues, `send` and `receive` can be cancelled like an
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from ravnest.errors import PeerError
@@ -31,6 +32,8 @@ class ByteStream:
         self.bytes_received = 0
         self.error: PeerError | None = None
         """Why the stream is broken, once it is."""
+        self.on_written: Callable[[int], None] | None = None
+        """Called with `bytes_sent` whenever it has grown."""
         self._wire = wire
         self._batch = batch
         self._loop = asyncio.get_running_loop()
@@ -152,6 +155,8 @@ class ByteStream:
                 message = self._next_message()
                 await self._wire.write(message)
                 self.bytes_sent += len(message)
+                if self.on_written is not None:
+                    self.on_written(self.bytes_sent)
         except PeerError as error:
             self._stop_sending(error)
             # The dialling side learns from reading why the call is over; the called side has nothing else to learn.

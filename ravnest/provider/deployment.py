@@ -39,6 +39,7 @@ from ravnest.provider.outbox import FrameOutbox, message_of
 from ravnest.provider.packing import Outgoing, Packing
 from ravnest.provider.ring_lines import RingLines
 from ravnest.provider.rings import Rings
+from ravnest.provider.spans import SpanRecorder
 from ravnest.provider.stage_link import StageLink, link_of
 from ravnest.provider.transfers import Transfers
 from ravnest.provider.uploading import upload
@@ -78,6 +79,9 @@ class Deployment:
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = time.perf_counter()
+        self._spans = outbox.spans
+        for end in links:
+            self._spans.watch(end.link)
         graph = stage.graph
         self._expected: Mapping[FrameKind, Mapping[str, ValueSpec]] = {
             FrameKind.FEED: {v.name: v for v in graph.inputs},
@@ -103,7 +107,8 @@ class Deployment:
         reader = await artifacts.get(order.weights, lambda: WeightsReader(order.weights.size_bytes), progress)
         weights, metadata = reader.finish()
         del reader  # It holds every tensor, and the stage gives them up one by one.
-        outbox = FrameOutbox(order.generation, partial(upload, client), settings.record_updates)
+        spans = SpanRecorder(settings.trace)
+        outbox = FrameOutbox(order.generation, partial(upload, client), settings.record_updates, spans)
 
         def build() -> Stage:
             graph = PortableGraph.from_json(b"".join(text.parts))
@@ -232,6 +237,9 @@ class Deployment:
                 UpdateRecord(microbatch=u.microbatch, forward_version=u.forward_version, version=u.version)
                 for u in updates
             ],
+            training_seconds=counters.training.seconds,
+            training_busy_seconds=counters.training.busy_seconds,
+            spans=self._spans.take(self._started),
         )
         return report, saved
 
@@ -253,10 +261,12 @@ class Deployment:
     async def _read(self, end: StageLink, kind: FrameKind, take: Callable[[Message], None]) -> None:
         link, check = end.link, partial(self._check, kind=kind)
         while (frame := await link.receive()) is not None:
+            arrived = time.perf_counter()
             try:
                 self._check(frame, kind)
                 self._outbox.came(frame)
                 take(message_of(frame))
+                self._spans.received(frame, arrived)
             except PeerError as error:
                 refused = RefusedError(f"{link.peer} broke the protocol: {error}")
                 # Its connection too: it is told why, and nothing more of it is taken.
@@ -274,13 +284,9 @@ class Deployment:
 
     async def _send(self, queue: asyncio.Queue[Frame], link: ResumableLink) -> None:
         while True:
-            packed = await self._packing.pack(await queue.get(), end.codec)
-            end.saved_bytes += packed.saved_bytes
-            await end.link.send_encoded(packed.data)
-
-    async def _answer(self, feed: ResumableLink) -> None:
-        while True:
-            await feed.send((await self._outbox.to_coordinator.get()).frame)
+            frame = await queue.get()
+            await link.send(frame)
+            self._spans.handed_over(link, frame)
 
     async def _speak(self, say: Callable[[ProviderMessage], Awaitable[None]]) -> None:
         while True:

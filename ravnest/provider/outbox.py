@@ -14,7 +14,7 @@ from ravnest.errors import PeerError
 from ravnest.graph.weights import stream_tensors
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ProviderMessage
-from ravnest.provider.link_delay import LinkDelay, Stays
+from ravnest.provider.spans import SpanRecorder
 
 Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
 """Uploads what the function yields, under a name; the function is called again where it has to be sent again."""
@@ -26,10 +26,12 @@ class FrameOutbox:
     """The engine's Outbox over three queues of frames. The queues stay short: what is in flight is limited at the
     root."""
 
-    def __init__(self, generation: int, upload: Upload, record_updates: bool) -> None:
-        self.to_next: asyncio.Queue[Outgoing] = asyncio.Queue()
-        self.to_previous: asyncio.Queue[Outgoing] = asyncio.Queue()
-        self.to_coordinator: asyncio.Queue[Outgoing] = asyncio.Queue()
+    def __init__(
+        self, generation: int, upload: Upload, record_updates: bool, spans: SpanRecorder | None = None
+    ) -> None:
+        self.to_next: asyncio.Queue[Frame] = asyncio.Queue()
+        self.to_previous: asyncio.Queue[Frame] = asyncio.Queue()
+        self.to_coordinator: asyncio.Queue[Frame] = asyncio.Queue()
         self.messages: asyncio.Queue[ProviderMessage] = asyncio.Queue()
         """What the coordinator is to hear of rounds."""
         self.failure: asyncio.Future[tuple[str, str, int]] = asyncio.get_running_loop().create_future()
@@ -39,10 +41,7 @@ class FrameOutbox:
         """Samples that have gone back through the stage. The engine's thread counts, anybody may look."""
         self.on_snapshot: Callable[[Snapshot], None] = _no_rings
         """Who takes what a round averages, on the engine's thread."""
-        self.delay = LinkDelay()
-        """Of the link to the next stage."""
-        self.stays = Stays()
-        """Of microbatches of the stage before."""
+        self.spans = spans or SpanRecorder(0)
         self._loop = asyncio.get_running_loop()
         self._generation = generation
         self._upload = upload
@@ -65,13 +64,13 @@ class FrameOutbox:
         return _taken(self._losses), _taken(self._updates), _taken(self._saved)
 
     def forward(self, message: Message) -> None:
-        if message.train:
-            self.delay.handed_over(message.microbatch)
+        self.spans.put_out("forward", message.microbatch)
         self._put(self.to_next, FrameKind.FORWARD, message)
 
     def backward(self, message: Message) -> None:
         self.samples += message.samples
-        self._put(self.to_previous, FrameKind.BACKWARD, message, self.stays.left_micros(message.microbatch))
+        self.spans.put_out("backward", message.microbatch)
+        self._put(self.to_previous, FrameKind.BACKWARD, message)
 
     def done(self, message: Message) -> None:
         self.samples += message.samples
@@ -90,7 +89,7 @@ class FrameOutbox:
             self._updates.append(update)
 
     def worked(self, span: Span) -> None:
-        """Nobody records it yet."""
+        self.spans.worked(span)
 
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         # The worker waits here: the tensors are the stage's own, and a copy of them would double its memory.
