@@ -36,6 +36,7 @@ from ravnest.coordinator.run_plan import RunPlan
 from ravnest.coordinator.saving import saver_of
 from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
+from ravnest.coordinator.tracing import Tracing
 from ravnest.errors import RavnestError, RefusedError, RunError, TrainingError, printable
 from ravnest.job import Job
 from ravnest.monitor.display import Display
@@ -192,6 +193,11 @@ class Coordinator:
             self._averaging.rounds.close()
         self._recorder.close()
 
+    def write_trace(self) -> None:
+        """Brings trace.json up to date; RunError when the disk refuses. On any thread."""
+        if self._recorder.tracing is not None:
+            self._recorder.tracing.write()
+
     def phase(self, text: str) -> None:
         self.progress.phase = text
         self.progress.fetching = {}
@@ -320,6 +326,8 @@ class Coordinator:
         self._scores = {"loss", *job.metrics}
         if job.pipeline.record_updates:
             self._recorder.record_updates(self._run.updates_path)
+        if job.pipeline.trace:
+            self._recorder.tracing = Tracing(self._run.trace_path, job.pipeline.trace, plan.stages)
         self._feeding = Feeding(
             course, self._swarm, self._clusters, self._generation, self._ledger, self._recorder, self.progress
         )
@@ -527,6 +535,8 @@ class Coordinator:
                 since = 0.0
                 try:
                     self.progress.summary("running", self.progress.phase).write(self._run)
+                    if self._recorder.tracing is not None and self._recorder.tracing.due:
+                        await asyncio.to_thread(self.write_trace)
                     if self._swarm.state is not None and self._stage_of:
                         await asyncio.to_thread(self._swarm.state.reached, self._position())
                 except RunError as error:

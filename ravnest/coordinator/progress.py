@@ -239,7 +239,7 @@ class Progress:
             parameters=stage.parameters,
             peak_memory_bytes=report.peak_memory_bytes,
             baseline_memory_bytes=report.baseline_memory_bytes,
-            busy_fraction=report.busy_seconds / report.seconds if report.seconds else 0.0,
+            busy_fraction=_busy_fraction(report),
             updates=updates,
             staleness=Staleness(
                 mean=report.staleness_sum / updates if updates else 0.0,
@@ -285,6 +285,13 @@ def shares_in_words(shares: Mapping[str, float]) -> str:
     left = sorted((share, node) for node, share in shares.items() if share < 1)
     slowest = ", ".join(f"{node} {int(100 * share)} %" for share, node in left[: _SHARES // 2])
     return f"{len(shares) - len(left)} of {len(shares)}" + (f", {slowest}" if slowest else "")
+
+
+def _busy_fraction(report: Report) -> float:
+    """Of the time that the stage trained with a full pipeline; before that, of all its time."""
+    if report.training_seconds > 0:
+        return report.training_busy_seconds / report.training_seconds
+    return report.busy_seconds / report.seconds if report.seconds else 0.0
 
 
 def _percentile(counts: list[int], share: float) -> float:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ravnest.coordinator.ledger import Place
 from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.tracing import Tracing
 from ravnest.monitor.json_lines import JsonLines
 from ravnest.monitor.metrics import MetricLog
 from ravnest.net.v1.control_pb2 import Report
@@ -17,6 +18,8 @@ class Recorder:
         self._metrics = metrics
         self._places: dict[int, Place] = {}
         self._updates: JsonLines | None = None
+        self.tracing: Tracing | None = None
+        """Who keeps the spans that stages report."""
 
     def record_updates(self, path: Path) -> None:
         """From now on every update of every stage becomes a line of the file at `path`."""
@@ -28,7 +31,8 @@ class Recorder:
 
     def take(self, node_id: str, cluster: int, stage: int, report: Report) -> None:
         """What the provider of a stage reports."""
-        before = self._progress.reports.get(node_id)
+        if self.tracing is not None:
+            self.tracing.take(node_id, report)
         self._progress.reports[node_id] = report
         self._write_staleness(cluster, stage, report, before if before is not None else Report())
         for record in report.losses:

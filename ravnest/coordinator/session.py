@@ -229,6 +229,7 @@ class Session:
         with contextlib.suppress(RunError):
             self._events.emit(status, reason)
         try:
+            self.coordinator.write_trace()
             summary.write(self._run)
         except RunError:
             # A full disk is what ended the run: the error that is being raised says so.

@@ -40,6 +40,15 @@ class RunPaths:
         return self.path / "updates.jsonl"
 
     @property
+    def trace_path(self) -> Path:
+        return self.path / "trace.json"
+
+    @property
+    def report_path(self) -> Path:
+        """Where `ravnest report` writes, unless it is told otherwise."""
+        return self.path / "report.html"
+
+    @property
     def checkpoints_path(self) -> Path:
         return self.path / "checkpoints"
 

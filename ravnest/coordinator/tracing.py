@@ -1,0 +1,190 @@
+"""What stages report of when they did what, checked, kept within bounds and put on one axis of time: the run's trace.
+
+A provider's spans are a stranger's word: those that cannot be are left out. Of what was traced, the first window is
+kept, and the latest that is mostly there (see engine/traced.py).
+"""
+
+import contextlib
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING
+from ravnest.engine.traced import window_of, window_size
+from ravnest.errors import RunError
+from ravnest.monitor.clock_alignment import Crossing, Offset, align, offset_of
+from ravnest.monitor.trace import BUSY_KINDS, MOST_SPANS, Trace, TraceSpan, TraceStage, after
+from ravnest.net.v1 import control_pb2
+from ravnest.planner.stage_plan import StagePlan
+
+_DETAILS: Final = {
+    **dict.fromkeys(BUSY_KINDS, ("",)),
+    "wait": (WAIT_LIMIT, WAIT_NOTHING),
+    "send": ("forward", "backward"),
+    "receive": ("forward", "backward"),
+}
+_SLACK_SECONDS: Final = 60.0
+"""How far a clock may be ahead of ours before what it says cannot be."""
+_MOST_NUMBER: Final = 2**53
+_SPANS_A_MICROBATCH: Final = 16
+_WRITE_SECONDS: Final = 10.0
+_WRITE_SHARE: Final = 0.01
+"""Of the time, at most so much goes into writing the trace while the run goes on."""
+
+
+class Tracing:
+    """Keeps the spans of one session. `write` may be called on any thread, everything else belongs to the loop."""
+
+    def __init__(self, path: Path, microbatches: int, stages: Sequence[StagePlan]) -> None:
+        """For a trace of so many microbatches of each cluster; what lies at `path` stays, as earlier sessions."""
+        clusters = len({stage.cluster for stage in stages})
+        self._path = path
+        self._size = window_size(microbatches * clusters)
+        self._started = time.perf_counter()
+        self._stages = {stage.node: _Stage(stage) for stage in stages}
+        # Two windows of each stage are written.
+        self._most = max(_SPANS_A_MICROBATCH, min(_SPANS_A_MICROBATCH * self._size, MOST_SPANS // (2 * len(stages))))
+        self._earlier = Trace()
+        if path.exists():
+            # One that is damaged is replaced: there is nothing in it that could be kept.
+            with contextlib.suppress(RunError):
+                self._earlier = Trace.read(path)
+        self._changed = False
+        self._written = self._started
+        self._pause_seconds = _WRITE_SECONDS
+
+    @property
+    def due(self) -> bool:
+        """Whether there is something new, and it is time to write it."""
+        return self._changed and time.perf_counter() - self._written >= self._pause_seconds
+
+    def take(self, node_id: str, report: control_pb2.Report) -> None:
+        """What a stage reports; anything in it that cannot be is left out."""
+        stage = self._stages.get(node_id)
+        if stage is None:
+            return
+        elapsed = time.perf_counter() - self._started
+        if math.isfinite(report.seconds) and 0 <= report.seconds <= elapsed + _SLACK_SECONDS:
+            # A report is on its way for a while: the quickest tells best when the stage's clock began.
+            stage.origin = min(stage.origin, elapsed - report.seconds)
+        for said in report.spans:
+            span = _checked(said, elapsed + _SLACK_SECONDS)
+            if span is not None:
+                stage.add(span, self._size, self._most)
+                self._changed = True
+
+    def write(self) -> None:
+        """Replaces the file, if there is anything to write; RunError when the disk refuses."""
+        if not self._changed:
+            return
+        began = time.perf_counter()
+        self._changed = False
+        after(self._earlier, self.stages()).write(self._path)
+        self._written = time.perf_counter()
+        self._pause_seconds = max(_WRITE_SECONDS, (self._written - began) / _WRITE_SHARE)
+
+    def stages(self) -> list[TraceStage]:
+        """What is kept of each stage so far, all on one axis."""
+        by_cluster: dict[int, list[_Stage]] = {}
+        for stage in self._stages.values():
+            by_cluster.setdefault(stage.plan.cluster, []).append(stage)
+        found = [made for stages in by_cluster.values() for made in _placed(stages)]
+        began = min((span.began for stage in found for span in stage.spans), default=0.0)
+        if began >= 0:
+            return found
+        # Clocks may put something before the beginning of the axis, by as much as they are uncertain.
+        return [
+            replace(stage, spans=tuple(replace(s, began=s.began - began, ended=s.ended - began) for s in stage.spans))
+            for stage in found
+        ]
+
+
+@dataclass
+class _Stage:
+    plan: StagePlan
+    origin: float = math.inf
+    """When its clock began, on the coordinator's."""
+    first: int | None = None
+    windows: dict[int, list[TraceSpan]] = field(default_factory=dict)
+    """By number: the first one and the two latest."""
+    latest: int = 0
+
+    def add(self, span: TraceSpan, size: int, most: int) -> None:
+        window: int | None = self.latest
+        if span.microbatch >= 0:
+            if self.first is None:
+                self.first = span.microbatch
+            window = window_of(span.microbatch - self.first, size)
+        if window is None or (window < self.latest and window not in self.windows):
+            return
+        spans = self.windows.setdefault(window, [])
+        if len(spans) < most:
+            spans.append(span)
+        self.latest = max(self.latest, window)
+        if len(self.windows) > 3:
+            del self.windows[sorted(self.windows)[1]]
+
+
+def _checked(said: control_pb2.Span, most_seconds: float) -> TraceSpan | None:
+    began, seconds = said.began_seconds, said.seconds
+    if said.detail not in _DETAILS.get(said.kind, ()) or abs(said.microbatch) >= _MOST_NUMBER:
+        return None
+    # Comparisons with what is not a number are false.
+    if not (0 <= began <= most_seconds and seconds >= 0 and began + seconds <= most_seconds):
+        return None
+    return TraceSpan(said.kind, said.microbatch, began, began + seconds, said.detail)
+
+
+def _placed(stages: Sequence[_Stage]) -> list[TraceStage]:
+    """The stages of a cluster on one axis. Clocks drift, so how they stand is found for each window anew."""
+    found: list[list[TraceSpan]] = [[] for _ in stages]
+    origins = [0.0 if math.isinf(stage.origin) else stage.origin for stage in stages]
+    for window in _kept_windows(stages):
+        spans = [tuple(stage.windows.get(window, ())) for stage in stages]
+        links = [_between(before, behind) for before, behind in itertools.pairwise(spans)]
+        for stage, own, seconds in zip(found, spans, align(links, origins), strict=True):
+            stage.extend(replace(span, began=span.began + seconds, ended=span.ended + seconds) for span in own)
+    return [
+        TraceStage(stage.plan.cluster, stage.plan.stage, stage.plan.role, stage.plan.node, tuple(spans))
+        for stage, spans in zip(stages, found, strict=True)
+    ]
+
+
+def _kept_windows(stages: Iterable[_Stage]) -> list[int]:
+    """The first window, and of the later ones that which has most; the latest of several that have as much."""
+    # Copied in one step: another thread may be writing while the loop takes reports.
+    windows = [window for stage in stages for window in list(stage.windows.items())]
+    updates: Counter[int] = Counter()
+    for window, spans in windows:
+        updates[window] += sum(span.kind == "update" for span in tuple(spans))
+    first = updates.pop(0, None)
+    later = [max(updates, key=lambda window: (updates[window], window))] if updates else []
+    return ([] if first is None else [0]) + later
+
+
+def _between(before: Iterable[TraceSpan], behind: Iterable[TraceSpan]) -> Offset | None:
+    """How the clocks of two neighbouring stages stand."""
+    here, there = _by_microbatch(before), _by_microbatch(behind)
+    return offset_of(
+        _crossings(here["send forward"], there["receive forward"]),
+        _crossings(there["send backward"], here["receive backward"]),
+    )
+
+
+def _by_microbatch(spans: Iterable[TraceSpan]) -> dict[str, dict[int, float]]:
+    """When each microbatch's sending, and each one's arrival, began."""
+    rows = ("send forward", "send backward", "receive forward", "receive backward")
+    found: dict[str, dict[int, float]] = {row: {} for row in rows}
+    for span in spans:
+        if span.row in found:
+            found[span.row].setdefault(span.microbatch, span.began)
+    return found
+
+
+def _crossings(sent: dict[int, float], arrived: dict[int, float]) -> list[Crossing]:
+    return [Crossing(sent[number], arrived[number]) for number in sent.keys() & arrived.keys()]

@@ -1,0 +1,191 @@
+"""trace.json: when each stage did what, in the format that Perfetto and chrome://tracing open.
+
+A process is a cluster, and each of its stages has a row for its computing and one for each direction in which it sends
+and receives. A run that was resumed has the rows of each session for itself, one session after the other.
+"""
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ravnest.errors import RunError
+from ravnest.monitor.files import read_error, write_atomic
+from ravnest.plain_json import read_json
+
+BUSY_KINDS: Final = ("forward", "backward", "weights", "update", "evaluate", "average", "save")
+KINDS: Final = (*BUSY_KINDS, "wait", "send", "receive")
+ROWS: Final = ("compute", "send forward", "send backward", "receive forward", "receive backward")
+MOST_SPANS: Final = 200_000
+"""In one file, which then has some 25 MB."""
+
+_SESSION_PIDS: Final = 100_000
+_STAGE_TIDS: Final = 10
+_PAUSE_SECONDS: Final = 1.0
+"""Between two sessions on the axis."""
+_VALUES_A_SPAN: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSpan:
+    """What a stage or one of its links did, in seconds on the axis of the trace."""
+
+    kind: str
+    microbatch: int
+    began: float
+    ended: float
+    detail: str = ""
+    """Of a send or receive "forward" or "backward"; of a wait what held the stage up."""
+
+    @property
+    def row(self) -> str:
+        return f"{self.kind} {self.detail}" if self.kind in ("send", "receive") else "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStage:
+    """One stage of a session."""
+
+    cluster: int
+    stage: int
+    role: str
+    provider: str
+    spans: tuple[TraceSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The stages of each session, the oldest first."""
+
+    sessions: tuple[tuple[TraceStage, ...], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As the trace event format has it."""
+        events = itertools.chain.from_iterable(
+            _stage_events(number, stage) for number, stages in enumerate(self.sessions) for stage in stages
+        )
+        return {"displayTimeUnit": "ms", "traceEvents": list(events)}
+
+    def write(self, path: Path) -> None:
+        """Replaces the file at `path` in one step; RunError when the disk refuses."""
+        lines = ",\n".join(
+            json.dumps(event, allow_nan=False, separators=(",", ":")) for event in self.to_json()["traceEvents"]
+        )
+        write_atomic(path, f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n')
+
+    @classmethod
+    def read(cls, path: Path) -> "Trace":
+        """The trace in the file at `path`; RunError when it is missing or is not one of a run."""
+        try:
+            return _trace(read_json(path.read_bytes(), 2 * _VALUES_A_SPAN * MOST_SPANS))
+        except OSError as error:
+            raise read_error(path, error) from error
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            said = f"{type(error).__name__}: {str(error)[:80]}"
+            raise RunError(f"{path} is not a trace of a run ({said}); remove it, a resumed run writes anew.") from None
+
+
+def after(earlier: Trace, stages: Sequence[TraceStage]) -> Trace:
+    """The trace of a run with another session, placed behind those before it on the axis. The oldest sessions are left
+    out where there are more spans than a file may have."""
+    room = MOST_SPANS - sum(len(stage.spans) for stage in stages)
+    kept: list[tuple[TraceStage, ...]] = []
+    for session in reversed(earlier.sessions):
+        room -= sum(len(stage.spans) for stage in session)
+        if room < 0:
+            break
+        kept.insert(0, session)
+    ended = max((span.ended for session in kept for stage in session for span in stage.spans), default=None)
+    begins = 0.0 if ended is None else ended + _PAUSE_SECONDS
+    return Trace((*kept, tuple(_shifted(stage, begins) for stage in stages)))
+
+
+def in_rows(spans: Iterable[TraceSpan]) -> dict[str, list[TraceSpan]]:
+    """The spans of each row in order, none of which begins before the one before it has ended."""
+    rows: dict[str, list[TraceSpan]] = {row: [] for row in ROWS}
+    for span in sorted(spans, key=lambda span: (span.began, span.ended)):
+        row = rows[span.row]
+        if row and span.began < row[-1].ended:
+            if span.ended <= row[-1].ended:
+                continue
+            span = replace(span, began=row[-1].ended)
+        row.append(span)
+    return rows
+
+
+def _shifted(stage: TraceStage, seconds: float) -> TraceStage:
+    if not seconds:
+        return stage
+    moved = (replace(span, began=span.began + seconds, ended=span.ended + seconds) for span in stage.spans)
+    return replace(stage, spans=tuple(moved))
+
+
+def _stage_events(session: int, stage: TraceStage) -> Iterator[dict[str, Any]]:
+    pid = session * _SESSION_PIDS + stage.cluster
+    if not stage.stage:
+        name = f"cluster {stage.cluster}" + (f", session {session + 1}" if session else "")
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    for index, (row, spans) in enumerate(in_rows(stage.spans).items()):
+        tid = stage.stage * _STAGE_TIDS + index
+        if not spans and index:
+            continue
+        place: dict[str, Any] = {"pid": pid, "tid": tid}
+        said = f"stage {stage.stage} {stage.role}, {stage.provider}" if not index else f"stage {stage.stage} {row}"
+        told = {"name": said, "stage": stage.stage, "role": stage.role, "provider": stage.provider}
+        yield {"ph": "M", "name": "thread_name", **place, "args": told}
+        yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
+        for span in spans:
+            # To the nanosecond, both ends alike: what follows without a gap must not overlap.
+            began, ended = round(span.began * 1e9), round(span.ended * 1e9)
+            args: dict[str, Any] = {"microbatch": span.microbatch}
+            if span.detail:
+                args["detail"] = span.detail
+            times = {"ts": began / 1000, "dur": (ended - began) / 1000}
+            yield {"ph": "X", "name": span.kind, "cat": row.split()[0], **place, **times, "args": args}
+
+
+def _trace(record: Mapping[str, Any]) -> Trace:
+    events = record["traceEvents"]
+    stages: dict[tuple[int, int], TraceStage] = {}
+    spans: dict[tuple[int, int], list[TraceSpan]] = {}
+    for event in events:
+        if event["ph"] not in ("M", "X") or "tid" not in event:
+            continue
+        place = _number(event["pid"]), _number(event["tid"]) // _STAGE_TIDS
+        args = event["args"]
+        if event["ph"] == "X":
+            began = _seconds(event["ts"])
+            kind, detail = event["name"], args.get("detail", "")
+            span = TraceSpan(kind, _number(args["microbatch"]), began, began + _seconds(event["dur"]), detail)
+            if kind not in KINDS or span.row not in ROWS or span.ended < span.began or not isinstance(detail, str):
+                raise ValueError(f"a span of kind {str(kind)[:40]!r}")
+            spans.setdefault(place, []).append(span)
+        elif event["name"] == "thread_name":
+            cluster = place[0] % _SESSION_PIDS
+            stages[place] = TraceStage(cluster, _number(args["stage"]), str(args["role"]), str(args["provider"]))
+    numbers = sorted({pid // _SESSION_PIDS for pid, _ in stages})
+    return Trace(
+        tuple(
+            tuple(
+                replace(stages[place], spans=tuple(spans.get(place, ())))
+                for place in sorted(stages)
+                if place[0] // _SESSION_PIDS == number
+            )
+            for number in numbers
+        )
+    )
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or abs(value) >= 2**53:
+        raise ValueError(f"{str(value)[:40]!r} is not a number of something")
+    return value
+
+
+def _seconds(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{str(value)[:40]!r} is not a time")
+    return float(value) / 1e6
