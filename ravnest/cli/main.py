@@ -17,7 +17,7 @@ from importlib import import_module
 import ravnest
 from ravnest.errors import RavnestError
 
-COMMANDS = ("train", "serve", "join", "invite", "kick", "plan", "doctor", "status", "export")
+COMMANDS = ("train", "serve", "join", "invite", "kick", "plan", "doctor", "status", "report", "export")
 
 INTERRUPTED = 130
 """The exit code of a program that Ctrl-C ended, by the shell's convention (128 + SIGINT)."""

@@ -6,7 +6,7 @@ out into frames. Every method of an Outbox is called on the worker's thread.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -54,9 +54,10 @@ class LossRecord:
     samples: int
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A piece of work of a stage, on the clock `time.perf_counter`."""
+
+    # A tuple, because some are made for every microbatch: the engine's thread has better things to do.
 
     kind: str
     """forward, backward, weights, update, evaluate, average, save, send, receive or wait."""

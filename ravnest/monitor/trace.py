@@ -26,6 +26,8 @@ _STAGE_TIDS: Final = 10
 _PAUSE_SECONDS: Final = 1.0
 """Between two sessions on the axis."""
 _VALUES_A_SPAN: Final = 16
+_TOGETHER: Final = 1e-6
+"""Seconds: what ends so close to one another was sent in one message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +105,29 @@ def after(earlier: Trace, stages: Sequence[TraceStage]) -> Trace:
 
 
 def in_rows(spans: Iterable[TraceSpan]) -> dict[str, list[TraceSpan]]:
-    """The spans of each row in order, none of which begins before the one before it has ended."""
+    """The spans of each row in order, none of which begins before the one before it has ended.
+
+    What was sent together, in one message, shares its time.
+    """
     rows: dict[str, list[TraceSpan]] = {row: [] for row in ROWS}
-    for span in sorted(spans, key=lambda span: (span.began, span.ended)):
-        row = rows[span.row]
-        if row and span.began < row[-1].ended:
-            if span.ended <= row[-1].ended:
+    for (_, ended), group in itertools.groupby(sorted(spans, key=_time), key=_time):
+        by_row: dict[str, list[TraceSpan]] = {}
+        for span in group:
+            by_row.setdefault(span.row, []).append(span)
+        for name, together in by_row.items():
+            row = rows[name]
+            if row and row[-1].began < together[0].began < row[-1].ended and abs(ended - row[-1].ended) < _TOGETHER:
+                row[-1] = replace(row[-1], ended=together[0].began)
+            began = max(row[-1].ended, together[0].began) if row else together[0].began
+            if ended < began or (ended == began and row and together[0].began < began):
                 continue
-            span = replace(span, began=row[-1].ended)
-        row.append(span)
+            edges = [began + (ended - began) * index / len(together) for index in range(len(together))] + [ended]
+            row += [replace(span, began=edges[i], ended=edges[i + 1]) for i, span in enumerate(together)]
     return rows
+
+
+def _time(span: TraceSpan) -> tuple[float, float]:
+    return span.began, span.ended
 
 
 def _shifted(stage: TraceStage, seconds: float) -> TraceStage:

@@ -89,8 +89,8 @@ class ResumableLink:
         """Whether the other end has said its count on the connection at hand."""
         self._past_bytes = [0, 0]
         self._changed = asyncio.Event()
-        self.on_written: Callable[[int], None] | None = None
-        """Called with the number of each frame, counted from 0, when a connection has taken its bytes; None: nobody
+        self.on_written: Callable[[list[int]], None] | None = None
+        """Called with the numbers of frames, counted from 0, whose bytes a connection has taken together; None: nobody
         asks. To be set before there is a connection."""
         self._handed_bytes = 0
         self._being_written: deque[tuple[int, int]] = deque()
@@ -333,10 +333,11 @@ class ResumableLink:
         await connection.send_encoded(data)
 
     def _written(self, connection: Connection, sent_bytes: int) -> None:
+        numbers = []
         while connection is self._connection and self._being_written and self._being_written[0][0] <= sent_bytes:
-            _, number = self._being_written.popleft()
-            if self.on_written is not None:
-                self.on_written(number)
+            numbers.append(self._being_written.popleft()[1])
+        if numbers and self.on_written is not None:
+            self.on_written(numbers)
 
     async def _read(self, connection: Connection) -> None:
         while not self.over:

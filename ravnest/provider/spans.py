@@ -39,6 +39,7 @@ class SpanRecorder:
         self._put_out: dict[tuple[str, int], float] = {}
         """When the engine's thread put out what is not handed to a link yet."""
         self._links: dict[ResumableLink, _LinkSpans] = {}
+        self._worked_on = -1
         self._trains_traced = False
         self._evaluating: int | None = None
         """The first microbatch of the evaluation under way, if it is traced."""
@@ -49,11 +50,13 @@ class SpanRecorder:
             return
         number = span.microbatch
         if number >= 0:
-            self._evaluating = None
-            self._trains_traced = self._is_traced(number)
+            if number != self._worked_on:
+                self._worked_on, self._evaluating = number, None
+                self._trains_traced = self._is_traced(number)
             if self._trains_traced:
                 self._add(span)
         else:
+            self._worked_on = number
             if self._evaluating is None and self._trains_traced:
                 self._evaluating = number
             if self._is_traced(number):
@@ -68,7 +71,7 @@ class SpanRecorder:
         """Records when the link has written what is handed over to it. Before it has a connection."""
         if self._size:
             found = self._links[link] = _LinkSpans()
-            link.on_written = lambda number: self._written(found, number)
+            link.on_written = lambda numbers: self._written(found, numbers)
 
     def handed_over(self, link: ResumableLink, frame: Frame) -> None:
         """A link has taken this frame, as the last so far."""
@@ -111,13 +114,15 @@ class SpanRecorder:
             self._first = microbatch
         return window_of(microbatch - self._first, self._size) is not None
 
-    def _written(self, link: "_LinkSpans", number: int) -> None:
+    def _written(self, link: "_LinkSpans", numbers: list[int]) -> None:
         now = time.perf_counter()
-        span = link.being_sent.pop(number, None)
-        if span is not None:
-            # A link sends one frame after the other: until the one before was written, this one waited.
-            began = min(max(span.began, link.last_written), now)
-            self._add(Span(span.kind, span.microbatch, began, now, span.detail))
+        for number in numbers:
+            span = link.being_sent.pop(number, None)
+            if span is not None:
+                # A link sends one after the other: until the one before was written, this one waited. Those that are
+                # written together began together, too: one may have arrived before this end knows that it has left.
+                began = min(max(span.began, link.last_written), now)
+                self._add(Span(span.kind, span.microbatch, began, now, span.detail))
         link.last_written = now
 
     def _add(self, span: Span) -> None:

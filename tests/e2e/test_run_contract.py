@@ -122,6 +122,7 @@ def test_nothing_unknown_lies_in_the_run_directory(run: Path) -> None:
         "events.jsonl",
         "metrics.jsonl",
         "updates.jsonl",
+        "trace.json",
         "model.safetensors",
         "static.safetensors",
     }

@@ -1,5 +1,6 @@
 """A pipeline of workers in one process, without a network: what comes out of one is given to the next by hand."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
+from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, LossRecord, Message, Snapshot, Span
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
@@ -38,6 +39,7 @@ class Box:
         self.saved: dict[int, dict[str, torch.Tensor]] = {}
         self.updates: list[Update] = []
         self.losses: list[LossRecord] = []
+        self.spans: list[Span] = []
 
     def forward(self, message: Message) -> None:
         self.things.put(("forward", message))
@@ -55,7 +57,7 @@ class Box:
         self.things.put(("done", message))
 
     def worked(self, span: Span) -> None:
-        pass
+        self.spans.append(span)
 
     def evaluated(self, message: Message) -> None:
         self.things.put(("evaluated", message))
@@ -180,6 +182,41 @@ def test_targets_may_come_before_or_after_the_activations(make: Make) -> None:
             leaf.feed(targets)
         root.receive_backward(leaf_box.next("backward"))
         assert root_box.next("done").microbatch == number
+
+
+def test_what_the_thread_does_and_waits_for_is_told_without_overlap(make: Make) -> None:
+    (root, root_box), (leaf, leaf_box) = make(2, in_flight=1)
+    data = batches([8, 8])
+    for number, batch in enumerate(data):
+        feed([(root, root_box), (leaf, leaf_box)], number, batch)
+    for number in range(2):
+        leaf.receive_forward(root_box.next("forward"))
+        root.receive_backward(leaf_box.next("backward"))
+        assert root_box.next("done").microbatch == number
+    root.save(5)
+    assert root_box.next("saved") == 5
+    for box in (root_box, leaf_box):
+        assert all(before.ended <= behind.began for before, behind in itertools.pairwise(box.spans))
+        for number in range(2):
+            own = [span.kind for span in box.spans if span.microbatch == number and span.kind != "wait"]
+            assert own[:3] == ["forward", "backward", "update"]
+    waits = [(span.detail, span.microbatch) for span in root_box.spans if span.kind == "wait"]
+    # The second microbatch is there, and has to wait for the gradient of the first.
+    assert (WAIT_LIMIT, 0) in waits and waits[0] == (WAIT_NOTHING, 0)
+    assert all(why == WAIT_NOTHING for why, _ in [(s.detail, s) for s in leaf_box.spans if s.kind == "wait"])
+
+
+def test_a_stage_is_busy_for_all_its_training_where_it_never_waits(make: Make) -> None:
+    [(worker, box)] = make(1, in_flight=1)
+    data = batches([8] * 12)
+    for number, batch in enumerate(data):
+        worker.feed(message(number, batch))
+    for number in range(12):
+        assert box.next("done").microbatch == number
+    worker.stop()
+    training, counters = worker.counters.training, worker.counters
+    assert training.busy_seconds == pytest.approx(training.seconds)
+    assert 0 < training.busy_seconds < counters.busy_seconds
 
 
 def test_a_root_holds_forwards_back_at_its_limit_and_takes_backwards_first(make: Make) -> None:

@@ -17,14 +17,18 @@ from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.resuming import resumed_metadata, trained_with
 from ravnest.coordinator.run_plan import ClusterPlan, RunPlan
 from ravnest.coordinator.saving import place_of
+from ravnest.coordinator.tracing import Tracing
 from ravnest.graph.weights import stream_tensors
 from ravnest.monitor.events import read_events
+from ravnest.monitor.report_page import report_page
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import ClusterSummary, Fault, StageSummary, Summary
+from ravnest.monitor.trace import Trace, after
 from ravnest.net.v1.control_pb2 import (
     LossRecord,
     ProviderMessage,
     Report,
+    Span,
 )
 from ravnest.planner.plan import Plan
 from ravnest.planner.stage_plan import StagePlan
@@ -32,6 +36,7 @@ from tests.fuzz.files import File
 from tests.fuzz.message_targets import control
 from tests.fuzz.rule import Target
 from tests.fuzz.stage_targets import GRAPH, OPTIMIZER, SCHEDULE, a_stage
+from tests.monitor.pipelines import pipeline
 
 
 def _report(data: bytes) -> None:
@@ -48,13 +53,26 @@ def _report(data: bytes) -> None:
     text = json.dumps(progress.summary("running", "").to_json(), allow_nan=False)
     with File("summary.json", text.encode()) as path:
         _shown(Summary.read(path))
+        tracing = Tracing(path.parent / "trace.json", 8, (stage,))
+        tracing.take("anna", message.report)
+        tracing.write()
+        if (path.parent / "trace.json").exists():
+            report_page("fuzz", progress.summary("running", ""), Trace.read(path.parent / "trace.json"))
 
 
 def _report_seeds() -> list[bytes]:
     losses = [LossRecord(microbatch=3, loss=0.5, samples=8)]
     report = Report(deployment="d1", updates=4, staleness_sum=3, staleness_counts=[1, 3], seconds=2.5, losses=losses)
     odd = Report(updates=1, busy_seconds=float("nan"), seconds=1.0, peak_memory_bytes=2**64 - 1)
-    return [ProviderMessage(report=each).SerializeToString() for each in (report, odd)]
+    spans = [
+        Span(kind=kind, microbatch=number, began_seconds=number + place / 4, seconds=0.25)
+        for number in range(4)
+        for place, kind in enumerate(("forward", "backward", "update"))
+    ]
+    spans += [Span(kind="wait", microbatch=1, began_seconds=1.9, seconds=0.05, detail="limit")]
+    spans += [Span(kind="send", microbatch=1, began_seconds=1.9, seconds=0.05, detail="forward")]
+    traced = Report(seconds=5.0, spans=spans)
+    return [ProviderMessage(report=each).SerializeToString() for each in (report, odd, traced)]
 
 
 def _shown(summary: Summary | None, events: list[dict[str, Any]] | None = None) -> None:
@@ -92,6 +110,17 @@ def _summary_seeds() -> list[bytes]:
         faults=(fault,),
     )
     return [json.dumps(summary.to_json()).encode()]
+
+
+def _trace(data: bytes) -> None:
+    with File("trace.json", data) as path:
+        trace = Trace.read(path)
+        report_page("fuzz", Summary(status="finished", reason=""), trace)
+        after(trace, ()).write(path)
+
+
+def _trace_seeds() -> list[bytes]:
+    return [json.dumps(Trace((tuple(pipeline(2, 10)),)).to_json()).encode()]
 
 
 def _events(data: bytes) -> None:
@@ -148,6 +177,7 @@ def _data_state(data: bytes) -> None:
 TARGETS = (
     Target("report", _report, _report_seeds),
     Target("summary", _summary, _summary_seeds, is_json=True),
+    Target("trace", _trace, _trace_seeds, is_json=True),
     Target("events", _events, _events_seeds, is_json=True),
     Target(
         "checkpoint_manifest", _checkpoint_manifest, lambda: [json.dumps(_manifest(_part())).encode()], is_json=True

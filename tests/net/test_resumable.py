@@ -22,6 +22,7 @@ class Pipe:
         self.bytes_sent = self.bytes_received = 0
         self.left = [breaks_after]
         self.broken = asyncio.Event()
+        self.written: Callable[[int], None] = lambda sent_bytes: None
 
     @classmethod
     def pair(cls, breaks_after: int) -> "tuple[Pipe, Pipe]":
@@ -40,7 +41,12 @@ class Pipe:
             raise PeerError("broken")
         assert self.other is not None
         self.other.inbox.put_nowait(decode(data))
+        self.bytes_sent += len(data)
+        self.written(self.bytes_sent)
         await asyncio.sleep(0)
+
+    def watch_writing(self, written: Callable[[int], None]) -> None:
+        self.written = written
 
     async def receive(self) -> Frame | None:
         got = asyncio.create_task(self.inbox.get())
@@ -115,6 +121,38 @@ def test_every_frame_arrives_once_and_in_order_whatever_breaks(breaks: list[int]
 
     near, far = asyncio.run(main())
     assert near == list(range(counts[1])) and far == list(range(counts[0]))
+
+
+def test_each_frame_is_told_when_its_bytes_are_written_and_again_where_they_are_sent_again() -> None:
+    async def main() -> list[tuple[int, int]]:
+        link, far = ResumableLink("far"), ResumableLink("near")
+        told: list[tuple[int, int]] = []
+        connection = 0
+        link.on_written = lambda numbers: told.extend((connection, number) for number in numbers)
+        for breaks_after in (4, 10**9):
+            connection += 1
+            a, b = Pipe.pair(breaks_after)
+            tasks = [
+                asyncio.create_task(_quietly(lambda end=end, pipe=pipe: end.carry(pipe)))
+                for end, pipe in ((link, a), (far, b))
+            ]
+            if connection == 1:
+                for number in range(3):
+                    await link.send(_frame(number))
+                    assert link.frames_sent == number + 1
+                await asyncio.wait(tasks)
+            else:
+                got = [await far.receive() for _ in range(3)]
+                assert [frame.microbatch for frame in got if frame is not None] == [0, 1, 2]
+                a.abort()
+                await asyncio.wait(tasks)
+        return told
+
+    told = asyncio.run(main())
+    # The first connection broke with its fourth message: two of each end said the counts.
+    assert [number for connection, number in told if connection == 1] == [0]
+    again = [number for connection, number in told if connection == 2]
+    assert again[-1] == 2 and again == sorted(set(again))
 
 
 def test_a_peer_that_confirms_more_than_it_was_sent_loses_the_link() -> None:
