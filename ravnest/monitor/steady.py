@@ -17,6 +17,9 @@ from ravnest.monitor.trace import BUSY_KINDS, TraceSpan, TraceStage
 LEAST_MICROBATCHES: Final = 8
 """Fewer say little: an earlier stretch that has as many is taken before a later one that has not."""
 
+_COLD_SHARE: Final = 4
+"""A quarter of a session's first stretch is left out."""
+
 _GAP_PERIODS: Final = 5
 """Where nothing was recorded for as long as so many microbatches take, something was left out of the trace."""
 
@@ -51,7 +54,10 @@ def steady_stretch(stages: Sequence[TraceStage]) -> Stretch | None:
     was traced last; None where nothing was."""
     if not stages or not stages[0].spans:
         return None
-    stretches = [_stretch(stages, group) for group in _groups(stages)]
+    groups = _groups(stages)
+    # The first microbatches of all have every machine to wake up.
+    groups[0] = groups[0][len(groups[0]) // _COLD_SHARE :]
+    stretches = [_stretch(stages, group) for group in groups]
     full = [found for found in stretches if found is not None and found.microbatches]
     if full:
         long = [found for found in full if len(found.microbatches) >= LEAST_MICROBATCHES]

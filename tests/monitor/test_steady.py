@@ -28,8 +28,14 @@ def joined(*parts: list[TraceStage]) -> list[TraceStage]:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_the_busy_fraction_is_that_of_the_full_pipeline(stages: int) -> None:
-    found = steady_stretch(pipeline(stages, 30))
-    assert found is not None and found.steady and len(found.microbatches) > 20
+    cold, *rest = pipeline(stages, 30)
+    # The very first backward takes for ever: it tells nothing of the rest.
+    first = next(span for span in cold.spans if span.kind == "backward")
+    warm = [replace(s, began=s.began + 50, ended=s.ended + 50) for s in cold.spans if s.began > first.began]
+    late = [replace(stage, spans=tuple(shifted([stage], 50.0)[0].spans)) for stage in rest]
+    cold = replace(cold, spans=(*(s for s in cold.spans if s.began < first.began), *warm, replace(first, ended=50.0)))
+    found = steady_stretch([cold, *late])
+    assert found is not None and found.steady and len(found.microbatches) >= 15
     for each in found.stages:
         assert each.busy_fraction == pytest.approx(FORWARD + BACKWARD + UPDATE, abs=0.02)
         (why,) = each.waits
