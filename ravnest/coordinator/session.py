@@ -229,10 +229,14 @@ class Session:
         with contextlib.suppress(RunError):
             self._events.emit(status, reason)
         try:
-            self.coordinator.write_trace()
             summary.write(self._run)
         except RunError:
             # A full disk is what ended the run: the error that is being raised says so.
             if status != "failed":
                 raise
+        try:
+            self.coordinator.write_trace()
+        except RunError as error:
+            # The model and the summary are there: a picture less is no reason to fail.
+            self._display.message(str(error))
         return summary
