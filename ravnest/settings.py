@@ -85,10 +85,15 @@ class Pipeline:
     trace: int = 200
     """Microbatches whose way through the stages is written to trace.json in the run directory; 0: none."""
 
+    cuts: tuple[str, ...] | None = None
+    """Modules or parameters with which a stage may begin, by name, such as ("blocks.4", "blocks.8"): the model is cut
+    nowhere else. As text, with commas between. None: wherever it is best."""
+
     record_updates: bool = False
     """Write one line per update of a stage to updates.jsonl in the run directory."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cuts", _names("pipeline.cuts", self.cuts))
         check_whole("pipeline.in_flight", self.in_flight, least=1, optional=True)
         check_whole("pipeline.max_staleness", self.max_staleness, least=0, optional=True)
         check_whole("pipeline.accumulate", self.accumulate, least=1)
@@ -196,6 +201,16 @@ class Checkpoint:
         check_positive("checkpoint.every_seconds", self.every_seconds)
         check_whole("checkpoint.every_updates", self.every_updates, least=1, optional=True)
         check_whole("checkpoint.keep", self.keep, least=1)
+
+
+def _names(field: str, value: object) -> tuple[str, ...] | None:
+    """The names in a sequence of them, or in one text with commas; raises JobError for anything else."""
+    if value is None:
+        return None
+    names = tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not names or not all(isinstance(each, str) and each for each in names):
+        raise JobError(f"{field} is {value!r}: give names of modules or parameters, such as blocks.4,blocks.8, or None")
+    return tuple(names)
 
 
 def check_whole(field: str, value: object, *, least: int, optional: bool = False) -> None:

@@ -51,12 +51,19 @@ def add_parser(subparsers: "Subparsers") -> None:
         help="how much of stages to keep on this disk, so that they need not be fetched again; 0 keeps nothing "
         "(default: 20GiB, and no more than half of the free space)",
     )
-    parser.add_argument(
+    pretending = parser.add_mutually_exclusive_group()
+    pretending.add_argument(
         "--pretend-slower",
         metavar="FACTOR",
         type=slower,
         default=1.0,
         help="compute as a machine that is so many times slower, such as 2.5, to try out a swarm of unequal machines",
+    )
+    pretending.add_argument(
+        "--pretend-seconds",
+        metavar="FORWARD,BACKWARD",
+        type=stage_seconds,
+        help="compute as a machine on which any stage takes so long, such as 0.05,0.1, to try out long pipelines",
     )
     parser.add_argument("--name", help="what to call this provider (default: this machine's name)")
     # A provider that `ravnest train` started ends with its parent and leaves the talking to it.
@@ -66,8 +73,10 @@ def add_parser(subparsers: "Subparsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Provide until the coordinator ends the run; raises a RavnestError when that cannot be done."""
+    from ravnest.engine.pace import Pretence, StageSeconds
     from ravnest.provider import agent
 
+    seconds = None if args.pretend_seconds is None else StageSeconds(*args.pretend_seconds)
     return agent.run(
         args.invite,
         device=args.device,
@@ -77,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         name=args.name,
         outbound_only=args.outbound_only,
         cache_bytes=args.cache,
-        slower=args.pretend_slower,
+        pretence=Pretence(args.pretend_slower, seconds),
         embedded=args.embedded,
     )
 
@@ -104,6 +113,19 @@ def slower(text: str) -> float:
     if not 1 <= factor < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not how many times slower: give a number of at least 1")
     return factor
+
+
+def stage_seconds(text: str) -> tuple[float, float]:
+    """Seconds of a forward and of a backward in `0.05,0.1`; raises ArgumentTypeError for anything else."""
+    try:
+        forward, backward = map(float, text.split(","))
+    except ValueError:
+        forward = backward = 0.0
+    if not (0 < forward < math.inf and 0 < backward < math.inf):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not how long a forward and a backward take: give seconds of each, such as 0.05,0.1"
+        )
+    return forward, backward
 
 
 def host_and_port(text: str) -> tuple[str, int]:

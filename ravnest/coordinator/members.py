@@ -46,6 +46,8 @@ class Member:
     memory_bytes_per_second: float = 0.0
     slower: float = 1.0
     """It computes so many times slower than its machine could. A speed that it measured is told as if it had to."""
+    stage_seconds: float = 0.0
+    """It pretends that any stage takes it so long, forward and backward; 0 where it does not."""
     direct_port: int = 0
     """Where it listens for direct lines, at the host of its address; 0 when it does not."""
     device_name: str = ""
@@ -70,6 +72,7 @@ class Member:
             flops_per_second=positive(request.flops_per_second),
             memory_bytes_per_second=positive(request.memory_bytes_per_second),
             slower=max(1.0, positive(request.slower)),
+            stage_seconds=positive(request.stage_seconds),
             direct_port=request.direct_port if request.direct_port < 65536 else 0,
             device_name=printable(request.device_name[:_NAME_CHARACTERS]),
             measures_link=request.measures_link,

@@ -40,6 +40,7 @@ SPEEDS = (1e-5, 1e5)
 RATES = (1e3, 1e12)
 """Bytes a second of a line."""
 MOST_LATENCY_SECONDS = 10.0
+MOST_STAGE_SECONDS = 3600.0
 
 OPERATOR_SECONDS = 100e-6
 """What a GPU takes to start an operator and its backward. Measured with small models on an NVIDIA H200."""
@@ -93,7 +94,7 @@ def model_costs(prepared: Prepared) -> ModelCosts:
     """The prepared model's tables."""
     captured = prepared.captured
     sizes = {name: tensor.nbytes for name, tensor in captured.sample.items()}
-    return ModelCosts.of(captured.graph, prepared.costs, sizes)
+    return ModelCosts.of(captured.graph, prepared.costs, sizes, prepared.job.pipeline.cuts)
 
 
 def check_stages(model: ModelCosts, stages: int) -> None:
@@ -270,6 +271,7 @@ def provider_of(member: Member, costs: CostProfile, reach: Reach, machine: Machi
         compute_speed=_relative(member.flops_per_second, costs.flops_per_second, unmeasured),
         memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second, unmeasured),
         operator_seconds=0.0 if on_processor else OPERATOR_SECONDS,
+        least_stage_seconds=min(member.stage_seconds, MOST_STAGE_SECONDS),
         reachable=bool(reach.address),
         host=machine.host if here else "",
         cores=machine.cores if here else member.cores,

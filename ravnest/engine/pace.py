@@ -1,7 +1,8 @@
-"""Computing as a slower machine would: each piece of work is followed by a wait that makes it that much longer.
+"""Computing as another machine would: each piece of work is followed by a wait that makes it as long as it would be
+there.
 
-For trying out swarms of unequal machines on one machine. Waiting takes no processor time, and whatever comes out of a
-piece of work leaves after the wait, as it would on a machine that really is slower.
+For trying out swarms of unequal machines, and long pipelines, on one machine. Waiting takes no processor time, and
+whatever comes out of a piece of work leaves after the wait, as it would on a machine that really is slower.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -21,12 +23,70 @@ _MOST_LATE_SECONDS: Final = 0.1
 _REMEMBERED: Final = 64
 
 
-class Pace:
-    """Makes one thread's work `slower` times as long; 1 leaves it as it is."""
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """How long a forward and a backward take, whatever the stage."""
 
-    def __init__(self, slower: float = 1.0, device: torch.device | str = "cpu") -> None:
-        assert 1 <= slower < math.inf, f"nothing can be {slower} times slower"
-        self.slower = slower
+    forward: float
+    backward: float
+
+    def __post_init__(self) -> None:
+        assert all(0 < each < math.inf for each in (self.forward, self.backward)), f"no stage can take {self}"
+
+    def of(self, kind: str, split_backward: bool = False) -> float:
+        """Of a piece of work of some kind; 0 for kinds that take what they take.
+
+        Where a backward is split, the gradients for the stage before and those for its own weights take half each.
+        """
+        seconds = {"forward": self.forward, "evaluate": self.forward, "backward": self.backward}
+        if split_backward:
+            seconds |= {"backward": self.backward / 2, "weights": self.backward / 2}
+        return seconds.get(kind, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Pretence:
+    """What a machine pretends to be: so many times slower than it is, or one on which every stage takes so long."""
+
+    slower: float = 1.0
+    seconds: StageSeconds | None = None
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.slower < math.inf, f"nothing can be {self.slower} times slower"
+
+    @property
+    def stage_seconds(self) -> float:
+        """Of a forward and a backward, whatever the stage; 0 where that depends on it."""
+        return 0.0 if self.seconds is None else self.seconds.forward + self.seconds.backward
+
+    @property
+    def in_words(self) -> str:
+        """For those who look at the machine; nothing where it does not pretend."""
+        if self.seconds is not None:
+            forward, backward = 1e3 * self.seconds.forward, 1e3 * self.seconds.backward
+            return (
+                f"it computes as a machine on which any stage takes {forward:g} ms forward and {backward:g} ms backward"
+            )
+        return f"it computes as a machine that is {self.slower:g} times slower than it is" if self.slower > 1 else ""
+
+
+NO_PRETENCE: Final = Pretence()
+
+
+class Pace:
+    """Makes the pieces of one thread's work as long as they would be on the machine that is pretended."""
+
+    def __init__(
+        self,
+        pretence: Pretence = NO_PRETENCE,
+        device: torch.device | str = "cpu",
+        split_backward: bool = False,
+    ) -> None:
+        self.overruns = 0
+        """Pieces of work that took longer than `seconds` says, and so were not as long as they should be."""
+        self._slower = pretence.slower
+        self._seconds = pretence.seconds
+        self._split_backward = split_backward
         self._device = torch.device(device)
         self._ended = threading.Event()
         self._late_seconds = 0.0
@@ -34,19 +94,27 @@ class Pace:
 
     @contextlib.contextmanager
     def work(self, kind: str) -> Iterator[None]:
-        """A piece of work of some kind. After it, unless it failed, waits as long as a slower machine would still work.
+        """A piece of work of some kind. After it, unless it failed, waits as long as that machine would still work.
 
         On a processor with one thread, what counts is the time that the thread got of it: a slower machine of one's own
         would not have been shared with others.
         """
-        if self.slower == 1.0:
+        if self._seconds is not None:
+            began = time.perf_counter()
+            yield
+            if wanted := self._seconds.of(kind, self._split_backward):
+                wait_for(self._device)
+                self.overruns += time.perf_counter() - began > wanted
+                self._wait_until(began + wanted)
+            return
+        if self._slower == 1.0:
             yield
             return
         clock = work_clock() if self._device.type == "cpu" else time.perf_counter
         began, began_work = time.perf_counter(), clock()
         yield
         wait_for(self._device)
-        self._wait_until(began + self.slower * self._usual(kind, clock() - began_work))
+        self._wait_until(began + self._slower * self._usual(kind, clock() - began_work))
 
     def end(self) -> None:
         """Ends the wait under way, and all later ones before they begin. From any thread."""

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import torch
 
-from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, LossRecord, Message, Outbox, Snapshot, Span
-from ravnest.engine.pace import Pace
-from ravnest.engine.schedule import Bound, Task, Waiting, next_task, updates_before
+from ravnest.engine.messages import Counters, LossRecord, Message, Outbox, Snapshot, Span
+from ravnest.engine.pace import NO_PRETENCE, Pace, Pretence
+from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.training_time import TrainingTime, warm_up_for
 from ravnest.errors import PeerError, RavnestError
@@ -36,10 +36,10 @@ left undone comes again here, a little behind those that were fed meanwhile."""
 class StageWorker:
     """Runs one stage. `feed`, `receive_forward`, `receive_backward` may be called from any thread and never block."""
 
-    def __init__(self, stage: Stage, outbox: Outbox, slower: float = 1.0) -> None:
-        """`slower` makes all its work take so many times as long, as on a slower machine."""
-        self.counters = Counters(training=TrainingTime(warm_up_for(stage.settings.in_flight)))
-        self._pace = Pace(slower, stage.device)
+    def __init__(self, stage: Stage, outbox: Outbox, pretence: Pretence = NO_PRETENCE) -> None:
+        """All its work takes as long as on the machine that is pretended."""
+        self.counters = Counters()
+        self._pace = Pace(pretence, stage.device, stage.settings.split_backward)
         self._stage = stage
         self._outbox = outbox
         graph = stage.graph
@@ -87,6 +87,11 @@ class StageWorker:
             self._condition.notify()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout_seconds)
+
+    @property
+    def overruns(self) -> int:
+        """Pieces of work that took longer than was pretended."""
+        return self._pace.overruns
 
     def feed(self, message: Message) -> None:
         """Inputs or targets of a microbatch, from the coordinator. PeerError for one that cannot be."""

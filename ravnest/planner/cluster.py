@@ -161,6 +161,13 @@ def stage_tables(
 
 def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     """Forward, backward, update and the handling of frames, for a stage from place i to place j."""
+    heavy, light = model.heavy_seconds, model.light_seconds
+    if goal.recompute:
+        heavy, light = heavy + model.heavy_forward_seconds, light + model.light_forward_seconds
+    work = model.between(heavy / provider.compute_speed + light / provider.memory_speed)
+    if provider.operator_seconds and model.operators is not None:
+        work = np.maximum(work, model.between(model.operators) * provider.operator_seconds)
+    work = np.maximum(work, provider.least_stage_seconds)
     places = np.arange(len(model.places))
     begins, ends = places == 0, places == model.last
     work = model.between(model.heavy_seconds / provider.compute_speed + model.light_seconds / provider.memory_speed)

@@ -5,6 +5,7 @@ cost of every possible stage is two look-ups. They are made once for a model, fr
 on the machine that measured them.
 """
 
+import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, Final, Self
 import numpy as np
 import torch
 
+from ravnest.errors import PlanError
 from ravnest.graph import ops
 from ravnest.graph.layout import Layout, layout
 from ravnest.graph.portable import PortableGraph, ValueSpec
@@ -68,10 +70,20 @@ class ModelCosts:
     plain_backward_bytes: Table | None = None
 
     @classmethod
-    def of(cls, graph: PortableGraph, costs: CostProfile, input_bytes: Mapping[str, int]) -> Self:
-        """The tables of a captured and profiled model, whose inputs and targets are so large for one microbatch."""
+    def of(
+        cls,
+        graph: PortableGraph,
+        costs: CostProfile,
+        input_bytes: Mapping[str, int],
+        begin_with: Sequence[str] | None = None,
+    ) -> Self:
+        """The tables of a captured and profiled model, whose inputs and targets are so large for one microbatch.
+
+        Where modules or parameters are given to `begin_with`, stages begin with these alone; PlanError for a name with
+        which none can begin.
+        """
         plan = layout(graph)
-        cuts = list(plan.cuts)
+        cuts = list(plan.cuts) if begin_with is None else sorted({cut_before(graph, plan, name) for name in begin_with})
         places = (0, *cuts, len(plan.line))
         size = len(plan.line)
         rows: dict[str, Table] = {
@@ -225,6 +237,29 @@ class ModelCosts:
             plain_forward_bytes=None if self.plain_forward_bytes is None else self.plain_forward_bytes[index],
             plain_backward_bytes=None if self.plain_backward_bytes is None else self.plain_backward_bytes[index],
         )
+
+
+def cut_before(graph: PortableGraph, plan: Layout, name: str) -> int:
+    """Where to cut so that a stage begins with this module or parameter; PlanError where that cannot be."""
+    uses = {spec.key: plan.first_use[spec.name] for spec in graph.parameters if spec.name in plan.first_use}
+    own = [use for key, use in uses.items() if key == name or key.startswith(f"{name}.")]
+    if not own:
+        near = difflib.get_close_matches(name, {key.rpartition(".")[0] for key in uses} | set(uses), n=1)
+        hint = f"did you mean {near[0]}?" if near else "give names as in model.named_parameters() or named_modules()"
+        raise PlanError(f"pipeline.cuts names {name}, and the model trains no parameter of that name; {hint}")
+    # After all that the stage before trains, and before the first use of what is its own.
+    before = max((use for use in uses.values() if use < min(own)), default=-1)
+    found = [cut for cut in plan.cuts if before < cut <= min(own)]
+    if not found:
+        raise PlanError(
+            f"pipeline.cuts names {name}, and the model cannot be cut before it: nothing is trained before, or what "
+            "crosses there cannot be sent; name another module"
+        )
+    return min(found, key=lambda cut: (sum(_size(v) for v in plan.crossing[cut]), -cut))
+
+
+def _size(value: ValueSpec) -> int:
+    return torch.Size([s if isinstance(s, int) else 1 for s in value.shape]).numel()
 
 
 def value_bytes(value: ValueSpec, costs: CostProfile) -> int:

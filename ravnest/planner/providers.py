@@ -28,6 +28,8 @@ class Provider:
     """Of everything that is limited by moving bytes: the other operators, and updates."""
     operator_seconds: float = 0.0
     """What starting an operator and its backward takes at least, however little they compute: on a GPU, most of it."""
+    least_stage_seconds: float = 0.0
+    """What a forward and a backward take at least, however small the stage: of a machine that pretends so."""
     up_bytes_per_second: float = NO_LIMIT
     down_bytes_per_second: float = NO_LIMIT
     latency_seconds: float = 0.0

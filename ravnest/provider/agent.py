@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ravnest import __version__, amounts
+from ravnest.engine.pace import NO_PRETENCE, Pretence
 from ravnest.engine.speed import Speed
 from ravnest.errors import PeerError, RavnestError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
@@ -77,13 +78,13 @@ def run(
     name: str | None = None,
     outbound_only: bool = False,
     cache_bytes: int | None = None,
-    slower: float = 1.0,
+    pretence: Pretence = NO_PRETENCE,
     embedded: bool = False,
 ) -> int:
     """Provides until the run ends; the exit code. A RavnestError says why it could not.
 
     `cache_bytes` is how much of stages may be kept on the disk; 0: nothing, None: a bound that leaves room for others.
-    `slower` makes it a machine that is so many times slower than this one.
+    It computes as a machine of its `pretence` would.
     """
     leave_out_the_compiler()
     give_memory_back()
@@ -97,7 +98,7 @@ def run(
         # Several embedded providers and their coordinator share a machine, which has it all in memory already.
         cache = None if embedded else ArtifactCache.of_user(cache_bytes)
         agent = _Agent(
-            SwarmInvite.parse(invite), chosen, memory_bytes, name or platform.node(), cache, slower, embedded
+            SwarmInvite.parse(invite), chosen, memory_bytes, name or platform.node(), cache, pretence, embedded
         )
         listen = listen or ("127.0.0.1" if embedded else "0.0.0.0", 0)
         return asyncio.run(agent.main(None if outbound_only else listen, advertise))
@@ -132,7 +133,7 @@ class _Agent:
         memory_bytes: int | None,
         name: str,
         cache: ArtifactCache | None,
-        slower: float,
+        pretence: Pretence,
         embedded: bool,
     ) -> None:
         self._invite = invite
@@ -141,7 +142,7 @@ class _Agent:
         self._name = name
         self._node = NodeIdentity.new()
         self._cache = cache
-        self._slower = slower
+        self._pretence = pretence
         self._embedded = embedded
         self._fetch_line = None if embedded else FetchLine(sys.stderr)
         self._baseline = 0
@@ -217,7 +218,8 @@ class _Agent:
             version=__version__,
             protocol=PROTOCOL_VERSION,
             graph_format=FORMAT_VERSION,
-            slower=self._slower,
+            slower=self._pretence.slower,
+            stage_seconds=self._pretence.stage_seconds,
             direct_port=self._direct_port,
         )
         # Where all are processors of one machine they are alike, and there is nothing to tell.
@@ -236,7 +238,7 @@ class _Agent:
     async def _describe(self, about_us: JoinRequest) -> None:
         """Measures this machine, once."""
         known, self._speed = self._speed, self._speed or await machine_speed(self._device, self._memory_bytes)
-        speed = self._speed.divided(self._slower)
+        speed = self._speed.divided(self._pretence.slower)
         about_us.flops_per_second = speed.flops_per_second
         about_us.memory_bytes_per_second = speed.memory_bytes_per_second
         about_us.cores = core_count()
@@ -245,8 +247,8 @@ class _Agent:
         if known is None:
             memory, rate = amounts.gibibytes(self._memory_bytes), amounts.flops(speed.flops_per_second)
             self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")
-            if self._slower > 1:
-                self._say(f"it computes as a machine that is {self._slower:g} times slower than it is")
+            if said := self._pretence.in_words:
+                self._say(said)
 
     async def _report_link(self, stay: Stay) -> None:
         """Measures the connection to the coordinator, once: one that comes back says what it found then."""
@@ -269,6 +271,8 @@ class _Agent:
         self._server.neighbours = ()
         if deployment is not None:
             await deployment.close()
+            if late := deployment.overruns:
+                self._say(f"{late} forwards and backwards took longer than this machine pretends")
 
     def _errand(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -360,7 +364,7 @@ class _Agent:
             artifacts = Artifacts(stay.client, self._cache, self._say)
             async with fetching(order, stay.control, self._fetch_line) as progress:
                 deployment = await Deployment.make(
-                    order, stay.client, self._node, self._device, self._baseline, artifacts, progress, self._slower
+                    order, stay.client, self._node, self._device, self._baseline, artifacts, progress, self._pretence
                 )
             async with self._deployed:
                 self._deployment = deployment

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from ravnest.engine.messages import Message
+from ravnest.engine.pace import NO_PRETENCE, Pretence
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.engine.worker import StageWorker
@@ -60,7 +61,7 @@ class Deployment:
         outbox: FrameOutbox,
         links: list[StageLink],
         baseline_memory_bytes: int,
-        slower: float = 1.0,
+        pretence: Pretence = NO_PRETENCE,
         rings: Rings | None = None,
         ring_lines: RingLines | None = None,
     ) -> None:
@@ -69,7 +70,7 @@ class Deployment:
         self._stage = stage
         self._outbox = outbox
         self._baseline = baseline_memory_bytes
-        self._worker = StageWorker(stage, outbox, slower)
+        self._worker = StageWorker(stage, outbox, pretence)
         self._links = links
         self._rings = rings
         self._ring_lines = ring_lines
@@ -99,7 +100,7 @@ class Deployment:
         baseline_memory_bytes: int,
         artifacts: Artifacts,
         progress: FetchProgress,
-        slower: float = 1.0,
+        pretence: Pretence = NO_PRETENCE,
     ) -> "Deployment":
         """Fetches what the order names and builds the stage; GraphError or PeerError says why it cannot be."""
         settings = StageSettings.from_json(order.settings_json)
@@ -127,14 +128,14 @@ class Deployment:
             if neighbour.node
         ]
         if not order.rings:
-            return cls(order, stage, outbox, links, baseline_memory_bytes, slower)
+            return cls(order, stage, outbox, links, baseline_memory_bytes, pretence)
         loop = asyncio.get_running_loop()
         rings = await asyncio.to_thread(Rings, order, stage, node.node_id, loop, outbox.tell)
         lines = RingLines(
             order.ring_peers, order.generation, node, client, rings.take, rings.is_wanted, rings.line_broke
         )
         outbox.on_snapshot = rings.snapshot
-        return cls(order, stage, outbox, links, baseline_memory_bytes, slower, rings, lines)
+        return cls(order, stage, outbox, links, baseline_memory_bytes, pretence, rings, lines)
 
     @property
     def failure(self) -> asyncio.Future[tuple[str, str, int]]:
@@ -144,6 +145,11 @@ class Deployment:
     def samples(self) -> int:
         """Samples this stage has trained on so far."""
         return self._outbox.samples
+
+    @property
+    def overruns(self) -> int:
+        """Pieces of work that took longer than this machine pretends."""
+        return self._worker.overruns
 
     @property
     def news(self) -> asyncio.Event:

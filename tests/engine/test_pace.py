@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ravnest.engine.pace import Pace
+from ravnest.engine.pace import Pace, Pretence
 
 WORK_SECONDS = 0.02
 
@@ -17,7 +17,7 @@ def work() -> None:
 
 
 def test_work_takes_so_many_times_as_long_and_no_more_of_the_processor() -> None:
-    pace = Pace(4.0)
+    pace = Pace(Pretence(4.0))
     elapsed, used = time.perf_counter(), time.thread_time()
     for _ in range(3):
         with pace.work("forward"):
@@ -38,7 +38,7 @@ def test_work_takes_so_many_times_as_long_and_no_more_of_the_processor() -> None
 def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
     elapsed: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pace = Pace(4.0)
+    pace = Pace(Pretence(4.0))
     now, used = 0.0, 0.0
     waits: list[float] = []
 
@@ -66,7 +66,7 @@ def test_at_its_own_speed_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_end_interrupts_a_wait_and_later_ones() -> None:
-    pace = Pace(1e6)
+    pace = Pace(Pretence(1e6))
     worked = threading.Event()
 
     def run() -> None:
@@ -84,14 +84,14 @@ def test_the_end_interrupts_a_wait_and_later_ones() -> None:
 
 
 def test_an_error_is_not_waited_for() -> None:
-    pace = Pace(1e6)
+    pace = Pace(Pretence(1e6))
     with pytest.raises(ValueError, match="at once"), pace.work("forward"):
         work()
         raise ValueError("at once")
 
 
 def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = Pace(10.0)
+    pace = Pace(Pretence(10.0))
     now, used = 0.0, 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr("ravnest.engine.pace.work_clock", lambda: lambda: used)

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, LossRecord, Message, Snapshot, Span
+from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
+from ravnest.engine.pace import Pretence
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
@@ -107,7 +108,7 @@ def make() -> Iterator[Make]:
             )
             weights = {spec.key: found.weights[spec.key].clone() for spec in graph.weights}
             box = Box()
-            pairs.append((StageWorker(Stage(graph, weights, told), box, slower), box))
+            pairs.append((StageWorker(Stage(graph, weights, told), box, Pretence(slower)), box))
             started.append(pairs[-1][0])
         for worker, _ in pairs:
             worker.start()
