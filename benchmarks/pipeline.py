@@ -1,0 +1,225 @@
+"""Whether pipelines over real lines are ever idle: Ravnest against torch.distributed.pipelining's GPipe and 1F1B.
+
+The same model, cut at the same places, with the same microbatches, in the WAN lab: every stage on a host of its own,
+lines of every rate and delay between each two of them, the coordinator near all of them. One core each is more than
+there is, so stages are paced: a forward takes 50 ms and a backward 100, most of it waiting, for every contender alike;
+1 MiB of float32 crosses between two stages each way. GPipe and 1F1B run over gloo with 8 microbatches a step, their
+optimizer steps included; the fastest of a few steps counts. Ravnest's rate is that between the first seconds and the
+end of the data, over TLS, with float32 on the links and with what it chooses itself.
+
+`of limit` is the share of what neither idle stages nor idle lines would make: 6.67 microbatches a second, or the line's
+rate over the bytes of a microbatch. `busy` is the share of the time that the slowest stage worked, `flight` the
+microbatches in flight, `stale` the largest staleness, `auto` the run whose codec Ravnest chose, and `idle` the share of
+this machine's processor that was left: where there is little, some of what is measured is waiting for it. Rows of
+"real" compute as fast as they can: a GPT of 10 million parameters on 2 stages.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.pipeline_parts.cells import ALL, PACE, QUICK, Cell, chosen
+from benchmarks.pipeline_parts.models import CROSSING_BYTES, TASKS, cut_blocks
+from benchmarks.pipeline_parts.swarms import RavnestRate, RavnestSwarm, TorchPipelines, TorchRate
+from benchmarks.report import Row, Target, finish, say
+from tests.wan import Host, Lab
+
+_LIMIT_TARGET = 0.95
+_BUSY_TARGET = 0.95
+_EQUAL_BYTES_TARGET = 3.0
+_DEFAULT_TARGET = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What all contenders did in a cell."""
+
+    cell: Cell
+    gpipe: TorchRate
+    one_f_one_b: TorchRate
+    equal: RavnestRate
+    """With float32 on the links."""
+    default: RavnestRate
+    idle: float
+    """Share of the processor that nobody used meanwhile: where there is none, waiting for it is measured too."""
+
+
+def main() -> int:
+    given = _arguments()
+    if reason := Lab.unavailable():
+        say(f"there is no lab here: {reason}")
+        return 2
+    try:
+        cells = QUICK if given.quick and not given.only else chosen(given.only or (), ALL)
+    except ValueError as error:
+        say(f"--only: {error}")
+        return 2
+    found: list[Measured] = []
+    for paced in (True, False):
+        group = [cell for cell in cells if cell.paced == paced]
+        if group:
+            found += _measured(group, paced, given)
+    return finish("pipeline", given, [_row(each) for each in found], _targets([m for m in found if m.cell.paced]))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline", description="Whether pipelines are ever idle."
+    )
+    parser.add_argument("--quick", action="store_true", help="one cell, within a minute")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
+    parser.add_argument("--record", action="store_true", help="add the table to benchmarks/RESULTS.md")
+    parser.add_argument(
+        "--only", metavar="CELL", action="append", help="these cells alone, such as gpt,4,100/50 or 8; may be repeated"
+    )
+    parser.add_argument(
+        "--in-flight",
+        metavar="N",
+        help="microbatches in flight; `needed`: from rates and delays (default: Ravnest's choice)",
+    )
+    parser.add_argument("--codec", help="of Ravnest's second run in each cell (default: Ravnest's choice)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="that each run of Ravnest is measured for")
+    return parser.parse_args()
+
+
+def _measured(cells: Sequence[Cell], paced: bool, given: argparse.Namespace) -> list[Measured]:
+    """All cells in one lab, in which every process stays from the first cell to the last."""
+    hosts = [f"p{number}" for number in range(max(cell.stages for cell in cells))]
+    pace = PACE if paced else None
+    found = []
+    with Lab([Host("home"), *map(Host, hosts)]) as lab, ExitStack() as stack:
+        if not lab.status()["real_time"]:
+            say("the lab's switch has no real-time priority here: lines are less exact")
+        ours = stack.enter_context(RavnestSwarm(lab, hosts, pace))
+        theirs = stack.enter_context(TorchPipelines(lab, hosts, [cell.stages for cell in cells]))
+        for cell in cells:
+            _set_lines(lab, hosts, cell)
+            found.append(_cell(cell, ours, theirs, given))
+        if late := ours.overruns():
+            say(f"{late} of Ravnest's forwards and backwards took longer than the pace: the machine was too busy")
+    return found
+
+
+def _cell(cell: Cell, ours: RavnestSwarm, theirs: TorchPipelines, given: argparse.Namespace) -> Measured:
+    """The contenders take turns, so that what disturbs the machine for a while disturbs both."""
+    steps = 2 if given.quick or (cell.line.mbps is not None and cell.line.mbps <= 100) else 3
+    pace = PACE if cell.paced else None
+    psutil.cpu_times_percent()
+    torch = []
+    ravnest = []
+    for schedule, codec in (("GPipe", "float32"), ("1F1B", given.codec)):
+        torch.append(theirs.rate(cell.task, cell.stages, schedule, steps, pace))
+        _say_torch(cell, schedule, torch[-1])
+        ravnest.append(_ravnest(cell, ours, codec, given))
+    idle = psutil.cpu_times_percent().idle / 100
+    return Measured(cell, torch[0], torch[1], ravnest[0], ravnest[1], idle)
+
+
+def _ravnest(cell: Cell, ours: RavnestSwarm, codec: str | None, given: argparse.Namespace) -> RavnestRate:
+    in_flight = given.in_flight
+    if in_flight is not None:
+        in_flight = cell.needed_in_flight() if in_flight == "needed" else int(in_flight)
+    pipeline: dict[str, Any] = {"in_flight": in_flight, "codec": codec}
+    warm_seconds = (2.0 if given.quick else 3.0) + 1.5 * cell.round_trip_seconds()
+    seconds = 5.0 if given.quick else max(given.seconds, 24 * cell.period_seconds())
+    rate = ours.rate(cell.task, cell.stages, warm_seconds, seconds, pipeline)
+    _check_cuts(cell, rate)
+    say(
+        f"{cell.name}: Ravnest, {codec or 'its own codec'}: {rate.microbatches_per_second:.2f} microbatches/s, "
+        f"{rate.in_flight} in flight, staleness up to {rate.staleness_max}, busy {_numbers(rate.busy)}, "
+        f"{rate.bytes_per_microbatch / 1e6:.2f} MB a microbatch"
+    )
+    return rate
+
+
+def _say_torch(cell: Cell, schedule: str, rate: TorchRate) -> None:
+    late = f", {rate.overruns} forwards and backwards took longer than the pace" if rate.overruns else ""
+    say(f"{cell.name}: {schedule}: {rate.microbatches_per_second:.2f} microbatches/s{late}")
+
+
+def _check_cuts(cell: Cell, rate: RavnestRate) -> None:
+    """Only the same cuts may be compared."""
+    wanted = [f"blocks.{block}." for block in cut_blocks(cell.stages, TASKS[cell.task].blocks)]
+    same = len(wanted) == len(rate.begins) and all(
+        begin.startswith(name) for begin, name in zip(rate.begins, wanted, strict=True)
+    )
+    assert same, f"{cell.name}: stages begin with {rate.begins}, and not with {wanted}"
+
+
+def _set_lines(lab: Lab, hosts: Sequence[str], cell: Cell) -> None:
+    for number, one in enumerate(hosts):
+        for other in hosts[number + 1 :]:
+            lab.pair(one, other).set(delay_ms=cell.line.round_trip_ms / 2, rate_mbps=cell.line.mbps)
+
+
+def _row(measured: Measured) -> Row:
+    cell, equal, default = measured.cell, measured.equal, measured.default
+    gpipe, one_f_one_b = measured.gpipe.microbatches_per_second, measured.one_f_one_b.microbatches_per_second
+    return {
+        "case": cell.name,
+        "limit": cell.limit() if cell.paced else None,
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "float32": equal.microbatches_per_second,
+        "of_limit": _of_limit(cell, equal, CROSSING_BYTES) if cell.paced else None,
+        "x_gpipe": equal.microbatches_per_second / gpipe,
+        "x_1f1b": equal.microbatches_per_second / one_f_one_b,
+        "busy": max(equal.busy, default=0.0),
+        "flight": equal.in_flight,
+        "stale": equal.staleness_max,
+        "auto": default.microbatches_per_second,
+        "auto_of_limit": _of_limit(cell, default, default.bytes_per_microbatch) if cell.paced else None,
+        "auto_x_1f1b": default.microbatches_per_second / one_f_one_b,
+        "auto_kb": round(default.bytes_per_microbatch / 1e3),
+        "auto_flight": default.in_flight,
+        "auto_stale": default.staleness_max,
+        "idle": measured.idle,
+    }
+
+
+def _of_limit(cell: Cell, rate: RavnestRate, crossing_bytes: float) -> float:
+    return rate.microbatches_per_second / cell.limit(crossing_bytes)
+
+
+def _targets(found: Sequence[Measured]) -> list[Target]:
+    if not found:
+        return []
+    equal = {m.cell.name: _of_limit(m.cell, m.equal, CROSSING_BYTES) for m in found}
+    default = {m.cell.name: _of_limit(m.cell, m.default, m.default.bytes_per_microbatch) for m in found}
+    busy = {m.cell.name: max(m.equal.busy, default=0.0) for m in found if m.cell.computes}
+    targets = [
+        _least("float32, of the limit", equal, _LIMIT_TARGET),
+        _least("default codec, of the limit", default, _LIMIT_TARGET),
+    ]
+    if busy:
+        targets.append(_least("busy share of the slowest stage, where stages are the limit", busy, _BUSY_TARGET))
+    for each in found:
+        cell, rate = each.cell, each.equal.microbatches_per_second
+        gpipe, one_f_one_b = each.gpipe.microbatches_per_second, each.one_f_one_b.microbatches_per_second
+        if cell.stages == 4 and cell.line.name == "100/50":
+            targets.append(Target(f"{cell.name}: float32, times GPipe", rate / gpipe, _EQUAL_BYTES_TARGET))
+            targets.append(Target(f"{cell.name}: float32, times 1F1B", rate / one_f_one_b, _EQUAL_BYTES_TARGET))
+        if cell.stages == 4 and cell.line.name == "20/100":
+            ratio = each.default.microbatches_per_second / one_f_one_b
+            targets.append(Target(f"{cell.name}: default codec, times 1F1B", ratio, _DEFAULT_TARGET))
+    return targets
+
+
+def _least(what: str, values: dict[str, float], target: float) -> Target:
+    """Every cell has to reach it: the one that is furthest from it is named."""
+    worst = min(values, key=lambda name: values[name])
+    return Target(f"{what}, in every cell (least in {worst})", values[worst], target)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
