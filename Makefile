@@ -23,13 +23,14 @@ check: $(VENV)/.dev-installed
 fuzz: $(VENV)/.fuzz-installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
-# On a machine that does nothing else; half an hour.
+# On a machine that does nothing else; an hour.
 bench: $(VENV)/.dev-installed
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.memory
 	@$(BIN)/python -m benchmarks.transport
 	@$(BIN)/python -m benchmarks.planner
 	@$(BIN)/python -m benchmarks.averaging
+	@$(BIN)/python -m benchmarks.pipeline
 
 format: $(VENV)/.dev-installed
 	@$(BIN)/ruff format .

@@ -265,6 +265,33 @@ def test_more_stages_than_the_model_has_are_refused_with_the_number_it_has(prepa
         check_stages(model_costs(prepared), 5)
 
 
+def test_a_job_says_where_it_may_be_cut(prepared: Prepared) -> None:
+    job = replace(prepared.job, pipeline=Pipeline(cuts="2,6"))  # type: ignore[arg-type]  # as --set gives it
+    providers = [Provider(name=f"p{i}", memory_bytes=1 << 40) for i in range(3)]
+    planned = plan_members(replace(prepared, job=job), providers, Network(), goal_of(job, 3, 1))
+    assert [stage.graph.parameters[0].key for stage in planned.stages] == ["0.weight", "2.weight", "6.weight"]
+    with pytest.raises(PlanError, match=r"at most 3 stages, not 4"):
+        check_stages(model_costs(replace(prepared, job=job)), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("22", "trains no parameter of that name"), ("2.wieght", "2.weight?"), ("0", "cannot be cut before")],
+)
+def test_a_place_where_no_stage_can_begin_is_named(prepared: Prepared, name: str, says: str) -> None:
+    job = replace(prepared.job, pipeline=Pipeline(cuts=(name,)))
+    with pytest.raises(PlanError, match=says):
+        model_costs(replace(prepared, job=job))
+
+
+def test_a_machine_that_pretends_a_time_is_planned_with_it(prepared: Prepared) -> None:
+    told = provider_of(member(stage_seconds=0.2), COSTS, REACHED, HERE)
+    assert told.least_stage_seconds == 0.2
+    pair = [replace(told, name=name, memory_bytes=1 << 40) for name in ("p0", "p1")]
+    planned = plan_members(prepared, pair, Network(), goal_of(prepared.job, 2, 1))
+    assert 0.2 <= planned.plan.clusters[0].busiest_seconds < 0.25
+
+
 def test_a_model_that_does_not_fit_says_so(prepared: Prepared) -> None:
     check_fit(prepared, [member()], HERE)
     with pytest.raises(PlanError):

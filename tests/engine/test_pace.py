@@ -1,11 +1,11 @@
-"""A stage that pretends to be slower takes as long as a slower machine, without using the processor for it."""
+"""A stage that pretends to be slower takes as long as that machine, without using the processor for it."""
 
 import threading
 import time
 
 import pytest
 
-from ravnest.engine.pace import Pace, Pretence
+from ravnest.engine.pace import Pace, Pretence, StageSeconds
 
 WORK_SECONDS = 0.02
 
@@ -110,3 +110,58 @@ def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatc
             now, used = now + seconds, used + seconds
         taken.append(now - began)
     assert taken == pytest.approx([10.0, 10.0, 10.0, 10.0, 3.0, 14.0])
+
+
+class Clock:
+    """Time that passes when it is told to; whoever waits is woken `late` seconds too late."""
+
+    def __init__(self, pace: Pace, late: float, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self._late = late
+        patch.setattr(time, "perf_counter", lambda: self.now)
+        patch.setattr(pace._ended, "wait", self._wait)
+
+    def _wait(self, seconds: float) -> None:
+        self.now += seconds + self._late
+
+    def spent_on(self, pace: Pace, kind: str, seconds: float) -> float:
+        began = self.now
+        with pace.work(kind):
+            self.now += seconds
+        return self.now - began
+
+
+def test_any_stage_takes_as_long_as_was_pretended_and_what_is_longer_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)))
+    clock = Clock(pace, 0.0, monkeypatch)
+    work = [("forward", 0.5), ("backward", 0.5), ("update", 0.3), ("forward", 0.9), ("evaluate", 0.1)]
+    assert [clock.spent_on(pace, *each) for each in work] == pytest.approx([1.0, 2.0, 0.3, 1.0, 1.0])
+    assert pace.overruns == 0
+    assert clock.spent_on(pace, "forward", 1.04) == pytest.approx(1.04)
+    assert pace.overruns == 1
+    # What was lost is made up for.
+    assert clock.spent_on(pace, "forward", 0.5) == pytest.approx(0.96)
+
+
+def test_being_woken_late_does_not_add_up_over_many_pieces_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)))
+    clock = Clock(pace, 0.01, monkeypatch)
+    for _ in range(100):
+        clock.spent_on(pace, "forward", 0.1)
+    assert clock.now == pytest.approx(100.01)
+
+
+def test_both_parts_of_a_split_backward_take_as_long_as_a_whole_one() -> None:
+    seconds = StageSeconds(1.0, 2.0)
+    assert seconds.of("backward") == 2.0 and seconds.of("weights") == 0.0
+    assert seconds.of("backward", split_backward=True) + seconds.of("weights", split_backward=True) == 2.0
+
+
+def test_a_pretence_is_told_in_words() -> None:
+    assert Pretence().in_words == ""
+    assert "2.5 times slower" in Pretence(2.5).in_words
+    told = Pretence(seconds=StageSeconds(0.05, 0.1))
+    assert "50 ms forward and 100 ms backward" in told.in_words
+    assert told.stage_seconds == pytest.approx(0.15)
