@@ -31,6 +31,7 @@ from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.session import Session
 from ravnest.coordinator.starting import choose_display
 from ravnest.coordinator.swarm import Swarm
+from ravnest.errors import RavnestError
 
 
 def main() -> None:
@@ -47,7 +48,10 @@ def main() -> None:
         _say(invite.line)
         for number, line in enumerate(sys.stdin):
             order = json.loads(line)
-            _say(_trained(order, Path(given.folder, f"run-{number}"), swarm, loop, interrupts))
+            try:
+                _say(_trained(order, Path(given.folder, f"run-{number}"), swarm, loop, interrupts))
+            except (RavnestError, ValueError) as error:
+                _say({"failed": str(error)})
 
 
 def _trained(order: dict[str, Any], run: Path, swarm: Swarm, loop: NetworkLoop, interrupts: Interrupts) -> object:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class StageMoment:
@@ -38,8 +40,10 @@ def steady(moments: Sequence[Moment], after: float, until: float) -> Steady:
     if len(within) < 3:
         raise ValueError(f"only {len(within)} microbatches were completed in {until - after:.1f} s")
     first, last = within[0], within[-1]
+    # Of the line that fits best, as several may be completed at once, at either end too.
+    rate = float(np.polyfit([moment.at - first.at for moment in within], np.arange(len(within)), 1)[0])
     return Steady(
-        (len(within) - 1) / (last.at - first.at),
+        rate,
         len(within),
         tuple(_busy(before, now) for before, now in zip(first.stages, last.stages, strict=True)),
         last.in_flight,

@@ -106,6 +106,10 @@ class RavnestRate:
     """The first parameter of every stage but the first."""
 
 
+class RunFailedError(Exception):
+    """A run of Ravnest ended before its time."""
+
+
 class RavnestSwarm(_Processes):
     """A coordinator at home, and a provider on each host."""
 
@@ -127,7 +131,7 @@ class RavnestSwarm(_Processes):
     def rate(
         self, task: str, stages: int, warm_seconds: float, seconds: float, pipeline: dict[str, Any]
     ) -> RavnestRate:
-        """Trains for so long after it has got going."""
+        """Trains for so long after it has got going. RunFailedError says why it could not; another run may follow."""
         order = {
             "task": task,
             "stages": stages,
@@ -137,6 +141,8 @@ class RavnestSwarm(_Processes):
         }
         _tell(self._requester, order)
         answer = _hear(self._requester)
+        if "failed" in answer:
+            raise RunFailedError(answer["failed"])
         return RavnestRate(**answer)
 
     def overruns(self) -> int:

@@ -60,7 +60,8 @@ def test_steady_state_leaves_out_the_beginning_and_the_end() -> None:
         Moment(at, (StageMoment(at, 0.5 * at), StageMoment(at + 3, 0.9 * at)), 7) for at in (0, 1, 1.5, 2, 2.5, 9)
     ]
     found = steady(moments, after=1, until=3)
-    assert (found.microbatches_per_second, found.microbatches, found.in_flight) == (2.0, 4, 7)
+    assert found.microbatches_per_second == pytest.approx(2.0)
+    assert (found.microbatches, found.in_flight) == (4, 7)
     assert found.busy == pytest.approx((0.5, 0.9))
     with pytest.raises(ValueError, match=r"only 2 microbatches"):
         steady(moments, after=2, until=3)
