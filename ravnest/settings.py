@@ -75,7 +75,7 @@ class Pipeline:
     """In what products and convolutions are computed: float32, or bfloat16 or float16 with automatic mixed precision.
     Parameters and their updates are float32 always."""
 
-    compile: bool = False
+    compiled: bool = False
     """Let each provider compile its stage with torch.compile; slow at first, and faster on some devices."""
 
     split_backward: bool | None = None
@@ -104,7 +104,7 @@ class Pipeline:
         check_one_of("pipeline.correction", self.correction, CORRECTIONS, optional=True)
         check_one_of("pipeline.codec", self.codec, ACTIVATION_CODECS, optional=True)
         check_one_of("pipeline.precision", self.precision, PRECISIONS)
-        check_flag("pipeline.compile", self.compile)
+        check_flag("pipeline.compiled", self.compiled)
         if self.split_backward is not None:
             check_flag("pipeline.split_backward", self.split_backward)
         check_whole("pipeline.trace", self.trace, least=0)

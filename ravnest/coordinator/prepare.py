@@ -137,7 +137,7 @@ def stage_settings(
         versions=job.pipeline.versions or "stash",
         correction=job.pipeline.correction or "none",
         precision=job.pipeline.precision,
-        compile=job.pipeline.compile,
+        compiled=job.pipeline.compiled,
         split_backward=split_backward,
         trace=job.pipeline.trace,
         record_updates=job.pipeline.record_updates,

@@ -72,7 +72,9 @@ class Passes:
         settings: StageSettings,
     ) -> None:
         """`fixed` are the constants and states, by name in the graph; states are written by the forward."""
-        self._program = Program(graph, device)
+        self._program = Program(graph, device, compiled=settings.compiled)
+        self._precision = Precision(settings.precision, device)
+        self._sent_types = {v.name: v.dtype for v in graph.sends}
         self._versions = versions
         self._fixed = fixed
         self._seed = settings.seed

@@ -19,6 +19,8 @@ LARGEST_FACTOR: Final = 2.0**24
 GROWS_AFTER: Final = 2000
 """Backwards without an overflow, until the factor is doubled."""
 
+_TYPES: Final = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -27,8 +29,7 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         """`name` is one of settings.PRECISIONS. On a device that has no mixed precision, it is float32."""
-        known = name != "float32" and torch.amp.is_autocast_available(device.type)
-        self._dtype: torch.dtype | None = getattr(torch, name) if known else None
+        self._dtype = _TYPES[name] if torch.amp.is_autocast_available(device.type) else None
         self._device_type = device.type
         self._factor = FIRST_FACTOR if self._dtype is torch.float16 else 1.0
         self._good = 0

@@ -34,7 +34,7 @@ class StageSettings:
     versions: str = "stash"
     correction: str = "none"
     precision: str = "float32"
-    compile: bool = False
+    compiled: bool = False
     split_backward: bool = False
     trace: int = 0
     """Microbatches whose spans are recorded."""
@@ -94,7 +94,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "versions": (str,),
     "correction": (str,),
     "precision": (str,),
-    "compile": (bool,),
+    "compiled": (bool,),
     "split_backward": (bool,),
     "trace": (int,),
     "record_updates": (bool,),

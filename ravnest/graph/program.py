@@ -1,7 +1,7 @@
 """A portable graph made ready to run: a list of steps over numbered slots.
 
 It is an interpreter, not generated code: nothing that a provider was sent becomes source, unless a job asks for
-torch.compile, which is given numbered values and operators of the allow-list alone (compiled.py).
+torch.compile, which is given numbered values and operators of the allow-list alone (compiling.py).
 Values are dropped as soon as no later step needs them, so a stage holds what autograd saves and nothing more.
 """
 
@@ -20,7 +20,7 @@ from ravnest.graph.switch import draws_random_numbers, evaluation_form
 from ravnest.graph.weight_uses import weight_uses
 
 if TYPE_CHECKING:
-    from ravnest.graph.compiled import Compiled
+    from ravnest.graph.compiling import Compiled
 
 _MASK = (1 << 63) - 1
 
@@ -45,8 +45,8 @@ class WeightUse:
 class Program:
     """Runs one graph on one device, in training or evaluation."""
 
-    def __init__(self, graph: PortableGraph, device: torch.device | str = "cpu", *, compile: bool = False) -> None:
-        """With `compile`, what is run in training is compiled for the device."""
+    def __init__(self, graph: PortableGraph, device: torch.device | str = "cpu", *, compiled: bool = False) -> None:
+        """With `compiled`, what is run in training is compiled for the device."""
         self.graph = graph
         self.device = torch.device(device)
         self._slots = {name: i for i, name in enumerate(graph.given_names())}
@@ -61,6 +61,14 @@ class Program:
         evaluation = [evaluation_form(n, lambda name: aliases.group(name) in states) for n in graph.nodes]
         self._train = self._steps(graph.nodes, self._trained)
         self._evaluate = self._steps(evaluation, self._evaluated)
+        self._compiled: Compiled | None = None
+        if compiled:
+            # Here, because the compiler takes seconds to import, and hardly anybody uses it.
+            from ravnest.graph import compiling
+
+            nodes = [step.node for step in self._train]
+            module = compiling.as_module(nodes, list(graph.given_names()), self._trained, self.device)
+            self._compiled = compiling.Compiled(module)
         self._uses = {node: tuple(self._slots[name] for name in names) for node, names in weight_uses(graph).items()}
 
     def run(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ravnest.graph.capture import Captured, capture
-from ravnest.graph.compiled import as_module
+from ravnest.graph.compiling import as_module
 from ravnest.graph.program import Program
 from ravnest.graph.switch import draws_random_numbers, evaluation_form
 from tests.models import ZOO
@@ -71,7 +71,7 @@ def a_net() -> tuple[Captured, dict[str, torch.Tensor]]:
 
 def test_a_compiled_stage_computes_what_an_uncompiled_one_does() -> None:
     found, values = a_net()
-    program = Program(found.graph, compile=True)
+    program = Program(found.graph, compiled=True)
     mine, theirs = weights_of(found), weights_of(found)
     loss = program.run(values, mine, train=True)[str(found.graph.loss)]
     expected = Program(found.graph).run(values, theirs, train=True)[str(found.graph.loss)]
@@ -87,7 +87,7 @@ def test_where_nothing_can_be_compiled_the_stage_runs_as_it_is(monkeypatch: pyte
 
     monkeypatch.setattr(torch, "compile", lambda module: no_compiler)
     found, values = a_net()
-    program = Program(found.graph, compile=True)
+    program = Program(found.graph, compiled=True)
     with pytest.warns(UserWarning, match="no C\\+\\+ compiler"):
         loss = program.run(values, weights_of(found), train=True)[str(found.graph.loss)]
     assert torch.equal(loss, Program(found.graph).run(values, weights_of(found), train=True)[str(found.graph.loss)])
