@@ -2,12 +2,18 @@
 
 On loopback it is compared with bare grpc.aio over the same TLS, in alternating runs; over a shaped line of 100 Mbit/s,
 between two hosts of the WAN lab, with the line's rate. Frames are encoded, counted, confirmed and decoded on the way.
+Last, two hosts send frames of 1 MiB to one another at once, as neighbouring stages do, over lines of 20 and 100 Mbit/s:
+that is compared with a bare TCP connection, both ways at once, over the same line and with the same congestion control.
 """
 
+import contextlib
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,14 +24,20 @@ from ravnest.coordinator.admission import Admission
 from ravnest.net import NodeIdentity
 from ravnest.net.certificates import certificate_pem
 from ravnest.net.identity import Identity
-from tests.wan import Host, Lab
+from tests.wan import Host, Lab, LabHost
 from tests.wan import Path as LabPath
+from tests.wan.traffic import connect
 
 _MESSAGE_BYTES = 4 << 20
 _LINE_MBPS = 100.0
 _LINE_DELAYS_MS = (10.0, 30.0)
 _LOOPBACK_TARGET = 0.8
 _LINE_TARGET = 0.93
+_BOTH_LINES = ((100.0, 50.0), (20.0, 100.0))
+"""Mbit/s each way, and the round trip in ms."""
+_BOTH_TARGET = 0.95
+_BOTH_FRAME_BYTES = 1 << 20
+_WARMUP_SECONDS = 4.0
 
 On = Callable[[list[str]], list[str]]
 """Turns a command into one that runs on a certain host."""
@@ -48,6 +60,10 @@ def main() -> int:
                 row = _line(folder, delay_ms, given.quick)
                 rows.append(row)
                 targets.append(Target(f"{row['case']}: of the line", float(row["ratio"]), _LINE_TARGET))  # type: ignore[arg-type]
+            for mbps, rtt_ms in _BOTH_LINES:
+                row = _both_ways(folder, mbps, rtt_ms, given.quick)
+                rows.append(row)
+                targets.append(Target(f"{row['case']}: of bare TCP", float(row["ratio"]), _BOTH_TARGET))  # type: ignore[arg-type]
     return finish("transport", given, rows, targets)
 
 
@@ -85,6 +101,68 @@ def _line(folder: Path, delay_ms: float, quick: bool) -> Row:
         "ravnest_megabytes_per_second": link / 1e6,
         "ratio": ratio,
     }
+
+
+def _both_ways(folder: Path, mbps: float, rtt_ms: float, quick: bool) -> Row:
+    seconds = 8 if quick else 20
+    hosts = [Host(name, up_mbps=mbps, down_mbps=mbps) for name in ("near", "far")]
+    with Lab(hosts, default=LabPath(delay_ms=rtt_ms / 2)) as lab:
+        near, far = lab.host("near"), lab.host("far")
+        tcp = _bare_tcp(near, far, seconds)
+        with _receiver("both", folder, far.address, far.command) as port:
+            ends = [sys.executable, "-m", "benchmarks.transport_ends", "send", "both", str(folder)]
+            done = subprocess.run(
+                near.command([*ends, f"{far.address}:{port}", str(seconds), str(_BOTH_FRAME_BYTES)]),
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                check=True,
+            )
+    link = min(float(rate) for rate in done.stdout.split())
+    share, bare = (rate * 8 / (mbps * 1e6) for rate in (link, tcp))
+    say(f"both ways at {mbps:g} Mbit/s and {rtt_ms:g} ms: bare TCP {bare:.3f} of the line, Ravnest {share:.3f}")
+    return {
+        "case": f"both ways, {mbps:g} Mbit/s, {rtt_ms:g} ms round trip",
+        "tcp_megabytes_per_second": tcp / 1e6,
+        "ravnest_megabytes_per_second": link / 1e6,
+        "line_share": share,
+        "ratio": link / tcp,
+    }
+
+
+def _bare_tcp(near: LabHost, far: LabHost, seconds: float) -> float:
+    """Bytes per second that arrive over one TCP connection at its slower end, while both ends send."""
+    ends = connect(near, far, timeout_seconds=10)
+    block = bytes(1 << 18)
+    rates = []
+
+    def send(end: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                end.sendall(block)
+
+    def receive(end: socket.socket) -> None:
+        taken = bytearray(1 << 20)
+        began, count = time.monotonic() + _WARMUP_SECONDS, 0
+        while (now := time.monotonic()) < began + seconds:
+            size = end.recv_into(taken)
+            count += size if now >= began else 0
+        rates.append(count / (time.monotonic() - began))
+
+    sending = [threading.Thread(target=send, args=(end,)) for end in ends]
+    receiving = [threading.Thread(target=receive, args=(end,)) for end in ends]
+    for thread in (*sending, *receiving):
+        thread.start()
+    for thread in receiving:
+        thread.join()
+    for end in ends:
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+    for thread in sending:
+        thread.join()
+    for end in ends:
+        end.close()
+    return min(rates)
 
 
 def _make_nodes(folder: Path) -> None:
