@@ -1,7 +1,7 @@
 """How much memory a provider takes, against its share of the model from first principles.
 
-The share of a stage is what training it cannot do without: its parameters, their gradients, the optimizer's state, the
-older versions of the weights that microbatches in flight still need, and the activations kept for those microbatches.
+The share of a stage is what training it cannot do without: its parameters, their gradients, the optimizer's state, and
+what its version policy keeps for the microbatches in flight: older versions of the weights, activations, what came in.
 The target allows 1.3 times that, on top of what a process takes that imports torch and does nothing else.
 """
 
@@ -23,9 +23,12 @@ from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.monitor.events import read_events
 from ravnest.monitor.summary import StageSummary
+from ravnest.planner.cluster import SPARE
+from ravnest.version_policy import POLICIES, VersionPolicy
 
 _FACTOR = 1.3
 _BATCH_SIZE = 4
+_IN_FLIGHT = 4
 _MB = 1e6
 
 
@@ -36,11 +39,19 @@ def main() -> int:
     bare = _bare_import_bytes()
     say(f"a process that imports torch takes {bare / _MB:,.0f} MB")
     prepared = prepare(_job(1), 1, None, lambda phase: None)
-    for stages in (2,) if given.quick else (2, 3, 4):
-        found = _measure(stages, prepared, bare)
+    cases: list[tuple[int, str, int | None]] = (
+        [(2, "stash", None)] if given.quick else [(stages, "stash", None) for stages in (2, 3, 4)]
+    )
+    # The same number in flight for every policy: what they differ in is what they keep for each of them.
+    cases += [(2, versions, _IN_FLIGHT) for versions in (("recompute", "latest") if given.quick else POLICIES)]
+    for stages, versions, in_flight in cases:
+        found = _measure(stages, versions, in_flight, prepared, bare)
         rows += found
         worst = max(float(str(row["factor"])) for row in found)
-        targets.append(Target(f"{stages} stages: (peak - bare import of torch) / share", worst, _FACTOR, at_most=True))
+        name = f"{stages} stages, {versions}: (peak - bare import of torch) / share"
+        if in_flight is not None:
+            name = f"{in_flight} in flight, {name}"
+        targets.append(Target(name, worst, _FACTOR, at_most=True))
     return finish("memory", given, rows, targets)
 
 
@@ -59,11 +70,14 @@ class Share:
         return self.parameters + self.gradients + self.optimizer + self.versions + self.activations
 
 
-def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int, limit: int) -> Share:
+def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int, limit: int, policy: VersionPolicy) -> Share:
     """The share of a stage trained with Adam while `in_flight` microbatches are between forward and backward there.
 
     `limit` microbatches are in flight in the cluster: as many may have arrived here, and wait or are worked on.
     """
+    if stage.loss is not None:
+        # Its backward follows at once.
+        in_flight = 1
     parameters = sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in stage.parameters)
     nodes = prepared.costs.nodes
     saved = sum(nodes[node.name].saved_bytes for node in stage.nodes if node.name in nodes)
@@ -72,37 +86,43 @@ def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int, limit: in
         parameters=parameters,
         gradients=parameters,
         optimizer=2 * parameters,
-        # The newest microbatch in flight uses the weights as they are; each older one needs a version of its own.
-        versions=(in_flight - 1) * parameters,
-        activations=in_flight * saved + limit * received,
+        # The newest microbatch in flight uses the weights as they are; older ones need what the policy keeps.
+        versions=int(policy.older_versions(in_flight)) * parameters,
+        activations=(in_flight if policy.keeps_activations else 1) * saved + limit * received,
     )
 
 
-def _measure(stages: int, prepared: Prepared, bare: int) -> list[Row]:
+def _measure(stages: int, versions: str, in_flight: int | None, prepared: Prepared, bare: int) -> list[Row]:
     """A row for each stage of a run that is long enough for as many in flight as there will ever be."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(stages) as swarm:
         run = Path(folder, "run")
-        summary = swarm.train(_job(3 * (stages + 1)), run=run, display=False).summary
+        job = _job(3 * max(stages + 1, in_flight or 0), versions, in_flight)
+        summary = swarm.train(job, run=run, display=False).summary
         planned = next(event for event in read_events(run / "events.jsonl") if event["kind"] == "planned")
     rows = []
-    for graph, ran in zip(split(prepared.captured.graph, planned["places"]), summary.clusters[0].stages, strict=True):
-        # A microbatch's staleness is the number of those that were in flight when its forward ran.
-        share = share_of(graph, prepared, ran.staleness.max + 1, planned["in_flight"])
-        rows.append(_row(stages, ran, share, bare))
+    graphs = split(prepared.captured.graph, planned["places"][0])
+    limit = planned["in_flight"][0]
+    for graph, ran in zip(graphs, summary.clusters[0].stages, strict=True):
+        # A microbatch's staleness is the number of those that were in flight when its forward ran, unless several of
+        # them make an update.
+        flying = ran.staleness.max + 1 if job.pipeline.accumulate == 1 else limit
+        share = share_of(graph, prepared, flying, limit, POLICIES[versions])
+        rows.append(_row(f"{versions}, stage {ran.stage} of {stages} ({ran.role})", flying, ran, share, bare))
         say(f"{rows[-1]['case']}: {rows[-1]['factor']:.2f} times its share")
     return rows
 
 
-def _row(stages: int, ran: StageSummary, share: Share, bare: int) -> Row:
+def _row(case: str, flying: int, ran: StageSummary, share: Share, bare: int) -> Row:
     return {
-        "case": f"stage {ran.stage} of {stages} ({ran.role})",
-        "in_flight": ran.staleness.max + 1,
+        "case": case,
+        "in_flight": 1 if ran.role == "leaf" else flying,
         "parameters_mb": share.parameters / _MB,
         "gradients_mb": share.gradients / _MB,
         "optimizer_mb": share.optimizer / _MB,
         "versions_mb": share.versions / _MB,
         "activations_mb": share.activations / _MB,
         "share_mb": share.total / _MB,
+        "planned_mb": SPARE * share.total / _MB,
         "bare_torch_mb": bare / _MB,
         "idle_provider_mb": (ran.baseline_memory_bytes or 0) / _MB,
         "peak_mb": ran.peak_memory_bytes / _MB,
@@ -110,14 +130,16 @@ def _row(stages: int, ran: StageSummary, share: Share, bare: int) -> Row:
     }
 
 
-def _job(steps: int) -> ravnest.Job:
+def _job(steps: int, versions: str = "stash", in_flight: int | None = None) -> ravnest.Job:
     torch.manual_seed(0)
+    accumulate = _IN_FLIGHT if POLICIES[versions].within_accumulate else 1
     return ravnest.Job(
         model=GPT(LARGE),
         loss=next_token_loss,
         train_data=Repeated(token_batches(LARGE, _BATCH_SIZE), steps),
         optimizer=partial(torch.optim.AdamW, lr=3e-4),
         checkpoint=ravnest.Checkpoint(every_seconds=None),
+        pipeline=ravnest.Pipeline(versions=versions, in_flight=in_flight, accumulate=accumulate, split_backward=False),
     )
 
 

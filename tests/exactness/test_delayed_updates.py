@@ -37,8 +37,13 @@ ADAM = partial(torch.optim.Adam, lr=2e-3)
         ("gpt_tied", SGD, Pipeline(in_flight=4, record_updates=True)),
         ("gpt_tied", ADAM, Pipeline(record_updates=True)),
         ("unet", SGD, Pipeline(in_flight=4, max_staleness=1, record_updates=True)),
+        ("cnn", ADAM, Pipeline(in_flight=4, record_updates=True, versions="recompute")),
+        ("gpt_tied", SGD, Pipeline(in_flight=4, record_updates=True, versions="recompute", split_backward=True)),
     ],
-    ids=["cnn-sgd-default", "cnn-adam-4", "tied-sgd-4", "tied-adam-default", "unet-sgd-bounded"],
+    ids=[
+        *("cnn-sgd-default", "cnn-adam-4", "tied-sgd-4", "tied-adam-default", "unet-sgd-bounded"),
+        *("cnn-adam-recomputed", "tied-sgd-recomputed-split"),
+    ],
 )
 def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
     swarm: EmbeddedSwarm,
