@@ -88,7 +88,9 @@ class Passes:
         aliases = Aliases(graph)
         written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
         self._written = [v.name for v in (*graph.inputs, *graph.receives) if aliases.group(v.name) in written]
-        self.splits = settings.split_backward and bool(self._receives) and self._program.can_split
+        # What is compiled is a single operator to autograd.
+        separable = self._program.can_split and not settings.compile
+        self.splits = settings.split_backward and bool(self._receives) and separable
         """Whether the gradients of weights are found after those of what was received."""
         self._pending: dict[int, _Pending] = {}
         self._unfinished: _Unfinished | None = None

@@ -166,6 +166,19 @@ def test_two_stages_pass_a_microbatch_forth_and_back(make: Make) -> None:
     assert root.counters.updates == leaf.counters.updates == 1
 
 
+def test_a_split_backward_sends_gradients_on_before_those_of_the_weights_are_computed(make: Make) -> None:
+    (root, root_box), (leaf, leaf_box) = make(2, split_backward=True)
+    leaf_box.worked = lambda span: leaf_box.things.put((span.kind, span.microbatch))  # type: ignore[method-assign]
+    batch = batches([8])[0]
+    feed([(root, root_box), (leaf, leaf_box)], 0, batch)
+    leaf.receive_forward(root_box.next("forward"))
+    assert [leaf_box.next("forward"), leaf_box.next("backward")] == [0, 0]
+    root.receive_backward(leaf_box.next("backward"))
+    assert [leaf_box.next("weights"), leaf_box.next("update")] == [0, 0]
+    assert root_box.next("done").microbatch == 0
+    assert leaf.counters.seconds["weights"] > 0 and "weights" not in root.counters.seconds
+
+
 def test_targets_may_come_before_or_after_the_activations(make: Make) -> None:
     (root, root_box), (leaf, leaf_box) = make(2)
     for number, first in enumerate(("targets", "activations")):
