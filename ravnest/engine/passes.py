@@ -103,27 +103,32 @@ class Passes:
     @property
     def versions_alive(self) -> int:
         """Of the weights: those that microbatches in flight hold, and the newest."""
-        return len({id(p.version) for p in self._pending.values() if p.version} | {id(self._versions.current)})
+        held = [pending.version for pending in self._pending.values() if pending.version]
+        # By their weights: predicted ones are shared too.
+        return len({id(version.leaves) for version in (*held, self._versions.current)})
 
-    def forward(self, microbatch: int, given: dict[str, Any]) -> dict[str, Any]:
-        """What to send on, by name. Its backward must follow."""
+    def forward(
+        self, microbatch: int, given: dict[str, Any], instead: dict[str, torch.Tensor] | None = None
+    ) -> dict[str, Any]:
+        """What to send on, by name. Its backward must follow. `instead` are the weights to use in place of the current
+        ones, as a correction of staleness says."""
         if self._most_pending is not None and len(self._pending) >= self._most_pending:
             raise TrainingError(
                 f"microbatch {microbatch} came while {len(self._pending)} are in flight at this stage: with two "
                 "versions of the weights no more may be than make an update; set pipeline.in_flight to "
                 "pipeline.accumulate or less"
             )
-        current = self._versions.current
-        number = current.number
+        number = self._versions.current.number
+        leaves = self._versions.current.leaves if instead is None else instead
         if self._keeps_activations:
-            computed, results = self._compute(microbatch, given, current.leaves, self._fixed)
+            computed, results = self._compute(microbatch, given, leaves, self._fixed)
             pending = _Pending(number, None, computed, {}, {})
         else:
             pending = _Pending(number, None, None, given, {name: self._fixed[name].clone() for name in self._states})
             first = {**given, **{name: given[name].clone() for name in self._written}}
-            _, results = self._compute(microbatch, first, current.leaves, self._fixed)
+            _, results = self._compute(microbatch, first, leaves, self._fixed)
         if self._keeps_weights:
-            pending.version = self._versions.acquire()
+            pending.version = self._versions.acquire(instead)
         self._pending[microbatch] = pending
         sent = {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
         return sent if self._keeps_weights else self._of_its_own(sent)

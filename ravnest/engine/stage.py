@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ravnest.engine.corrections.correction import correction_named
+from ravnest.engine.passes import Passes
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.versions import WeightVersions
 from ravnest.errors import GraphError
@@ -108,19 +109,7 @@ class Stage:
     def forward(self, microbatch: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Training forward: what to send on, by name (on a leaf: the loss). Its backward must follow."""
         given = {name: self._here(value) for name, value in values.items()}
-        leaves = {name: given[name].requires_grad_() for name in self._gradient_names}
-        version = self._versions.acquire(self._correction.forward_weights())
-        try:
-            with torch.enable_grad():
-                results = self._program.run(
-                    given, {**version.leaves, **self._fixed}, train=True, seed=self.settings.seed, microbatch=microbatch
-                )
-        except BaseException:
-            self._versions.release(version)
-            raise
-        outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and r.requires_grad}
-        self._pending[microbatch] = _Pending(version, leaves, outputs)
-        return {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
+        return self._passes.forward(microbatch, given, self._correction.forward_weights())
 
     def evaluate(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluation forward: what to send on; on a leaf the loss and the metrics, by value name. Nothing is kept."""
