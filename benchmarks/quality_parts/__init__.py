@@ -1,1 +1,1 @@
-"""The parts of benchmarks/quality.py: what is learnt, a pipeline in virtual time, one training run, the study of all."""
+"""The parts of benchmarks/quality.py: what is learnt, pipelines in virtual time, one training run, all of them."""

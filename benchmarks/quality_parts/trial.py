@@ -1,16 +1,15 @@
-"""One training run in virtual time: a task, cut into stages, trained in one way with one learning rate from one seed."""
+"""One training run in virtual time: a task, cut into stages, trained in one way, with one rate and from one seed."""
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 
 import ravnest
-from benchmarks.quality_parts.tasks import TASKS, Task
+from benchmarks.quality_parts.tasks import TASKS
 from benchmarks.quality_parts.virtual import VirtualPipeline, enough_in_flight
 from ravnest.coordinator.data_order import begin_epoch, seed_everything
 from ravnest.coordinator.feeder import first_batches
@@ -79,7 +78,10 @@ def run_trial(trial: Trial) -> Outcome:
             Stage(graph, {w.key: _weight(captured, weights, w.key) for w in graph.weights}, settings)
             for graph, settings in zip(
                 split(captured.graph, places(captured.graph, way.stages)),
-                [stage_settings(job, number, way.stages, way.in_flight) for number in range(way.stages)],
+                [
+                    replace(stage_settings(job, number, way.stages, way.in_flight), versions=way.versions)
+                    for number in range(way.stages)
+                ],
                 strict=True,
             )
         ],

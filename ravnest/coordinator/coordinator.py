@@ -28,7 +28,7 @@ from ravnest.coordinator.gathering import gather
 from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.planning import Machine, check_fit, goal_of, plan_measured
-from ravnest.coordinator.prepare import Prepared
+from ravnest.coordinator.prepare import Prepared, choose_correction
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.rounds import Rounds
@@ -130,7 +130,7 @@ class Coordinator:
         self.phase("planning")
         planning = plan_measured(self._swarm, prepared, members, goal, machine, self.phase)
         plan: RunPlan = await self._course.while_well(planning)
-        self._tell_plan(plan)
+        self._tell_plan(plan, job)
         taking_part = {stage.node for stage in plan.stages}
         members = [member for member in members if member.node_id in taking_part]
         if self._swarm.state is not None:
@@ -293,7 +293,7 @@ class Coordinator:
 
     # Deploying.
 
-    def _tell_plan(self, plan: RunPlan) -> None:
+    def _tell_plan(self, plan: RunPlan, job: Job) -> None:
         self._course.emit(
             "planned",
             plan.reason,
@@ -309,7 +309,15 @@ class Coordinator:
         )
         self._course.emit("versions", plan.versions_reason, versions=plan.versions)
         for cluster in plan.clusters:
-            self._course.emit("in_flight", cluster.flight_reason, cluster=cluster.id, old=None, new=cluster.in_flight)
+            self._course.emit("in_flight", cluster.flight_reason, cluster=cluster.id, limit=cluster.in_flight)
+            if cluster.split_reason:
+                split = [stage.stage for stage in cluster.stages if stage.split_backward]
+                self._course.emit("split_backward", cluster.split_reason, cluster=cluster.id, stages=split)
+        correction, why = choose_correction(job)
+        if any(cluster.in_flight > 1 for cluster in plan.clusters):
+            self._course.emit("correction", why, correction=correction)
+            if correction == "none" and job.pipeline.correction not in (None, "none"):
+                self._display.message(f"warning: {why}")
         if plan.rings:
             self._course.emit("rings", plan.average_reason, rings=len(plan.rings), samples=plan.average_every)
         self._display.message(f"plan: {plan.reason}")

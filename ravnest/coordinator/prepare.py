@@ -15,6 +15,8 @@ from ravnest.coordinator.checkpoints import CheckpointContents
 from ravnest.coordinator.feeder import Guard, first_batches
 from ravnest.coordinator.resuming import resumed_metadata
 from ravnest.engine.calibrate import calibrate
+from ravnest.engine.corrections.correction import DEFAULT as DEFAULT_CORRECTION
+from ravnest.engine.corrections.correction import correction_refusal
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.speed import measure_speed
 from ravnest.errors import RunError
@@ -132,10 +134,9 @@ def stage_settings(
         clip_norm=job.pipeline.clip_norm,
         clip_value=job.pipeline.clip_value,
         in_flight=in_flight,
-        most_in_flight=most_in_flight(job),
-        max_staleness=job.pipeline.max_staleness,
-        versions=job.pipeline.versions or "stash",
-        correction=job.pipeline.correction or "none",
+        most_in_flight=most_in_flight,
+        versions=versions,
+        correction=choose_correction(job)[0],
         precision=job.pipeline.precision,
         compiled=job.pipeline.compiled,
         split_backward=split_backward,
@@ -144,13 +145,17 @@ def stage_settings(
     )
 
 
-def most_in_flight(job: Job) -> int | None:
-    """How many may be in flight so that the bound on staleness holds; None where there is none.
-
-    Gradients of `accumulate` microbatches make an update, and the first of them may have come before.
-    """
-    bound = job.pipeline.max_staleness
-    return None if bound is None else bound * job.pipeline.accumulate + 1
+def choose_correction(job: Job) -> tuple[str, str]:
+    """What is done about staleness in this job, and why."""
+    asked = job.pipeline.correction
+    name = asked or DEFAULT_CORRECTION
+    refusal = correction_refusal(name, job.optimizer_spec)
+    if refusal is not None:
+        return (
+            "none",
+            f"staleness is not corrected: {name} was {'asked for' if asked else 'the default'}, and {refusal}",
+        )
+    return name, f"staleness is corrected by {name}, {'as asked for' if asked else 'the default'}"
 
 
 def graph_artifact(plan: StagePlan) -> Artifact:

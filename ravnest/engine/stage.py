@@ -223,6 +223,7 @@ class Stage:
             if name in not_negative:
                 tensor.clamp_(min=0)
         self._versions.finish_change()
+        self._correction.moved()
 
     def restore(self, optimizer: Mapping[str, Mapping[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
         """Takes up optimizer state (by parameter key) and counters as `state` gave them; GraphError if they do not

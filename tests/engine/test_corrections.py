@@ -40,7 +40,9 @@ def captured() -> Captured:
 
 def a_stage(captured: Captured, correction: str, optimizer: OptimizerSpec = OPTIMIZERS[0]) -> Stage:
     settings = StageSettings(optimizer=optimizer.to_json(), correction=correction)
-    return Stage(captured.graph, {spec.key: captured.weights[spec.key].clone() for spec in captured.graph.weights}, settings)
+    return Stage(
+        captured.graph, {spec.key: captured.weights[spec.key].clone() for spec in captured.graph.weights}, settings
+    )
 
 
 def train(stage: Stage, captured: Captured, first: int, count: int, ahead: int) -> list[int]:
@@ -152,6 +154,21 @@ def test_predicted_weights_are_used_by_forwards_and_by_nothing_else(captured: Ca
     stage.drop(1)
 
 
+def test_forwards_between_two_updates_share_what_was_predicted(captured: Captured) -> None:
+    stage = a_stage(captured, "foresight")
+    train(stage, captured, 0, 6, ahead=2)
+    correction = stage._correction
+    first = correction.forward_weights()
+    assert first is not None and correction.forward_weights() is first
+    name, tensor = next(iter(first.items()))
+    before = tensor.detach().clone()
+    stage.shift({f"param:{spec.key}": torch.ones(spec.shape) for spec in stage.graph.parameters})
+    shifted = correction.forward_weights()
+    assert shifted is not None
+    torch.testing.assert_close(shifted[name].detach(), before + 1)
+    assert torch.equal(tensor.detach(), before), "what is in flight keeps its weights"
+
+
 def test_weights_are_predicted_as_far_as_they_move_until_the_gradient_comes() -> None:
     parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     for optimizer in (torch.optim.AdamW([parameter], lr=0.01, weight_decay=0), torch.optim.SGD([parameter], 0.01, 0.9)):
@@ -208,11 +225,11 @@ def test_a_discounted_rate_comes_back_over_the_warm_up() -> None:
     correction = Discount(optimizer, warm_up_updates=100)
     moved = []
     for staleness, version in ((3, 0), (0, 0), (3, 50), (3, 100), (3, 1000)):
-        before = float(parameter)
+        before = parameter.item()
         parameter.grad = torch.ones(1)
         correction.begin_update(staleness, version)
         correction.step()
-        moved.append(before - float(parameter))
+        moved.append(before - parameter.item())
         assert optimizer.param_groups[0]["lr"] == 1.0
     assert moved == pytest.approx([0.25, 1.0, 0.5, 1.0, 1.0])
 

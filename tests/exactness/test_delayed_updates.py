@@ -32,13 +32,17 @@ ADAM = partial(torch.optim.Adam, lr=2e-3)
 @pytest.mark.parametrize(
     ("name", "optimizer", "pipeline"),
     [
-        ("cnn", SGD, Pipeline(record_updates=True)),
-        ("cnn", ADAM, Pipeline(in_flight=4, record_updates=True)),
-        ("gpt_tied", SGD, Pipeline(in_flight=4, record_updates=True)),
-        ("gpt_tied", ADAM, Pipeline(record_updates=True)),
-        ("unet", SGD, Pipeline(in_flight=4, max_staleness=1, record_updates=True)),
-        ("cnn", ADAM, Pipeline(in_flight=4, record_updates=True, versions="recompute")),
-        ("gpt_tied", SGD, Pipeline(in_flight=4, record_updates=True, versions="recompute", split_backward=True)),
+        ("cnn", SGD, Pipeline(correction="none", record_updates=True)),
+        ("cnn", ADAM, Pipeline(correction="none", in_flight=4, record_updates=True)),
+        ("gpt_tied", SGD, Pipeline(correction="none", in_flight=4, record_updates=True)),
+        ("gpt_tied", ADAM, Pipeline(correction="none", record_updates=True)),
+        ("unet", SGD, Pipeline(correction="none", in_flight=4, max_staleness=1, record_updates=True)),
+        ("cnn", ADAM, Pipeline(correction="none", in_flight=4, record_updates=True, versions="recompute")),
+        (
+            "gpt_tied",
+            SGD,
+            Pipeline(correction="none", in_flight=4, record_updates=True, versions="recompute", split_backward=True),
+        ),
     ],
     ids=[
         *("cnn-sgd-default", "cnn-adam-4", "tied-sgd-4", "tied-adam-default", "unet-sgd-bounded"),

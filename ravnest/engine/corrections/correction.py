@@ -12,13 +12,13 @@ from typing import Final, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ravnest.engine.corrections import discount, nesterov, predict
+from ravnest.engine.corrections import discount, foresight, nesterov, predict
 from ravnest.engine.corrections.plain import Plain
 from ravnest.errors import GraphError
 from ravnest.settings import CORRECTIONS
 from ravnest.spec import OptimizerSpec
 
-DEFAULT: Final = "nesterov"
+DEFAULT: Final = "foresight"
 """What learns best, by `python -m benchmarks.quality`."""
 
 
@@ -26,7 +26,11 @@ class Correction(Protocol):
     """The correction of one stage. Not thread-safe, as the stage is not."""
 
     def forward_weights(self) -> dict[str, Tensor] | None:
-        """The weights the next training forward uses, by name, in memory of their own; None: the current ones."""
+        """The weights the next training forward uses, by name, in memory of their own that several forwards may
+        share; None: the current ones."""
+
+    def moved(self) -> None:
+        """The weights have changed otherwise than by an update, as averaging changes them."""
 
     def begin_update(self, staleness: int, version: int) -> None:
         """An update begins, of gradients that are so stale; so many updates were made before it."""
@@ -48,7 +52,9 @@ def correction_named(name: str, optimizer: Optimizer, parameters: Mapping[str, T
         return discount.Discount(optimizer)
     if name == "predict":
         return predict.Predict(optimizer, parameters)
-    return nesterov.Nesterov(optimizer)
+    if name == "nesterov":
+        return nesterov.Nesterov(optimizer)
+    return foresight.Foresight(optimizer, parameters)
 
 
 def correction_refusal(name: str, spec: OptimizerSpec) -> str | None:
@@ -61,6 +67,7 @@ _REFUSALS: Final[Mapping[str, Callable[[Optimizer], str | None]]] = {
     "discount": discount.refusal,
     "predict": predict.refusal,
     "nesterov": nesterov.refusal,
+    "foresight": foresight.refusal,
 }
 
 

@@ -20,7 +20,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from ravnest.engine.corrections.expected import ExpectedStaleness
 
 MOST_MOMENTUM: Final = 0.99
-_PRODUCT: Final = "momentum_product"
+PRODUCT: Final = "momentum_product"
 """In the optimizer's state of a parameter: the product of all momenta so far, which is what is still missing of the
 mean. It is saved with the rest."""
 
@@ -28,18 +28,23 @@ mean. It is saved with the rest."""
 class Nesterov:
     """Steps Adam, AdamW and NAdam as NAdam, and SGD with Nesterov's momentum, all with the momentum of the moment."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, growth: float = 1.0) -> None:
+        """`growth` is how fast the momentum grows with staleness."""
         self._optimizer = optimizer
+        self._growth = growth
         self._staleness = ExpectedStaleness()
 
     def forward_weights(self) -> dict[str, Tensor] | None:
         return None
 
+    def moved(self) -> None:
+        pass
+
     def begin_update(self, staleness: int, version: int) -> None:
         self._staleness.measured(staleness)
 
     def step(self) -> None:
-        staleness = self._staleness.value
+        staleness = self._growth * self._staleness.value
         if not staleness:
             self._optimizer.step()
             return
@@ -78,13 +83,20 @@ def _step_sgd(optimizer: Optimizer, group: dict[str, Any], staleness: float) -> 
         if parameter.grad is not None:
             if group["weight_decay"]:
                 # It is part of the gradient, and is discounted with it.
-                parameter.grad.add_(parameter.detach(), alpha=-group["weight_decay"] if group["maximize"] else group["weight_decay"])
+                parameter.grad.add_(
+                    parameter.detach(), alpha=-group["weight_decay"] if group["maximize"] else group["weight_decay"]
+                )
             parameter.grad.mul_(factor)
     decay, group["weight_decay"] = group["weight_decay"], 0
     try:
         optimizer.step()
     finally:
-        group["momentum"], group["dampening"], group["nesterov"], group["weight_decay"] = own, dampening, nesterov, decay
+        group["momentum"], group["dampening"], group["nesterov"], group["weight_decay"] = (
+            own,
+            dampening,
+            nesterov,
+            decay,
+        )
 
 
 def _step_nadam(optimizer: Optimizer, group: dict[str, Any], staleness: float) -> None:
@@ -125,8 +137,8 @@ def _step_adam(optimizer: Optimizer, group: dict[str, Any], staleness: float) ->
         if group["amsgrad"]:
             torch.maximum(state["max_exp_avg_sq"], squares, out=state["max_exp_avg_sq"])
             squares = state["max_exp_avg_sq"]
-        product = state.get(_PRODUCT, beta1**before) * now
-        state[_PRODUCT] = product
+        product = state.get(PRODUCT, beta1**before) * now
+        state[PRODUCT] = product
         scale = (squares.sqrt() / math.sqrt(1 - beta2 ** (before + 1))).add_(group["eps"])
         parameter.addcdiv_(gradient, scale, value=-rate * (1 - now) / (1 - product))
         parameter.addcdiv_(mean, scale, value=-rate * now / (1 - product * now))

@@ -13,6 +13,9 @@ class Plain:
     def forward_weights(self) -> dict[str, Tensor] | None:
         return None
 
+    def moved(self) -> None:
+        pass
+
     def begin_update(self, staleness: int, version: int) -> None:
         pass
 

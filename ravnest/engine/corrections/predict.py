@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
+from ravnest.engine.corrections.nesterov import PRODUCT
 
 _ADAMS: Final = ("Adam", "AdamW", "NAdam")
 
@@ -25,11 +26,25 @@ class Predict:
         self._optimizer = optimizer
         self._parameters = parameters
         self._staleness = ExpectedStaleness()
+        self._predicted: dict[str, Tensor] | None = None
+        """For all forwards until the next update: they share the memory."""
 
     def forward_weights(self) -> dict[str, Tensor] | None:
-        staleness = self._staleness.value
-        if not staleness:
-            return None
+        if self._staleness.value and self._predicted is None:
+            self._predicted = self._predict(self._staleness.value)
+        return self._predicted
+
+    def moved(self) -> None:
+        self._predicted = None
+
+    def begin_update(self, staleness: int, version: int) -> None:
+        self._staleness.measured(staleness)
+        self._predicted = None
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def _predict(self, staleness: float) -> dict[str, Tensor]:
         [group] = self._optimizer.param_groups
         found: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -40,12 +55,6 @@ class Predict:
                 moved = now.clone() if velocity is None else now.sub(velocity, alpha=staleness * group["lr"])
                 found[name] = moved.requires_grad_()
         return found
-
-    def begin_update(self, staleness: int, version: int) -> None:
-        self._staleness.measured(staleness)
-
-    def step(self) -> None:
-        self._optimizer.step()
 
 
 def refusal(optimizer: Optimizer) -> str | None:
@@ -66,7 +75,8 @@ def _velocity(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str
         return None
     steps = float(state["step"])
     beta1, beta2 = group["betas"]
-    left = float(state["mu_product"]) if "mu_product" in state else beta1**steps
+    # What is missing of the mean, where the momentum was not always the same.
+    left = float(state.get("mu_product", state.get(PRODUCT, beta1**steps)))
     squares = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     scale = (squares.sqrt() / math.sqrt(1 - beta2**steps)).add_(group["eps"]).mul_(1 - left)
     return torch.div(state["exp_avg"], scale)

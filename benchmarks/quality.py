@@ -1,0 +1,170 @@
+"""How well asynchronous pipelines learn: the loss after the same samples as synchronous training has seen.
+
+Real stages of the engine, made by the real partition, train in one process and in virtual time
+(benchmarks/quality_parts/virtual.py): it is the loss that is measured, not the speed. As many microbatches are in
+flight as keep every stage busy, and one more, as the planner chooses. Synchronous training is one stage, which more
+stages with one microbatch in flight equal exactly.
+
+Every way of training gets the learning rate that is best for it among the same few, found with the first seed; the loss
+is the mean over three seeds of the loss on held-out data at the end (of digits, where the rate is constant, the mean of
+the last four evaluations). Ways are 2, 4 and 8 stages with every version policy and every correction. "recompute" must
+give what "stash" gives, so one row of it is enough; "double" needs as many microbatches in an update as are in flight.
+
+The aim is on the defaults: at most 0.02 above synchronous training with 4 stages, 0.05 with 8. One row trains in an
+embedded swarm with real processes and links instead, and must agree with its virtual twin.
+
+The time to a fixed loss at 100 Mbit/s and 50 ms is the samples that ours needs to it, with the links' delay in virtual
+time, over the rate that `python -m benchmarks.pipeline` has measured (`--rates FILE`, its JSON). For 1F1B the samples
+are those of synchronous training with an update after every microbatch, although it makes one after eight.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from benchmarks.quality_parts.rates import Rates, read_rates
+from benchmarks.quality_parts.study import Found, rows, study
+from benchmarks.quality_parts.tasks import TASKS
+from benchmarks.quality_parts.trial import Trial, Way, job_of
+from benchmarks.quality_parts.virtual import enough_in_flight
+from benchmarks.report import Row, Target, finish, say
+from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.engine.corrections.correction import DEFAULT
+from ravnest.monitor.metrics import read_metrics
+from ravnest.settings import CORRECTIONS
+
+_STAGES: Final = (2, 4, 8)
+_SEEDS: Final = 3
+_AIMS: Final = {4: 0.02, 8: 0.05}
+_LINK: Final = 2.2
+"""How many forwards of 50 ms a link of 100 Mbit/s and 50 ms takes for 1 MiB, one way."""
+_FASTER: Final = 2.0
+_NOISE: Final = 0.03
+"""Nats by which the swarm may differ from its twin, whose cuts and turns are not the same."""
+_FLUSHED: Final = 8
+"""Microbatches in a step of GPipe and 1F1B in benchmarks.pipeline."""
+
+
+def main() -> int:
+    given = _arguments()
+    ways = _ways(given)
+    epochs = {name: task.quick_epochs if given.quick else task.epochs for name, task in TASKS.items()}
+    found = study(ways, 2 if given.quick else _SEEDS, epochs, given.workers, rates=2 if given.quick else None)
+    table: list[Row] = [*rows(found)]
+    targets = _aims(found)
+    if given.swarm:
+        row, target = _swarm(found, epochs)
+        table.append(row)
+        targets.append(target)
+    rates = None if given.rates is None else read_rates(given.rates, stages=4)
+    more, faster = _times(found, rates)
+    return finish("quality", given, [*table, *more], [*targets, *faster])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality", description="How well asynchronous pipelines learn."
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer cases, within a minute")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
+    parser.add_argument("--record", action="store_true", help="add the table to benchmarks/RESULTS.md")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: the cores)")
+    parser.add_argument("--task", choices=TASKS, action="append", help="this task alone; may be repeated")
+    parser.add_argument("--stages", type=int, choices=_STAGES, action="append", help="so many stages; may be repeated")
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th way alone, from the I-th on")
+    parser.add_argument("--rates", metavar="FILE", type=Path, help="what benchmarks.pipeline --json wrote")
+    parser.add_argument("--no-swarm", dest="swarm", action="store_false", help="leave out the row in a real swarm")
+    given = parser.parse_args()
+    given.task = given.task or (["digits"] if given.quick else list(TASKS))
+    given.stages = given.stages or ([4] if given.quick else list(_STAGES))
+    given.swarm = given.swarm and not given.quick
+    return given
+
+
+def _ways(given: argparse.Namespace) -> list[Way]:
+    part, parts = map(int, given.part.split("/"))
+    found: list[Way] = []
+    for task in given.task:
+        ways = [way for stages in given.stages for way in _of_stages(task, stages, given.quick)]
+        # Every part needs what the others are compared with.
+        found += [Way(task), *ways[part - 1 :: parts]]
+        if not given.quick and part == 1:
+            found.append(Way(task, accumulate=_FLUSHED))
+            if 4 in given.stages:
+                found.append(Way(task, 4, "stash", DEFAULT, link=_LINK))
+    return found
+
+
+def _of_stages(task: str, stages: int, quick: bool) -> list[Way]:
+    stashed = [Way(task, stages, "stash", correction) for correction in CORRECTIONS]
+    if quick:
+        return stashed
+    same = [Way(task, stages, "recompute", "none")] if stages == 4 else []
+    latest = [Way(task, stages, "latest", correction) for correction in CORRECTIONS]
+    flight = enough_in_flight(stages)
+    double = [Way(task, stages, "double", correction, accumulate=flight) for correction in CORRECTIONS]
+    return [*stashed, *same, *latest, *double]
+
+
+def _aims(found: dict[Way, Found]) -> list[Target]:
+    targets = []
+    for way, each in found.items():
+        if way == Way(way.task, way.stages, "stash", DEFAULT) and way.stages in _AIMS:
+            above = each.loss - found[Way(way.task)].loss
+            targets.append(Target(f"{way.title}: above synchronous", above, _AIMS[way.stages], at_most=True))
+        if way.versions == "recompute":
+            apart = abs(each.loss - found[Way(way.task, way.stages, "stash", way.correction)].loss)
+            targets.append(Target(f"{way.title}: off stash", apart, 1e-3, at_most=True))
+    return targets
+
+
+def _swarm(found: dict[Way, Found], epochs: dict[str, int]) -> tuple[Row, Target]:
+    """The default with the most stages up to 4, of the first task, in real processes with real links."""
+    twin = max(
+        (way for way in found if way.correction == DEFAULT and way.versions == "stash"), key=lambda w: w.stages <= 4
+    )
+    each, task = found[twin], TASKS[twin.task]
+    losses = []
+    with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(twin.stages) as swarm:
+        for seed in range(1, len(each.outcomes) + 1):
+            run = Path(folder, str(seed))
+            job = job_of(Trial(twin, each.rate, seed, epochs[twin.task]))
+            swarm.train(job, providers=twin.stages, run=run, display=False)
+            curve = [float(line["loss"]) for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"]
+            losses.append(statistics.mean(curve[-task.evaluations :]))
+            say(f"{twin.title}, in a swarm, seed {seed}: {losses[-1]:.4f}")
+    loss = statistics.mean(losses)
+    title = f"{twin.title}, in a swarm"
+    row = {"case": title, "loss": loss, "spread": statistics.stdev(losses), "rate": each.rate}
+    return row, Target(f"{title}: off its virtual twin", abs(loss - each.loss), _NOISE, at_most=True)
+
+
+def _times(found: dict[Way, Found], rates: Rates | None) -> tuple[list[Row], list[Target]]:
+    """How long it takes to a fixed loss, ours against 1F1B."""
+    table: list[Row] = []
+    targets: list[Target] = []
+    for way, each in found.items():
+        if not way.link:
+            continue
+        task = TASKS[way.task]
+        case = f"{task.title}, {way.stages} stages, 100 Mbit/s 50 ms: a loss of {task.loss_to_reach:g}"
+        ours, theirs = each.samples_to(task.loss_to_reach), found[Way(way.task)].samples_to(task.loss_to_reach)
+        row: dict[str, object] = {"case": case, "our_samples": ours, "synchronous_samples": theirs}
+        if rates is None:
+            say(f"{case}: no time to it without --rates, the samples/s that benchmarks.pipeline measures")
+        elif ours is None or theirs is None:
+            say(f"{case}: it was not reached")
+        else:
+            faster = (theirs / rates.one_f_one_b) / (ours / rates.ours)
+            row |= {"our_rate": rates.ours, "rate_of_1f1b": rates.one_f_one_b, "times_faster": faster}
+            targets.append(Target(f"{case}: times as fast as 1F1B", faster, _FASTER))
+        table.append(row)
+    return table, targets
+
+
+if __name__ == "__main__":
+    sys.exit(main())

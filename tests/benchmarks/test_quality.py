@@ -1,0 +1,160 @@
+"""The benchmark of quality: its virtual pipeline must be as stale as theory says, and its sums must be right."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.quality_parts.rates import Rates, read_rates
+from benchmarks.quality_parts.study import Found, rows
+from benchmarks.quality_parts.tasks import TASKS, DigitsNet
+from benchmarks.quality_parts.trial import Outcome, Trial, Way, places, run_trial
+from benchmarks.quality_parts.virtual import VirtualPipeline, enough_in_flight
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.stage import Stage
+from ravnest.errors import RunError
+from ravnest.graph.capture import Captured, capture
+from ravnest.graph.partition import split
+from ravnest.spec import OptimizerSpec
+
+MICROBATCHES = 20
+
+
+def some_batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn((4, 1, 8, 8), generator=generator), torch.randint(10, (4,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    torch.manual_seed(0)
+    return capture(DigitsNet(), F.cross_entropy, {}, some_batches(2))
+
+
+def a_pipeline(captured: Captured, stages: int, in_flight: int, link: float = 0.0, **settings: Any) -> VirtualPipeline:
+    told = [
+        StageSettings(
+            optimizer=OptimizerSpec("SGD", {"lr": 0.01}).to_json(),
+            stage=n,
+            stages=stages,
+            in_flight=in_flight,
+            **settings,
+        )
+        for n in range(stages)
+    ]
+    graphs = split(captured.graph, places(captured.graph, stages))
+    made = [
+        Stage(graph, {spec.key: captured.weights[spec.key].clone() for spec in graph.weights}, each)
+        for graph, each in zip(graphs, told, strict=True)
+    ]
+    return VirtualPipeline(made, in_flight, link)
+
+
+def fed(captured: Captured, count: int = MICROBATCHES) -> list[Mapping[str, torch.Tensor]]:
+    return [captured.structure.flatten(batch) for batch in some_batches(count)]
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_just_enough_in_flight_is_as_stale_as_there_are_stages_after_this_one(captured: Captured, stages: int) -> None:
+    pipeline = a_pipeline(captured, stages, in_flight=stages)
+    pipeline.train(fed(captured))
+    for place, counts in enumerate(pipeline.staleness):
+        assert counts.total() == MICROBATCHES
+        # Steady from the filling to the draining: all but as many updates as are in flight.
+        assert counts[stages - 1 - place] >= MICROBATCHES - stages
+    assert max(pipeline.staleness[0]) == stages - 1 and pipeline.staleness[-1] == {0: MICROBATCHES}
+
+
+@pytest.mark.parametrize(("stages", "link"), [(2, 0.0), (4, 0.0), (4, 2.2)])
+def test_enough_in_flight_keeps_every_stage_busy_and_fewer_do_not(captured: Captured, stages: int, link: float) -> None:
+    enough = enough_in_flight(stages, link)
+    took = {}
+    for in_flight in (enough - 2, enough):
+        pipeline = a_pipeline(captured, stages, in_flight, link)
+        times = []
+        for count in (12, 32):
+            began = pipeline.seconds
+            pipeline.train(fed(captured, count))
+            times.append(pipeline.seconds - began)
+        # Filling and draining take the same for both counts: what is between them is steady.
+        took[in_flight] = (times[1] - times[0]) / 20
+    assert took[enough] == pytest.approx(3.0), "a forward and a backward of the slowest stage, and no pause"
+    assert took[enough - 2] > 3.1
+
+
+def test_nothing_is_staler_than_what_is_in_flight(captured: Captured) -> None:
+    pipeline = a_pipeline(captured, 4, in_flight=7, link=3.0)
+    pipeline.train(fed(captured))
+    assert max(pipeline.staleness[0]) == 6
+    assert all(max(counts) <= 6 for counts in pipeline.staleness)
+    assert pipeline.staleness[-1] == {0: MICROBATCHES}
+
+
+def test_one_in_flight_is_one_stage(captured: Captured) -> None:
+    losses = []
+    for stages in (1, 4):
+        pipeline = a_pipeline(captured, stages, in_flight=1)
+        pipeline.train(fed(captured, 6))
+        assert all(set(counts) == {0} for counts in pipeline.staleness)
+        losses.append(pipeline.losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_what_is_summed_up_is_applied_at_the_end(captured: Captured) -> None:
+    pipeline = a_pipeline(captured, 2, in_flight=3, accumulate=3)
+    pipeline.train(fed(captured, 7), last=6)
+    assert [counts.total() for counts in pipeline.staleness] == [3, 3]
+
+
+def test_a_trial_gives_the_same_each_time_whatever_the_machine_does() -> None:
+    trial = Trial(Way("digits", 8), TASKS["digits"].rates[1], seed=1, epochs=1)
+    outcome = run_trial(trial)
+    assert outcome == run_trial(trial)
+    assert outcome.staleness > 3
+
+
+def test_the_gpt_can_be_cut_into_eight_stages() -> None:
+    job = TASKS["gpt"].job(1, 1, 1e-3, 1)
+    graph = capture(job.model, job.loss, job.metrics, [next(job.train_batches())]).graph
+    assert all(stage.parameters for stage in split(graph, places(graph, 8)))
+
+
+def found(way: Way, *losses: float) -> Found:
+    outcomes = tuple(Outcome(((10, loss + 2), (20, loss + 1), (30, loss)), loss, 1.0) for loss in losses)
+    return Found(way, 0.1, outcomes, ((0.1, losses[0]), (0.2, losses[0])))
+
+
+def test_a_way_is_compared_with_synchronous_training_of_its_task() -> None:
+    exact, other = found(Way("gpt"), 1.0, 2.0), found(Way("gpt", 4), 2.0, 3.0)
+    first, second = rows({exact.way: exact, other.way: other})
+    assert first["above_synchronous"] is None
+    assert second["above_synchronous"] == pytest.approx(1.0) and second["spread"] == pytest.approx(0.7071, abs=1e-4)
+    assert exact.is_at_the_edge
+
+
+def test_samples_to_a_loss_are_read_off_between_evaluations() -> None:
+    each = found(Way("gpt"), 1.0, 2.0)
+    # The mean curve is 3.5, 2.5, 1.5.
+    assert each.samples_to(2.0) == pytest.approx(25.0)
+    assert each.samples_to(4.0) == pytest.approx(10.0)
+    assert each.samples_to(1.0) is None
+
+
+def test_rates_are_read_from_what_the_benchmark_of_pipelines_writes(tmp_path: Path) -> None:
+    file = tmp_path / "pipeline.json"
+    file.write_text('{"rows": [{"case": "gpt 4 100/50", "float32": 6.5, "1f1b": 1.5}, {"case": "gpt 4 20/100"}]}')
+    assert read_rates(file, 4) == Rates(ours=6.5, one_f_one_b=1.5)
+
+
+@pytest.mark.parametrize("text", ['{"rows": []}', "[]", "", '{"rows": [{"case": "gpt 4 100/50", "1f1b": null}]}'])
+def test_a_file_without_rates_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "pipeline.json"
+    file.write_text(text)
+    with pytest.raises(RunError, match="has no rates"):
+        read_rates(file, 4)
