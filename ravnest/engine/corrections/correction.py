@@ -18,7 +18,7 @@ from ravnest.errors import GraphError
 from ravnest.settings import CORRECTIONS
 from ravnest.spec import OptimizerSpec
 
-DEFAULT: Final = "foresight"
+DEFAULT: Final = "predict"
 """What learns best, by `python -m benchmarks.quality`."""
 
 
