@@ -32,8 +32,8 @@ was found no longer counts."""
 FULL_WINDOW: Final = 24
 """Microbatches in a window, or twice those in flight, that tell small differences."""
 
-
 _SLOWER: Final = 0.015
+"""By which a period is longer where something may have changed in the middle of its window."""
 _AGAIN: Final = 60
 """Decisions after which it is tried again whether more bring something; longer, the more often they did not."""
 
@@ -71,6 +71,7 @@ class FlightMeasures:
 
     @property
     def is_full(self) -> bool:
+        """Whether it tells small differences."""
         return self.microbatches >= max(FULL_WINDOW, 2 * self.limit)
 
     @property
@@ -275,7 +276,7 @@ def _when_busy(seen: FlightMeasures, memory: FlightMemory, on_way: float, workin
     """Nothing is to be gained with more: are there more than it takes?"""
     limit, least = seen.limit, max(memory.enough, math.ceil(on_way - 0.5), 1)
     if limit <= least:
-        return _keep(seen, memory, f"{working}, and fewer were not enough for a way of {on_way:.1f} periods")
+        return _keep(seen, memory, f"{working}, and fewer would not be enough for a way of {on_way:.1f} periods")
     wanted = max(least, min(_halfway(limit, on_way), _spare(on_way)))
     if not seen.is_busy and limit - wanted < 3:
         return _keep(seen, memory, working)

@@ -54,7 +54,8 @@ def test_the_summary_has_the_fields_of_the_contract(run: Path) -> None:
     assert set(summary["averaging"]) == {"rounds", "rings", "seconds_mean", "bytes", "skipped"}
     assert summary["faults"] == []
     [cluster] = summary["clusters"]
-    assert set(cluster) == {"id", "samples", "samples_per_second", "stages"}
+    assert set(cluster) == {"id", "samples", "samples_per_second", "stages", "in_flight", "in_flight_reason"}
+    assert cluster["in_flight"] == 2
     assert [stage["role"] for stage in cluster["stages"]] == ["root", "stem", "leaf"]
     for number, stage in enumerate(cluster["stages"]):
         assert set(stage) == STAGE_FIELDS | FURTHER_STAGE_FIELDS
@@ -91,7 +92,8 @@ def test_tensorboard_reads_the_same_curves(run: Path) -> None:
     [folder] = {path.parent for path in run.rglob("events.out.tfevents.*")}
     reader = EventAccumulator(str(folder))
     reader.Reload()
-    assert set(reader.Tags()["scalars"]) == {"train/loss", "eval/loss", "eval/accuracy"}
+    stages = {f"stage/0 {stage}/{name}" for stage in range(3) for name in ("staleness", "staleness_max")}
+    assert set(reader.Tags()["scalars"]) == {"train/loss", "eval/loss", "eval/accuracy", *stages}
     written = [metric["loss"] for metric in lines(run / "metrics.jsonl") if metric["kind"] == "train"]
     assert [point.value for point in reader.Scalars("train/loss")] == pytest.approx(written)
     assert [point.step for point in reader.Scalars("eval/loss")] == [64, 128]

@@ -29,7 +29,11 @@ CONTRACT = {
     "ledger": "fed completed replayed lost applied_twice",
     "faults": "kind provider cluster at recovered_seconds",
 }
-EXTRA = {"": {"started_at", "first_update_seconds", "updates", "model"}, "stages": {"baseline_memory_bytes", "links"}}
+EXTRA = {
+    "": {"started_at", "first_update_seconds", "updates", "model"},
+    "clusters": {"in_flight", "in_flight_reason"},
+    "stages": {"baseline_memory_bytes", "links"},
+}
 
 
 def a_summary(**changes: object) -> Summary:

@@ -1,0 +1,57 @@
+"""A run keeps to its bound on staleness, and tells how many microbatches are in flight and why."""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from ravnest import Pipeline
+from ravnest.cli import status
+from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.monitor.events import read_events
+from ravnest.monitor.metrics import read_metrics
+from ravnest.monitor.summary import Summary
+from tests.e2e.jobs import a_job, batches
+
+
+def test_a_bound_on_staleness_holds_at_every_stage(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    job = a_job(batches([8] * 20), epochs=7, pipeline=Pipeline(max_staleness=1, accumulate=3))
+    found = swarm.train(job, providers=3, run=tmp_path / "run", display=False).summary
+    [cluster] = found.clusters
+    assert [stage.updates for stage in cluster.stages] == [47, 47, 47], "46 of three microbatches, and one of two"
+    assert all(stage.staleness.max <= 1 and stage.staleness.p95 <= 1 for stage in cluster.stages)
+    assert cluster.stages[0].staleness.max == 1, "the bound was not even reached"
+    curves = [line for line in read_metrics(tmp_path / "run/metrics.jsonl") if line["kind"] == "stage"]
+    assert {line["stage"] for line in curves} == {0, 1, 2}
+    assert max(line["staleness_max"] for line in curves) == 1
+
+
+def test_status_tells_how_many_are_in_flight_and_why(
+    swarm: EmbeddedSwarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    swarm.train(a_job(batches([8] * 60), pipeline=Pipeline()), providers=2, run=run, display=False)
+    events = [event for event in read_events(run / "events.jsonl") if event["kind"] == "in_flight"]
+    assert events[0]["old"] is None and events[0]["new"] >= 1
+    for before, after in itertools.pairwise(events):
+        assert (after["old"], after["cluster"]) == (before["new"], 0) and after["reason"]
+    [cluster] = Summary.read(run / "summary.json").clusters
+    assert cluster.in_flight == events[-1]["new"] and cluster.in_flight_reason
+    [link] = cluster.stages[0].links
+    assert link.delay_seconds is not None and 0 < link.delay_seconds < 10
+    status.run(argparse.Namespace(path=run, json=False))
+    shown = capsys.readouterr().out
+    assert f"in flight     {cluster.in_flight}: {cluster.in_flight_reason}" in shown
+    assert "ms there and back" in shown
+    status.run(argparse.Namespace(path=run, json=True))
+    assert json.loads(capsys.readouterr().out)["clusters"][0]["in_flight"] == cluster.in_flight
+
+
+def test_a_number_that_is_set_stays(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    job = a_job(batches([8] * 300), pipeline=Pipeline(in_flight=5))
+    found = swarm.train(job, providers=3, run=run, display=False).summary
+    assert [event["new"] for event in read_events(run / "events.jsonl") if event["kind"] == "in_flight"] == [5]
+    assert found.clusters[0].in_flight == 5
