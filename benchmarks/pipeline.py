@@ -9,10 +9,10 @@ end of the data, over TLS, with float32 on the links and with what it chooses it
 
 `of limit` is the share of what neither idle stages nor idle lines would make: 6.67 microbatches a second, or the line's
 rate over the bytes of a microbatch. Targets count what TCP's headers leave of a line, 0.965 of it: the rest is out of
-anybody's reach. `busy` is the share of the time that the slowest stage worked, `flight` the
-microbatches in flight, `stale` the largest staleness, `auto` the run whose codec Ravnest chose, and `idle` the share of
-this machine's processor that was left: where there is little, some of what is measured is waiting for it. Rows of
-"real" compute as fast as they can: a GPT of 10 million parameters on 2 stages.
+anybody's reach. `busy` is the share of the time that the slowest stage worked, `flight` the microbatches in flight,
+`stale` the largest staleness, `auto` the run whose codec Ravnest chose, and `idle` the share of the machine's processor
+that was left: where there is little, some of what is measured is waiting for it. Rows of "real" compute as fast as they
+can: a GPT of 10 million parameters on 2 stages.
 """
 
 import argparse

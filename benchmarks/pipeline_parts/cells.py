@@ -27,8 +27,8 @@ class Line:
 
 
 PAYLOAD_SHARE = 0.965
-"""Of a line's rate: the rest are the headers of TCP and IP (docs/wan-lab.md). What acknowledges the other direction takes
-another 0.02 of it, where both are full."""
+"""Of a line's rate: the rest are the headers of TCP and IP (docs/wan-lab.md). What acknowledges the other direction
+takes another 0.02 of it, where both are full."""
 
 LINES = (Line("unshaped", None, 0.0), Line("500/10", 500, 10), Line("100/50", 100, 50), Line("20/100", 20, 100))
 

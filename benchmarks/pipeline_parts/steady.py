@@ -52,4 +52,5 @@ def steady(moments: Sequence[Moment], after: float, until: float) -> Steady:
 
 def _busy(before: StageMoment, now: StageMoment) -> float:
     seconds = now.seconds - before.seconds
-    return (now.busy_seconds - before.busy_seconds) / seconds if seconds > 0 else 0.0
+    # Work is counted when it is done: some that had begun before may be among it.
+    return min(1.0, (now.busy_seconds - before.busy_seconds) / seconds) if seconds > 0 else 0.0
