@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from ravnest.engine.messages import Counters, LossRecord, Message, Outbox, Snapshot, Span
+from ravnest.engine.early_number import asked_for
+from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, LossRecord, Message, Outbox, Snapshot, Span
 from ravnest.engine.pace import NO_PRETENCE, Pace, Pretence
 from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.engine.stage import Stage, Update
@@ -258,17 +259,18 @@ class StageWorker:
                 self._awaited.add(message.microbatch)
             self._outbox.forward(replace(message, values=results))
             return
-        self._backward(message, None, results[str(self._stage.graph.loss)])
+        self._backward(message, None, asked_for(results[str(self._stage.graph.loss)]))
 
     def _backward(
-        self, message: Message, gradients: Mapping[str, torch.Tensor] | None, loss: torch.Tensor | None = None
+        self, message: Message, gradients: Mapping[str, torch.Tensor] | None, loss: Callable[[], float] | None = None
     ) -> None:
         with self._work("backward", message.microbatch):
-            self._check_gradients(message.microbatch, gradients or {})
+            are_finite = {name: asked_for(torch.isfinite(g).all()) for name, g in (gradients or {}).items()}
             found = self._stage.backward(message.microbatch, gradients)
+            # Not before: a GPU has the backward to do while this waits for what came ahead of it.
+            self._check_gradients(message.microbatch, are_finite)
             if loss is not None:
-                # Not before: a GPU has the backward to do while this waits for the forward.
-                self._take_loss(message, float(loss))
+                self._take_loss(message, loss())
         self.counters.backwards += 1
         if not self._is_root:
             # Before the update: the stage before can work on it meanwhile.
@@ -314,11 +316,10 @@ class StageWorker:
         spent[kind] = spent.get(kind, 0.0) + ended - began
         self._outbox.worked(Span(kind, microbatch, began, ended))
 
-    def _check_gradients(self, microbatch: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        for name, gradient in gradients.items():
-            if not torch.isfinite(gradient).all():
-                # Before anything is applied: the weights stay as they are.
-                self._stage.drop(microbatch)
+    def _check_gradients(self, microbatch: int, are_finite: Mapping[str, Callable[[], float]]) -> None:
+        for name, is_finite in are_finite.items():
+            if not is_finite():
+                # Before anything is applied or sent: the weights stay as they are, and the worker ends with it.
                 raise _NotFiniteError(
                     f"the gradient of {name} that the next stage sent for microbatch {microbatch} is not "
                     "finite, so it is not applied; lower the learning rate or set pipeline.clip_norm"
