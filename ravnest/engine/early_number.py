@@ -15,7 +15,7 @@ def asked_for(number: torch.Tensor) -> Callable[[], float]:
         return lambda: float(number)
     here = torch.empty((), dtype=number.dtype, pin_memory=True)
     here.copy_(number.detach(), non_blocking=True)
-    arrived = torch.cuda.Event()
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record(torch.cuda.current_stream(number.device))
 
     def answer() -> float:
