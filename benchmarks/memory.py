@@ -84,7 +84,8 @@ def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int, limit: in
     received = sum(_bytes(value, prepared) for value in (*stage.receives, *stage.inputs))
     return Share(
         parameters=parameters,
-        gradients=parameters,
+        # Those that are summed up lie beside those of the microbatch at hand.
+        gradients=(2 if policy.within_accumulate else 1) * parameters,
         optimizer=2 * parameters,
         # The newest microbatch in flight uses the weights as they are; older ones need what the policy keeps.
         versions=int(policy.older_versions(in_flight)) * parameters,

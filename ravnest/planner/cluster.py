@@ -203,7 +203,9 @@ def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
     parameters = model.between(model.parameter_bytes)
     saved = model.between(model.saved_bytes)
     averaging = goal.average_memory if goal.most_clusters != 1 else 0.0
-    held = 2.0 + model.state_bytes_per_byte + averaging + older[None, :]
+    # Gradients that are summed up are held beside those of the microbatch at hand.
+    summed = 1.0 if goal.accumulate > 1 else 0.0
+    held = 2.0 + summed + model.state_bytes_per_byte + averaging + older[None, :]
     kept = saved if policy.keeps_activations else model.forward_bytes[:, None] + model.fed_bytes
     activations = saved + (flying[None, :] - 1.0) * kept
     total: Table = SPARE * (parameters * held + activations)

@@ -163,6 +163,7 @@ class Case:
             "rate_back": back.bytes_per_second,
             "latency_there": there.latency_seconds,
             "latency_back": back.latency_seconds,
+            "summed": float(self.goal.accumulate > 1),
             "state": model.state_bytes_per_byte,
             "averaging": self.goal.average_memory,
             "flying": 1.0 if is_leaf else float(self.in_flight),

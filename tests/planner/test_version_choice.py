@@ -96,7 +96,7 @@ def test_where_weights_are_too_large_none_are_kept() -> None:
 def test_two_versions_do_where_an_update_takes_enough_microbatches() -> None:
     model = a_model(1e9, 1e6)
     memory = 1.05 * root_bytes(model, "double", 16, accumulate=16)
-    assert memory < root_bytes(model, "stash", 3)
+    assert memory < root_bytes(model, "stash", 3, accumulate=16)
     found = chosen(model, memory, accumulate=16)
     assert found.goal.versions == "double"
     assert found.plan.clusters[0].in_flight <= 16
