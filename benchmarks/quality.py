@@ -52,7 +52,7 @@ _FLUSHED: Final = 8
 def main() -> int:
     given = _arguments()
     ways = _ways(given)
-    epochs = {name: task.quick_epochs if given.quick else task.epochs for name, task in TASKS.items()}
+    epochs = {name: given.epochs or (task.quick_epochs if given.quick else task.epochs) for name, task in TASKS.items()}
     found = study(ways, 2 if given.quick else _SEEDS, epochs, given.workers, rates=2 if given.quick else None)
     table: list[Row] = [*rows(found)]
     targets = _aims(found)
@@ -75,6 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: the cores)")
     parser.add_argument("--task", choices=TASKS, action="append", help="this task alone; may be repeated")
     parser.add_argument("--stages", type=int, choices=_STAGES, action="append", help="so many stages; may be repeated")
+    parser.add_argument("--epochs", type=int, help="of every run, in place of the tasks' own")
     parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th way alone, from the I-th on")
     parser.add_argument("--rates", metavar="FILE", type=Path, help="what benchmarks.pipeline --json wrote")
     parser.add_argument("--no-swarm", dest="swarm", action="store_false", help="leave out the row in a real swarm")

@@ -15,11 +15,12 @@ from ravnest.amounts import counted
 from ravnest.coordinator.averaging_plan import averaged_bytes, averaging_memory, averaging_of, within_averaging
 from ravnest.coordinator.measures import measure_pairs
 from ravnest.coordinator.members import Member
-from ravnest.coordinator.prepare import Prepared
+from ravnest.coordinator.prepare import Prepared, choose_correction
 from ravnest.coordinator.reachability import Reach
 from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan, flight_reason, split_reason
 from ravnest.coordinator.starting import check_clusters
 from ravnest.coordinator.swarm import Swarm
+from ravnest.engine.corrections.correction import PREDICTING
 from ravnest.errors import PeerError, PlanError
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.profile import CostProfile
@@ -79,6 +80,7 @@ def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
         in_flight=pipeline.in_flight,
         max_staleness=pipeline.max_staleness,
         accumulate=pipeline.accumulate,
+        predicts=choose_correction(job)[0] in PREDICTING,
         average_share=averaged_bytes(averaging) / 4,
         average_memory=averaging_memory(job),
         blocking=averaging.blocking,

@@ -192,13 +192,16 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
 def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
     """What a stage from place i to place j holds, with so many microbatches in flight in its cluster.
 
-    A leaf has one at a time: its backward follows at once. The newest microbatch uses the weights as they are; each
-    older one needs what the policy keeps for it. Where there may be several clusters, averaging takes its part too.
+    A leaf has one at a time: its backward follows at once. The newest microbatch uses the weights as they are, where
+    none are predicted; each older one needs what the policy keeps for it. Where there may be several clusters, averaging
+    takes its part too.
     """
     policy = goal.policy
     flying = np.full(len(model.places), float(in_flight))
     flying[model.last] = 1.0
-    older = np.full(len(model.places), policy.older_versions(in_flight))
+    # With predicted weights the newest microbatch too has weights of its own; with one in flight none are predicted.
+    predicted = 1.0 if goal.predicts and in_flight > 1 else 0.0
+    older = np.full(len(model.places), policy.older_versions(in_flight) + predicted)
     older[model.last] = 0.0
     parameters = model.between(model.parameter_bytes)
     saved = model.between(model.saved_bytes)

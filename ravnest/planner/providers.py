@@ -104,6 +104,8 @@ class Goal:
     accumulate: int = 1
     versions: str = DEFAULT_POLICY
     """Which weights a backward sees, and what is kept for it: the name of a policy."""
+    predicts: bool = False
+    """Forwards use predicted weights, which are kept beside the newest."""
     average_every: int = 100
     """Microbatches of a cluster between two rounds of averaging."""
     average_share: float = 1.0

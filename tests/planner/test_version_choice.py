@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ravnest.errors import PlanError
-from ravnest.planner.cluster import Cluster, memory_bytes
+from ravnest.planner.cluster import SPARE, Cluster, memory_bytes
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.formation import form
 from ravnest.planner.model_costs import ModelCosts
@@ -14,6 +14,7 @@ from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.split_choice import choose_split
 from ravnest.planner.version_choice import VersionChoice, choose_versions, preferred
+from ravnest.version_policy import POLICIES
 
 PLENTY = 1 << 50
 BEHIND = 0.05
@@ -60,6 +61,17 @@ def root_bytes(model: ModelCosts, versions: str, in_flight: int, accumulate: int
     """What the first half of the model takes."""
     goal = Goal(versions=versions, accumulate=accumulate, most_clusters=1)
     return float(memory_bytes(model, goal, in_flight)[0, 2])
+
+
+@pytest.mark.parametrize("versions", POLICIES)
+def test_predicted_weights_take_one_version_more_where_more_than_one_is_in_flight(versions: str) -> None:
+    model = a_model(1e6, 1e6)
+    plain, predicting = (Goal(versions=versions, accumulate=4, most_clusters=1, predicts=p) for p in (False, True))
+    more = memory_bytes(model, predicting, 4) - memory_bytes(model, plain, 4)
+    parameters = float(model.parameter_bytes[2] - model.parameter_bytes[0])
+    assert float(more[0, 2]) == pytest.approx(SPARE * parameters)
+    assert float(more[2, -1]) == 0, "nothing is stale at a leaf"
+    assert (memory_bytes(model, predicting, 1) == memory_bytes(model, plain, 1)).all()
 
 
 def test_with_memory_to_spare_everything_is_kept() -> None:

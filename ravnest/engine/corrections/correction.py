@@ -21,6 +21,9 @@ from ravnest.spec import OptimizerSpec
 DEFAULT: Final = "predict"
 """What learns best, by `python -m benchmarks.quality`."""
 
+PREDICTING: Final = ("predict", "foresight")
+"""Those that give forwards weights of their own: a stage takes memory for them."""
+
 
 class Correction(Protocol):
     """The correction of one stage. Not thread-safe, as the stage is not."""
