@@ -148,6 +148,8 @@ def stage_settings(
 def choose_correction(job: Job) -> tuple[str, str]:
     """What is done about staleness in this job, and why."""
     asked = job.pipeline.correction
+    if asked == "none":
+        return "none", "staleness is not corrected, as asked for"
     name = asked or DEFAULT_CORRECTION
     refusal = correction_refusal(name, job.optimizer_spec)
     if refusal is not None:

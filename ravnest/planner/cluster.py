@@ -193,8 +193,8 @@ def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
     """What a stage from place i to place j holds, with so many microbatches in flight in its cluster.
 
     A leaf has one at a time: its backward follows at once. The newest microbatch uses the weights as they are, where
-    none are predicted; each older one needs what the policy keeps for it. Where there may be several clusters, averaging
-    takes its part too.
+    none are predicted; each older one needs what the policy keeps for it. Where there may be several clusters,
+    averaging takes its part too.
     """
     policy = goal.policy
     flying = np.full(len(model.places), float(in_flight))
