@@ -56,10 +56,13 @@ def main() -> int:
     found = study(ways, 2 if given.quick else _SEEDS, epochs, given.workers, rates=2 if given.quick else None)
     table: list[Row] = [*rows(found)]
     targets = _aims(found)
-    if given.swarm:
-        row, target = _swarm(found, epochs)
+    twins = [way for way in found if way == Way(way.task, way.stages, "stash", DEFAULT) and 1 < way.stages <= 4]
+    if given.swarm and twins:
+        row, target = _swarm(found[max(twins, key=lambda way: way.stages)], epochs)
         table.append(row)
         targets.append(target)
+    elif given.swarm:
+        say("no row in a real swarm: the default with up to 4 stages is not among these ways")
     rates = None if given.rates is None else read_rates(given.rates, stages=4)
     more, faster = _times(found, rates)
     return finish("quality", given, [*table, *more], [*targets, *faster])
@@ -117,18 +120,16 @@ def _aims(found: dict[Way, Found]) -> list[Target]:
         if way == Way(way.task, way.stages, "stash", DEFAULT) and way.stages in _AIMS:
             above = each.loss - found[Way(way.task)].loss
             targets.append(Target(f"{way.title}: above synchronous", above, _AIMS[way.stages], at_most=True))
-        if way.versions == "recompute":
-            apart = abs(each.loss - found[Way(way.task, way.stages, "stash", way.correction)].loss)
+        stashed = found.get(Way(way.task, way.stages, "stash", way.correction))
+        if way.versions == "recompute" and stashed is not None:
+            apart = abs(each.loss - stashed.loss)
             targets.append(Target(f"{way.title}: off stash", apart, 1e-3, at_most=True))
     return targets
 
 
-def _swarm(found: dict[Way, Found], epochs: dict[str, int]) -> tuple[Row, Target]:
-    """The default with the most stages up to 4, of the first task, in real processes with real links."""
-    twin = max(
-        (way for way in found if way.correction == DEFAULT and way.versions == "stash"), key=lambda w: w.stages <= 4
-    )
-    each, task = found[twin], TASKS[twin.task]
+def _swarm(each: Found, epochs: dict[str, int]) -> tuple[Row, Target]:
+    """A way in real processes with real links."""
+    twin, task = each.way, TASKS[each.way.task]
     losses = []
     with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(twin.stages) as swarm:
         for seed in range(1, len(each.outcomes) + 1):
@@ -140,7 +141,13 @@ def _swarm(found: dict[Way, Found], epochs: dict[str, int]) -> tuple[Row, Target
             say(f"{twin.title}, in a swarm, seed {seed}: {losses[-1]:.4f}")
     loss = statistics.mean(losses)
     title = f"{twin.title}, in a swarm"
-    row = {"case": title, "loss": loss, "spread": statistics.stdev(losses), "rate": each.rate}
+    row = {
+        "case": title,
+        "loss": loss,
+        "spread": statistics.stdev(losses),
+        "rate": each.rate,
+        "in_flight": twin.in_flight,
+    }
     return row, Target(f"{title}: off its virtual twin", abs(loss - each.loss), _NOISE, at_most=True)
 
 

@@ -144,7 +144,10 @@ def _record(result: Mapping[str, Any]) -> None:
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
+    """The figures that fit into a table: a curve, or what was tried, is for the file alone."""
+    return list(
+        dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list | dict))
+    )
 
 
 def _described(result: Mapping[str, Any]) -> str:

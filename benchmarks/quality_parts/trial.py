@@ -41,9 +41,10 @@ class Way:
 
     @property
     def title(self) -> str:
-        if self.stages == 1:
-            return f"{TASKS[self.task].title}, synchronous"
         more = f", accumulate {self.accumulate}" if self.accumulate > 1 else ""
+        if self.stages == 1:
+            return f"{TASKS[self.task].title}, synchronous{more}"
+        more += f", slow links, {self.in_flight} in flight" if self.link else ""
         return f"{TASKS[self.task].title}, {self.stages} stages, {self.versions}, {self.correction}{more}"
 
 

@@ -27,6 +27,13 @@ def test_the_file_holds_what_the_contract_promises(tmp_path: Path, capsys: pytes
     assert "a small net" in shown and "a large net" in shown and "yes" in shown
 
 
+def test_a_curve_is_in_the_file_and_not_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    finish("quality", given(path), [{"case": "a net", "curve": [[1, 2.5], [2, 1.5]]}], [])
+    assert json.loads(path.read_text())["rows"][0]["curve"] == [[1, 2.5], [2, 1.5]]
+    assert "curve" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("target", "code"),
     [
