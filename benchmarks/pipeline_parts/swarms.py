@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ MICROBATCHES = 8
 
 _PARTS = "benchmarks.pipeline_parts"
 _END_SECONDS = 10.0
+_LOOK_SECONDS = 10.0
 
 
 class _Processes:
@@ -123,8 +125,9 @@ class RavnestSwarm(_Processes):
         if pace is not None:
             join += ["--pretend-seconds", f"{pace.forward},{pace.backward}"]
         self._said = [self._folder / f"{host}.log" for host in hosts]
-        for host, said in zip(hosts, self._said, strict=True):
-            self._start(lab, host, [*join, "--name", host], said)
+        self._providers = [
+            self._start(lab, host, [*join, "--name", host], said) for host, said in zip(hosts, self._said, strict=True)
+        ]
         # The first to end: it tells the others to.
         self._undo.callback(_ended, self._requester)
 
@@ -140,10 +143,19 @@ class RavnestSwarm(_Processes):
             "pipeline": {name: value for name, value in pipeline.items() if value is not None},
         }
         _tell(self._requester, order)
+        assert self._requester.stdout is not None
+        while not select.select([self._requester.stdout], [], [], _LOOK_SECONDS)[0]:
+            self._check_providers()
         answer = _hear(self._requester)
         if "failed" in answer:
             raise RunFailedError(answer["failed"])
         return RavnestRate(**answer)
+
+    def _check_providers(self) -> None:
+        """A run waits for as many as it needs: one that could not even join would be waited for without end."""
+        for process, said in zip(self._providers, self._said, strict=True):
+            if process.poll() is not None:
+                raise RuntimeError(f"a provider ended with exit code {process.returncode}: {said.read_text()[-2000:]}")
 
     def overruns(self) -> int:
         """Forwards and backwards that took longer than they should, in runs that were followed by another."""
