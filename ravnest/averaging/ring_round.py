@@ -26,6 +26,11 @@ SILENT_SECONDS: Final = 5.0
 """A member that is well says every second how far it is; one that has not for so long is silent."""
 MOST_EXTENSIONS: Final = 20
 """How often more time is given to an attempt in which pieces still arrive."""
+OUTLYING_ROUNDS: Final = 3
+"""In the so many-th round in a row, one that is wildly beyond the others is not left out but its difference is dropped.
+
+A difference only grows while its owner is left out: it would stay so for good, and of two clusters none would ever
+average again. Not at once, since what is dropped is lost."""
 
 
 class RingRound:
@@ -33,6 +38,8 @@ class RingRound:
 
     - An owner that did not join by the deadline, is gone, cannot take part, or is to blame for a failed attempt is left
       out with a Notice; those of them who joined are told by Abort.
+    - One whose difference must not count, but which is to be like the others again, takes part without any weight: its
+      difference is dropped, named in a Notice, and the commit gives it the mean of the others.
     - What is said about an older attempt, by somebody who has no part in it, or twice, is ignored.
     """
 
@@ -49,9 +56,13 @@ class RingRound:
         join_seconds: float,
         reduce_seconds: float,
         most_attempts: int = 5,
+        counted: Mapping[str, int] | None = None,
+        outlying: Mapping[str, int] | None = None,
     ) -> None:
         """`owners` in ring order; `samples`: what the ledger knows that each did since its anchor; `committed`: the
-        newest round that this ring has committed. Times are those of any clock that does not go back."""
+        newest round that this ring has committed; `counted`: the newest that counted for each, with what it had learnt
+        by then; `outlying`: in how many rounds in a row before this one each was left out as wildly beyond the others.
+        Times are those of any clock that does not go back."""
         self.ring = ring
         self.round = round
         self.outcome: Literal["committed", "aborted"] | None = None
@@ -59,6 +70,10 @@ class RingRound:
         """When `tick` must be called next; None when the round is over."""
         self.left_out: dict[str, str] = {}
         """Who takes no part (any more), and why."""
+        self.outliers: set[str] = set()
+        """Those of them who were wildly beyond the others."""
+        self.alike = False
+        """Whether all owners joined, stand at the same round and have learnt nothing since: there is nothing to do."""
         self.join_took: Took | None = None
         """How long the last one took to join, and how many were cut off; None while joining."""
         self.reduce_took: Took | None = None
@@ -69,6 +84,8 @@ class RingRound:
         self._outlier = outlier
         self._reduce_seconds = reduce_seconds
         self._most_attempts = most_attempts
+        self._counted = counted or {}
+        self._outlying = outlying or {}
         self._begun = now
         self._last_joined = now
         self._joining = True
@@ -85,6 +102,7 @@ class RingRound:
         self._extensions = 0
         self._accused: dict[str, str] = {}
         self._clipped: set[str] = set()
+        self._dropped: set[str] = set()
         self._cut_off = 0
         self._disagreed = False
 
@@ -111,6 +129,10 @@ class RingRound:
         self._last_joined = now
         self._samples[node], reason = bounded(join.samples, self._ledger.get(node, 0))
         actions: list[Action] = [Notice("bounded", reason, node)] if reason is not None else []
+        if join.committed < self._counted.get(node, 0):
+            # The mean of that round holds what it had learnt: with what it brings now that would count once more.
+            why = f"it stands at round {join.committed}, but round {self._counted[node]} counted for it"
+            actions.append(self._drop(node, why))
         if join.committed < self._committed:
             self._behind[node] = None
         return [*actions, *self._find_donors(), *self._go_on(now)]
@@ -175,7 +197,10 @@ class RingRound:
         """An owner has left the swarm, or cannot be reached any more."""
         if self.outcome is not None or node not in self._owners or node in self.left_out:
             return []
-        return [*self._leave_out(node, f"it is gone: {reason}"), *self._after_loss((node,), now)]
+        why = f"it is gone: {reason}"
+        # It may be back before it knows what has become of an attempt that it had finished.
+        told = [Abort((node,), why)] if node in self._joins else []
+        return [*self._leave_out(node, why), *told, *self._after_loss((node,), now)]
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed; does nothing before `deadline`."""
@@ -267,10 +292,16 @@ class RingRound:
             if not outliers:
                 break
             for node, reason in outliers:
-                actions += [*self._leave_out(node, reason), Abort((node,), reason)]
+                before = self._outlying.get(node, 0)
+                if before + 1 < OUTLYING_ROUNDS:
+                    self.outliers.add(node)
+                    actions += [*self._leave_out(node, reason), Abort((node,), reason)]
+                else:
+                    actions.append(self._drop(node, f"{reason}, and so it was {before} times before"))
         total = sum(self._samples[node] for node in nodes)
         why = self._hopeless(nodes, total)
         if why is not None:
+            self.alike = total == 0 and len(nodes) == len(self._owners) >= 2 and not self._dropped
             return [*actions, *self._abort(why)]
         for node, verdict in zip(nodes, verdicts, strict=True):
             if verdict.scale < 1.0 and node not in self._clipped:
@@ -335,6 +366,13 @@ class RingRound:
         self._joins.pop(node, None)
         self._behind.pop(node, None)
         return [Notice("left_out", reason, node)]
+
+    def _drop(self, node: str, reason: str) -> Notice:
+        """It takes part without weight: it adds nothing to the mean, which takes the place of its own difference."""
+        self._dropped.add(node)
+        self._samples[node] = 0
+        self._joins[node] = replace(self._joins[node], norm=0.0)
+        return Notice("dropped", f"{reason}: what it has learnt since is dropped for the mean of the others", node)
 
     def _abort(self, reason: str) -> list[Action]:
         self._end("aborted")

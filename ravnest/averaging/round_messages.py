@@ -68,7 +68,7 @@ class Abort:
 class Notice:
     """For the events of the run."""
 
-    kind: Literal["left_out", "bounded", "clipped", "retry", "disagreed", "behind"]
+    kind: Literal["left_out", "dropped", "bounded", "clipped", "retry", "disagreed", "behind"]
     reason: str
     node: str | None = None
 

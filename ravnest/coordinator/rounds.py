@@ -43,9 +43,15 @@ class _Ring:
     """The newest round that counted here."""
     samples: dict[str, int] = field(default_factory=dict)
     """Of each owner's cluster, trained on by the last round that counted for it."""
+    counted: dict[str, int] = field(default_factory=dict)
+    """Of each owner, the last round that counted for it."""
+    outlying: dict[str, int] = field(default_factory=dict)
+    """In how many rounds in a row an owner has been left out as wildly beyond the others."""
     live: RingRound | None = None
     applying: set[str] = field(default_factory=set)
     """Owners that have not said yet that the mean is in their parameters."""
+    late: bool = False
+    """Whether one of them was not waited for: it takes the mean when it hears of it, before it joins another round."""
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes of the attempt at hand, by owner."""
     direct: set[str] = field(default_factory=set)
@@ -139,8 +145,10 @@ class Rounds:
                 now=self._began,
                 join_seconds=self._deadlines.joining.seconds,
                 reduce_seconds=self._deadlines.reducing.seconds,
+                counted=ring.counted,
+                outlying=ring.outlying,
             )
-            ring.sent, ring.direct = {}, set()
+            ring.sent, ring.direct, ring.late = {}, set(), False
             self._under_way.append(ring)
         for ring in list(self._under_way):
             self._do(ring, self._live(ring).tick(self._began))
@@ -208,10 +216,12 @@ class Rounds:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _took_part(self, ring: _Ring) -> bool:
-        """Whether every owner that the round was announced to did."""
-        members = set(self._live(ring).members)
-        return members >= {node for node in ring.plan.owners if node in self._marked}
+    def _all_alike(self, ring: _Ring) -> bool:
+        """Whether every owner that the round was announced to has what came of it, or there was nothing to average."""
+        live = self._live(ring)
+        if live.outcome != "committed":
+            return live.alike
+        return not ring.late and set(live.members) >= {node for node in ring.plan.owners if node in self._marked}
 
     def _live(self, ring: _Ring) -> RingRound:
         assert ring.live is not None
@@ -268,6 +278,8 @@ class Rounds:
             )
             self._tell(node, CoordinatorMessage(ring_commit=commit))
             ring.samples[node] = self._marked[node]
+            ring.counted[node] = self._round
+            ring.outlying.pop(node, None)
         ring.committed = self._round
         ring.applying = set(action.nodes)
         self._apply_by = time.monotonic() + self._deadlines.reducing.seconds
@@ -291,6 +303,7 @@ class Rounds:
                     reason = f"{node} has not said that it took the mean of round {self._round}; nobody waits for it"
                     self._emit("late", reason, provider=node, round=self._round, ring=ring.plan.ring)
                 ring.applying.clear()
+                ring.late = True
         self._settle()
 
     def _settle(self) -> None:
@@ -315,10 +328,10 @@ class Rounds:
         seconds = time.monotonic() - self._began
         committed = [live for live in lives if live.outcome == "committed"]
         self._deadlines.learn([live.join_took for live in lives], [live.reduce_took for live in lives])
-        self.complete = all(
-            ring.live is not None and ring.live.outcome == "committed" and self._took_part(ring)
-            for ring in self._under_way
-        )
+        self.complete = all(self._all_alike(ring) for ring in self._under_way)
+        for ring in self._under_way:
+            for node in self._live(ring).outliers:
+                ring.outlying[node] = ring.outlying.get(node, 0) + 1
         owners = max((len(live.members) for live in committed), default=0)
         what = f"{counted(len(committed), 'ring')} of {counted(len(lives), 'ring')}"
         self.last = f"round {self._round}: {what} averaged by {counted(owners, 'cluster')} in {seconds:.2f} s"

@@ -1,5 +1,6 @@
 """One ring as one of its owners sees it: what is kept of it, and how far the round at hand is."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -7,7 +8,8 @@ from typing import Self
 import torch
 
 from ravnest.averaging.outer.outer import outer_named
-from ravnest.averaging.ring_state import Contribution, RingState
+from ravnest.averaging.ring_reduce import RingReduce
+from ravnest.averaging.ring_state import Change, Contribution, RingState
 from ravnest.averaging.settings import RingSettings
 from ravnest.averaging.vector import Entry, RingVector
 from ravnest.codecs.codec import codec_named
@@ -32,6 +34,15 @@ class Taken:
     counters: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """What a round that counted, or catching up, changes in the stage, beside an anchor that has moved already."""
+
+    change: Change
+    counters: tuple[int, ...] = ()
+    """What each counter was behind."""
+
+
 @dataclass
 class OwnedRing:
     """A ring, and how this owner stands in it."""
@@ -50,6 +61,16 @@ class OwnedRing:
     """The last round of which nothing more is awaited."""
     donor: str = ""
     catches_up_to: int = 0
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+    """Not set while this owner has the mean of an attempt and has not heard whether that counts."""
+    shifted: int = 0
+    """How many shifts are in the stage. On the thread that owns torch."""
+    known_shifted: int = 0
+    """How many of them the network's loop has heard of."""
+    _made: int = 0
+    """How many shifts there have been, in the stage or on their way there. On the rings' own thread."""
+    _shifts: list[Shift] = field(default_factory=list)
+    """The last of them. On the rings' own thread."""
     _donated: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
@@ -69,7 +90,9 @@ class OwnedRing:
                 plain.append(name)
         vector = RingVector([Entry(n, shapes[n]) for n in names], [Entry(n, shapes[n]) for n in plain])
         outer = outer_named(settings.outer, settings.outer_rate, settings.outer_momentum)
-        return cls(ring, RingState(vector, flat(vector, tensors), outer, codec_named(settings.codec)))
+        owned = cls(ring, RingState(vector, flat(vector, tensors), outer, codec_named(settings.codec)))
+        owned.decided.set()
+        return owned
 
     @property
     def number(self) -> int:
@@ -116,6 +139,46 @@ class OwnedRing:
                 self.attempt.close()
             self.taken = self.attempt = None
             self.after, self.agreed, self.donor, self._donated = "", (), "", []
+            self.decided.set()
+
+    # On the rings' own thread, like all that changes the state.
+
+    def commit(self, taken: Taken, reduce: RingReduce) -> Shift:
+        """An attempt counts: how the stage is to follow the anchor."""
+        behind = tuple(most - own for most, own in zip(self.agreed, taken.counters, strict=True))
+        return self._moved(Shift(self.state.commit(taken.round, taken.contribution, reduce), behind))
+
+    def catch_up(self, donated: torch.Tensor) -> Shift:
+        """Takes over another owner's anchor: how the stage is to follow it. PeerError where it does not fit."""
+        return self._moved(Shift(self.state.catch_up(self.catches_up_to, donated)))
+
+    def contribute(self, snapshot: torch.Tensor, counters: list[int], shifted: int) -> Contribution:
+        """What this owner has learnt since the anchor, from a snapshot of a stage that had so many of the shifts.
+
+        One is taken between two microbatches, whenever that is, and word that the round before counts may come later.
+        So what the snapshot lacks is made up for: a difference from the new anchor must not hold what is in that
+        anchor already.
+        """
+        views = self.state.vector.views(snapshot)
+        lacking = self._made - shifted
+        assert lacking <= len(self._shifts)
+        for missing in self._shifts[len(self._shifts) - lacking :]:
+            for name, add in missing.change.adds.items():
+                views[name].add_(add)
+                if name in missing.change.not_negative:
+                    views[name].clamp_(min=0)
+            for index, behind in enumerate(missing.counters):
+                counters[index] += behind
+        return self.state.contribute(snapshot)
+
+    def forget_shifts(self, shifted: int) -> None:
+        """No snapshot waits that could lack one of the first so many."""
+        del self._shifts[: max(0, len(self._shifts) - (self._made - shifted))]
+
+    def _moved(self, shift: Shift) -> Shift:
+        self._shifts.append(shift)
+        self._made += 1
+        return shift
 
 
 def flat(vector: RingVector, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -129,13 +192,10 @@ def counters_of(ring: Ring, tensors: Mapping[str, torch.Tensor]) -> list[int]:
     return [int(value) for name in _counter_names(ring) for value in tensors[name].flatten().tolist()]
 
 
-def counted(
-    ring: Ring, tensors: Mapping[str, torch.Tensor], own: Sequence[int], agreed: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """What each counter is behind the largest of all that took part."""
-    behind = torch.tensor([most - mine for most, mine in zip(agreed, own, strict=True)], dtype=torch.int64)
+def counted(ring: Ring, tensors: Mapping[str, torch.Tensor], behind: Sequence[int]) -> dict[str, torch.Tensor]:
+    """What each counter is behind the largest of all that took part, in the shapes of the counters."""
     names = _counter_names(ring)
-    parts = torch.split(behind, [tensors[name].numel() for name in names])
+    parts = torch.split(torch.tensor(behind, dtype=torch.int64), [tensors[name].numel() for name in names])
     return {name: part.reshape(tensors[name].shape) for name, part in zip(names, parts, strict=True)}
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from ravnest.averaging.ring_reduce import Piece
-from ravnest.averaging.ring_state import Change
 from ravnest.averaging.settings import RingSettings
 from ravnest.engine.messages import Snapshot
 from ravnest.engine.stage import Stage
@@ -37,7 +36,7 @@ from ravnest.net.v1.control_pb2 import (
     RingReduced,
     RoundJoined,
 )
-from ravnest.provider.owned_ring import OwnedRing, Taken, counted, counters_of, flat
+from ravnest.provider.owned_ring import OwnedRing, Shift, Taken, counted, counters_of, flat
 from ravnest.provider.ring_attempt import RingAttempt
 from ravnest.provider.ring_lines import RingLines
 
@@ -71,6 +70,8 @@ class Rings:
         self._thread = ThreadPoolExecutor(1, "ravnest-rings")
         self._orders: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._joining = 0
+        """Snapshots that have been taken and not been joined with yet."""
         self._changed = threading.Condition()
         """Held by whoever looks at a ring from another thread than the loop's, or changes one."""
         self._closed = False
@@ -92,8 +93,15 @@ class Rings:
         rings = [owned for owned in self._owned.values() if snapshot.fragment in (0, owned.ring.fragment + 1)]
         values = {owned.number: flat(owned.state.vector, snapshot.tensors) for owned in rings}
         counters = {owned.number: counters_of(owned.ring, snapshot.tensors) for owned in rings}
-        taken = (snapshot.round, snapshot.version, snapshot.samples, values, counters)
-        self._loop.call_soon_threadsafe(lambda: self._spawn(self._join(*taken)))
+        shifted = {owned.number: owned.shifted for owned in rings}
+        taken = (snapshot.round, snapshot.version, snapshot.samples, values, counters, shifted)
+
+        def begin() -> None:
+            # Counted here, in the order in which the stage has come to it: see `_shifted`.
+            self._joining += 1
+            self._spawn(self._join(*taken))
+
+        self._loop.call_soon_threadsafe(begin)
 
     def anchors(self) -> dict[str, torch.Tensor]:
         """The parameters as all clusters have them since the last round, by their names in the stage's state."""
@@ -234,12 +242,19 @@ class Rings:
         samples: int,
         values: Mapping[int, torch.Tensor],
         counters: Mapping[int, list[int]],
+        shifted: Mapping[int, int],
     ) -> None:
         joined = []
         for number, snapshot in values.items():
             owned = self._owned[number]
+            # Whoever has the mean of a round hears what becomes of it, if late, and before anything of the next. Until
+            # then nobody knows what is new in the snapshot: what counted already would count once more.
+            await owned.decided.wait()
             await self._over(owned, round - 1)
-            contribution = await self._in_thread(owned.state.contribute, snapshot)
+            if round <= owned.over:
+                # The others have not waited.
+                continue
+            contribution = await self._in_thread(owned.contribute, snapshot, counters[number], shifted[number])
             with self._changed:
                 owned.taken = Taken(round, version, samples, contribution, counters[number])
                 self._changed.notify_all()
@@ -253,6 +268,9 @@ class Rings:
                     counters=counters[number],
                 )
             )
+        self._joining -= 1
+        for owned in self._owned.values():
+            self._let_go(owned)
         self._tell(ProviderMessage(round_joined=RoundJoined(deployment=self._deployment, round=round, rings=joined)))
 
     async def _begin(self, owned: OwnedRing, taken: Taken, order: RingBegin) -> None:
@@ -281,6 +299,7 @@ class Rings:
             if owned.attempt is not None:
                 owned.attempt.close()
             owned.attempt, owned.after, owned.agreed = attempt, after, tuple(order.counters)
+            owned.decided.set()
             self._changed.notify_all()
         await self._in_thread(attempt.start)
 
@@ -294,6 +313,7 @@ class Rings:
             text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
             self._fail(owned, attempt.number, blamed, text)
             return
+        owned.decided.clear()
         reduced = RingReduced(
             deployment=self._deployment,
             round=owned.taken.round,
@@ -309,24 +329,36 @@ class Rings:
         attempt = owned.attempt
         if attempt is None or attempt.number != number or not attempt.reduce.done:
             return
-        change = await self._in_thread(owned.state.commit, taken.round, taken.contribution, attempt.reduce)
+        shift = await self._in_thread(owned.commit, taken, attempt.reduce)
         owned.samples = taken.samples
-        agreed = owned.agreed
         await self._over(owned, taken.round)
-        self._apply(owned, taken, change, agreed)
+        self._apply(owned, taken, shift)
 
-    def _apply(self, owned: OwnedRing, taken: Taken, change: Change, agreed: Sequence[int]) -> None:
+    def _apply(self, owned: OwnedRing, taken: Taken, shift: Shift) -> None:
         assert self._worker is not None
-        stage = self._stage
+        stage, change = self._stage, shift.change
         applied = RingApplied(deployment=self._deployment, round=taken.round, ring=owned.number)
 
         def apply() -> None:
             unchanged = stage.version == taken.version and stage.is_between_updates
-            counters = counted(owned.ring, stage.state_tensors(), taken.counters, agreed)
+            counters = counted(owned.ring, stage.state_tensors(), shift.counters)
             stage.shift({**change.adds, **counters}, change.becomes if unchanged else None, change.not_negative)
-            self._loop.call_soon_threadsafe(self._tell, ProviderMessage(ring_applied=applied))
+            owned.shifted += 1
+            self._loop.call_soon_threadsafe(self._shifted, owned, ProviderMessage(ring_applied=applied))
 
         self._worker.between(apply)
+
+    def _shifted(self, owned: OwnedRing, message: ProviderMessage | None) -> None:
+        """A shift is in the stage."""
+        owned.known_shifted += 1
+        self._let_go(owned)
+        if message is not None:
+            self._tell(message)
+
+    def _let_go(self, owned: OwnedRing) -> None:
+        # A snapshot that was taken before a shift has been counted before anything is heard of that shift.
+        if not self._joining and not self._closed:
+            self._thread.submit(owned.forget_shifts, owned.known_shifted)
 
     async def _catch_up(self, owned: OwnedRing, order: RingCatchUp) -> None:
         assert self._lines is not None
@@ -347,13 +379,20 @@ class Rings:
         assert self._worker is not None
         if owned.taken is None:
             return
+        round = owned.taken.round
         try:
-            change = await self._in_thread(owned.state.catch_up, owned.catches_up_to, donated)
+            shift = await self._in_thread(owned.catch_up, donated)
         except PeerError as error:
             self._fail(owned, 0, donor, str(error))
             return
-        self._worker.between(lambda: self._stage.shift(change.adds))
-        caught_up = RingReduced(deployment=self._deployment, round=owned.taken.round, ring=owned.number, caught_up=True)
+
+        def apply() -> None:
+            self._stage.shift(shift.change.adds)
+            owned.shifted += 1
+            self._loop.call_soon_threadsafe(self._shifted, owned, None)
+
+        self._worker.between(apply)
+        caught_up = RingReduced(deployment=self._deployment, round=round, ring=owned.number, caught_up=True)
         self._tell(ProviderMessage(ring_reduced=caught_up))
 
     async def _over(self, owned: OwnedRing, round: int) -> None:

@@ -1,9 +1,7 @@
 """Clusters that cut the model anywhere hold the weighted mean after a round: real stages and rings, and the
 coordinator's real rounds, in one process."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
 import pytest
 import torch
@@ -11,93 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.settings import RingSettings
-from ravnest.coordinator.rounds import Rounds
-from ravnest.coordinator.run_plan import RunPlan
-from ravnest.net.v1.control_pb2 import Average, CoordinatorMessage
-from ravnest.planner.plan import Plan
 from ravnest.spec import OptimizerSpec
-from tests.provider.joined_rings import DEPLOYMENT, JoinedRings, Owner, places, run
+from tests.provider.averaged_swarm import AveragedSwarm, check, direct_mean
+from tests.provider.joined_rings import places, run
 
 CUTS = st.lists(st.sets(st.sampled_from(places())).map(lambda found: tuple(sorted(found))), min_size=2, max_size=4)
 COUNTS = st.lists(st.integers(0, 3), min_size=4, max_size=4).filter(lambda counts: sum(counts[:2]) > 0)
-
-
-class AveragedSwarm(JoinedRings):
-    """With a coordinator that hears what owners say, and whose words they obey."""
-
-    def __init__(self, cuts: Sequence[Sequence[int]], **more: Any) -> None:
-        super().__init__(cuts, **more)
-        self.events: list[tuple[str, str]] = []
-        self._over = asyncio.Event()
-        self._held: list[tuple[str, CoordinatorMessage]] | None = None
-        plan = RunPlan(cast(Plan, None), (), "", rings=self.plans)
-        self.rounds = Rounds(
-            plan, DEPLOYMENT, None, Deadlines(5.0, 5.0), self._tell, self._emit, lambda: self._over.set()
-        )
-        self._hearing = [asyncio.create_task(self._hear(owner)) for owner in self.owners.values()]
-
-    async def __aexit__(self, *error: object) -> None:
-        for task in self._hearing:
-            task.cancel()
-        self.rounds.close()
-        await super().__aexit__(*error)
-
-    def announce(self, fragment: int = 0) -> int:
-        self._over.clear()
-        fed = {owner.name: cluster.samples for cluster in self.clusters for owner in cluster.owners}
-        return self.rounds.announce(fragment, fed, "a test")
-
-    def hold(self) -> None:
-        """What the coordinator says is heard after `release`."""
-        self._held = []
-
-    def release(self) -> None:
-        held, self._held = self._held or [], None
-        for node_id, message in held:
-            self._tell(node_id, message)
-
-    async def over(self) -> None:
-        await self._over.wait()
-        assert self.rounds.complete, self.events
-
-    async def average_now(self) -> None:
-        """A round while nothing is in flight."""
-        number = self.announce()
-        for owner in self.owners.values():
-            owner.obey(average=Average(deployment=DEPLOYMENT, round=number))
-        await self.over()
-
-    async def _hear(self, owner: Owner) -> None:
-        while True:
-            self.rounds.heard(owner.name, await owner.said.get())
-
-    def _tell(self, node_id: str, message: CoordinatorMessage) -> None:
-        if self._held is None:
-            self.owners[node_id].rings.obey(message)
-        else:
-            self._held.append((node_id, message))
-
-    def _emit(self, kind: str, reason: str, **_: Any) -> None:
-        self.events.append((kind, reason))
-
-
-def direct_mean(states: Sequence[Mapping[str, Tensor]], samples: Sequence[int]) -> dict[str, Tensor]:
-    """As anybody would compute it who had all of them; of what is counted the largest."""
-    return {
-        name: sum((s[name].double() * n / sum(samples) for s, n in zip(states, samples, strict=True)), torch.zeros(()))
-        if tensor.is_floating_point()
-        else torch.stack([state[name] for state in states]).amax(0)
-        for name, tensor in states[0].items()
-    }
-
-
-def check(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
-    assert found.keys() == want.keys()
-    for name in found:
-        difference = (found[name].double() - want[name].double()).abs().max().item()
-        assert difference <= 1e-6, (name, difference)
 
 
 async def blocking(swarm: AveragedSwarm, counts: Sequence[int], rounds: int = 2) -> None:

@@ -449,6 +449,8 @@ def test_nobody_but_the_owner_before_gets_room_in_what_is_reduced_and_only_once_
             swarm.hub.release()
             # The sum of what this owner sent first comes back to it on the second hop, which is the last.
             await reduced([a, b])
+            for owner in (a, b):
+                abort(owner)
             joins = await join([a, b], round=2)
             swarm.hub.hold()
             for owner in (a, b):
