@@ -25,13 +25,32 @@ class Verdict:
         return self.scale == 0.0
 
 
-def judge(norms: Sequence[float], samples: Sequence[int], outlier: float | None) -> list[Verdict]:
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """What members brought into a round that counted, in the median."""
+
+    norm: float
+    samples: float
+
+
+def usual(norms: Sequence[float], samples: Sequence[int]) -> Usual | None:
+    """Of these members, all but those whose weight is 0 or who learnt nothing; None where nobody did."""
+    did = [i for i in range(len(norms)) if samples[i] > 0 and norms[i] > 0.0]
+    if not did:
+        return None
+    return Usual(statistics.median(norms[i] for i in did), statistics.median(samples[i] for i in did))
+
+
+def judge(
+    norms: Sequence[float], samples: Sequence[int], outlier: float | None, before: Usual | None = None
+) -> list[Verdict]:
     """Each member's norm against the median of the others', scaled up where it did more samples than they, never down.
 
-    Beyond `outlier` times that it is clipped to it, beyond ten times as much left out. Nobody is judged with `outlier`
-    None, without others, where the others did nothing, or whose weight is 0 anyway.
+    Beyond `outlier` times that it is clipped to it, beyond ten times as much left out. Where no other did anything it
+    is compared with what was usual `before`: one that was left out of a round must not be alone with its difference in
+    the next. Nobody is judged with `outlier` None, without anything to compare it with, or whose weight is 0 anyway.
     """
-    return [_judge_one(i, norms, samples, outlier) for i in range(len(norms))]
+    return [_judge_one(i, norms, samples, outlier, before) for i in range(len(norms))]
 
 
 def bounded(claimed: int, ledger: int) -> tuple[int, str | None]:
@@ -43,18 +62,23 @@ def bounded(claimed: int, ledger: int) -> tuple[int, str | None]:
     return claimed, None
 
 
-def _judge_one(index: int, norms: Sequence[float], samples: Sequence[int], outlier: float | None) -> Verdict:
+def _judge_one(
+    index: int, norms: Sequence[float], samples: Sequence[int], outlier: float | None, before: Usual | None
+) -> Verdict:
     if outlier is None:
         return Verdict(1.0, "differences are not judged")
     if samples[index] <= 0:
         return Verdict(1.0, "it has no weight")
-    others = [i for i in range(len(norms)) if i != index and samples[i] > 0 and norms[i] > 0.0]
-    if not others:
+    others = [i for i in range(len(norms)) if i != index]
+    found = usual([norms[i] for i in others], [samples[i] for i in others])
+    whose = "the median of the others'"
+    if found is None:
+        found, whose = before, "what was usual in the last round"
+    if found is None:
         return Verdict(1.0, "there is nobody to compare it with")
-    usual = statistics.median(norms[i] for i in others)
-    did = samples[index] / statistics.median(samples[i] for i in others)
-    limit = outlier * usual * max(1.0, did)
-    compared = f"its norm is {norms[index]:.4g}, the median of the others' is {usual:.4g}"
+    did = samples[index] / found.samples
+    limit = outlier * found.norm * max(1.0, did)
+    compared = f"its norm is {norms[index]:.4g}, {whose} is {found.norm:.4g}"
     if did > 1.0:
         compared += f" for {did:.3g} times fewer samples"
     if norms[index] > LEFT_OUT_TIMES * limit:

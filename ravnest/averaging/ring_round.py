@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from ravnest.averaging.blame import blame
 from ravnest.averaging.deadlines import Took
-from ravnest.averaging.guards import bounded, judge
+from ravnest.averaging.guards import Usual, bounded, judge, usual
 from ravnest.averaging.round_messages import Abort, Action, Begin, CatchUp, Commit, Join, Member, Notice
 
 __all__ = ["Abort", "Action", "Begin", "CatchUp", "Commit", "Join", "Member", "Notice", "RingRound"]
@@ -58,11 +58,13 @@ class RingRound:
         most_attempts: int = 5,
         counted: Mapping[str, int] | None = None,
         outlying: Mapping[str, int] | None = None,
+        usual_before: Usual | None = None,
     ) -> None:
         """`owners` in ring order; `samples`: what the ledger knows that each did since its anchor; `committed`: the
         newest round that this ring has committed; `counted`: the newest that counted for each, with what it had learnt
-        by then; `outlying`: in how many rounds in a row before this one each was left out as wildly beyond the others.
-        Times are those of any clock that does not go back."""
+        by then; `outlying`: in how many rounds in a row before this one each was left out as wildly beyond the others;
+        `usual_before`: what was usual in the last round that counted. Times are those of any clock that does not go
+        back."""
         self.ring = ring
         self.round = round
         self.outcome: Literal["committed", "aborted"] | None = None
@@ -86,6 +88,8 @@ class RingRound:
         self._most_attempts = most_attempts
         self._counted = counted or {}
         self._outlying = outlying or {}
+        self.usual = usual_before
+        """What members brought into this round, if it counted, or into the last one that did."""
         self._begun = now
         self._last_joined = now
         self._joining = True
@@ -154,6 +158,8 @@ class RingRound:
             return []
         if len(set(self._digests.values())) == 1:
             self.reduce_took = Took(now - self._attempt_begun, self._cut_off)
+            brought = [self._joins[node].norm for node in self._members]
+            self.usual = usual(brought, [self._samples[node] for node in self._members]) or self.usual
             self._end("committed")
             return [Commit(self._attempt, self._members)]
         told = ", ".join(f"{node} {value:08x}" for node, value in self._digests.items())
@@ -285,9 +291,8 @@ class RingRound:
         actions: list[Action] = []
         while True:
             nodes = [owner for owner in self._owners if owner in self._joins]
-            verdicts = judge(
-                [self._joins[node].norm for node in nodes], [self._samples[node] for node in nodes], self._outlier
-            )
+            norms, samples = [self._joins[node].norm for node in nodes], [self._samples[node] for node in nodes]
+            verdicts = judge(norms, samples, self._outlier, self.usual)
             outliers = [(node, v.reason) for node, v in zip(nodes, verdicts, strict=True) if v.left_out]
             if not outliers:
                 break
@@ -298,10 +303,14 @@ class RingRound:
                     actions += [*self._leave_out(node, reason), Abort((node,), reason)]
                 else:
                     actions.append(self._drop(node, f"{reason}, and so it was {before} times before"))
-        total = sum(self._samples[node] for node in nodes)
+        shares = dict(zip(nodes, samples, strict=True))
+        if not any(samples):
+            # The others may have averaged all they learnt: those whose difference is dropped are to have that too.
+            shares |= {node: 1 for node in nodes if self._dropped and node not in self._dropped}
+        total = sum(shares.values())
         why = self._hopeless(nodes, total)
         if why is not None:
-            self.alike = total == 0 and len(nodes) == len(self._owners) >= 2 and not self._dropped
+            self.alike = total == 0 and len(nodes) == len(self._owners) >= 2
             return [*actions, *self._abort(why)]
         for node, verdict in zip(nodes, verdicts, strict=True):
             if verdict.scale < 1.0 and node not in self._clipped:
@@ -315,7 +324,7 @@ class RingRound:
         self._arrived = self._extensions = 0
         self.deadline = now + self._reduce_seconds
         members = tuple(
-            Member(node, self._samples[node] / total, self._joins[node].norm * verdict.scale)
+            Member(node, shares[node] / total, self._joins[node].norm * verdict.scale)
             for node, verdict in zip(nodes, verdicts, strict=True)
         )
         counters = itertools.zip_longest(*(self._joins[node].counters for node in nodes), fillvalue=0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from ring_swarm import RingSwarm
 
+from ravnest.averaging.guards import Usual
 from ravnest.averaging.ring_reduce import Piece
 from ravnest.averaging.ring_round import (
     MOST_EXTENSIONS,
@@ -198,8 +199,24 @@ def test_where_nobody_has_learnt_anything_all_are_alike_unless_one_is_missing() 
     assert ring.outcome == "aborted" and not ring.alike
     ring = a_round(counted={"a": 7})
     all_join(ring, join(samples=3, committed=6), nothing, nothing)
-    ring.caught_up("a", 1002.0)
-    assert ring.outcome == "aborted" and not ring.alike, "what was dropped is still in one of them"
+    [begin] = only(Begin, ring.caught_up("a", 1002.0))
+    assert [m.weight for m in begin.members] == [0.0, 0.5, 0.5], "what is dropped is in one of them until it commits"
+    assert not ring.alike
+
+
+def test_one_that_is_alone_with_its_difference_is_compared_with_what_was_usual() -> None:
+    ring = a_round()
+    begun(ring, join(100, 1.0), join(100, 2.0), join(100, 3.0))
+    for node in OWNERS:
+        ring.reduced(node, 1, 4, 1002.0)
+    assert ring.usual == Usual(2.0, 100)
+    nothing = join(samples=0, norm=0.0)
+    again = a_round(usual_before=ring.usual)
+    actions = all_join(again, join(norm=500.0), nothing, nothing)
+    assert (
+        notices(actions) == [("left_out", "a")] and "usual in the last round is 2:" in only(Notice, actions)[0].reason
+    )
+    assert begun(a_round(usual_before=ring.usual), join(norm=3.0), nothing, nothing).members[0].weight == 1.0
 
 
 def test_one_that_missed_a_commit_catches_up_first() -> None:

@@ -1,0 +1,130 @@
+"""A provider that lies in rings: `ravnest join`, but for what it says of its share and for the pieces it sends.
+
+It tells one lie after the other, as LIES has them, in the rounds of that number. A deployment for which the file that
+RAVNEST_LATE names is there is an honest one, whose control line is slow once.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ravnest.averaging.ring_state import Contribution, RingState
+from ravnest.cli.main import main
+from ravnest.engine.messages import Snapshot
+from ravnest.net.frames import RingPlace
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, ProviderMessage
+from ravnest.provider.ring_lines import RingLines
+from ravnest.provider.rings import Rings
+
+FAR = 1e3
+"""How far beyond what anybody learns each of its parameters is."""
+LATE_SECONDS = 1.0
+
+
+LIES = {
+    1: "more samples",
+    2: "not finite",
+    3: "too short",
+    4: "far away",
+    5: "far away, and says it is not",
+}
+_round = 0
+
+
+def the_lie() -> str:
+    return "" if hears_late() else LIES.get(_round, "")
+
+
+def hears_late() -> bool:
+    return Path(os.environ["RAVNEST_LATE"]).exists()
+
+
+def _know_the_round() -> None:
+    snapshot = Rings.snapshot
+
+    def know(self: Rings, taken: Snapshot) -> None:
+        global _round
+        _round = taken.round
+        snapshot(self, taken)
+
+    Rings.snapshot = know  # type: ignore[method-assign]
+
+
+def _lie_about_its_share() -> None:
+    made = Rings.__init__
+
+    def make(self: Rings, *given: Any) -> None:
+        *others, tell = given
+
+        def lie(message: ProviderMessage) -> None:
+            if the_lie() == "more samples" and message.WhichOneof("body") == "round_joined":
+                for ring in message.round_joined.rings:
+                    ring.samples = 1000 * ring.samples + 1000
+            tell(message)
+
+        made(self, *others, lie)
+
+    Rings.__init__ = make  # type: ignore[method-assign]
+
+
+def _lie_about_its_difference() -> None:
+    contribute = RingState.contribute
+
+    def lie(self: RingState, snapshot: torch.Tensor) -> Contribution:
+        if the_lie() in ("far away", "far away, and says it is not"):
+            snapshot[: self.vector.coded_values].add_(FAR)
+        found = contribute(self, snapshot)
+        if the_lie() == "far away, and says it is not":
+            found.norm = 0.01
+        return found
+
+    RingState.contribute = lie  # type: ignore[method-assign]
+
+
+def _lie_in_pieces() -> None:
+    put = RingLines.put
+    lies: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "not finite": lambda data: torch.full_like(data, 255),
+        "too short": lambda data: data[:-4].clone(),
+    }
+
+    def lie(self: RingLines, node_id: str, place: RingPlace, data: torch.Tensor) -> None:
+        put(self, node_id, place, data if place.donation else lies.get(the_lie(), lambda data: data)(data))
+
+    RingLines.put = lie  # type: ignore[method-assign]
+
+
+def _hear_late() -> None:
+    """No lie, but a line that is slow once, in the middle of it: what the coordinator says comes late, and in order."""
+    obey = Rings.obey
+    held: dict[int, list[CoordinatorMessage] | None] = {}
+
+    def later(self: Rings, message: CoordinatorMessage) -> None:
+        waiting = held.get(id(self))
+        if waiting is not None:
+            waiting.append(message)
+        elif hears_late() and message.WhichOneof("body") == "ring_commit" and id(self) not in held:
+            held[id(self)] = [message]
+            self._loop.call_later(LATE_SECONDS, release, self)
+        else:
+            obey(self, message)
+
+    def release(self: Rings) -> None:
+        for message in held[id(self)] or ():
+            obey(self, message)
+        held[id(self)] = None
+
+    Rings.obey = later  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    _know_the_round()
+    _lie_about_its_share()
+    _lie_about_its_difference()
+    _lie_in_pieces()
+    _hear_late()
+    sys.exit(main())

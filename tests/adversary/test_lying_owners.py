@@ -1,0 +1,118 @@
+"""One of three clusters belongs to a liar: real processes and lines. It is named, and the others' model stays right."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ravnest import Averaging, Pipeline
+from ravnest.averaging import deadlines
+from ravnest.coordinator import processes
+from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.session import TrainResult
+from ravnest.monitor.events import read_events
+from tests.e2e.jobs import a_job, a_net, batches
+from tests.e2e.watching import PATIENCE_SECONDS, adds_up, endless, wait_for
+
+LIAR = "provider-2"
+START, PROGRAM = subprocess.Popen, Path(__file__).with_name("lying_provider.py")
+
+
+class LyingSwarm(EmbeddedSwarm):
+    """Two honest providers and a liar, each a cluster of its own."""
+
+    def __init__(self, late: Path) -> None:
+        self.late = late
+        """While this file is there, the liar is honest and hears of its first commit late."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(processes.subprocess, "Popen", self._start)
+            super().__init__(3)
+
+    def learn(self, run: Path, data: Any, blocking: bool = False) -> TrainResult:
+        # So slow that nothing learnt honestly is far from the beginning.
+        slow = partial(torch.optim.SGD, lr=0.01)
+        averaging = Averaging(every=64, blocking=blocking)
+        job = a_job(data, optimizer=slow, pipeline=Pipeline(), averaging=averaging)
+        return self.train(job, clusters=3, run=run, display=False)
+
+    def _start(self, command: list[str], **more: Any) -> "subprocess.Popen[bytes]":
+        if LIAR in command:
+            # In place of `-m ravnest`.
+            command = [sys.executable, str(PROGRAM), *command[3:]]
+        environment = {**more.pop("env"), "RAVNEST_LATE": str(self.late), "PYTHONPATH": ":".join(sys.path)}
+        return START(command, env=environment, **more)
+
+
+@pytest.fixture(scope="module")
+def liars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LyingSwarm]:
+    with LyingSwarm(tmp_path_factory.mktemp("liar") / "late") as swarm:
+        yield swarm
+
+
+def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(run / "events.jsonl") if event["kind"] in kinds]
+
+
+def test_a_liar_is_named_and_the_others_learn_as_if_it_were_not_there(liars: LyingSwarm, tmp_path: Path) -> None:
+    # Blocking, so that all three have learnt something by every round: else one may not be judged.
+    result = liars.learn(tmp_path / "run", batches([8] * 64), blocking=True)
+    assert adds_up(result, 64) and result.model is not None
+    assert result.summary.clusters[0].stages[0].provider != LIAR, "else the model would be the liar's"
+    told = events(tmp_path / "run", "bounded", "left_out", "clipped", "dropped", "disagreed")
+    assert [(event["round"], event["provider"], event["kind"]) for event in told] == [
+        (1, LIAR, "bounded"),
+        (2, LIAR, "left_out"),
+        (3, LIAR, "left_out"),
+        (4, LIAR, "left_out"),
+        (5, LIAR, "left_out"),
+    ]
+    reasons = (
+        "but the ledger knows of",
+        "not finite",
+        "bytes",
+        "more than 100 times as much is left out",
+        "but by the norms that its contributors declared it is at most",
+    )
+    for event, reason in zip(told, reasons, strict=True):
+        assert reason in event["reason"]
+    rounds = {event["round"]: event["reason"] for event in events(tmp_path / "run", "round")}
+    assert rounds.keys() & {2, 3, 4, 5} and max(rounds) > 5
+    for number, reason in rounds.items():
+        # The others go on without it, and when it is honest again it is one of them.
+        assert f"averaged by {2 if 2 <= number <= 5 else 3} clusters" in reason
+    # Nothing of what it made up is in what they have.
+    before, after = a_net().state_dict(), load_file(result.model)
+    assert 0.0 < max(float((after[name] - before[name]).abs().max()) for name in before) < 0.5
+
+
+def test_one_whose_line_is_slow_takes_the_mean_late_and_goes_on_with_the_others(
+    liars: LyingSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlines, "_SHORTEST_REDUCING_SECONDS", 0.4)
+    run, ended = tmp_path / "run", threading.Event()
+
+    def watch() -> None:
+        try:
+            wait_for(run, "late")
+            wait_for(run, "round", 4)
+        finally:
+            ended.set()
+
+    liars.late.touch()
+    watching = threading.Thread(target=watch)
+    watching.start()
+    result = liars.learn(run, endless(ended))
+    watching.join(PATIENCE_SECONDS)
+    assert adds_up(result, result.summary.ledger.fed)
+    [late] = events(run, "late")
+    assert late["provider"] == LIAR and "has not said that it took the mean of round 1" in late["reason"]
+    # It claims nothing that has counted already, and in the end all are alike.
+    assert events(run, "bounded", "dropped", "clipped") == []
+    assert "averaged by 3 clusters" in events(run, "round")[-1]["reason"]
