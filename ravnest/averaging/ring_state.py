@@ -66,6 +66,10 @@ class RingState:
         self._residual: Tensor | None = None
         self._carried = 0.0
 
+    def outer_views(self) -> dict[str, Tensor]:
+        """What the outer optimizer remembers of each parameter, in its shape; empty where it remembers nothing."""
+        return {} if self.outer.state is None else self.vector.parameter_views(self.outer.state)
+
     def contribute(self, snapshot: Tensor) -> Contribution:
         """What this member has learnt since the anchor, from a flat snapshot of its tensors, which is taken over."""
         assert snapshot.numel() == self.vector.values

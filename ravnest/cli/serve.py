@@ -45,7 +45,8 @@ def add_parser(subparsers: "Subparsers") -> None:
         metavar="C",
         type=whole_number,
         help="how many clusters they make up, each with a whole copy of the model, which average what they learn; with "
-        "--providers each of those gets a stage (default: as many as are fastest, of those that help)",
+        "--providers each of those gets a stage (default: as many as are fastest, of those that help; with --resume "
+        "what was said before)",
     )
     parser.add_argument(
         "--run",

@@ -2,8 +2,9 @@
 
 `checkpoints/<updates>/` holds one `part-<stage>.safetensors` per stage and `checkpoint.json`, the manifest
 with the size and sha256 of each part. In a part, `param:<name>` and `buffer:<name>` are the stage's tensors
-under the user's own names, `optim:<name>:<state>` is the optimizer's state of that parameter, and the
-metadata carries plain values. Nothing here changes a file.
+under the user's own names, `optim:<name>:<state>` is the optimizer's state of that parameter,
+`outer:<name>` what the outer optimizer remembers of it, and the metadata carries plain values. Nothing here
+changes a file.
 """
 
 import hashlib
@@ -71,6 +72,7 @@ class CheckpointContents:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    outer: dict[str, Tensor] = field(default_factory=dict)
     metadata: list[dict[str, str]] = field(default_factory=list)
     manifest: Mapping[str, Any] = field(default_factory=dict)
 
@@ -127,6 +129,8 @@ def _put(contents: CheckpointContents, key: str, tensor: Tensor) -> None:
         contents.parameters.setdefault(name, tensor)
     elif kind == "buffer":
         contents.buffers.setdefault(name, tensor)
+    elif kind == "outer":
+        contents.outer.setdefault(name, tensor)
     elif kind == "optim" and ":" in name:
         name, _, state_name = name.rpartition(":")
         contents.optimizer.setdefault(name, {}).setdefault(state_name, tensor)

@@ -57,7 +57,7 @@ class Orders:
     ) -> Self:
         """Hashes every stage's weights on the way, which takes a moment; RunError where a checkpoint does not fit."""
         made = await asyncio.to_thread(
-            lambda: {s.node: (graph_artifact(s), weights_artifact(s, prepared)) for s in plan.stages}
+            lambda: {s.node: (graph_artifact(s), weights_artifact(s, prepared, bool(plan.rings))) for s in plan.stages}
         )
         links = {
             (before.node, after.node): order_link(

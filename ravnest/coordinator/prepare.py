@@ -167,9 +167,13 @@ def graph_artifact(plan: StagePlan) -> Artifact:
     )
 
 
-def weights_artifact(plan: StagePlan, prepared: Prepared) -> Artifact:
-    """The stage's weights, as the model has them or as a checkpoint left them, with optimizer state in that case."""
+def weights_artifact(plan: StagePlan, prepared: Prepared, averaged: bool = False) -> Artifact:
+    """The stage's weights, as the model has them or as a checkpoint left them, with optimizer state in that case; where
+    it is `averaged` with that of other clusters, with the outer optimizer's too."""
     tensors, metadata = _stage_tensors(plan, prepared)
+    if averaged and prepared.restored is not None and prepared.job.averaging.outer == "nesterov":
+        outer = prepared.restored.outer
+        tensors |= {f"outer:{s.key}": _saved(outer, s.key, s.shape) for s in plan.graph.parameters if s.key in outer}
     return _artifact(
         f"weights-{plan.stage}",
         content_hash(stream_tensors(tensors, metadata)),

@@ -41,8 +41,8 @@ def serve_from_reference(
 ) -> int:
     """`ravnest serve`. The exit code: 0 when the run finished, 130 or 143 when it was interrupted.
 
-    `listen`, `advertise` and `providers` are None for what they were when the run was served before; `clusters` is None
-    for as many as are fastest.
+    `listen`, `advertise`, `providers` and `clusters` are None for what they were when the run was served before. If
+    nobody has ever said how many clusters, there are as many as are fastest.
     """
     name = parse_reference(reference).title
     check_clusters(providers, clusters)
@@ -51,7 +51,7 @@ def serve_from_reference(
         folder = stack.enter_context(RunDirectory.open(run, job_name=name, resume=resume))
         shown = stack.enter_context(closing(choose_display(enabled=True, plain=not display)))
         started = time.perf_counter()
-        swarm = stack.enter_context(ServedSwarm(folder, listen, advertise, providers, shown))
+        swarm = stack.enter_context(ServedSwarm(folder, listen, advertise, providers, clusters, shown))
         # Before anything is shown: a live display takes what is printed for lines of its own.
         print(f"invite: ravnest join {swarm.invite.line}", flush=True)
         with showing(shown, "loading the job", name):
@@ -60,7 +60,7 @@ def serve_from_reference(
 
             job = apply_overrides(load_job(reference), overrides)
             interrupts.check()
-        result = swarm.train(job, name, resume, interrupts, started, clusters)
+        result = swarm.train(job, name, resume, interrupts, started)
     return 0 if result.summary.status == "finished" else interrupts.exit_code
 
 
@@ -73,6 +73,7 @@ class ServedSwarm:
         listen: HostPort | None,
         advertise: HostPort | None,
         providers: int | None,
+        clusters: int | None,
         display: "Display",
     ) -> None:
         """Listens; RunError when the address cannot be had. `display` is told who is known, who comes and who goes."""
@@ -97,6 +98,10 @@ class ServedSwarm:
                     raise RunError(f"{run.path} was never served; say where to listen with --listen HOST:PORT")
                 listen = before.host, before.port
             self._providers = providers or len(state.plan()) or None
+            self._clusters = clusters or state.clusters()
+            check_clusters(self._providers, self._clusters)
+            if clusters is not None:
+                state.asked_for(clusters)
             self._swarm = Swarm(admission)
             self._swarm.state = state
             self._loop = stack.enter_context(NetworkLoop())
@@ -137,7 +142,6 @@ class ServedSwarm:
         resume: bool,
         interrupts: Interrupts,
         started: float,
-        clusters: int | None = None,
     ) -> "TrainResult":
         """Trains the job on the first providers that have joined; a RavnestError when it cannot go on."""
         from ravnest.coordinator.session import Session
@@ -153,7 +157,7 @@ class ServedSwarm:
             stack.callback(session.close)
             loop.call(session.coordinator.start())
             stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
-            result = session.train(self._providers, clusters, None, loop.call)
+            result = session.train(self._providers, self._clusters, None, loop.call)
         self._ended = f"the run has {result.summary.status}"
         return result
 

@@ -6,10 +6,11 @@ without end would fill the disk: both are refused as they come, before the check
 
 import math
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from ravnest.errors import RefusedError
@@ -70,11 +71,17 @@ class StagePart:
             raise BadPartError(f"the part of stage {self.stage} cannot be used: {words}") from None
 
     def _check_tensors(self, found: Mapping[str, Any]) -> None:
+        # What the outer optimizer remembers of a parameter is as long as that.
+        outer = {
+            f"outer:{spec.key}": replace(spec, dtype=torch.float32)
+            for name, spec in self.tensors.items()
+            if name.startswith("param:")
+        }
         missing = self.tensors.keys() - found.keys()
         if missing:
             raise BadPartError(f"the part of stage {self.stage} lacks {_named(missing)}")
         for name, tensor in found.items():
-            spec = self.tensors.get(name)
+            spec = self.tensors.get(name) or outer.get(name)
             if spec is None:
                 self._check_owner(name)
             elif (DTYPES.get(tensor.get_dtype()), tuple(tensor.get_shape())) != (spec.dtype, spec.shape):

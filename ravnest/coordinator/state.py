@@ -104,6 +104,17 @@ class SwarmState:
                 (listening.host, listening.port, listening.advertised),
             )
 
+    def asked_for(self, clusters: int) -> None:
+        """The requester wants so many clusters."""
+        with self._store.used() as connection:
+            connection.execute("INSERT OR REPLACE INTO clusters (id, count) VALUES (0, ?)", (clusters,))
+
+    def clusters(self) -> int | None:
+        """How many the requester has asked for; None: as many as are fastest."""
+        with self._store.used() as connection:
+            row = connection.execute("SELECT count FROM clusters").fetchone()
+        return None if row is None else int(row[0])
+
     def members(self) -> list[KnownMember]:
         """Everybody who has been there, by stage and name."""
         with self._store.used() as connection:

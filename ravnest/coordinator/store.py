@@ -17,7 +17,7 @@ from ravnest.errors import RunError
 IN_MEMORY: Final = Path(":memory:")
 """The store of a swarm that ends with its process."""
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 """Of the tables below: raised whenever an older program could misread what a newer one has written."""
 
 _BUSY_SECONDS: Final = 5.0
@@ -41,6 +41,8 @@ _TABLES: Final = (
         node_id TEXT PRIMARY KEY, address TEXT NOT NULL, device TEXT NOT NULL, memory_bytes INTEGER NOT NULL,
         seen_at REAL NOT NULL, connected INTEGER NOT NULL
     )""",
+    # How many clusters the requester has asked for.
+    "CREATE TABLE IF NOT EXISTS clusters (id INTEGER PRIMARY KEY, count INTEGER NOT NULL)",
     "CREATE TABLE IF NOT EXISTS plan (stage INTEGER PRIMARY KEY, node_id TEXT NOT NULL)",
     """CREATE TABLE IF NOT EXISTS position (
         id INTEGER PRIMARY KEY, fed INTEGER NOT NULL, completed INTEGER NOT NULL, updates INTEGER NOT NULL,

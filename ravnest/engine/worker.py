@@ -133,7 +133,7 @@ class StageWorker:
 
     def save(self, checkpoint: int, instead: Tensors | None = None) -> None:
         """Save the stage's state under this number once nothing else is ready, with these tensors in place of its own
-        of the same names."""
+        of the same names, or beside them."""
         with self._condition:
             self._saves.append((checkpoint, instead or {}))
             self._condition.notify()
@@ -331,11 +331,11 @@ class StageWorker:
 
     def _save(self, checkpoint: int, when: str, instead: Tensors | None = None) -> None:
         tensors, metadata = self._stage.state()
-        tensors |= {name: tensor for name, tensor in (instead or {}).items() if name in tensors}
+        tensors |= instead or {}
         for name, tensor in tensors.items():
-            if name.startswith("param:") and not torch.isfinite(tensor).all():
+            if name.startswith(("param:", "outer:")) and not torch.isfinite(tensor).all():
                 raise _NotFiniteError(
-                    f"the parameter {name.removeprefix('param:')} is not finite {when}, so it is not saved; "
+                    f"the parameter {name.partition(':')[2]} is not finite {when}, so it is not saved; "
                     "lower the learning rate or set pipeline.clip_norm"
                 )
         with self._timed("save", self._latest):

@@ -130,7 +130,8 @@ class Deployment:
         if not order.rings:
             return cls(order, stage, outbox, links, baseline_memory_bytes, pretence)
         loop = asyncio.get_running_loop()
-        rings = await asyncio.to_thread(Rings, order, stage, node.node_id, loop, outbox.tell)
+        outer = {n.removeprefix("outer:"): tensor for n, tensor in weights.items() if n.startswith("outer:")}
+        rings = await asyncio.to_thread(Rings, order, stage, node.node_id, loop, outbox.tell, outer)
         lines = RingLines(
             order.ring_peers, order.generation, node, client, rings.take, rings.is_wanted, rings.line_broke
         )
@@ -202,7 +203,10 @@ class Deployment:
 
     def save(self, checkpoint: int, anchored: bool = False) -> None:
         """Save the stage's state now, where `anchored` with the parameters of the last round."""
-        self._worker.save(checkpoint, self._rings.anchors() if anchored and self._rings is not None else None)
+        if self._rings is None:
+            self._worker.save(checkpoint)
+        else:
+            self._spawn(self._save_with(self._rings, checkpoint, anchored))
 
     def average(self, message: CoordinatorMessage) -> None:
         """Does what the coordinator says of rounds; PeerError for a stage without rings."""
@@ -264,8 +268,10 @@ class Deployment:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._packing.close()
 
-    async def _read(self, end: StageLink, kind: FrameKind, take: Callable[[Message], None]) -> None:
-        link, check = end.link, partial(self._check, kind=kind)
+    async def _save_with(self, rings: Rings, checkpoint: int, anchored: bool) -> None:
+        self._worker.save(checkpoint, await rings.saved(anchored))
+
+    async def _read(self, link: ResumableLink, kind: FrameKind, take: Callable[[Message], None]) -> None:
         while (frame := await link.receive()) is not None:
             arrived = time.perf_counter()
             try:

@@ -75,9 +75,18 @@ class OwnedRing:
 
     @classmethod
     def of(
-        cls, ring: Ring, settings: RingSettings, optimizer: OptimizerSpec, tensors: Mapping[str, torch.Tensor]
+        cls,
+        ring: Ring,
+        settings: RingSettings,
+        optimizer: OptimizerSpec,
+        tensors: Mapping[str, torch.Tensor],
+        outer_state: Mapping[str, torch.Tensor],
     ) -> Self:
-        """The ring of a stage with these tensors, as deployed; GraphError where it lacks some of the ring's."""
+        """The ring of a stage with these tensors, as deployed; GraphError where it lacks some of the ring's.
+
+        `outer_state`: what the outer optimizer remembered of the stage's parameters in a run that is resumed, by their
+        keys; of one that is not there, nothing.
+        """
         names = [f"param:{key}" for key in ring.parameters]
         plain = [f"buffer:{key}" for key in ring.buffers]
         missing = [name for name in (*names, *plain, *_counter_names(ring)) if name not in tensors]
@@ -90,6 +99,8 @@ class OwnedRing:
                 plain.append(name)
         vector = RingVector([Entry(n, shapes[n]) for n in names], [Entry(n, shapes[n]) for n in plain])
         outer = outer_named(settings.outer, settings.outer_rate, settings.outer_momentum)
+        if outer.keeps_state and any(key in outer_state for key in ring.parameters):
+            outer.state = _outer_vector(vector, ring, outer_state)
         owned = cls(ring, RingState(vector, flat(vector, tensors), outer, codec_named(settings.codec)))
         owned.decided.set()
         return owned
@@ -197,6 +208,19 @@ def counted(ring: Ring, tensors: Mapping[str, torch.Tensor], behind: Sequence[in
     names = _counter_names(ring)
     parts = torch.split(torch.tensor(behind, dtype=torch.int64), [tensors[name].numel() for name in names])
     return {name: part.reshape(tensors[name].shape) for name, part in zip(names, parts, strict=True)}
+
+
+def _outer_vector(vector: RingVector, ring: Ring, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    state = torch.zeros(vector.coded_values)
+    views = vector.parameter_views(state)
+    for key in ring.parameters:
+        view, tensor = views[f"param:{key}"], saved.get(key)
+        if tensor is None:
+            continue
+        if tensor.shape != view.shape or tensor.dtype != torch.float32 or not torch.isfinite(tensor).all():
+            raise GraphError(f"what the outer optimizer is to remember of {key[:80]!r} does not fit that parameter")
+        view.copy_(tensor)
+    return state
 
 
 def _counter_names(ring: Ring) -> list[str]:

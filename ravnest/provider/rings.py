@@ -54,8 +54,12 @@ class Rings:
         node_id: str,
         loop: asyncio.AbstractEventLoop,
         tell: Callable[[ProviderMessage], None],
+        outer_state: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Copies the stage's parameters, which takes a moment. GraphError where the order does not fit the stage."""
+        """Copies the stage's parameters, which takes a moment. GraphError where the order does not fit the stage.
+
+        `outer_state`: what the outer optimizer remembered of parameters in a run that is resumed, by their keys.
+        """
         self._deployment = order.deployment
         self._generation = order.generation
         self._stage = stage
@@ -64,7 +68,9 @@ class Rings:
         self._tell = tell
         settings, tensors = RingSettings.from_json(order.averaging_json), stage.state_tensors()
         optimizer = stage.settings.optimizer_spec()
-        self._owned = {ring.ring: OwnedRing.of(ring, settings, optimizer, tensors) for ring in order.rings}
+        self._owned = {
+            ring.ring: OwnedRing.of(ring, settings, optimizer, tensors, outer_state or {}) for ring in order.rings
+        }
         self._worker: StageWorker | None = None
         self._lines: RingLines | None = None
         self._thread = ThreadPoolExecutor(1, "ravnest-rings")
@@ -103,10 +109,23 @@ class Rings:
 
         self._loop.call_soon_threadsafe(begin)
 
-    def anchors(self) -> dict[str, torch.Tensor]:
-        """The parameters as all clusters have them since the last round, by their names in the stage's state."""
-        states = [owned.state for owned in self._owned.values()]
-        return {n: view.clone() for s in states for n, view in s.vector.parameter_views(s.anchor).items()}
+    async def saved(self, anchored: bool) -> dict[str, torch.Tensor]:
+        """What a checkpoint has beside the stage's own state: what the outer optimizer remembers of each parameter
+        (`outer:KEY`). With `anchored` also, in place of the stage's own, the parameters as all clusters have them since
+        the last round (`param:KEY`)."""
+
+        def copied() -> dict[str, torch.Tensor]:
+            found: dict[str, torch.Tensor] = {}
+            for state in [owned.state for owned in self._owned.values()]:
+                for name, view in state.outer_views().items():
+                    found[f"outer:{name.removeprefix('param:')}"] = view.clone()
+                if anchored:
+                    found |= {name: view.clone() for name, view in state.vector.parameter_views(state.anchor).items()}
+            return found
+
+        # On the thread where rounds are counted: never in the middle of one.
+        copies: dict[str, torch.Tensor] = await self._in_thread(copied)
+        return copies
 
     def progress(self) -> list[tuple[int, int, int, int]]:
         """Of every attempt under way: round, ring, attempt, and how many pieces have come."""

@@ -57,8 +57,15 @@ def _know_the_round() -> None:
 def _lie_about_its_share() -> None:
     made = Rings.__init__
 
-    def make(self: Rings, *given: Any) -> None:
-        *others, tell = given
+    def make(
+        self: Rings,
+        order: Any,
+        stage: Any,
+        node_id: Any,
+        loop: Any,
+        tell: Callable[[ProviderMessage], None],
+        *more: Any,
+    ) -> None:
 
         def lie(message: ProviderMessage) -> None:
             if the_lie() == "more samples" and message.WhichOneof("body") == "round_joined":
@@ -66,7 +73,7 @@ def _lie_about_its_share() -> None:
                     ring.samples = 1000 * ring.samples + 1000
             tell(message)
 
-        made(self, *others, lie)
+        made(self, order, stage, node_id, loop, lie, *more)
 
     Rings.__init__ = make  # type: ignore[method-assign]
 

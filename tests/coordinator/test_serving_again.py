@@ -8,7 +8,7 @@ import pytest
 
 from ravnest.coordinator.serve import ServedSwarm
 from ravnest.coordinator.state import Seen
-from ravnest.errors import RunError
+from ravnest.errors import PlanError, RunError
 from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.run_directory import RunDirectory
 
@@ -25,12 +25,16 @@ class Heard(QuietDisplay):
 
 @contextmanager
 def served(
-    run: Path, listen: HostPort | None, advertise: HostPort | None = None, providers: int | None = None
+    run: Path,
+    listen: HostPort | None,
+    advertise: HostPort | None = None,
+    providers: int | None = None,
+    clusters: int | None = None,
 ) -> Iterator[tuple[ServedSwarm, list[str]]]:
     heard = Heard()
     with (
         RunDirectory.open(run, job_name="job", resume=False) as folder,
-        ServedSwarm(folder, listen, advertise, providers, heard) as swarm,
+        ServedSwarm(folder, listen, advertise, providers, clusters, heard) as swarm,
     ):
         yield swarm, [text for text in heard.messages if "is an address of this machine alone" not in text]
 
@@ -48,6 +52,23 @@ def test_it_listens_where_it_did_and_waits_for_as_many(tmp_path: Path) -> None:
         assert again._providers == 2
     with served(run, None, providers=1) as (again, _):
         assert again._providers == 1
+
+
+def test_it_makes_as_many_clusters_as_were_asked_for(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with served(run, ("127.0.0.1", 0)) as (swarm, _):
+        assert swarm._clusters is None
+    with served(run, None, providers=4, clusters=2) as (swarm, _):
+        assert swarm._clusters == 2
+    with served(run, None) as (again, _):
+        assert again._clusters == 2
+    with (
+        pytest.raises(PlanError, match=r"2 clusters cannot be made of 1 provider, .* or --clusters 1 or fewer"),
+        served(run, None, providers=1),
+    ):
+        pass
+    with served(run, None, providers=3, clusters=3) as (again, _):
+        assert again._clusters == 3
 
 
 def test_what_was_said_of_the_router_holds_on_as_long_as_the_port_does(tmp_path: Path) -> None:

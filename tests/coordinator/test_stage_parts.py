@@ -51,6 +51,19 @@ def test_what_a_stage_saves_is_taken(tmp_path: Path, optimizer: str) -> None:
     check(tmp_path, tensors, metadata)
 
 
+def test_what_the_outer_optimizer_remembers_of_a_parameter_is_taken_too(tmp_path: Path) -> None:
+    tensors, metadata = a_state()
+    check(tmp_path, {**tensors, "outer:layer.weight": torch.zeros(4, 4)}, metadata)
+
+
+def the_outer_state_of_another_stage(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    tensors["outer:other.weight"] = torch.zeros(4, 4)
+
+
+def an_outer_state_of_another_shape(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    tensors["outer:layer.weight"] = torch.zeros(4, 5)
+
+
 def of_another_stage(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     tensors["param:other.weight"] = torch.zeros(4, 4)
 
@@ -94,6 +107,8 @@ def values_that_are_none(tensors: dict[str, torch.Tensor], metadata: dict[str, s
         (a_buffer_of_another_stage, "holds 'buffer:layer.weight', which is not that stage's"),
         (the_optimizer_of_another_stage, "holds 'optim:other.weight:step', which is not that stage's"),
         (plain_values_of_another_stage, "holds 'optim:other.weight:step', which is not that stage's"),
+        (the_outer_state_of_another_stage, "holds 'outer:other.weight', which is not that stage's"),
+        (an_outer_state_of_another_shape, r"has outer:layer.weight as F32 of the shape \(4, 5\), which is"),
         (another_shape, r"has param:layer.weight as F32 of the shape \(4, 5\), which is torch.float32 of \(4, 4\)"),
         (another_type, "has param:layer.weight as F64"),
         (nothing, "lacks 'param:layer.weight'"),

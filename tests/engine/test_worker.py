@@ -403,12 +403,13 @@ def test_a_round_that_is_ordered_takes_the_stage_as_it_is_and_a_change_is_kept(m
     assert (taken.version, taken.samples) == (1, 8)
     name = next(name for name in values if name.startswith("param:"))
     worker.between(lambda: stage.shift({name: torch.ones_like(values[name])}))
-    worker.save(7, {name: torch.zeros_like(values[name])})
+    worker.save(7, {name: torch.zeros_like(values[name]), "outer:more": torch.ones(2)})
     box.next("saved")
     worker.save(8)
     box.next("saved")
     assert not box.saved[7][name].any(), "the checkpoint has what it was given instead of the stage's own"
-    assert torch.equal(box.saved[8][name], values[name] + 1)
+    assert torch.equal(box.saved[7]["outer:more"], torch.ones(2)), "and what it was given beside it"
+    assert torch.equal(box.saved[8][name], values[name] + 1) and "outer:more" not in box.saved[8]
 
 
 def test_halves_of_one_side_never_make_a_microbatch(make: Make) -> None:

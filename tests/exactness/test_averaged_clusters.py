@@ -4,6 +4,7 @@ import copy
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,13 +50,31 @@ def averaged(models: dict[int, nn.Module], samples: dict[int, int]) -> dict[str,
     return mean
 
 
-def plain_loop(data: list[Batch], clusters: int, who: dict[int, int]) -> nn.Module:
+class Outer:
+    """Nesterov's step on the mean of the trained parameters, in float64; without momentum the mean itself."""
+
+    def __init__(self, model: nn.Module, momentum: float) -> None:
+        self._momentum = momentum
+        self._anchor = {name: p.detach().double() for name, p in model.named_parameters()}
+        self._velocity = {name: torch.zeros_like(p) for name, p in self._anchor.items()}
+
+    def step(self, mean: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for name, anchor in self._anchor.items():
+            difference = mean[name] - anchor
+            velocity = self._velocity[name] = self._momentum * self._velocity[name] + difference
+            self._anchor[name] = anchor + difference + self._momentum * velocity
+        return {**mean, **self._anchor}
+
+
+def plain_loop(
+    data: list[Batch], clusters: int, who: dict[int, int], stepper: Any = SGD, momentum: float = 0.0
+) -> nn.Module:
     models = {number: a_model() for number in range(clusters)}
-    steppers = {number: SGD(model.parameters()) for number, model in models.items()}
-    since = dict.fromkeys(models, 0)
+    steppers = {number: stepper(model.parameters()) for number, model in models.items()}
+    since, outer = dict.fromkeys(models, 0), Outer(models[0], momentum)
     for number, (inputs, targets) in enumerate(data):
         if number and number % EVERY == 0:
-            mean = averaged(models, since)
+            mean = outer.step(averaged(models, since))
             for model in models.values():
                 model.load_state_dict(copy.deepcopy(mean))
             since = dict.fromkeys(models, 0)
@@ -64,7 +83,7 @@ def plain_loop(data: list[Batch], clusters: int, who: dict[int, int]) -> nn.Modu
         F.cross_entropy(models[cluster](inputs), targets).backward()
         steppers[cluster].step()
         since[cluster] += len(targets)
-    models[0].load_state_dict(averaged(models, since))
+    models[0].load_state_dict(outer.step(averaged(models, since)))
     return models[0]
 
 
@@ -91,5 +110,37 @@ def test_clusters_that_wait_for_their_rounds_are_copies_that_are_averaged(
     assert result.model is not None
     found = load_file(result.model)
     assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor.to(found[name].dtype), rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(("clusters", "again"), [(2, 2), (2, 3)])
+def test_a_resumed_run_goes_on_with_the_momentum_between_clusters(
+    swarm: EmbeddedSwarm, tmp_path: Path, clusters: int, again: int
+) -> None:
+    data = batches([8] * 12)
+    # Nothing that only one of the clusters knows: it would be what the others go on with.
+    stepper = partial(torch.optim.SGD, lr=0.1)
+
+    def job(updates: int) -> Job:
+        return Job(
+            model=a_model(),
+            loss=F.cross_entropy,
+            train_data=data,
+            optimizer=stepper,
+            averaging=Averaging(every=8 * EVERY, blocking=True, outer="nesterov", outer_momentum=0.6),
+            pipeline=Pipeline(in_flight=1, record_updates=True),
+            max_updates=updates,
+        )
+
+    first = swarm.train(job(2 * EVERY), providers=4, clusters=clusters, run=tmp_path / "run", display=False)
+    assert first.summary.averaging.rounds == 2
+    who = trained_by(tmp_path / "run")
+    result = swarm.train(job(len(data)), providers=4, clusters=again, run=tmp_path / "run", resume=True, display=False)
+    who |= trained_by(tmp_path / "run")
+    assert set(who) == set(range(len(data)))
+    expected = plain_loop(data, max(clusters, again), who, stepper, momentum=0.6).state_dict()
+    assert result.model is not None
+    found = load_file(result.model)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor.to(found[name].dtype), rtol=1e-6, atol=1e-6, msg=name)

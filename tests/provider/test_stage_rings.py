@@ -268,7 +268,7 @@ def test_who_was_left_out_catches_up_and_keeps_what_it_learnt() -> None:
             a, b, c = swarm.owners.values()
             await learn(swarm, 2, 1, 3)
             first = await join([a, b, c])
-            deployed = c.rings.anchors()
+            deployed = await c.rings.saved(anchored=True)
             two = {name: j for name, j in first.items() if name != C}
             abort(c)
             for owner in (a, b):
@@ -281,14 +281,14 @@ def test_who_was_left_out_catches_up_and_keeps_what_it_learnt() -> None:
             second = await join([a, b, c], round=2)
             assert {name: (j.samples, j.committed) for name, j in second.items()} == {A: (8, 1), B: (8, 1), C: (32, 0)}
             before = {owner.name: owner.state() for owner in (a, b, c)}
-            anchor = a.rings.anchors()
+            anchor = await a.rings.saved(anchored=True)
             order = {"deployment": DEPLOYMENT, "round": 2, "ring": 0, "committed": 1}
             # What the donor sends may come before the other has heard of it.
             a.obey(ring_catch_up=RingCatchUp(**order, node=C, donate=True))
             c.obey(ring_catch_up=RingCatchUp(**order, node=A, donate=False))
             told = await c.hears("ring_reduced")
             assert told.caught_up and told.attempt == 0
-            assert same(c.rings.anchors(), anchor)
+            assert same(await c.rings.saved(anchored=True), anchor)
             for owner in (a, b, c):
                 begin(second, round=2)(owner)
             await reduced([a, b, c])
