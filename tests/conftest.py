@@ -1,12 +1,17 @@
-"""What all tests share: one embedded swarm per worker, and one thread for torch."""
+"""What all tests share: one embedded swarm per worker, one thread for torch, one look at how fast the machine is."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
+from ravnest.coordinator import prepare
 from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.engine.speed import Speed
+from ravnest.graph.update_cost import UpdateCost
+from ravnest.spec import OptimizerSpec
 
 PROVIDERS = 4
 
@@ -41,6 +46,31 @@ class SharedSwarm:
         for provider in left:
             provider.kill()
         assert not left, f"{len(left)} providers outlived their swarm"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_machine() -> Iterator[None]:
+    """What runs measure of the machine itself before they plan is measured once: it takes longer than what most of them
+    train. Those measures have tests of their own, which call them where they are made."""
+    speeds: dict[str, Speed] = {}
+    updates: dict[tuple[str, int, int], UpdateCost] = {}
+    measure_speed, time_update = prepare.measure_speed, prepare.time_update
+
+    def speed(device: torch.device, *more: Any) -> Speed:
+        if str(device) not in speeds:
+            speeds[str(device)] = measure_speed(device, *more)
+        return speeds[str(device)]
+
+    def update(optimizer: OptimizerSpec, accumulate: int) -> UpdateCost:
+        key = optimizer.to_json(), accumulate, torch.get_num_threads()
+        if key not in updates:
+            updates[key] = time_update(optimizer, accumulate)
+        return updates[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "measure_speed", speed)
+        patch.setattr(prepare, "time_update", update)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-"""Several clusters train one model: each does what it can, they average, and the loss of one is not the end."""
+"""As many clusters as are asked for, of all providers, train one model: each does what it can, they average, and the
+loss of one is not the end."""
 
 import itertools
 import json
@@ -7,35 +8,50 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from ravnest import Averaging, Job, Pipeline
+from ravnest.averaging import deadlines
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.coordinator.session import TrainResult
+from ravnest.errors import PlanError
 from ravnest.monitor.events import read_events
-from tests.e2e.jobs import CLASSES, FEATURES, Batch, a_job, accuracy, batches, every_updates, samples
-
-PATIENCE_SECONDS = 60.0
+from tests.e2e.command import ravnest
+from tests.e2e.jobs import CLASSES, FEATURES, Batch, a_job, a_job_file, accuracy, batches, every_updates, samples
+from tests.e2e.watching import PATIENCE_SECONDS, adds_up, endless, kinds, wait_for
 
 
 def learn(swarm: EmbeddedSwarm, run: Path, clusters: int, job: Job, providers: int = 4) -> TrainResult:
     return swarm.train(job, providers=providers, clusters=clusters, run=run, display=False)
 
 
-def kinds(run: Path) -> list[str]:
-    return [event["kind"] for event in read_events(run / "events.jsonl")]
+def check_clusters(result: TrainResult, stages: list[int], microbatches: int, before: dict[str, Tensor]) -> None:
+    """All providers have a stage, in exactly so many clusters of so many; all of them have trained, and averaged."""
+    summary = result.summary
+    assert summary.status == "finished" and adds_up(result, microbatches)
+    assert sorted(len(cluster.stages) for cluster in summary.clusters) == stages
+    assert [cluster.id for cluster in summary.clusters] == list(range(len(stages)))
+    held = [stage.provider for cluster in summary.clusters for stage in cluster.stages]
+    assert len(set(held)) == sum(stages)
+    assert sum(cluster.samples for cluster in summary.clusters) == summary.samples == 8 * microbatches
+    averaging = summary.averaging
+    assert averaging.rounds >= 1 and averaging.rings >= max(stages) and averaging.bytes > 0
+    (planned,) = [event for event in read_events(result.run / "events.jsonl") if event["kind"] == "planned"]
+    assert f"{len(stages)} clusters of" in planned["reason"] and "as averaging.every says" in planned["reason"]
+    assert result.model is not None
+    trained = load_file(result.model)
+    assert trained.keys() == before.keys()
+    assert all(torch.isfinite(trained[key]).all() and not torch.equal(trained[key], before[key]) for key in before)
 
 
-def adds_up(result: TrainResult, microbatches: int) -> bool:
-    ledger = result.summary.ledger
-    return (ledger.fed, ledger.completed, ledger.lost, ledger.applied_twice) == (microbatches, microbatches, 0, 0)
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(
@@ -59,23 +75,22 @@ def test_clusters_with_different_cuts_learn_one_model(
         averaging=averaging,
         epochs=2,
     )
+    before = state_of(job.model)
     result = learn(swarm, tmp_path / "run", 2, job, providers=3)
+    check_clusters(result, [1, 2], 120, before)
     summary = result.summary
-    assert adds_up(result, 120)
-    assert sorted(len(cluster.stages) for cluster in summary.clusters) == [1, 2]
     assert all(cluster.samples > 0 for cluster in summary.clusters)
-    assert sum(cluster.samples for cluster in summary.clusters) == summary.samples == 960
     assert summary.averaging.rounds >= 2 and summary.averaging.skipped == 0
     assert summary.averaging.rings == 2 or (averaging.fragments == 2 and summary.averaging.rings > 2)
-    assert summary.averaging.bytes > 0
     assert summary.eval["accuracy"] > 0.6, "chance is a third"
 
 
-def test_the_exported_model_is_what_was_evaluated(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+def test_the_exported_model_of_four_clusters_is_what_was_evaluated(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
     features, labels = samples(64, seed=7)
     job = a_job(batches([8] * 40), eval_data=[(features, labels)], pipeline=Pipeline(), averaging=Averaging(every=64))
+    model, before = job.model, state_of(job.model)
     result = learn(swarm, tmp_path / "run", 4, job)
-    model = job.model
+    check_clusters(result, [1, 1, 1, 1], 40, before)
     assert result.model is not None
     model.load_state_dict(load_file(result.model))
     model.eval()
@@ -103,65 +118,39 @@ def test_a_run_of_two_clusters_is_resumed_with_one(swarm: EmbeddedSwarm, tmp_pat
     assert adds_up(resumed, len(longer))
 
 
-def wait_for(run: Path, kind: str, count: int = 1) -> None:
-    """Returns when the run has told so many events of this kind."""
-    pause = threading.Event()
-    for _ in range(int(PATIENCE_SECONDS / 0.05)):
-        if (run / "events.jsonl").exists() and kinds(run).count(kind) >= count:
-            return
-        pause.wait(0.05)
-    raise AssertionError(f"no {kind} within {PATIENCE_SECONDS:.0f} s; there were {kinds(run)}")
+def acting(act: Callable[[], None], train: Callable[[], TrainResult]) -> TrainResult:
+    """Trains while `act` does something to the providers' processes; what went wrong there is raised here."""
+    failures: list[BaseException] = []
 
+    def do() -> None:
+        try:
+            act()
+        except BaseException as error:
+            failures.append(error)
 
-def endless(ended: threading.Event) -> Callable[[], Iterator[Batch]]:
-    """Batches until the test has seen enough; the last few come after that."""
-
-    def data() -> Iterator[Batch]:
-        while not ended.is_set():
-            yield from batches([8] * 8)
-        yield from batches([8] * 8)
-
-    return data
-
-
-def with_own_swarm(
-    providers: int, act: Callable[[list[psutil.Process]], None], train: Callable[[EmbeddedSwarm], TrainResult]
-) -> TrainResult:
-    """Trains with providers of its own while `act` does something to their processes; what went wrong there is raised
-    here."""
-    before = set(psutil.Process().children())
-    with EmbeddedSwarm(providers) as own:
-        processes = [child for child in psutil.Process().children() if child not in before]
-        failures: list[BaseException] = []
-
-        def acting() -> None:
-            try:
-                act(processes)
-            except BaseException as error:
-                failures.append(error)
-
-        thread = threading.Thread(target=acting, daemon=True)
-        thread.start()
-        result = train(own)
-        thread.join(PATIENCE_SECONDS)
-        if failures:
-            raise failures[0]
-        return result
+    thread = threading.Thread(target=do, daemon=True)
+    thread.start()
+    result = train()
+    thread.join(PATIENCE_SECONDS)
+    if failures:
+        raise failures[0]
+    return result
 
 
 def test_a_killed_provider_ends_its_cluster_and_the_others_do_its_work(tmp_path: Path) -> None:
     run, ended = tmp_path / "run", threading.Event()
 
-    def kill(processes: list[psutil.Process]) -> None:
+    def kill() -> None:
         try:
             wait_for(run, "round", 2)
-            processes[0].kill()
+            psutil.Process(own._processes.pids[0]).kill()
             wait_for(run, "cluster_lost")
         finally:
             ended.set()
 
     job = a_job(endless(ended), pipeline=Pipeline(), averaging=Averaging(every=64))
-    result = with_own_swarm(4, kill, lambda own: learn(own, run, 2, job))
+    with EmbeddedSwarm(4) as own:
+        result = acting(kill, lambda: learn(own, run, 2, job))
     summary = result.summary
     assert summary.status == "finished"
     assert adds_up(result, summary.ledger.fed)
@@ -171,25 +160,30 @@ def test_a_killed_provider_ends_its_cluster_and_the_others_do_its_work(tmp_path:
     assert lost["cluster"] == fault.cluster and lost["replayed"] == summary.ledger.replayed
 
 
-def test_a_provider_that_stops_is_left_out_and_catches_up_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_provider_that_stops_is_left_out_and_catches_up_when_it_goes_on(
+    swarm: EmbeddedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So long a round waits for it.
+    monkeypatch.setattr(deadlines, "_SHORTEST_JOINING_SECONDS", 2.0)
     run, ended = tmp_path / "run", threading.Event()
+    process = psutil.Process(swarm._processes.pids[1])
 
-    def stop(processes: list[psutil.Process]) -> None:
+    def stop() -> None:
         try:
             wait_for(run, "round", 2)
             # On a busy machine somebody may have been late before.
             already = kinds(run).count("left_out")
-            processes[1].send_signal(signal.SIGSTOP)
+            process.send_signal(signal.SIGSTOP)
             wait_for(run, "left_out", already + 1)
-            processes[1].send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
             behind = kinds(run).count("round")
             wait_for(run, "round", behind + 6)
         finally:
-            processes[1].send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
             ended.set()
 
     job = a_job(endless(ended), pipeline=Pipeline(), averaging=Averaging(every=128))
-    result = with_own_swarm(3, stop, lambda own: learn(own, run, 3, job, providers=3))
+    result = acting(stop, lambda: learn(swarm, run, 3, job, providers=3))
     assert adds_up(result, result.summary.ledger.fed)
     rounds = [event["reason"] for event in read_events(run / "events.jsonl") if event["kind"] == "round"]
     assert any("averaged by 2 clusters" in reason for reason in rounds), "the ring closes without it"
@@ -200,10 +194,30 @@ def test_statistics_of_batch_norms_are_averaged_and_counters_agree(swarm: Embedd
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
     job = a_job(batches([8] * 40), model=model, pipeline=Pipeline(), averaging=Averaging(every=64, codec="int8"))
+    before = state_of(model)
     result = learn(swarm, tmp_path / "run", 2, job)
+    check_clusters(result, [2, 2], 40, before)
     assert result.model is not None
-    found: dict[str, Any] = load_file(result.model)
+    found = load_file(result.model)
     assert (found["1.running_var"] > 0).all()
     assert 20 <= int(found["1.num_batches_tracked"]) < 40, "the most that one of the clusters has seen"
     lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert not [line for line in lines if line["kind"] in ("left_out", "round_skipped")]
+
+
+def test_providers_that_the_clusters_have_no_work_for_are_refused(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"3 clusters cannot be made of 2 providers"):
+        swarm.train(a_job(), providers=2, clusters=3, run=tmp_path / "run", display=False)
+    for wrong in (0, "two", True):
+        with pytest.raises(PlanError, match=rf"clusters is {wrong!r}: give a whole number of at least 1"):
+            swarm.train(a_job(), clusters=wrong, run=tmp_path / "run", display=False)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_line_trains_several_clusters(tmp_path: Path) -> None:
+    a_job_file(tmp_path)
+    words = ("--providers", "2", "--clusters", "2", "--run", "run", "--set", "averaging.codec=int8")
+    done = ravnest("train", "job.py", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert [len(cluster["stages"]) for cluster in summary["clusters"]] == [1, 1]
