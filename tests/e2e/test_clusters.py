@@ -22,8 +22,7 @@ from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.coordinator.session import TrainResult
 from ravnest.errors import PlanError
 from ravnest.monitor.events import read_events
-from tests.e2e.command import ravnest
-from tests.e2e.jobs import CLASSES, FEATURES, Batch, a_job, a_job_file, accuracy, batches, every_updates, samples
+from tests.e2e.jobs import CLASSES, FEATURES, Batch, a_job, accuracy, batches, every_updates, samples
 from tests.e2e.watching import PATIENCE_SECONDS, adds_up, endless, kinds, wait_for
 
 
@@ -212,12 +211,3 @@ def test_providers_that_the_clusters_have_no_work_for_are_refused(swarm: Embedde
         with pytest.raises(PlanError, match=rf"clusters is {wrong!r}: give a whole number of at least 1"):
             swarm.train(a_job(), clusters=wrong, run=tmp_path / "run", display=False)  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
-
-
-def test_the_command_line_trains_several_clusters(tmp_path: Path) -> None:
-    a_job_file(tmp_path)
-    words = ("--providers", "2", "--clusters", "2", "--run", "run", "--set", "averaging.codec=int8")
-    done = ravnest("train", "job.py", *words, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert [len(cluster["stages"]) for cluster in summary["clusters"]] == [1, 1]

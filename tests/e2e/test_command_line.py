@@ -63,12 +63,15 @@ def test_an_unknown_setting_suggests_the_near_one(tmp_path: Path) -> None:
     told(done, "--set pipeline.inflight: there is no such setting; did you mean pipeline.in_flight?")
 
 
-def test_a_run_from_its_start_to_the_model(tmp_path: Path) -> None:
+def test_a_run_of_two_clusters_from_its_start_to_the_model(tmp_path: Path) -> None:
     a_job_file(
         tmp_path, eval_data="batches", epochs="2", schedule="partial(torch.optim.lr_scheduler.StepLR, step_size=4)"
     )
-    done = ravnest("train", "job.py", "--providers", "2", "--set", "epochs=3", "--run", "first", folder=tmp_path)
+    words = ("--providers", "2", "--clusters", "2", "--set", "epochs=3", "--set", "averaging.codec=int8")
+    done = ravnest("train", "job.py", *words, "--run", "first", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "first" / "summary.json").read_text())
+    assert [len(cluster["stages"]) for cluster in summary["clusters"]] == [1, 1]
     lines = [re.sub(r"^\[ +[\d.]+ s\] ", "", line) for line in done.stderr.splitlines()]
     assert lines[0] == "starting 2 providers"
     assert "run directory: first" in lines
