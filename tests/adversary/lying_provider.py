@@ -1,7 +1,7 @@
 """A provider that lies in rings: `ravnest join`, but for what it says of its share and for the pieces it sends.
 
-It tells one lie after the other, as LIES has them, in the rounds of that number. A deployment for which the file that
-RAVNEST_LATE names is there is an honest one, whose control line is slow once.
+It tells one lie after the other, each until it is found out, and is honest after that. A deployment for which the file
+that RAVNEST_LATE names is there is an honest one, whose control line is slow once.
 """
 
 import os
@@ -14,7 +14,6 @@ import torch
 
 from ravnest.averaging.ring_state import Contribution, RingState
 from ravnest.cli.main import main
-from ravnest.engine.messages import Snapshot
 from ravnest.net.frames import RingPlace
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, ProviderMessage
 from ravnest.provider.ring_lines import RingLines
@@ -25,33 +24,27 @@ FAR = 1e3
 LATE_SECONDS = 1.0
 
 
-LIES = {
-    1: "more samples",
-    2: "not finite",
-    3: "too short",
-    4: "far away",
-    5: "far away, and says it is not",
-}
-_round = 0
+LIES = ("more samples", "not finite", "too short", "far away", "far away, and says it is not", "")
+_caught = 0
+"""How many of them have been found out. Not all can be in any round: nobody judges who has trained on nothing."""
 
 
 def the_lie() -> str:
-    return "" if hears_late() else LIES.get(_round, "")
+    return "" if hears_late() else LIES[_caught]
 
 
 def hears_late() -> bool:
     return Path(os.environ["RAVNEST_LATE"]).exists()
 
 
-def _know_the_round() -> None:
-    snapshot = Rings.snapshot
-
-    def know(self: Rings, taken: Snapshot) -> None:
-        global _round
-        _round = taken.round
-        snapshot(self, taken)
-
-    Rings.snapshot = know  # type: ignore[method-assign]
+def _learn_from(message: CoordinatorMessage) -> None:
+    """Goes on to the next lie, once this one is found out."""
+    global _caught
+    kind, reason = message.WhichOneof("body"), message.ring_abort.reason
+    bounded = kind == "ring_commit" and the_lie() == "more samples"
+    left_out = kind == "ring_abort" and ("says:" in reason or "is left out" in reason)
+    if the_lie() and (bounded or left_out):
+        _caught += 1
 
 
 def _lie_about_its_share() -> None:
@@ -111,6 +104,7 @@ def _hear_late() -> None:
     held: dict[int, list[CoordinatorMessage] | None] = {}
 
     def later(self: Rings, message: CoordinatorMessage) -> None:
+        _learn_from(message)
         waiting = held.get(id(self))
         if waiting is not None:
             waiting.append(message)
@@ -129,7 +123,6 @@ def _hear_late() -> None:
 
 
 if __name__ == "__main__":
-    _know_the_round()
     _lie_about_its_share()
     _lie_about_its_difference()
     _lie_in_pieces()

@@ -18,8 +18,8 @@ from ravnest.coordinator import processes
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.coordinator.session import TrainResult
 from ravnest.monitor.events import read_events
-from tests.e2e.jobs import a_job, a_net, batches
-from tests.e2e.watching import PATIENCE_SECONDS, adds_up, endless, wait_for
+from tests.e2e.jobs import a_job, a_net
+from tests.e2e.watching import PATIENCE_SECONDS, adds_up, endless, kinds, wait_for
 
 LIAR = "provider-2"
 START, PROGRAM = subprocess.Popen, Path(__file__).with_name("lying_provider.py")
@@ -35,10 +35,10 @@ class LyingSwarm(EmbeddedSwarm):
             patch.setattr(processes.subprocess, "Popen", self._start)
             super().__init__(3)
 
-    def learn(self, run: Path, data: Any, blocking: bool = False) -> TrainResult:
-        # So slow that nothing learnt honestly is far from the beginning.
+    def learn(self, run: Path, data: Any) -> TrainResult:
+        # Slow enough that nothing learnt honestly is far from the beginning.
         slow = partial(torch.optim.SGD, lr=0.01)
-        averaging = Averaging(every=64, blocking=blocking)
+        averaging = Averaging(every=64)
         job = a_job(data, optimizer=slow, pipeline=Pipeline(), averaging=averaging)
         return self.train(job, clusters=3, run=run, display=False)
 
@@ -61,35 +61,39 @@ def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
 
 
 def test_a_liar_is_named_and_the_others_learn_as_if_it_were_not_there(liars: LyingSwarm, tmp_path: Path) -> None:
-    # Blocking, so that all three have learnt something by every round: else one may not be judged.
-    result = liars.learn(tmp_path / "run", batches([8] * 64), blocking=True)
-    assert adds_up(result, 64) and result.model is not None
+    run, ended = tmp_path / "run", threading.Event()
+
+    def watch() -> None:
+        try:
+            wait_for(run, "left_out", 4)
+            wait_for(run, "round", kinds(run).count("round") + 2)
+        finally:
+            ended.set()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    result = liars.learn(run, endless(ended))
+    watching.join(PATIENCE_SECONDS)
+    assert adds_up(result, result.summary.ledger.fed) and result.model is not None
     assert result.summary.clusters[0].stages[0].provider != LIAR, "else the model would be the liar's"
-    told = events(tmp_path / "run", "bounded", "left_out", "clipped", "dropped", "disagreed")
-    assert [(event["round"], event["provider"], event["kind"]) for event in told] == [
-        (1, LIAR, "bounded"),
-        (2, LIAR, "left_out"),
-        (3, LIAR, "left_out"),
-        (4, LIAR, "left_out"),
-        (5, LIAR, "left_out"),
-    ]
-    reasons = (
-        "but the ledger knows of",
-        "not finite",
-        "bytes",
-        "more than 100 times as much is left out",
-        "but by the norms that its contributors declared it is at most",
-    )
-    for event, reason in zip(told, reasons, strict=True):
-        assert reason in event["reason"]
-    rounds = {event["round"]: event["reason"] for event in events(tmp_path / "run", "round")}
-    assert rounds.keys() & {2, 3, 4, 5} and max(rounds) > 5
-    for number, reason in rounds.items():
-        # The others go on without it, and when it is honest again it is one of them.
-        assert f"averaged by {2 if 2 <= number <= 5 else 3} clusters" in reason
-    # Nothing of what it made up is in what they have.
+    # Not those that were clipped: where one says that it has learnt next to nothing, another seems to have learnt much.
+    told = events(run, "bounded", "left_out", "dropped", "disagreed")
+    assert {event["provider"] for event in told} == {LIAR}, told
+    found = [(event["kind"], event["reason"]) for event in told]
+    for kind, reason in (
+        ("bounded", "but the ledger knows of"),
+        ("left_out", "not finite"),
+        ("left_out", "bytes"),
+        ("left_out", "more than 100 times as much is left out"),
+        ("left_out", "but by the norms that its contributors declared it is at most"),
+    ):
+        assert any(kind == what and reason in why for what, why in found), (kind, reason, found)
+    # The others go on without it, and when it is honest again it is one of them.
+    rounds = [event["reason"] for event in events(run, "round")]
+    assert any("averaged by 2 clusters" in reason for reason in rounds) and "averaged by 3 clusters" in rounds[-1]
+    # Nothing of what it made up, a thousand for every parameter, is in what they have.
     before, after = a_net().state_dict(), load_file(result.model)
-    assert 0.0 < max(float((after[name] - before[name]).abs().max()) for name in before) < 0.5
+    assert 0.0 < max(float((after[name] - before[name]).abs().max()) for name in before) < 10.0
 
 
 def test_one_whose_line_is_slow_takes_the_mean_late_and_goes_on_with_the_others(
