@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.averaging_parts.contenders import Contender, Members, Site, Took
@@ -34,7 +35,13 @@ _INT8_TARGET = 3.5
 _TRAINING_TARGET = 0.95
 _PARTS = ("loopback", "lines", "training")
 
-Measured = Mapping[str, Sequence[Took]]
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What each contender took, by its name; and why one failed at last, where it did."""
+
+    took: Mapping[str, Sequence[Took]]
+    failures: Mapping[str, str]
 
 
 def main() -> int:
@@ -69,10 +76,10 @@ def _loopback(given: argparse.Namespace) -> tuple[list[Row], list[Target]]:
     case = f"loopback, {_LOOPBACK_BYTES // 10**6} MB"
     sites = [Site("127.0.0.1")] * _MEMBERS
     measured = _measured(case, contenders, sites, _LOOPBACK_BYTES, 5 if given.quick else 15)
-    gloo, plain = measured["gloo"], measured["ravnest float32, plaintext"]
+    gloo, plain = measured.took["gloo"], measured.took["ravnest float32, plaintext"]
     # Of pairs that ran one after the other: whatever disturbed the machine disturbed both.
     ratio = statistics.median(theirs.seconds / ours.seconds for theirs, ours in zip(gloo, plain, strict=True))
-    rows: list[Row] = [_row(case, name, took, _seconds(gloo)) for name, took in measured.items()]
+    rows: list[Row] = [_row(case, name, measured) for name in measured.took]
     aimed = "reached" if ratio >= _LOOPBACK_AIM else "not reached"
     say(f"{case}: {ratio:.2f} of gloo's speed, both without encryption (the aim of {_LOOPBACK_AIM:g} is {aimed})")
     return rows, [Target(f"{case}: of gloo's speed, without encryption", ratio, _LOOPBACK_TARGET)]
@@ -107,15 +114,14 @@ def _line_case(
         measured = _measured(case, contenders, sites, megabytes * 10**6, repetitions)
     bound = 2 * (_MEMBERS - 1) / _MEMBERS * megabytes * 8 / _LINE_MBPS
     rows: list[Row] = [
-        {**_row(case, name, took, _seconds(measured["gloo"])), "of_bound": bound / _seconds(took)}
-        for name, took in measured.items()
-        if took
+        {**_row(case, name, measured), "of_bound": bound / _seconds(took) if took else None}
+        for name, took in measured.took.items()
     ]
-    whole, eighth = _seconds(measured["ravnest float32"]), _seconds(measured["ravnest int8"])
+    gloo, whole, coded = (_seconds(measured.took[name]) for name in ("gloo", "ravnest float32", "ravnest int8"))
     return rows, [
         Target(f"{case}: of the ring bound", bound / whole, _BOUND_TARGET),
-        Target(f"{case}: of gloo's speed", _seconds(measured["gloo"]) / whole, 1.0),
-        Target(f"{case}: int8, times as fast as float32", whole / eighth, _INT8_TARGET),
+        Target(f"{case}: of gloo's speed", gloo / whole, 1.0),
+        Target(f"{case}: int8, times as fast as float32", whole / coded, _INT8_TARGET),
     ]
 
 
@@ -146,33 +152,39 @@ def _training(given: argparse.Namespace) -> tuple[list[Row], list[Target]]:
 def _measured(
     case: str, contenders: Iterable[Contender], sites: Sequence[Site], size_bytes: int, repetitions: int
 ) -> Measured:
-    """Each contender averages once for nothing, which opens its connections, and then they take turns."""
+    """Each contender averages once for nothing, which opens its connections, and then they take turns. None begins
+    before the others have prepared their next: gloo's members copy their vectors, which costs as much as averaging."""
     took: dict[str, list[Took]] = {}
+    failures: dict[str, str] = {}
     with ExitStack() as stack:
         everybody = []
         for contender in contenders:
             members = Members(contender, sites, size_bytes // 4, {**os.environ, "OMP_NUM_THREADS": "1"})
             everybody.append(stack.enter_context(members))
             took[contender.name] = []
-        for members in everybody:
-            members.average()
-        for number in range(repetitions):
+        for number in range(repetitions + 1):
             for members in everybody:
-                result = members.average()
-                if result is not None:
-                    took[members.contender.name].append(result)
-                    say(f"{case}, {number + 1} of {repetitions}: {members.contender.name} {result.seconds:.3f} s")
-    return took
+                for each in everybody:
+                    each.wait_until_ready()
+                result = None if members.has_given_up else members.average()
+                name = members.contender.name
+                if result is None:
+                    failures[name] = members.failure
+                elif number:
+                    took[name].append(result)
+                    say(f"{case}, {number} of {repetitions}: {name} {result.seconds:.3f} s")
+    return Measured(took, failures)
 
 
-def _row(case: str, name: str, took: Sequence[Took], gloo_seconds: float) -> dict[str, object]:
+def _row(case: str, name: str, measured: Measured) -> dict[str, object]:
+    took = measured.took[name]
     if not took:
-        return {"case": f"{case}: {name}"}
+        return {"case": f"{case}: {name} ({measured.failures[name]})"}
     return {
         "case": f"{case}: {name}",
         "seconds": _seconds(took),
         "least_seconds": min(one.seconds for one in took),
-        "of_gloo_speed": gloo_seconds / _seconds(took),
+        "of_gloo_speed": _seconds(measured.took["gloo"]) / _seconds(took),
         # hivemind computes in processes of its own, whose time nobody tells us.
         "processor_seconds": None if name == "hivemind" else statistics.median(one.processor_seconds for one in took),
     }

@@ -55,6 +55,10 @@ class Members:
         self._values = values
         self._environment = dict(environment)
         self._processes: list[subprocess.Popen[str]] = []
+        self._ready = False
+        self._failed_in_a_row = 0
+        self.failure = ""
+        """Why the last averaging failed; nothing where it went well."""
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -75,16 +79,32 @@ class Members:
     ) -> None:
         self._undo.close()
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether it failed so often that trying on is a waste of time."""
+        return self._failed_in_a_row >= _TRIES
+
+    def wait_until_ready(self) -> None:
+        """What its members do before an averaging, and what does not count, is over: they disturb nobody's any more."""
+        if not self._ready and not self.has_given_up:
+            for process in self._processes:
+                assert self._hear(process) == "ready"
+            self._ready = True
+
     def average(self) -> Took | None:
-        """All members average once; None where that failed. Begins when the last one is ready."""
-        for process in self._processes:
-            assert self._hear(process) == "ready"
+        """All members average once; None where that failed, with `failure` for the reason. Begins when the last one is
+        ready."""
+        self.wait_until_ready()
+        self._ready = False
         for process in self._processes:
             _tell(process, "go")
         answers = [self._hear(process) for process in self._processes]
-        if failed := [answer["failed"] for answer in answers if "failed" in answer]:
-            say(f"{self.contender.name} failed: {failed[0]}")
+        self.failure = next((answer["failed"] for answer in answers if "failed" in answer), "")
+        if self.failure:
+            self._failed_in_a_row += 1
+            say(f"{self.contender.name} failed: {self.failure}")
             return None
+        self._failed_in_a_row = 0
         return Took(
             max(answer["seconds"] for answer in answers), sum(answer["processor_seconds"] for answer in answers)
         )
@@ -123,6 +143,7 @@ class Members:
 
 
 _END_SECONDS = 10.0
+_TRIES = 3
 
 
 def _tell(process: "subprocess.Popen[str]", what: object) -> None:

@@ -70,7 +70,7 @@ def serve(
         try:
             result = average(prepared)
         except Exception as error:
-            _say({"failed": f"{type(error).__name__}: {error}"})
+            _say({"failed": f"{error}" or type(error).__name__})
             continue
         seconds, used = time.perf_counter() - began, _processor_seconds() - used
         del prepared
@@ -80,6 +80,8 @@ def serve(
             # A peer may give up on a member and go on without it: then it has not done what was asked.
             _say({"failed": str(error)})
             continue
+        # Else the next round would give the memory back, and that would count.
+        del result
         _say({"seconds": seconds, "processor_seconds": used})
 
 

@@ -77,6 +77,8 @@ class RingMember:
         ended.wait()
         if self._failure is not None:
             raise self._failure
+        # Nothing of this round comes any more, and its memory is not to be given back in the next one.
+        self._attempt = None
         return reduce.result
 
 
