@@ -37,6 +37,7 @@ class RingMember:
         self._attempt: RingAttempt | None = None
         self._changed = threading.Condition()
         self._failure: Exception | None = None
+        self._memory: torch.Tensor | None = None
         self.lines: RingLines | None = None
 
     def take_all(self, line: DirectLine) -> None:
@@ -68,7 +69,10 @@ class RingMember:
             self._failure = error
             ended.set()
 
-        reduce = RingReduce(self._own, self._own.numel(), weights, self._index, self._codec, norms=self._norms)
+        memory, self._memory = self._memory, None
+        reduce = RingReduce(
+            self._own, self._own.numel(), weights, self._index, self._codec, norms=self._norms, memory=memory
+        )
         attempt = RingAttempt(1, node_name(self._index - 1 % self._count), reduce, send, over)
         with self._changed:
             self._attempt, self._round = attempt, number
@@ -79,6 +83,8 @@ class RingMember:
             raise self._failure
         # Nothing of this round comes any more, and its memory is not to be given back in the next one.
         self._attempt = None
+        # As RingState does it: a round that counted leaves its memory to the next one.
+        self._memory = reduce.result
         return reduce.result
 
 

@@ -67,12 +67,14 @@ class RingReduce:
         piece_values: int | None = None,
         scale: float = 1.0,
         carried: float = 0.0,
+        memory: Tensor | None = None,
     ) -> None:
         """`weights` sum to 1, in ring order, and `index` is this member's place.
 
         `norms`: how long everybody's coded section is by declaration, after clipping; None: lengths are not checked.
         `residual`: what encoding lost in earlier rounds, for a codec with feedback. `scale`: what this member's own
         coded section is multiplied with so as to have its declared length. `carried`: see `norms.carried_norm`.
+        `memory`: for the result, where there is some that nobody uses any more; it is taken over.
         """
         members = len(weights)
         assert 0 <= index < members and 0 <= coded_values <= own.numel()
@@ -90,8 +92,9 @@ class RingReduce:
         self._expected = sum(len(seen) for seen in self._seen)
         self._started = 0
         self._sums: dict[tuple[int, int], int] = {}
+        assert memory is None or (memory.shape == own.shape and memory.dtype == torch.float32)
         # Through numpy, which asks for large pages: the memory is new, and all of it is written in no time.
-        self._result = torch.from_numpy(np.empty(own.numel(), np.float32))
+        self._result = torch.from_numpy(np.empty(own.numel(), np.float32)) if memory is None else memory
         if codec.feedback and members > 1:
             self.next_residual = torch.empty(coded_values)
         else:

@@ -53,8 +53,14 @@ class Change:
 class RingState:
     """One member's state of one ring. Not thread-safe."""
 
-    def __init__(self, vector: RingVector, values: Tensor, outer: Outer, codec: Codec) -> None:
-        """`values`: the ring's tensors as deployed, flat; the same in all clusters. Taken over."""
+    def __init__(
+        self, vector: RingVector, values: Tensor, outer: Outer, codec: Codec, keeps_memory: bool = False
+    ) -> None:
+        """`values`: the ring's tensors as deployed, flat; the same in all clusters. Taken over.
+
+        With `keeps_memory` the mean of the next round is made in the memory of the last one, where that counted:
+        fresh memory from the system costs as much as a pass over it.
+        """
         assert values.numel() == vector.values
         self.vector = vector
         self.outer = outer
@@ -65,6 +71,9 @@ class RingState:
         self.anchor = values[: vector.coded_values].clone() if vector.plain else values
         self._residual: Tensor | None = None
         self._carried = 0.0
+        self._keeps_memory = keeps_memory
+        self._memory: Tensor | None = None
+        """Of the last mean that counted. Everybody had it by then: nothing is sent from there, or received there."""
 
     def outer_views(self) -> dict[str, Tensor]:
         """What the outer optimizer remembers of each parameter, in its shape; empty where it remembers nothing."""
@@ -91,6 +100,8 @@ class RingState:
         scale = 1.0
         if norms is not None and norms[index] < contribution.norm * (1 - 1e-6):
             scale = norms[index] / contribution.norm
+        # Given away: of an attempt that fails, pieces may come and go when the next one has long begun.
+        memory, self._memory = self._memory, None
         return RingReduce(
             contribution.values,
             self.vector.coded_values,
@@ -102,6 +113,7 @@ class RingState:
             piece_values=piece_values,
             scale=scale,
             carried=self._carried,
+            memory=memory,
         )
 
     def commit(self, round: int, contribution: Contribution, done: RingReduce) -> Change:
@@ -118,7 +130,10 @@ class RingState:
         self.committed = round
         self._residual = done.next_residual
         self._carried = carried_norm(self.codec, self._carried, done.declared)
-        becomes = {**self.vector.parameter_views(self.anchor), **self.vector.plain_views(mean[coded:])}
+        plain = mean[coded:]
+        if self._keeps_memory:
+            self._memory, plain = mean, plain.clone()
+        becomes = {**self.vector.parameter_views(self.anchor), **self.vector.plain_views(plain)}
         return Change(self.vector.views(own), becomes, kept)
 
     def donation(self) -> Tensor:

@@ -77,6 +77,28 @@ def test_a_commit_moves_everybody_to_the_same_anchor_and_keeps_progress_since_th
         assert torch.allclose(VECTOR.flatten(change.becomes).double(), want, atol=1e-6)
 
 
+def test_a_mean_is_made_in_the_memory_of_the_last_one_that_counted_and_of_no_other() -> None:
+    def memory(ring: RingState) -> int:
+        made = ring.reduce(ring.contribute(drawn(9)), [1.0], 0, None)
+        return made.result.data_ptr()
+
+    ring, other = (RingState(VECTOR, drawn(0), outer_named("mean"), FLOAT32, keeps_memory=True) for _ in range(2))
+    contributions = [each.contribute(drawn(i + 1)) for i, each in enumerate((ring, other))]
+    reduces = [
+        each.reduce(own, [0.5, 0.5], i, None)
+        for i, (each, own) in enumerate(zip((ring, other), contributions, strict=True))
+    ]
+    run_ring(reduces)
+    change = ring.commit(1, contributions[0], reduces[0])
+    assert change.becomes is not None
+    becomes = VECTOR.flatten(change.becomes)
+    assert memory(ring) == reduces[0].result.data_ptr()
+    # The attempt above has not counted, and pieces of it may still be on their way.
+    assert memory(ring) != reduces[0].result.data_ptr()
+    assert torch.equal(VECTOR.flatten(change.becomes), becomes)
+    assert memory(other) != reduces[1].result.data_ptr()
+
+
 def test_a_round_that_fails_leaves_no_trace_and_the_next_one_holds_what_was_learnt() -> None:
     rings = states(2, "nesterov")
     anchor = rings[0].anchor.clone()
