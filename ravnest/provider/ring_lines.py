@@ -2,7 +2,8 @@
 
 Pieces say where they belong, so it does not matter over what they come. A direct line is fast and is lost when its
 connection breaks; a link is slower, outlives its connections, and runs over the coordinator's relay where nobody can be
-dialled. So a direct line is tried first, and after it broke the link is used for the rest of the deployment.
+dialled. So a direct line is tried first, and after it broke the link is used for the rest of the round, and of the next
+ones until it is time to try again.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from ravnest.net.direct_line import DirectLine, dial_direct
 from ravnest.net.frames import Frame, FrameKind, RingPlace
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import Neighbour
+from ravnest.provider.direct_tries import DirectTries
 from ravnest.provider.stage_link import StageLink
 
 WINDOW_BYTES: Final = 16 << 20
@@ -115,6 +117,7 @@ class _Line:
         self._loop = loop
         self._queue: queue.SimpleQueue[tuple[RingPlace, torch.Tensor] | None] = queue.SimpleQueue()
         self._direct: DirectLine | None = None
+        self._tries = DirectTries()
         self._sending: Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -173,19 +176,21 @@ class _Line:
                 self._loop.call_soon_threadsafe(self._broke, self.end.node_id, str(error))
 
     def _send(self, place: RingPlace, data: torch.Tensor) -> None:
-        if self._direct is None and self._address:
+        if self._direct is None and self._address and self._tries.is_due(place.round):
             try:
                 self._direct = dial_direct(self._address, self.end.node_id, self._node, _DIAL_SECONDS)
             except PeerError:
-                self._address = ""
+                self._tries.failed(place.round)
         if self._direct is not None:
             try:
                 self._direct.send(self._generation, place, data)
-                return
             except PeerError:
                 self._direct.close()
-                self._direct, self._address = None, ""
+                self._direct = None
+                self._tries.failed(place.round)
                 raise
+            self._tries.carried(place.round)
+            return
         frame = Frame(FrameKind.RING, 0, generation=self._generation, tensors={"data": data}, piece=place)
         self._sending = asyncio.run_coroutine_threadsafe(self.end.link.send(frame), self._loop)
         self._sending.result()
