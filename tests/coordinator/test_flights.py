@@ -43,7 +43,7 @@ class FakeCourse:
 
 def a_cluster(stages: int = STAGES, in_flight: int = 4, most: int = 20, feed_seconds: float = 0.0) -> ClusterRun:
     nodes = tuple(StagePlan(f"p{s}", s, "stem", cast(Any, None), 1, 0) for s in range(stages))
-    plan = ClusterPlan(0, nodes, in_flight, 2, 1.0, "as planned", most, feed_seconds)
+    plan = ClusterPlan(0, nodes, in_flight, 2, 1.0, "as planned", most_in_flight=most, feed_seconds=feed_seconds)
     return Clusters([plan]).all[0]
 
 

@@ -128,10 +128,10 @@ def test_gradients_say_how_long_their_microbatch_has_been_here() -> None:
         forward = Frame(FrameKind.FORWARD, 3, generation=7)
         outbox.came(forward)
         await asyncio.to_thread(outbox.backward, a_message(3))
-        assert (await outbox.to_previous.get()).residence_micros > 0
+        assert (await outbox.to_previous.get()).frame.residence_micros > 0
         outbox.came(replace(forward, microbatch=-1, train=False))
         await asyncio.to_thread(outbox.backward, a_message(-1))
-        assert (await outbox.to_previous.get()).residence_micros == 0, "an evaluation has no way back"
+        assert (await outbox.to_previous.get()).frame.residence_micros == 0, "an evaluation has no way back"
 
     on_a_loop(test)
 
