@@ -99,8 +99,11 @@ Outcomes = dict[Setting, list[Outcome]]
 
 
 def main() -> int:
-    given = arguments("convergence", "Whether several clusters learn as well as one, at equal samples.")
-    tasks, seeds = (TASKS[:1], 2) if given.quick else (TASKS, 3)
+    given = arguments(
+        "convergence", "Whether several clusters learn as well as one, at equal samples.", ("digits", "gpt")
+    )
+    chosen = [task for name, task in zip(names, TASKS, strict=True) if name in given.only]
+    tasks, seeds = (chosen[:1], 2) if given.quick else (chosen, 3)
     settings = (ONE, *_several(2)[:3]) if given.quick else (ONE, *_several(2), *_several(4))
     rows: list[Row] = []
     targets: list[Target] = []

@@ -47,13 +47,18 @@ class Target:
         return {"name": f"{self.name}, {limit}", "value": self.value, "target": self.target, "met": self.met}
 
 
-def arguments(name: str, description: str) -> argparse.Namespace:
-    """The command line every benchmark has: `quick`, `json` and `record`."""
+def arguments(name: str, description: str, parts: Sequence[str] = ()) -> argparse.Namespace:
+    """The command line every benchmark has: `quick`, `json` and `record`; of one with parts, `only`, a list of them."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer cases, within a minute")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
     parser.add_argument("--record", action="store_true", help="add the table to benchmarks/RESULTS.md")
-    return parser.parse_args()
+    if parts:
+        parser.add_argument("--only", choices=parts, action="append", help="this part alone; may be repeated")
+    given = parser.parse_args()
+    if parts:
+        given.only = given.only or list(parts)
+    return given
 
 
 def say(text: str) -> None:

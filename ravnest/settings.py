@@ -147,6 +147,10 @@ class Averaging:
     """Let all clusters wait for a round, instead of averaging in the background while they train on. For tests of
     exactness, and for comparing."""
 
+    rate_factor: float | None = None
+    """What the learning rate is multiplied with where several clusters train. None: the square root of their number for
+    Adam and its kin, because a round rests on as many times the data; 1 for other optimizers."""
+
     optimizer_state: bool = False
     """Average what the optimizer keeps for each parameter too (momentum, second moments), and not the parameters
     alone. Rounds get as many times larger."""
@@ -163,6 +167,7 @@ class Averaging:
         check_whole("averaging.every", self.every, least=1, optional=True)
         check_one_of("averaging.outer", self.outer, OUTER_OPTIMIZERS)
         check_positive("averaging.outer_rate", self.outer_rate)
+        check_positive("averaging.rate_factor", self.rate_factor)
         momentum = self.outer_momentum
         if momentum is not None and (
             isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1

@@ -30,6 +30,7 @@ from ravnest.coordinator.members import Member
 from ravnest.coordinator.planning import Machine, check_fit, goal_of, plan_measured
 from ravnest.coordinator.prepare import Prepared, choose_correction
 from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.rate_scaling import rate_factor
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.rounds import Rounds
 from ravnest.coordinator.run_plan import RunPlan
@@ -320,6 +321,9 @@ class Coordinator:
                 self._display.message(f"warning: {why}")
         if plan.rings:
             self._course.emit("rings", plan.average_reason, rings=len(plan.rings), samples=plan.average_every)
+            rate = rate_factor(job, len(plan.clusters))
+            self._course.emit("rate", rate.reason, factor=rate.factor)
+            self._display.message(rate.reason)
         self._display.message(f"plan: {plan.reason}")
         if plan.versions != DEFAULT_POLICY:
             self._display.message(f"plan: {plan.versions_reason}")

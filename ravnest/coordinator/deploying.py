@@ -10,6 +10,7 @@ from ravnest.averaging.outer.nesterov import momentum_for
 from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
+from ravnest.coordinator.rate_scaling import rate_factor, scaled_optimizer, scaled_schedule
 from ravnest.coordinator.reachability import Reach, choose_dialling
 from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan
 from ravnest.engine.settings import StageSettings
@@ -101,10 +102,25 @@ class Orders:
         return cls(orders, artifacts, tuple(links.values()), ring_links)
 
 
-def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, clusters: int) -> StageSettings:
-    settings = stage_settings(job, stage.stage, len(cluster.stages), cluster.in_flight)
-    # Microbatches are numbered through all clusters, and each is to have as many traced.
-    return replace(settings, trace=settings.trace * clusters)
+def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, plan: RunPlan) -> StageSettings:
+    settings = stage_settings(
+        job,
+        stage.stage,
+        len(cluster.stages),
+        cluster.in_flight,
+        most_in_flight=plan.most_in_flight,
+        versions=plan.versions,
+        split_backward=stage.split_backward,
+    )
+    factor = rate_factor(job, len(plan.clusters)).factor
+    schedule = scaled_schedule(job.schedule_spec, factor)
+    return replace(
+        settings,
+        optimizer=scaled_optimizer(job.optimizer_spec, factor).to_json(),
+        schedule=None if schedule is None else schedule.to_json(),
+        # Microbatches are numbered through all clusters, and each is to have as many traced.
+        trace=settings.trace * len(plan.clusters),
+    )
 
 
 def ring_order(ring: RingPlan) -> Ring:

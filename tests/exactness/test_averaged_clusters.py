@@ -99,7 +99,7 @@ def test_clusters_that_wait_for_their_rounds_are_copies_that_are_averaged(
         train_data=data,
         optimizer=SGD,
         # One sample less than the rounds' share: the number of samples in a microbatch is no whole part of it.
-        averaging=Averaging(every=samples - 2, blocking=True),
+        averaging=Averaging(every=samples - 2, blocking=True, rate_factor=1.0),
         pipeline=Pipeline(in_flight=1, record_updates=True),
     )
     result = swarm.train(job, providers=providers, clusters=clusters, run=tmp_path / "run", display=False)
@@ -128,7 +128,7 @@ def test_a_resumed_run_goes_on_with_the_momentum_between_clusters(
             loss=F.cross_entropy,
             train_data=data,
             optimizer=stepper,
-            averaging=Averaging(every=8 * EVERY, blocking=True, outer="nesterov", outer_momentum=0.6),
+            averaging=Averaging(every=8 * EVERY, blocking=True, outer="nesterov", outer_momentum=0.6, rate_factor=1.0),
             pipeline=Pipeline(in_flight=1, record_updates=True),
             max_updates=updates,
         )

@@ -1,0 +1,68 @@
+"""The learning rate of several clusters: higher than that of one, because each of their updates rests on more data.
+
+C clusters make a C-th of the updates that one makes of the same samples, and a round brings together what C of them
+learnt. That is training with batches C times as large. For optimizers that divide by the size of gradients (Adam and
+its kin) the rate then grows with the square root; for others nothing was measured here, and they are left as they are.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+import torch
+
+from ravnest.job import Job
+from ravnest.spec import OptimizerSpec, Plain, ScheduleSpec
+
+_ADAPTIVE: Final = frozenset({"Adam", "AdamW", "NAdam", "RAdam", "Adamax"})
+_RATES: Final = ("max_lr", "base_lr", "eta_min")
+"""Arguments of schedules that are rates, and not multiples of the optimizer's."""
+
+
+class RateFactor(NamedTuple):
+    """What the learning rate is multiplied with, and why."""
+
+    factor: float
+    reason: str
+
+
+def rate_factor(job: Job, clusters: int) -> RateFactor:
+    """For a run of so many clusters."""
+    set_to = job.averaging.rate_factor
+    if set_to is not None:
+        return RateFactor(set_to, f"learning rate times {set_to:.3g}, as averaging.rate_factor says")
+    if clusters == 1:
+        return RateFactor(1.0, "learning rate as it is: there is one cluster")
+    name = job.optimizer_spec.name
+    if name not in _ADAPTIVE:
+        return RateFactor(1.0, f"learning rate as it is: what {clusters} clusters would need with {name} is not known")
+    factor = math.sqrt(clusters)
+    return RateFactor(
+        factor,
+        f"learning rate times {factor:.3g}, the square root of {clusters} clusters, whose rounds rest on more data",
+    )
+
+
+def scaled_optimizer(spec: OptimizerSpec, factor: float) -> OptimizerSpec:
+    """The optimizer with its rate multiplied."""
+    if factor == 1.0:
+        return spec
+    rate = spec.build([torch.nn.Parameter(torch.zeros(1))]).defaults["lr"]
+    return replace(spec, arguments={**spec.arguments, "lr": factor * rate})
+
+
+def scaled_schedule(spec: ScheduleSpec | None, factor: float) -> ScheduleSpec | None:
+    """The schedule with the rates that it sets itself multiplied."""
+    if spec is None or factor == 1.0:
+        return spec
+    changed: Mapping[str, Plain] = {
+        name: _times(value, factor) for name, value in spec.arguments.items() if name in _RATES
+    }
+    return replace(spec, arguments={**spec.arguments, **changed})
+
+
+def _times(value: Plain, factor: float) -> Plain:
+    if isinstance(value, tuple):
+        return tuple(factor * v for v in value)
+    return factor * value if isinstance(value, int | float) and not isinstance(value, bool) else value
