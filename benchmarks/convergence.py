@@ -99,9 +99,8 @@ Outcomes = dict[Setting, list[Outcome]]
 
 
 def main() -> int:
-    given = arguments(
-        "convergence", "Whether several clusters learn as well as one, at equal samples.", ("digits", "gpt")
-    )
+    names = ("digits", "gpt")
+    given = arguments("convergence", "Whether several clusters learn as well as one, at equal samples.", names)
     chosen = [task for name, task in zip(names, TASKS, strict=True) if name in given.only]
     tasks, seeds = (chosen[:1], 2) if given.quick else (chosen, 3)
     settings = (ONE, *_several(2)[:3]) if given.quick else (ONE, *_several(2), *_several(4))
