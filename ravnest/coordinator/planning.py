@@ -85,7 +85,8 @@ def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
         average_share=averaged_bytes(averaging) / 4,
         average_memory=averaging_memory(job),
         blocking=averaging.blocking,
-        codec=pipeline.codec,
+        # One in flight is asked for by those who want what a plain loop gives: nothing is lost on the way then.
+        codec=pipeline.codec or ("float32" if pipeline.in_flight == 1 else None),
         least_clusters=clusters or 1,
         most_clusters=clusters,
         least_stages=max(1, everybody // (clusters or 1)),

@@ -219,6 +219,9 @@ def test_cancelling_the_callers_task_ends_the_stream_at_the_other_side() -> None
             async def use_link() -> None:
                 link = await dial_link(address, CALLED.node_id, BEFORE)
                 try:
+                    # Its answer shows that the other side is there: a call that is cancelled sooner may never reach it.
+                    await link.send(forward(1))
+                    await link.receive()
                     linked_up.set()
                     await link.receive()
                 finally:

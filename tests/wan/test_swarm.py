@@ -163,7 +163,7 @@ def test_five_providers_two_behind_routers_train_digits_to_the_loss_of_the_embed
     assert abs(order.index("p2") - order.index("p3")) > 1
     assert set(routes(summary).values()) == {"direct"} and len(routes(summary)) == 8
     told = ravnest("status", "run", folder=internet.folder).stdout
-    assert f"{order[0]} to {order[1]}: direct\n" in told, told
+    assert f"{order[0]} to {order[1]}: direct, " in told, told
     (planned,) = internet.events("planned")
     assert summary["predicted_samples_per_second"] == pytest.approx(planned["predicted_samples_per_second"])
 
@@ -182,9 +182,8 @@ def test_a_link_that_is_cut_for_five_seconds_loses_and_repeats_nothing(
     direct = next(pair for pair, route in found.items() if route == "direct")
     relayed = next(pair for pair, route in found.items() if route == "relayed")
     told = ravnest("status", "run", folder=internet.folder).stdout
-    assert f"{relayed[0]} to {relayed[1]}: relayed\n" in told or f"{relayed[1]} to {relayed[0]}: relayed\n" in told, (
-        told
-    )
+    # How long the way takes is told of the link to the next stage, once a microbatch has come back.
+    assert any(f"{one} to {other}: relayed" in told for one, other in (relayed, relayed[::-1])), told
     cut = [direct, (relayed[0], "home")]  # a direct link; and a provider's way to the coordinator, and its relay
     for pair in cut:
         internet.lab.cut(*pair)
