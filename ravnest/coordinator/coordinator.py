@@ -310,10 +310,18 @@ class Coordinator:
         )
         self._course.emit("versions", plan.versions_reason, versions=plan.versions)
         for cluster in plan.clusters:
-            self._course.emit("in_flight", cluster.flight_reason, cluster=cluster.id, limit=cluster.in_flight)
+            self._course.emit("in_flight", cluster.flight_reason, cluster=cluster.id, old=None, new=cluster.in_flight)
             if cluster.split_reason:
                 split = [stage.stage for stage in cluster.stages if stage.split_backward]
                 self._course.emit("split_backward", cluster.split_reason, cluster=cluster.id, stages=split)
+            for stage in cluster.stages[1:]:
+                self._course.emit(
+                    "codec",
+                    f"stage {stage.stage - 1} to {stage.stage}: {stage.codec_reason}",
+                    cluster=cluster.id,
+                    stage=stage.stage,
+                    codec=stage.codec,
+                )
         correction, why = choose_correction(job)
         if any(cluster.in_flight > 1 for cluster in plan.clusters):
             self._course.emit("correction", why, correction=correction)

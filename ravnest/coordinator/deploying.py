@@ -90,7 +90,7 @@ class Orders:
                     stages=len(stages),
                     graph=_reference(graph),
                     weights=_reference(weights),
-                    settings_json=_settings(prepared.job, stage, cluster, len(plan.clusters)).to_json(),
+                    settings_json=_settings(prepared.job, stage, cluster, plan).to_json(),
                     generation=generation,
                     previous=links[before, stage.node].to_before if before else None,
                     next=links[stage.node, after].to_after if after else None,

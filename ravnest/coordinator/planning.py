@@ -134,7 +134,14 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
         )
         # A cluster alone keeps nothing for averaging.
         alone = replace(goal, least_clusters=1, most_clusters=1)
-        return RunPlan(plan, _cluster_plans(graph, model, alone, plan, by_name), reason)
+        return RunPlan(
+            plan,
+            _cluster_plans(graph, model, alone, plan, by_name, asked),
+            reason,
+            versions=goal.versions,
+            versions_reason=chosen.reason,
+            most_in_flight=goal.bound_in_flight,
+        )
     found = averaging_of(prepared.job.averaging, graph, model, goal, network, by_name, plan)
     plan = found.plan
     reason = (
@@ -144,7 +151,7 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
     )
     return RunPlan(
         plan,
-        _cluster_plans(graph, model, goal, plan, by_name),
+        _cluster_plans(graph, model, goal, plan, by_name, asked),
         reason,
         versions=goal.versions,
         versions_reason=chosen.reason,
@@ -157,18 +164,33 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
 
 
 def _cluster_plans(
-    graph: PortableGraph, model: ModelCosts, goal: Goal, plan: Plan, providers: Mapping[str, Provider]
+    graph: PortableGraph,
+    model: ModelCosts,
+    goal: Goal,
+    plan: Plan,
+    providers: Mapping[str, Provider],
+    split: bool | None,
 ) -> tuple[ClusterPlan, ...]:
-    return tuple(
-        ClusterPlan(
-            id=number,
-            stages=stages_of(graph, cluster, number),
-            in_flight=cluster.in_flight,
-            ahead=feed_ahead(cluster, providers),
-            predicted_samples_per_second=rate,
-            flight_reason=flight_reason(cluster),
-            most_in_flight=most_in_flight(model, goal, providers, cluster),
-            feed_seconds=feed_seconds(cluster, providers),
+    """`split` is what the job says of splitting backwards, if it does."""
+    plans = []
+    for number, (cluster, rate) in enumerate(zip(plan.clusters, plan.rates, strict=True)):
+        choices = [
+            choose_split(cluster, position, providers[stage.provider].memory_bytes, split)
+            for position, stage in enumerate(cluster.stages)
+        ]
+        stages = stages_of(graph, cluster, number)
+        plans.append(
+            ClusterPlan(
+                id=number,
+                stages=tuple(replace(s, split_backward=c.split) for s, c in zip(stages, choices, strict=True)),
+                in_flight=cluster.in_flight,
+                ahead=feed_ahead(cluster, providers),
+                predicted_samples_per_second=rate,
+                flight_reason=flight_reason(cluster),
+                split_reason=split_reason(choices),
+                most_in_flight=most_in_flight(model, goal, providers, cluster),
+                feed_seconds=feed_seconds(cluster, providers),
+            )
         )
     return tuple(plans)
 

@@ -135,6 +135,7 @@ def stage_settings(
         clip_value=job.pipeline.clip_value,
         in_flight=in_flight,
         most_in_flight=most_in_flight,
+        max_staleness=job.pipeline.max_staleness,
         versions=versions,
         correction=choose_correction(job)[0],
         precision=job.pipeline.precision,

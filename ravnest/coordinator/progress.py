@@ -255,6 +255,8 @@ class Progress:
                     connections=link.connections,
                     bytes_sent=link.bytes_sent,
                     bytes_received=link.bytes_received,
+                    bytes_raw=link.raw_bytes_sent,
+                    codec=self._codec(stage, link.next),
                     delay_seconds=link.delay_seconds or None,
                 )
                 for link in report.links

@@ -31,6 +31,7 @@ class Recorder:
 
     def take(self, node_id: str, cluster: int, stage: int, report: Report) -> None:
         """What the provider of a stage reports."""
+        before = self._progress.reports.get(node_id)
         if self.tracing is not None:
             self.tracing.take(node_id, report)
         self._progress.reports[node_id] = report

@@ -34,6 +34,8 @@ class ClusterPlan:
     """Beside the other clusters."""
     flight_reason: str
     """How many are in flight, and what for."""
+    split_reason: str = ""
+    """Which stages split their backward, and what for; empty with a single stage."""
     most_in_flight: int = 1
     """As many as memory and the bound on staleness allow, should more be needed than planned."""
     feed_seconds: float = 0.0

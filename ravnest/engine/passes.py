@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ravnest.engine.precision import Precision
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.split_backward import Gradients, SplitBackward
 from ravnest.engine.versions import Version, WeightVersions
@@ -88,9 +89,8 @@ class Passes:
         aliases = Aliases(graph)
         written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
         self._written = [v.name for v in (*graph.inputs, *graph.receives) if aliases.group(v.name) in written]
-        # What is compiled is a single operator to autograd.
-        separable = self._program.can_split and not settings.compile
-        self.splits = settings.split_backward and bool(self._receives) and separable
+        divisible = self._program.can_split and not self._precision.scales
+        self.splits = settings.split_backward and bool(self._receives) and divisible
         """Whether the gradients of weights are found after those of what was received."""
         self._pending: dict[int, _Pending] = {}
         self._unfinished: _Unfinished | None = None
@@ -156,7 +156,7 @@ class Passes:
         split = SplitBackward(computed.apart) if computed.apart else None
         found: list[torch.Tensor | None]
         if split is None:
-            found = list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+            found = list(self._precision.gradients(outputs, wanted, given))
         else:
             found = split.first(outputs, given, wanted)
         count = len(computed.received)
@@ -190,7 +190,7 @@ class Passes:
     ) -> tuple[_Computed, dict[str, Any]]:
         received = {name: given[name].requires_grad_() for name in self._receives}
         apart: list[WeightUse] = []
-        with torch.enable_grad():
+        with torch.enable_grad(), self._precision.computing():
             results = self._program.run(
                 given,
                 {**leaves, **fixed},
@@ -199,6 +199,7 @@ class Passes:
                 microbatch=microbatch,
                 apart=apart if self.splits else None,
             )
+            results = self._precision.as_told(results, self._sent_types)
         outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and r.requires_grad}
         return _Computed(received, leaves, outputs, apart), results
 

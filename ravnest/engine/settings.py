@@ -31,7 +31,7 @@ class StageSettings:
     """Never more than so many at any stage, whatever is said later. None: there is no such bound."""
     max_staleness: int | None = None
     """No more updates than so many between a microbatch's forward and its backward. None: as many as there are."""
-    versions: str = "stash"
+    versions: str = DEFAULT_POLICY
     correction: str = "none"
     precision: str = "float32"
     compiled: bool = False
@@ -70,6 +70,8 @@ class StageSettings:
         for name, number in least.items():
             if data[name] is not None and data[name] < number:
                 raise GraphError(f"the stage's setting {name} is {data[name]}, and cannot be below {number}")
+        if POLICIES[data["versions"]].within_accumulate and data["in_flight"] > data["accumulate"]:
+            raise GraphError("the stage's settings contradict one another (versions, in_flight, accumulate)")
         return cls(**data)
 
 

@@ -80,7 +80,6 @@ class Stage:
         self._summed = 0
         self._forward_version = 0
         self._oldest_version = 0
-        self._gradient_names = [v.name for v in graph.receives if v.needs_grad]
 
     @property
     def in_flight(self) -> int:
@@ -121,24 +120,11 @@ class Stage:
         `gradients` are those of what was sent (None on a leaf: the loss is its own). Where the backward is split, those
         of the weights are computed by `finish_backward`.
         """
-        pending = self._pending.pop(microbatch, None)
-        if pending is None:
-            raise TrainingError(f"a gradient for microbatch {microbatch} came, which has no forward here")
-        names = list(pending.outputs)
-        if gradients is None:
-            given = [torch.ones_like(t) for t in pending.outputs.values()]
-        else:
-            names = [n for n in names if n in gradients]
-            given = [self._here(gradients[n]) for n in names]
-        wanted = [*pending.leaves.values(), *pending.version.leaves.values()]
-        found = torch.autograd.grad([pending.outputs[n] for n in names], wanted, given, allow_unused=True)
-        self._versions.release(pending.version)
-        self._forward_version = pending.version.number
-        if not self._summed:
-            self._oldest_version = self._forward_version
-        count = len(pending.leaves)
-        back = {n: g for n, g in zip(pending.leaves, found[:count], strict=True) if g is not None}
-        self._add(dict(zip(pending.version.leaves, found[count:], strict=True)), back.values())
+        given = None if gradients is None else {name: self._here(value) for name, value in gradients.items()}
+        back = self._passes.backward(microbatch, given)
+        self._sent = list(back.values())
+        if not self._passes.splits:
+            self.finish_backward()
         return back
 
     def finish_backward(self) -> None:
@@ -147,6 +133,8 @@ class Stage:
             return
         sent, self._sent = self._sent, None
         self._forward_version, gradients = self._passes.weight_gradients()
+        if not self._summed:
+            self._oldest_version = self._forward_version
         self._add(gradients, sent)
 
     def update(self, microbatch: int, *, flush: bool = False, updates: int = 0) -> Update | None:

@@ -20,7 +20,7 @@ import torch
 from ravnest.engine.early_number import asked_for
 from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, LossRecord, Message, Outbox, Snapshot, Span
 from ravnest.engine.pace import NO_PRETENCE, Pace, Pretence
-from ravnest.engine.schedule import Task, Waiting, next_task
+from ravnest.engine.schedule import Bound, Task, Waiting, next_task, updates_before
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.training_time import TrainingTime, warm_up_for
 from ravnest.errors import PeerError, RavnestError
@@ -39,8 +39,8 @@ class StageWorker:
 
     def __init__(self, stage: Stage, outbox: Outbox, pretence: Pretence = NO_PRETENCE) -> None:
         """All its work takes as long as on the machine that is pretended."""
-        self.counters = Counters()
-        self._pace = Pace(pretence, stage.device, stage.settings.split_backward)
+        self.counters = Counters(training=TrainingTime(warm_up_for(stage.settings.in_flight)))
+        self._pace = Pace(pretence, stage.device, stage.splits_backward)
         self._stage = stage
         self._outbox = outbox
         graph = stage.graph
@@ -72,6 +72,8 @@ class StageWorker:
         self._between: deque[Callable[[], None]] = deque()
         self._samples = 0
         self._running: dict[int, Message] = {}
+        self._flown = (0.0, 0, time.perf_counter())
+        """Seconds that microbatches were between forward and backward, up to a moment, and how many are since then."""
         self._latest = -1
         """The microbatch of the last task: what happens between two tasks is recorded with it."""
         self._stopping = False

@@ -7,7 +7,7 @@ Values are dropped as soon as no later step needs them, so a stage holds what au
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -127,8 +127,8 @@ class Program:
 
     @property
     def can_split(self) -> bool:
-        """Whether there is any weight whose gradient can wait."""
-        return bool(self._uses)
+        """Whether there is any weight whose gradient can wait; what is compiled runs as one."""
+        return bool(self._uses) and self._compiled is None
 
     def slot(self, name: str) -> int:
         return self._slots[name]

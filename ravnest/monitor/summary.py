@@ -36,6 +36,10 @@ class StageLink:
     connections: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    bytes_raw: int = 0
+    """What was sent would have been so many bytes without a codec."""
+    codec: str = "float32"
+    """Of activations and gradients, both ways."""
     delay_seconds: float | None = None
     """What a microbatch spends on the way there and back, of those that hardly waited for the line; None: not known."""
 

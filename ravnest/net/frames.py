@@ -110,6 +110,8 @@ class Frame:
     updates: int = 0
     """How many updates the run has made with this microbatch; 0 where that is not told."""
     piece: RingPlace | None = None
+    coded: Mapping[str, Coded] = field(default_factory=dict)
+    """Of a FORWARD or BACKWARD frame: tensors in a codec. Their bytes are as they came: the codec looks at them."""
     residence_micros: int = 0
     """Of a BACKWARD frame: how long its sender has had the microbatch, since its activations came; 0: not told."""
 
@@ -219,7 +221,8 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
         header.fragment,
         header.updates,
         _decode_piece(header.piece) if header.HasField("piece") else None,
-        header.residence_micros,
+        coded=coded,
+        residence_micros=header.residence_micros,
     )
     return frame, start + offset
 

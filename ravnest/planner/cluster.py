@@ -54,6 +54,8 @@ class StageCost:
     fed_bytes: float
     relayed_bytes: float
     """What the coordinator passes on between it and the stage before, both ways."""
+    saved_bytes: float = 0.0
+    """What one microbatch keeps for its backward."""
     codec: str = "float32"
     """Of what crosses between it and the stage before."""
     codec_reason: str = ""
@@ -161,13 +163,6 @@ def stage_tables(
 
 def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     """Forward, backward, update and the handling of frames, for a stage from place i to place j."""
-    heavy, light = model.heavy_seconds, model.light_seconds
-    if goal.recompute:
-        heavy, light = heavy + model.heavy_forward_seconds, light + model.light_forward_seconds
-    work = model.between(heavy / provider.compute_speed + light / provider.memory_speed)
-    if provider.operator_seconds and model.operators is not None:
-        work = np.maximum(work, model.between(model.operators) * provider.operator_seconds)
-    work = np.maximum(work, provider.least_stage_seconds)
     places = np.arange(len(model.places))
     begins, ends = places == 0, places == model.last
     work = model.between(model.heavy_seconds / provider.compute_speed + model.light_seconds / provider.memory_speed)
@@ -178,6 +173,7 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
             model.heavy_forward_seconds / provider.compute_speed + model.light_forward_seconds / provider.memory_speed
         )
         work = work + again * ~ends[None, :]
+    work = np.maximum(work, provider.least_stage_seconds)
     frames = 2.0 * ~begins[:, None] + begins[:, None] + 2.0 * ~ends[None, :] + (model.fed_bytes > 0)
     crossing = model.forward_bytes + model.backward_bytes
     handled = crossing[:, None] + crossing[None, :] + model.fed_bytes
@@ -249,6 +245,7 @@ def cluster_of(
                 memory_bytes=float(held[i, j]),
                 parameter_bytes=float(model.parameter_bytes[j] - model.parameter_bytes[i]),
                 fed_bytes=float(model.fed_bytes[i, j]),
+                saved_bytes=float(model.saved_bytes[j] - model.saved_bytes[i]),
                 relayed_bytes=sum(lines.links[number - 1].carried(chosen.codec)) if relayed else 0.0,
                 codec=chosen.codec,
                 codec_reason=chosen.reason,

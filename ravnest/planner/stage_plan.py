@@ -21,6 +21,8 @@ class StagePlan:
     """Counted from 0, as the stages are."""
     start: int = 0
     """The place in the model where it begins, as `split` counts them."""
+    split_backward: bool = False
+    """Whether it sends gradients on before it computes those of its own weights."""
     codec: str = "float32"
     """Of activations and gradients between it and the stage before."""
     codec_reason: str = ""

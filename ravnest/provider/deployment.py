@@ -271,13 +271,13 @@ class Deployment:
     async def _save_with(self, rings: Rings, checkpoint: int, anchored: bool) -> None:
         self._worker.save(checkpoint, await rings.saved(anchored))
 
-    async def _read(self, link: ResumableLink, kind: FrameKind, take: Callable[[Message], None]) -> None:
+    async def _read(self, end: StageLink, kind: FrameKind, take: Callable[[Message], None]) -> None:
+        link, check = end.link, partial(self._check, kind=kind)
         while (frame := await link.receive()) is not None:
             arrived = time.perf_counter()
             try:
-                self._check(frame, kind)
                 self._outbox.came(frame)
-                take(message_of(frame))
+                take(message_of(await self._packing.unpack(frame, end.codec, check)))
                 self._spans.received(frame, arrived)
             except PeerError as error:
                 refused = RefusedError(f"{link.peer} broke the protocol: {error}")
@@ -294,11 +294,17 @@ class Deployment:
             state.usual_delay_seconds = self._outbox.delay.median_seconds
         return state
 
-    async def _send(self, queue: asyncio.Queue[Frame], link: ResumableLink) -> None:
+    async def _send(self, queue: asyncio.Queue[Outgoing], end: StageLink) -> None:
         while True:
-            frame = await queue.get()
-            await link.send(frame)
-            self._spans.handed_over(link, frame)
+            outgoing = await queue.get()
+            packed = await self._packing.pack(outgoing, end.codec)
+            end.saved_bytes += packed.saved_bytes
+            await end.link.send_encoded(packed.data)
+            self._spans.handed_over(end.link, outgoing.frame)
+
+    async def _answer(self, feed: ResumableLink) -> None:
+        while True:
+            await feed.send((await self._outbox.to_coordinator.get()).frame)
 
     async def _speak(self, say: Callable[[ProviderMessage], Awaitable[None]]) -> None:
         while True:

@@ -14,6 +14,8 @@ from ravnest.errors import PeerError
 from ravnest.graph.weights import stream_tensors
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ProviderMessage
+from ravnest.provider.link_delay import LinkDelay, Stays
+from ravnest.provider.packing import Outgoing
 from ravnest.provider.spans import SpanRecorder
 
 Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
@@ -29,9 +31,9 @@ class FrameOutbox:
     def __init__(
         self, generation: int, upload: Upload, record_updates: bool, spans: SpanRecorder | None = None
     ) -> None:
-        self.to_next: asyncio.Queue[Frame] = asyncio.Queue()
-        self.to_previous: asyncio.Queue[Frame] = asyncio.Queue()
-        self.to_coordinator: asyncio.Queue[Frame] = asyncio.Queue()
+        self.to_next: asyncio.Queue[Outgoing] = asyncio.Queue()
+        self.to_previous: asyncio.Queue[Outgoing] = asyncio.Queue()
+        self.to_coordinator: asyncio.Queue[Outgoing] = asyncio.Queue()
         self.messages: asyncio.Queue[ProviderMessage] = asyncio.Queue()
         """What the coordinator is to hear of rounds."""
         self.failure: asyncio.Future[tuple[str, str, int]] = asyncio.get_running_loop().create_future()
@@ -41,6 +43,12 @@ class FrameOutbox:
         """Samples that have gone back through the stage. The engine's thread counts, anybody may look."""
         self.on_snapshot: Callable[[Snapshot], None] = _no_rings
         """Who takes what a round averages, on the engine's thread."""
+        self.mark: Callable[[], torch.cuda.Event | None] = lambda: None
+        """When what the stage has computed so far will be there; on the engine's thread."""
+        self.delay = LinkDelay()
+        """Of the link to the next stage."""
+        self.stays = Stays()
+        """Of microbatches of the stage before."""
         self.spans = spans or SpanRecorder(0)
         self._loop = asyncio.get_running_loop()
         self._generation = generation
@@ -65,12 +73,14 @@ class FrameOutbox:
 
     def forward(self, message: Message) -> None:
         self.spans.put_out("forward", message.microbatch)
+        if message.train:
+            self.delay.handed_over(message.microbatch)
         self._put(self.to_next, FrameKind.FORWARD, message)
 
     def backward(self, message: Message) -> None:
         self.samples += message.samples
         self.spans.put_out("backward", message.microbatch)
-        self._put(self.to_previous, FrameKind.BACKWARD, message)
+        self._put(self.to_previous, FrameKind.BACKWARD, message, self.stays.left_micros(message.microbatch))
 
     def done(self, message: Message) -> None:
         self.samples += message.samples
@@ -117,7 +127,7 @@ class FrameOutbox:
         elif frame.train:
             self.stays.arrived(frame.microbatch)
 
-    def _put(self, queue: asyncio.Queue[Frame], kind: FrameKind, message: Message, stay_micros: int = 0) -> None:
+    def _put(self, queue: asyncio.Queue[Outgoing], kind: FrameKind, message: Message, stay_micros: int = 0) -> None:
         tensors = {n: v for n, v in message.values.items() if isinstance(v, torch.Tensor)}
         scalars = {n: v for n, v in message.values.items() if not isinstance(v, torch.Tensor)}
         frame = Frame(

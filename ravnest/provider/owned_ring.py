@@ -80,11 +80,13 @@ class OwnedRing:
         settings: RingSettings,
         optimizer: OptimizerSpec,
         tensors: Mapping[str, torch.Tensor],
+        outer_state: Mapping[str, torch.Tensor],
         keeps_memory: bool = False,
     ) -> Self:
         """The ring of a stage with these tensors, as deployed; GraphError where it lacks some of the ring's.
 
-        `keeps_memory`: see `RingState`.
+        `outer_state`: what the outer optimizer remembered of the stage's parameters in a run that is resumed, by their
+        keys; of one that is not there, nothing. `keeps_memory`: see `RingState`.
         """
         names = [f"param:{key}" for key in ring.parameters]
         plain = [f"buffer:{key}" for key in ring.buffers]
@@ -98,8 +100,12 @@ class OwnedRing:
                 plain.append(name)
         vector = RingVector([Entry(n, shapes[n]) for n in names], [Entry(n, shapes[n]) for n in plain])
         outer = outer_named(settings.outer, settings.outer_rate, settings.outer_momentum)
+        if outer.keeps_state and any(key in outer_state for key in ring.parameters):
+            outer.state = _outer_vector(vector, ring, outer_state)
         codec = codec_named(settings.codec)
-        return cls(ring, RingState(vector, flat(vector, tensors), outer, codec, keeps_memory))
+        owned = cls(ring, RingState(vector, flat(vector, tensors), outer, codec, keeps_memory))
+        owned.decided.set()
+        return owned
 
     @property
     def number(self) -> int:

@@ -70,7 +70,10 @@ class Rings:
         optimizer = stage.settings.optimizer_spec()
         # Plans count the memory of a round, which is that of one fragment; between rounds there may be as much.
         keeps = len({ring.fragment for ring in order.rings}) == 1 and not settings.optimizer_state
-        self._owned = {ring.ring: OwnedRing.of(ring, settings, optimizer, tensors, keeps) for ring in order.rings}
+        self._owned = {
+            ring.ring: OwnedRing.of(ring, settings, optimizer, tensors, outer_state or {}, keeps)
+            for ring in order.rings
+        }
         self._worker: StageWorker | None = None
         self._lines: RingLines | None = None
         self._thread = ThreadPoolExecutor(1, "ravnest-rings")

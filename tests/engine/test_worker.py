@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
+from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, LossRecord, Message, Snapshot, Span
 from ravnest.engine.pace import Pretence
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update

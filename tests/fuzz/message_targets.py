@@ -47,8 +47,32 @@ def _frame_seeds() -> list[bytes]:
     first = Frame(FrameKind.FORWARD, 7, samples=3, generation=2, tensors={"h": weights, "t": weights.t()})
     second = Frame(FrameKind.RESULT, -1, train=False, scalars={"loss": 0.5, "n": 3, "ok": True})
     third = Frame(FrameKind.FEED, 1, tensors={"mask": torch.ones(5, dtype=torch.bool), "none": torch.zeros(0, 2)})
-    fourth = Frame(FrameKind.BACKWARD, 9, checkpoint=3, flush=True, residence_micros=150_000)
-    return [encode(first), encode(second) + encode(third), encode(fourth)]
+    done = Frame(FrameKind.BACKWARD, 9, checkpoint=3, flush=True, residence_micros=150_000)
+    return [encode(first), encode(second) + encode(third), encode(done), *_coded_seeds()]
+
+
+def _coded_frame(data: bytes) -> None:
+    """A frame of a neighbour on a link of some codec, up to the tensors that its stage gets."""
+    frame = decode_at(data, 0)[0]
+    refused = None
+    for name in ACTIVATION_CODECS:
+        try:
+            found = decoded(frame, CODECS[name])
+        except PeerError as error:
+            refused = error
+            continue
+        for key, tensor in found.tensors.items():
+            assert key not in frame.coded or tensor.shape == frame.coded[key].shape
+            assert key not in frame.coded or name != "int8" or tensor.isfinite().all()
+        return
+    assert refused is not None
+    raise refused
+
+
+def _coded_seeds() -> list[bytes]:
+    tensors = {"h": torch.linspace(-3, 4, 600).reshape(20, 30), "t": torch.linspace(0, 1, 300).reshape(2, 150).t()}
+    frame = Frame(FrameKind.BACKWARD, 7, samples=3, generation=2, tensors=tensors)
+    return [encode(coded(frame, CODECS[name])) for name in ACTIVATION_CODECS]
 
 
 def _header_seeds() -> list[bytes]:

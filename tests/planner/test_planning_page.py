@@ -30,6 +30,18 @@ BLOCKS = re.findall(r"^```formula\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 FORMULAS = {name: text for block in BLOCKS for name, text in re.findall(r"^(\w+) = (.+)$", block, re.MULTILINE)}
 
 PLACES = 9
+COMPUTE = {
+    "stash": "compute",
+    "double": "compute",
+    "recompute": "compute_with_recompute",
+    "latest": "compute_with_latest",
+}
+MEMORY = {
+    "stash": "memory",
+    "double": "memory_with_double",
+    "recompute": "memory_with_recompute",
+    "latest": "memory_with_latest",
+}
 SHARES = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": 0.25390625}
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -106,9 +118,9 @@ class Case:
         random = Random(seed)
         self.model = a_model(random)
         self.goal = Goal(
-            recompute=seed % 2 == 1,
+            versions=list(POLICIES)[seed % 4],
             accumulate=random.choice((1, 3)),
-            average_memory=seed % 4,
+            average_memory=seed // 4 % 4,
             codec=(None, "float32", "float16", "int8")[seed // 2 % 4],
         )
         self.order = [a_provider(random, name) for name in "abcd"[: random.randint(1, 4)]]
