@@ -25,7 +25,7 @@ _REMEMBERED: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """How long a forward and a backward take, whatever the stage."""
+    """How long a forward takes, and a backward with the update that follows it, whatever the stage."""
 
     forward: float
     backward: float
@@ -106,6 +106,9 @@ class Pace:
                 wait_for(self._device)
                 self.overruns += time.perf_counter() - began > wanted
                 self._wait_until(began + wanted)
+            elif kind == "update":
+                # A part of what a backward is to take: the gradients have left by then, and the next wait is shorter.
+                self._late_seconds = min(self._late_seconds + time.perf_counter() - began, _MOST_LATE_SECONDS)
             return
         if self._slower == 1.0:
             yield

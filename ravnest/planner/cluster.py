@@ -4,6 +4,7 @@ The formulas are in docs/planning.md. A cluster takes a microbatch every `period
 line, or longer where too few microbatches are in flight to cover the way through all stages and back.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -98,6 +99,12 @@ class Cluster:
     def round_trip_seconds(self) -> float:
         """The way of one microbatch through all stages and back, when nothing else is under way."""
         return sum(stage.trip_seconds for stage in self.stages)
+
+    @property
+    def needed_in_flight(self) -> int:
+        """As many as just keep the busiest stage or line busy, of those in flight. The others are to spare: whether
+        they are needed shows when the cluster is at work."""
+        return max(1, min(self.in_flight, math.ceil(self.round_trip_seconds / self.busiest_seconds - 1e-9)))
 
     @property
     def period_seconds(self) -> float:

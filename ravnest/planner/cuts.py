@@ -7,7 +7,7 @@ stage slower than a bound, for the smallest bound that is worth it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,7 +38,13 @@ def best_cuts(
     if goal.worth(found.in_flight) < 1 or found.period_seconds > ways.least_seconds(numbers[0]) * (1 + _CLOSE):
         # Memory, staleness and the length of the way stand against one another.
         found = ways.best_of_all(numbers, found)
-    return cluster_of(model, goal, network, order, found.cuts, _with_spare(model, goal, order, found))
+    cluster = cluster_of(model, goal, network, order, found.cuts, _with_spare(model, goal, order, found))
+    # Codecs are settled with the cluster, and the way is longer where one loses less than was assumed.
+    needed = min(goal.most_in_flight, math.ceil(cluster.round_trip_seconds / cluster.busiest_seconds - _CLOSE))
+    if goal.in_flight is None and needed > found.in_flight:
+        longer = replace(found, in_flight=needed)
+        cluster = cluster_of(model, goal, network, order, found.cuts, _with_spare(model, goal, order, longer))
+    return cluster
 
 
 _CLOSE = 1e-9
@@ -54,12 +60,11 @@ def _with_spare(model: ModelCosts, goal: Goal, order: Sequence[Provider], found:
         return found.in_flight
     wanted = found.in_flight + 1 + math.floor(SPARE_SHARE * found.in_flight)
     bounds = (0, *found.cuts, model.last)
-    for more in range(min(wanted, goal.most_in_flight), found.in_flight, -1):
+    for more in range(min(wanted, goal.most_in_flight), 1, -1):
         held = memory_bytes(model, goal, more)
-        fits = all(held[bounds[k], bounds[k + 1]] <= order[k].memory_bytes for k in range(len(order)))
-        if fits and goal.worth(more) == goal.worth(found.in_flight):
+        if all(held[bounds[k], bounds[k + 1]] <= order[k].memory_bytes for k in range(len(order))):
             return more
-    return found.in_flight
+    return 1
 
 
 def _numbers(goal: Goal, stages: int) -> range:

@@ -61,4 +61,4 @@ def few_places(model: ModelCosts) -> ModelCosts:
 
 
 def _score(goal: Goal, cluster: Cluster) -> float:
-    return cluster.samples_per_second * goal.worth(cluster.in_flight)
+    return cluster.samples_per_second * goal.worth(cluster.needed_in_flight)

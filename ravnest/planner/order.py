@@ -122,7 +122,7 @@ def best_of(
 
 def score(goal: Goal, cluster: Cluster) -> float:
     """What a cluster is worth by itself: its rate, less what staleness beyond the bound takes."""
-    return cluster.samples_per_second * goal.worth(cluster.in_flight)
+    return cluster.samples_per_second * goal.worth(cluster.needed_in_flight)
 
 
 def coarse(model: ModelCosts, stages: int, places: int = PLACES) -> ModelCosts:

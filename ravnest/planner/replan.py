@@ -263,7 +263,8 @@ class _Scales:
         case = self.case
         plan = plan_of(case.goal, case.network, case.providers, clusters)
         worth = sum(
-            rate * case.goal.worth(cluster.in_flight) for cluster, rate in zip(plan.clusters, plan.rates, strict=True)
+            rate * case.goal.worth(cluster.needed_in_flight)
+            for cluster, rate in zip(plan.clusters, plan.rates, strict=True)
         )
         kept = plan.score / worth if worth else 0.0
         samples = longest = 0.0
@@ -276,7 +277,7 @@ class _Scales:
                 moves += mine
             longest = max(longest, still)
             at_work = max(0.0, self.horizon_seconds - still)
-            samples += rate * kept * case.goal.worth(cluster.in_flight) * at_work
+            samples += rate * kept * case.goal.worth(cluster.needed_in_flight) * at_work
         return Option(plan, steps, tuple(moves), longest, samples)
 
 

@@ -36,7 +36,7 @@ def totals(goal: Goal, network: Network, providers: Mapping[str, Provider], clus
         between = goal.average_every * sum(c.samples for c in clusters) / together
         kept = between / (between + averaging)
         predicted = together * kept if goal.blocking else _beside_rounds(goal, providers, clusters, rates, between)
-    worth = sum(rate * goal.worth(cluster.in_flight) for rate, cluster in zip(rates, clusters, strict=True))
+    worth = sum(rate * goal.worth(cluster.needed_in_flight) for rate, cluster in zip(rates, clusters, strict=True))
     return Totals(rates, averaging, predicted, worth * kept, limit)
 
 

@@ -300,7 +300,7 @@ def test_clusters_that_share_nothing_lose_only_what_averaging_takes(every: int, 
     if blocking:
         expected = formula("waiting_for_rounds", together=together, between=between, round=seconds)
     assert found.samples_per_second == close(expected)
-    worth = sum(cluster.samples_per_second * goal.worth(cluster.in_flight) for cluster in clusters)
+    worth = sum(cluster.samples_per_second * goal.worth(cluster.needed_in_flight) for cluster in clusters)
     assert found.score == close(formula("waiting_for_rounds", together=worth, between=between, round=seconds))
 
 
