@@ -50,7 +50,7 @@ def test_an_optimizer_that_cannot_be_corrected_is_told_of(asked: str | None, wor
     name, reason = choose_correction(job)
     assert name == "none"
     assert reason == (
-        f"staleness is not corrected: predict was {words}, and SGD without momentum keeps no velocity to predict "
-        "weights from"
+        f"staleness is not corrected: {asked or DEFAULT} was {words}, and SGD without momentum keeps no velocity to "
+        "predict weights from"
     )
     assert stage_settings(job, 0, 2, 3).correction == "none" and not goal_of(job, None, None).predicts

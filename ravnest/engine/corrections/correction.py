@@ -18,7 +18,7 @@ from ravnest.errors import GraphError
 from ravnest.settings import CORRECTIONS
 from ravnest.spec import OptimizerSpec
 
-DEFAULT: Final = "predict"
+DEFAULT: Final = "foresight"
 """What learns best, by `python -m benchmarks.quality`."""
 
 PREDICTING: Final = ("predict", "foresight")
