@@ -148,8 +148,9 @@ class Averaging:
     exactness, and for comparing."""
 
     rate_factor: float | None = None
-    """What the learning rate is multiplied with where several clusters train. None: the square root of their number for
-    Adam and its kin, because a round rests on as many times the data; 1 for other optimizers."""
+    """What the learning rate is multiplied with where several clusters train. None: for Adam and its kin the fourth
+    root of their number, with `blocking` the square root, because a round rests on as many times the data; 1 for
+    others."""
 
     optimizer_state: bool = False
     """Average what the optimizer keeps for each parameter too (momentum, second moments), and not the parameters

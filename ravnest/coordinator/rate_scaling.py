@@ -2,7 +2,9 @@
 
 C clusters make a C-th of the updates that one makes of the same samples, and a round brings together what C of them
 learnt. That is training with batches C times as large. For optimizers that divide by the size of gradients (Adam and
-its kin) the rate then grows with the square root; for others nothing was measured here, and they are left as they are.
+its kin) the rate then grows with the square root, where training waits for rounds. In the background the mean comes
+late, clusters stray from one another meanwhile, and the farther the higher the rate: there it grows with the fourth
+root. For other optimizers nothing was measured, and they are left as they are.
 """
 
 import math
@@ -37,11 +39,10 @@ def rate_factor(job: Job, clusters: int) -> RateFactor:
     name = job.optimizer_spec.name
     if name not in _ADAPTIVE:
         return RateFactor(1.0, f"learning rate as it is: what {clusters} clusters would need with {name} is not known")
-    factor = math.sqrt(clusters)
-    return RateFactor(
-        factor,
-        f"learning rate times {factor:.3g}, the square root of {clusters} clusters, whose rounds rest on more data",
-    )
+    blocking = job.averaging.blocking
+    factor = math.sqrt(clusters) if blocking else clusters**0.25
+    why = f"the {'square' if blocking else 'fourth'} root of {clusters} clusters, whose rounds rest on more data"
+    return RateFactor(factor, f"learning rate times {factor:.3g}, {why}")
 
 
 def scaled_optimizer(spec: OptimizerSpec, factor: float) -> OptimizerSpec:
