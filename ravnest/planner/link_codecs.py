@@ -146,7 +146,7 @@ def choose_codecs(lines: ClusterLines, goal: Goal, compute: Sequence[float], in_
     """The codec of each link of a cluster whose stages compute for so long, with so many microbatches in flight."""
     links = len(lines.links)
     if goal.codec is not None:
-        return [LinkCodec(goal.codec, f"{goal.codec}, as pipeline.codec says") for _ in range(links)]
+        return [LinkCodec(goal.codec, _given_reason(goal, goal.codec, link.apart)) for link in lines.links]
     chosen = [CHOICES[-1 if link.apart else 0] for link in lines.links]
     tightest = lines.loads(chosen)
     computing = sum(compute)
@@ -172,6 +172,14 @@ def _busy(loads: Sequence[LineLoad], link: int) -> float:
     """For how long a link keeps its own line, or a line at one of its ends, busy."""
     before, after = loads[link], loads[link + 1]
     return max(before.up_seconds, before.down_seconds, after.busiest_seconds)
+
+
+def _given_reason(goal: Goal, codec: str, apart: bool) -> str:
+    if codec == CHOICES[0] and not apart:
+        return f"{codec}: no line lies between them"
+    if codec == CHOICES[0] and goal.in_flight == 1:
+        return f"{codec}: with one microbatch in flight a run is to be exact, unless pipeline.codec says otherwise"
+    return f"{codec}, as pipeline.codec says"
 
 
 def _choice(
