@@ -140,7 +140,7 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
             reason,
             versions=goal.versions,
             versions_reason=chosen.reason,
-            most_in_flight=goal.bound_in_flight,
+            bound_in_flight=goal.bound_in_flight,
         )
     found = averaging_of(prepared.job.averaging, graph, model, goal, network, by_name, plan)
     plan = found.plan
@@ -155,7 +155,7 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
         reason,
         versions=goal.versions,
         versions_reason=chosen.reason,
-        most_in_flight=goal.bound_in_flight,
+        bound_in_flight=goal.bound_in_flight,
         rings=tuple(RingPlan(i, part.fragment, part.ring.owners, part.tensors) for i, part in enumerate(found.parts)),
         round_seconds=found.round_seconds,
         average_every=found.every,

@@ -78,7 +78,7 @@ class RunPlan:
     versions: str = "stash"
     """The policy by which stages keep weights and activations."""
     versions_reason: str = ""
-    most_in_flight: int | None = None
+    bound_in_flight: int | None = None
     """As many as may ever be in flight in a cluster; None where nothing bounds them."""
 
     @property
