@@ -28,15 +28,15 @@ from ravnest.coordinator.gathering import gather
 from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.planning import Machine, check_fit, goal_of, plan_measured
-from ravnest.coordinator.prepare import Prepared, choose_correction
+from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.progress import Progress
-from ravnest.coordinator.rate_scaling import rate_factor
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.rounds import Rounds
 from ravnest.coordinator.run_plan import RunPlan
 from ravnest.coordinator.saving import saver_of
 from ravnest.coordinator.state import Position
 from ravnest.coordinator.swarm import Swarm
+from ravnest.coordinator.telling import tell_plan
 from ravnest.coordinator.tracing import Tracing
 from ravnest.errors import RavnestError, RefusedError, RunError, TrainingError, printable
 from ravnest.job import Job
@@ -47,7 +47,6 @@ from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Fault
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, ProviderMessage, Start, Threads
-from ravnest.version_policy import DEFAULT_POLICY
 
 _VANISHED_SECONDS = 0.2
 """How long after a provider has vanished the reason is waited for: whoever started its process knows better."""
@@ -131,7 +130,7 @@ class Coordinator:
         self.phase("planning")
         planning = plan_measured(self._swarm, prepared, members, goal, machine, self.phase)
         plan: RunPlan = await self._course.while_well(planning)
-        self._tell_plan(plan, job)
+        tell_plan(self._course, self._display, plan, job)
         taking_part = {stage.node for stage in plan.stages}
         members = [member for member in members if member.node_id in taking_part]
         if self._swarm.state is not None:
@@ -293,48 +292,6 @@ class Coordinator:
         await self._checkpointing.uploaded(node_id, name, chunks)
 
     # Deploying.
-
-    def _tell_plan(self, plan: RunPlan, job: Job) -> None:
-        self._course.emit(
-            "planned",
-            plan.reason,
-            predicted_samples_per_second=plan.predicted_samples_per_second,
-            stages=[
-                {"cluster": s.cluster, "provider": s.node, "role": s.role, "parameters": s.parameters}
-                for s in plan.stages
-            ],
-            places=[cluster.places for cluster in plan.clusters],
-            in_flight=[cluster.in_flight for cluster in plan.clusters],
-            versions=plan.versions,
-            standbys=plan.plan.standbys,
-        )
-        self._course.emit("versions", plan.versions_reason, versions=plan.versions)
-        for cluster in plan.clusters:
-            self._course.emit("in_flight", cluster.flight_reason, cluster=cluster.id, old=None, new=cluster.in_flight)
-            if cluster.split_reason:
-                split = [stage.stage for stage in cluster.stages if stage.split_backward]
-                self._course.emit("split_backward", cluster.split_reason, cluster=cluster.id, stages=split)
-            for stage in cluster.stages[1:]:
-                self._course.emit(
-                    "codec",
-                    f"stage {stage.stage - 1} to {stage.stage}: {stage.codec_reason}",
-                    cluster=cluster.id,
-                    stage=stage.stage,
-                    codec=stage.codec,
-                )
-        correction, why = choose_correction(job)
-        if any(cluster.in_flight > 1 for cluster in plan.clusters):
-            self._course.emit("correction", why, correction=correction)
-            if correction == "none" and job.pipeline.correction not in (None, "none"):
-                self._display.message(f"warning: {why}")
-        if plan.rings:
-            self._course.emit("rings", plan.average_reason, rings=len(plan.rings), samples=plan.average_every)
-            rate = rate_factor(job, len(plan.clusters))
-            self._course.emit("rate", rate.reason, factor=rate.factor)
-            self._display.message(rate.reason)
-        self._display.message(f"plan: {plan.reason}")
-        if plan.versions != DEFAULT_POLICY:
-            self._display.message(f"plan: {plan.versions_reason}")
 
     def _set_up(self, prepared: Prepared, plan: RunPlan) -> None:
         """Makes what the run of this plan consists of."""
