@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PROTOS := $(wildcard proto/ravnest/v1/*.proto)
 
-.PHONY: demo test check fuzz bench format proto screenshot clean $(VENV)
+.PHONY: demo test check fuzz chaos kills soak bench format proto screenshot clean $(VENV)
 
 demo: $(VENV)
 	@$(BIN)/ravnest train examples/digits/job.py --providers 3
@@ -23,6 +23,19 @@ check: $(VENV)/.dev-installed
 fuzz: $(VENV)/.fuzz-installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
+# A whole run killed 20 times at random moments and continued each time, other moments each time; a few minutes.
+kills: $(VENV)/.dev-installed
+	@OMP_NUM_THREADS=1 RAVNEST_KILLS=20 RAVNEST_KILLS_SEED=$${RAVNEST_KILLS_SEED:-$$(date +%s)} \
+		$(BIN)/python -m pytest -s tests/e2e/test_killed_runs.py
+
+# Trains for two hours, or MINUTES=N, and fails when any process has grown meanwhile; on a machine that does nothing else.
+soak: $(VENV)/.dev-installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(or $(MINUTES),120)
+
+# Faults on purpose, for half an hour or MINUTES=N; SEED=N repeats what a failure named.
+chaos: $(VENV)/.dev-installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))
+
 # On a machine that does nothing else; an hour.
 bench: $(VENV)/.dev-installed
 	@$(BIN)/python -m benchmarks.overhead
@@ -31,6 +44,7 @@ bench: $(VENV)/.dev-installed
 	@$(BIN)/python -m benchmarks.planner
 	@$(BIN)/python -m benchmarks.averaging
 	@$(BIN)/python -m benchmarks.pipeline
+	@$(BIN)/python -m benchmarks.recovery
 
 format: $(VENV)/.dev-installed
 	@$(BIN)/ruff format .

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ravnest.errors import (
     CaptureError,
+    DiskFullError,
     GraphError,
     JobError,
     PeerError,
@@ -30,6 +31,7 @@ __all__ = [
     "Averaging",
     "CaptureError",
     "Checkpoint",
+    "DiskFullError",
     "GraphError",
     "Job",
     "JobError",

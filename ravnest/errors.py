@@ -8,6 +8,7 @@ RavnestError
 ├── PeerError       another node is unreachable, refused us, or broke the protocol
 │   └── RefusedError    … and would do the same if it were tried again
 ├── RunError        the run directory, a checkpoint or a port cannot be used
+│   └── DiskFullError   … for want of space on the disk
 └── TrainingError   training itself cannot go on (a loss that is not finite, a lost provider)
 """
 
@@ -59,6 +60,10 @@ class RefusedError(PeerError):
 
 class RunError(RavnestError):
     """The run directory, a checkpoint or a port cannot be used."""
+
+
+class DiskFullError(RunError):
+    """There is no space left where something was to be written."""
 
 
 class TrainingError(RavnestError):

@@ -196,10 +196,12 @@ class Checkpoint:
     """When the state of all stages is saved. One checkpoint is always written when a run ends."""
 
     every_seconds: float | None = 60.0
-    """Seconds between two checkpoints. None: not by time."""
+    """Seconds between two checkpoints, at most: each is begun as much earlier as it takes to be written. None: not by
+    time."""
 
     every_updates: int | None = None
-    """Updates between two checkpoints. None: not by count."""
+    """Updates between two checkpoints, and so what a crash may cost, at most: training waits for one that is being
+    written rather than go beyond that. None: not by count."""
 
     keep: int = 2
     """How many of the latest checkpoints stay on disk."""

@@ -80,7 +80,7 @@ def trained(training: Training, averaging: bool) -> Trained:
         def start(host: str, *words: str) -> Running:
             data = str(folder / host)
             folders = {"PYTHONPATH": str(ROOT), "XDG_DATA_HOME": data, "XDG_CACHE_HOME": data}
-            running = Running(*words, folder=folder, on=lab.host(host).command, **folders)
+            running = Running(*words, folder=folder, on=lab.host(host).command, warm=False, **folders)
             running.patience_seconds = _PATIENCE_SECONDS
             return stack.enter_context(running)
 

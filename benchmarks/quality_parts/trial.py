@@ -34,6 +34,8 @@ class Way:
     accumulate: int = 1
     link: float = 0.0
     """How long every link takes, in forwards."""
+    codec: str = "float32"
+    """Of what crosses between two stages, both ways."""
 
     @property
     def in_flight(self) -> int:
@@ -45,6 +47,7 @@ class Way:
         if self.stages == 1:
             return f"{TASKS[self.task].title}, synchronous{more}"
         more += f", slow links, {self.in_flight} in flight" if self.link else ""
+        more += f", {self.codec} on the links" if self.codec != "float32" else ""
         return f"{TASKS[self.task].title}, {self.stages} stages, {self.versions}, {self.correction}{more}"
 
 
@@ -88,6 +91,7 @@ def run_trial(trial: Trial) -> Outcome:
         ],
         way.in_flight,
         way.link,
+        way.codec,
     )
     held_out = [(batch, samples_in(batch)) for batch in map(captured.structure.flatten, job.eval_batches())]
     curve: list[tuple[int, float]] = []
@@ -112,7 +116,11 @@ def job_of(trial: Trial) -> ravnest.Job:
     way = trial.way
     job = TASKS[way.task].job(trial.seed, trial.epochs, trial.rate, way.accumulate)
     pipeline = ravnest.Pipeline(
-        in_flight=way.in_flight, versions=way.versions, correction=way.correction, accumulate=way.accumulate
+        in_flight=way.in_flight,
+        versions=way.versions,
+        correction=way.correction,
+        accumulate=way.accumulate,
+        codec=way.codec,
     )
     return replace(job, pipeline=pipeline)
 

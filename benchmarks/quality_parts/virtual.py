@@ -15,8 +15,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ravnest.codecs.codec import codec_named
 from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.engine.stage import Stage
+from ravnest.net.frames import Frame, FrameKind
+from ravnest.provider.coding import coded, decoded
 
 FORWARD: Final = 1.0
 BACKWARD: Final = 2.0
@@ -46,8 +49,10 @@ class _Event(NamedTuple):
 class VirtualPipeline:
     """Trains stages, root first, with at most so many microbatches in flight."""
 
-    def __init__(self, stages: Sequence[Stage], in_flight: int, link: float = 0.0) -> None:
+    def __init__(self, stages: Sequence[Stage], in_flight: int, link: float = 0.0, codec: str = "float32") -> None:
+        """What crosses between two stages does so in the codec, as a provider's links carry it."""
         self._stages = stages
+        self._codec = codec_named(codec)
         self._in_flight = in_flight
         self._link = link
         self._forwards: list[deque[tuple[int, Values]]] = [deque() for _ in stages]
@@ -139,7 +144,14 @@ class VirtualPipeline:
         heapq.heappush(self._events, _Event(end, next(self._orders), place, None, -1, {}))
         if sent is not None:
             to, task, number, values = sent
+            values = self._crossed(task, number, values)
             heapq.heappush(self._events, _Event(end + self._link, next(self._orders), to, task, number, values))
+
+    def _crossed(self, task: Task, number: int, values: Values) -> Values:
+        kind = FrameKind.FORWARD if task is Task.FORWARD else FrameKind.BACKWARD
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        frame = decoded(coded(Frame(kind, number, tensors=tensors), self._codec), self._codec)
+        return {**values, **frame.tensors}
 
     def _happen(self, event: _Event) -> None:
         if event.task is None:

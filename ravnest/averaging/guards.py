@@ -33,12 +33,19 @@ class Usual:
     samples: float
 
 
-def usual(norms: Sequence[float], samples: Sequence[int]) -> Usual | None:
-    """Of these members, all but those whose weight is 0 or who learnt nothing; None where nobody did."""
+def usual(norms: Sequence[float], samples: Sequence[int], before: Usual | None = None) -> Usual | None:
+    """Of these members, all but those whose weight is 0 or who learnt nothing; None where nobody did.
+
+    Of two, of which either may lie, it is the one nearer to what was usual `before`, or that itself where it lies
+    between them; with nothing known from before the longer one, so that nobody is made to look long by a claim.
+    """
     did = [i for i in range(len(norms)) if samples[i] > 0 and norms[i] > 0.0]
     if not did:
         return None
-    return Usual(statistics.median(norms[i] for i in did), statistics.median(samples[i] for i in did))
+    lengths = [norms[i] for i in did]
+    if len(did) == 2 and before is not None:
+        lengths.append(before.norm)
+    return Usual(statistics.median_high(lengths), statistics.median(samples[i] for i in did))
 
 
 def judge(
@@ -46,9 +53,12 @@ def judge(
 ) -> list[Verdict]:
     """Each member's norm against the median of the others', scaled up where it did more samples than they, never down.
 
-    Beyond `outlier` times that it is clipped to it, beyond ten times as much left out. Where no other did anything it
-    is compared with what was usual `before`: one that was left out of a round must not be alone with its difference in
-    the next. Nobody is judged with `outlier` None, without anything to compare it with, or whose weight is 0 anyway.
+    Beyond `outlier` times that it is clipped to it, beyond ten times as much left out. What others claim may be a lie,
+    and a short claim is as easily made as a long one. So of an even number of others the longer of the middle two
+    counts, which makes one liar among them harmless; and a single other counts only together with what was usual
+    `before`, the longer of both. Where no other did anything, what was usual counts alone: one that was left out of a
+    round must not be alone with its difference in the next. Nobody is judged with `outlier` None, without all that, or
+    whose weight is 0 anyway.
     """
     return [_judge_one(i, norms, samples, outlier, before) for i in range(len(norms))]
 
@@ -69,15 +79,19 @@ def _judge_one(
         return Verdict(1.0, "differences are not judged")
     if samples[index] <= 0:
         return Verdict(1.0, "it has no weight")
-    others = [i for i in range(len(norms)) if i != index]
+    others = [i for i in range(len(norms)) if i != index and samples[i] > 0 and norms[i] > 0.0]
     found = usual([norms[i] for i in others], [samples[i] for i in others])
     whose = "the median of the others'"
-    if found is None:
-        found, whose = before, "what was usual in the last round"
-    if found is None:
-        return Verdict(1.0, "there is nobody to compare it with")
+    if len(others) < 2:
+        if before is None:
+            return Verdict(1.0, "there are no two others to compare it with, and nothing is known of earlier rounds")
+        if found is None or _limit(found, samples[index]) < _limit(before, samples[index]):
+            found, whose = before, "what was usual in the last round"
+        else:
+            whose = "the other's"
+    assert found is not None
     did = samples[index] / found.samples
-    limit = outlier * found.norm * max(1.0, did)
+    limit = outlier * _limit(found, samples[index])
     compared = f"its norm is {norms[index]:.4g}, {whose} is {found.norm:.4g}"
     if did > 1.0:
         compared += f" for {did:.3g} times fewer samples"
@@ -86,3 +100,8 @@ def _judge_one(
     if norms[index] > limit:
         return Verdict(limit / norms[index], f"{compared}: clipped to {limit:.4g}, {outlier:g} times as much")
     return Verdict(1.0, compared)
+
+
+def _limit(found: Usual, samples: int) -> float:
+    """How long a difference of so many samples is by this measure."""
+    return found.norm * max(1.0, samples / found.samples)

@@ -159,7 +159,7 @@ class RingRound:
         if len(set(self._digests.values())) == 1:
             self.reduce_took = Took(now - self._attempt_begun, self._cut_off)
             brought = [self._joins[node].norm for node in self._members]
-            self.usual = usual(brought, [self._samples[node] for node in self._members]) or self.usual
+            self.usual = usual(brought, [self._samples[node] for node in self._members], self.usual) or self.usual
             self._end("committed")
             return [Commit(self._attempt, self._members)]
         told = ", ".join(f"{node} {value:08x}" for node, value in self._digests.items())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from ravnest.coordinator.steady_clock import SteadyClock
 from ravnest.coordinator.tokens import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES, TokenStore, admit
 from ravnest.errors import PeerError, RunError
 from ravnest.monitor.run_directory import RunPaths, existing_run
@@ -29,12 +30,17 @@ class Admitted:
 
 
 class Admission:
-    """Who gets in and who may call what. `clock` gives seconds since the epoch."""
+    """Who gets in and who may call what. `clock` gives seconds since the epoch, where it is not the machine's own.
 
-    def __init__(self, authority: SwarmAuthority, tokens: TokenStore, clock: Callable[[], float] = time.time) -> None:
+    Invites end when their time has passed, whatever the machine's clock is set to meanwhile; certificates are dated by
+    the clock as it is, since others check them by theirs.
+    """
+
+    def __init__(self, authority: SwarmAuthority, tokens: TokenStore, clock: Callable[[], float] | None = None) -> None:
         self.authority = authority
         self.tokens = tokens
-        self._clock = clock
+        self._clock = clock or SteadyClock()
+        self._date = clock or (lambda: time.time())
         self._callers = Callers(authority.certificate, tokens.root, tokens.is_member)
 
     @classmethod
@@ -101,7 +107,7 @@ class Admission:
         else:
             assert identity.kind == "node", "the coordinator does not join its own swarm"
             node_id, new = identity.name, False
-        return Admitted(node_id, certificate_der(self.authority.issue(request, node_id, now=self._clock())), new)
+        return Admitted(node_id, certificate_der(self.authority.issue(request, node_id, now=self._date())), new)
 
     def _server_keys(self) -> TlsKeys:
         return self.authority.tls_keys(self.tokens.live_roots(self._clock()))

@@ -2,6 +2,7 @@
 them are to be alike."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from ravnest.coordinator.checkpointing import Checkpointing
@@ -10,6 +11,7 @@ from ravnest.coordinator.course import Course
 from ravnest.coordinator.feeding import Feeding
 from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.rounds import Rounds
+from ravnest.errors import DiskFullError
 from ravnest.net.v1.control_pb2 import Average, CoordinatorMessage
 
 _TRIES: Final = 3
@@ -40,7 +42,9 @@ class AveragingRun:
         self._every = every_samples
         self._blocking = blocking
         self._say = say
-        self._announced_at = 0
+        self.over = False
+        """Whether another formation has taken the place of this one."""
+        self._announced_at = feeding.fed_samples
         """Samples that had been fed at the last round."""
         self._alike_at = 0
         """Samples that had been fed when all clusters were alike."""
@@ -49,7 +53,9 @@ class AveragingRun:
         """Begins a round with the next microbatch, where one is due: what was fed before goes into it, it does not."""
         feeding, rounds = self._feeding, self.rounds
         # Only between two updates: what goes into a round has been applied as a whole.
-        if feeding.clusters.group is not None or rounds.under_way or self._checkpointing.under_way:
+        if self.over or feeding.clusters.group is not None or rounds.under_way or self._checkpointing.under_way:
+            return
+        if feeding.claims:
             return
         if len(feeding.clusters.whole) < 2:
             return
@@ -61,7 +67,9 @@ class AveragingRun:
         if self._blocking:
             await self.now(reason)
             if checkpoint is not None:
-                await self._checkpointing.now()
+                # One for which the disk has no room has been told of, and the next may find some.
+                with suppress(DiskFullError):
+                    await self._checkpointing.now()
             return
         number = rounds.begun + 1
         all_rings = checkpoint is not None or rounds.fragments == 1
@@ -74,10 +82,13 @@ class AveragingRun:
         """Averages all that was learnt, in all rings, while nothing is in flight: afterwards all clusters are alike."""
         feeding, rounds = self._feeding, self.rounds
         for _ in range(_TRIES):
-            await self._course.until(lambda: self._ledger.outstanding == 0)
-            if rounds.under_way:
-                await self._order()
-                await self._course.until(lambda: not rounds.under_way)
+            while not self.over and (rounds.under_way or not self._settled()):
+                await self._course.until(lambda: self.over or self._settled())
+                if rounds.under_way and not self.over:
+                    await self._order()
+                    await self._course.until(lambda: not rounds.under_way)
+            if self.over:
+                return
             if len(feeding.clusters.whole) < 2 or self._alike_at == feeding.fed_samples:
                 return
             self._begin(0, reason)
@@ -88,8 +99,13 @@ class AveragingRun:
                 return
         self._say(f"the clusters could not all be averaged {reason}: {rounds.last}")
 
-    def _begin(self, fragment: int, reason: str) -> None:
+    def _settled(self) -> bool:
         clusters = self._feeding.clusters.whole
+        return not self._ledger.outstanding and not any(cluster.forming or cluster.again for cluster in clusters)
+
+    def _begin(self, fragment: int, reason: str) -> None:
+        # One that is being formed anew has nothing to bring, and is not waited for.
+        clusters = [cluster for cluster in self._feeding.clusters.whole if not cluster.forming]
         self._announced_at = self._feeding.fed_samples
         owners = {node: cluster.fed_samples for cluster in clusters for node in cluster.nodes}
         number = self.rounds.announce(fragment, owners, reason)
@@ -110,8 +126,9 @@ class AveragingRun:
         """Once the round under way counts for all, saves what they have since: the data up to this place."""
         try:
             await self._course.until(lambda: not self.rounds.under_way)
-            if self.rounds.complete:
+            if self.rounds.complete and not self.over:
                 await self._checkpointing.after_round(place, why)
         finally:
-            self._checkpointing.expected = False
-            self._course.notify()
+            if not self.over:
+                self._checkpointing.expected = False
+                self._course.notify()

@@ -88,7 +88,7 @@ def newest_good(folder: Path) -> tuple[CheckpointInfo | None, list[DamagedCheckp
     damaged: list[DamagedCheckpoint] = []
     for path in checkpoint_folders(folder):
         try:
-            info = _read_manifest(path)
+            info = read_manifest(path)
             _verify(info)
         except RunError as error:
             damaged.append(DamagedCheckpoint(path, str(error)))
@@ -103,7 +103,7 @@ def find_checkpoint(folder: Path, updates: int) -> CheckpointInfo:
     if not path.is_dir():
         there = ", ".join(str(int(other.name)) for other in checkpoint_folders(folder)) or "none"
         raise RunError(f"there is no checkpoint {updates} in {folder}; there are: {there}.")
-    info = _read_manifest(path)
+    info = read_manifest(path)
     _verify(info)
     return info
 
@@ -134,11 +134,13 @@ def _put(contents: CheckpointContents, key: str, tensor: Tensor) -> None:
     elif kind == "optim" and ":" in name:
         name, _, state_name = name.rpartition(":")
         contents.optimizer.setdefault(name, {}).setdefault(state_name, tensor)
-    else:
+    elif kind != "anchor":
+        # Where a replica became a checkpoint it says where its cluster's rings stood; they begin anew.
         raise ValueError(f"it holds the unknown entry {key!r}")
 
 
-def _read_manifest(folder: Path) -> CheckpointInfo:
+def read_manifest(folder: Path) -> CheckpointInfo:
+    """What the checkpoint in `folder` says of itself; RunError where that is damaged. Its parts are not looked at."""
     path = folder / MANIFEST_NAME
     try:
         manifest = read_json(path.read_bytes())

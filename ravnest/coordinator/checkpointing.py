@@ -1,12 +1,15 @@
 """Taking checkpoints while a run goes on: which cluster is saved, when, and what its stages upload.
 
 One cluster's stages make a checkpoint. Where there are several clusters it is taken after a round, of the parameters
-that all have since then; where there is one, its stages save right after a microbatch.
+that all have since then; where there is one, its stages save right after a microbatch. One for which the disk has no
+room is given up, and training goes on; only the last one of a run has to be.
 """
 
 import re
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 
+from ravnest.amounts import gibibytes
 from ravnest.coordinator.checkpoints import CheckpointInfo
 from ravnest.coordinator.clusters import ClusterRun
 from ravnest.coordinator.course import Course
@@ -16,7 +19,7 @@ from ravnest.coordinator.run_plan import ClusterPlan
 from ravnest.coordinator.saving import Mark, Saver
 from ravnest.coordinator.stage_parts import BadPartError
 from ravnest.coordinator.swarm import Swarm
-from ravnest.errors import RefusedError, RunError
+from ravnest.errors import DiskFullError, RefusedError, RunError
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Save
 
 
@@ -31,8 +34,10 @@ class Checkpointing:
         cluster: ClusterRun,
         deployment: str,
         ledger: Ledger,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Of this cluster, to begin with; `make_saver` makes what writes the checkpoints of one."""
+        """Of this cluster, to begin with; `make_saver` makes what writes the checkpoints of one, `say` tells the user
+        something."""
         self.last: CheckpointInfo | None = None
         """The newest that this run has taken."""
         self.expected = False
@@ -43,8 +48,14 @@ class Checkpointing:
         self._deployment = deployment
         self._ledger = ledger
         self._saved: dict[str, int] = {}
+        self._say = say
+        self._last_number = 0
+        self._given_up: dict[int, DiskFullError] = {}
+        """The newest one that the disk had no room for, by its number."""
+        self._room_made = False
+        """Whether there is more room since that was given up."""
         self._cluster = cluster
-        self._saver = make_saver(cluster.plan)
+        self._saver = self._saver_of(cluster)
 
     @property
     def has_saved(self) -> bool:
@@ -59,42 +70,64 @@ class Checkpointing:
         """Why one should be taken now, or None."""
         return None if self.expected else self._saver.due(place.updates)
 
+    async def room_for(self, place: Place) -> None:
+        """Returns when the run may go on to this place: at once, unless a checkpoint takes so long to be written that a
+        crash there would cost more than one interval."""
+        saver = self._saver
+        if saver.must_wait(place.updates):
+            since = time.monotonic()
+            await self._course.until(lambda: not self._saver.must_wait(place.updates))
+            saver.held(time.monotonic() - since)
+
     def with_microbatch(self, item: TrainBatch) -> int:
         """The number of the checkpoint to be taken with this microbatch, or 0; RunError when the disk refuses."""
         why = self.due(item.after) if item.completes_update else None
-        if why is None:
-            return 0
         number = item.microbatch + 1
-        self._saver.begin(Mark(number, item.after, self._ledger.counts()))
+        if why is None or not self._begin(number, item.after):
+            return 0
         self._course.emit("checkpoint_begun", why, microbatch=item.microbatch)
         return number
 
     async def after_round(self, place: Place, why: str) -> None:
         """Saves what all clusters have since the last round, which stands at this place in the data."""
         number = place.microbatches
-        self._saver.begin(Mark(number, place, self._ledger.counts()))
+        if not self._begin(number, place):
+            return
         self._course.emit("checkpoint_begun", why, microbatch=number)
         await self._order(number, anchored=True)
 
     async def now(self) -> CheckpointInfo:
-        """Nothing is in flight: saves where the run stands."""
+        """Nothing is in flight: saves where the run stands. DiskFullError when there is no room for that."""
+        await self._course.until(lambda: not self.under_way and not self._cluster.forming and not self._cluster.again)
         saver = self._saver
-        await self._course.until(lambda: not self.under_way)
-        number = self._ledger.completed + 1
-        saver.begin(Mark(number, self._ledger.applied, self._ledger.counts()))
+        # A second try has another number: what was said of the first is not said of it.
+        number = max(self._ledger.completed, self._last_number) + 1
+        if not self._begin(number, self._ledger.applied):
+            raise self._given_up[number]
         await self._order(number, anchored=False)
         # A stage reports before it says that it has saved: after this, the summary has its last counts.
         await self._course.until(lambda: self._saver is not saver or self._all_saved(number))
         if self._saver is not saver:
             # The cluster that was being saved is lost, and another has what it had.
             return await self.now()
+        if number in self._given_up:
+            if self._room_made:
+                return await self.now()
+            raise self._given_up[number]
         assert self.last is not None
         return self.last
 
+    def formed(self, cluster: ClusterRun, deployment: str, make_saver: Callable[[ClusterPlan], Saver]) -> None:
+        """Another formation has taken the place of the one before, and this cluster of it is saved."""
+        self._deployment, self._make_saver, self.expected = deployment, make_saver, False
+        self.move_to(cluster)
+
     def move_to(self, cluster: ClusterRun) -> None:
         """From now on this cluster is saved: the one before is lost, and what it had begun to upload."""
-        self._saver.abort()
-        self._cluster, self._saver = cluster, self._make_saver(cluster.plan)
+        before = self._saver
+        before.abort()
+        self._cluster, self._saver = cluster, self._saver_of(cluster)
+        self._saver.follow(before)
         self._course.notify()
 
     def is_of(self, cluster: ClusterRun) -> bool:
@@ -107,8 +140,7 @@ class Checkpointing:
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         """Takes a stage's part. RefusedError for one that is not the provider's to upload."""
-        number = name.removeprefix("checkpoint-")
-        stage = next((stage.stage for stage in self._cluster.plan.stages if stage.node == node_id), None)
+        number, stage = name.removeprefix("checkpoint-"), self._stage_of(node_id)
         if stage is None or not re.fullmatch("[0-9]{1,19}", number):
             raise RefusedError(f"{node_id} may not upload {name[:80]!r}")
         try:
@@ -130,6 +162,57 @@ class Checkpointing:
 
     def abort(self) -> None:
         self._saver.abort()
+
+    def _stage_of(self, node_id: str) -> int | None:
+        return next((stage.stage for stage in self._cluster.plan.stages if stage.node == node_id), None)
+
+    def make_room(self, error: DiskFullError) -> bool:
+        """Something else could not be written: gives up the checkpoint under way and the older ones, as far as that
+        helps; whether it does. The newest good one stays."""
+        under_way = self._saver.under_way
+        removed = self._saver.make_room()
+        if under_way or removed:
+            self._tell_full(str(error), removed)
+        return under_way or bool(removed)
+
+    def _saver_of(self, cluster: ClusterRun) -> Saver:
+        saver = self._make_saver(cluster.plan)
+        saver.on_full = self._full
+        return saver
+
+    def _begin(self, number: int, place: Place) -> bool:
+        """Begins one, and says whether there is room for it."""
+        self._last_number = number
+        try:
+            self._saver.begin(Mark(number, place, self._ledger.counts()))
+        except DiskFullError as error:
+            self._full(error)
+            return False
+        return True
+
+    def _full(self, error: DiskFullError) -> None:
+        """The checkpoint under way is given up."""
+        removed = self._saver.make_room()
+        self._room_made = bool(removed)
+        room, needed = self._saver.room(), self._saver.needed_bytes
+        kept = f"{self.last.folder.name} stays" if self.last is not None else "nothing that was saved before is touched"
+        reason = f"a checkpoint is given up, and training goes on: the disk is full, {room.lacking(needed)}; {kept}"
+        self._tell_full(reason, removed)
+        self._given_up = {
+            self._last_number: DiskFullError(
+                f"the run cannot be saved: {error}; free {gibibytes(max(1 << 20, room.missing_bytes(needed)))} "
+                f"where the run is kept and continue with --resume ({kept})"
+            )
+        }
+        self._course.notify()
+
+    def _tell_full(self, reason: str, removed: Sequence[str]) -> None:
+        room = self._saver.room()
+        missing = room.missing_bytes(self._saver.needed_bytes)
+        if removed:
+            reason += f"; removed to make room: {', '.join(removed)}"
+        self._course.emit("disk_full", reason, missing_bytes=missing, free_bytes=room.free_bytes, removed=[*removed])
+        self._say(reason)
 
     async def _order(self, number: int, anchored: bool) -> None:
         for node_id in self._cluster.nodes:

@@ -1,6 +1,7 @@
 """Saving checkpoints: each is written aside, synced, and given its name only when it is whole."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -22,8 +23,10 @@ from ravnest.coordinator.checkpoint_reading import (
     find_checkpoint,
     load_checkpoint,
     newest_good,
+    read_manifest,
 )
-from ravnest.errors import PeerError
+from ravnest.coordinator.disk_room import DiskRoom
+from ravnest.errors import DiskFullError, PeerError, RunError
 from ravnest.monitor.files import sync, write_error
 
 __all__ = [
@@ -46,6 +49,7 @@ class CheckpointStore:
 
     - What a crash left half written is removed when the store is opened; what was committed is never
       touched by a save that fails.
+    - Where the disk is nearly full, older ones are removed before their time to make room, never the newest good one.
     - A damaged checkpoint is passed over, and its folder and reason are given to `on_damaged`.
     - One process at a time may open the store of a run (the run directory's lock sees to it); readers use
       `newest_good` and `find_checkpoint`.
@@ -57,25 +61,78 @@ class CheckpointStore:
         self._keep = keep
         self._on_damaged = on_damaged
         self._damaged: set[Path] = set()
+        self._newest: CheckpointInfo | None = None
+        """The newest that is known to be good."""
+        self._begun, self._highest = 0, -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _clean_up(folder)
         except OSError as error:
             raise write_error(folder, error) from error
 
-    def begin(self, checkpoint_id: int) -> "PendingCheckpoint":
-        """A new checkpoint to be filled; it counts only after `commit`."""
-        folder = self._folder / f"{_PENDING}{checkpoint_id}"
+    def begin(self, checkpoint_id: int, needed_bytes: int = 0) -> "PendingCheckpoint":
+        """A new checkpoint to be filled; it counts only after `commit`.
+
+        DiskFullError when there is no room for one of so many bytes, and none could be made.
+        """
+        # A run that went back has the same numbers again, and the one before may still be being written.
+        self._begun += 1
+        again = f"-{self._begun}" if checkpoint_id <= self._highest else ""
+        self._highest = max(self._highest, checkpoint_id)
+        folder = self._folder / f"{_PENDING}{checkpoint_id}{again}"
         try:
             shutil.rmtree(folder, ignore_errors=True)
+            self.make_room(needed_bytes)
+            room = self.room()
+            if room.missing_bytes(needed_bytes):
+                raise DiskFullError(
+                    f"there is no room for a checkpoint in {self._folder}: {room.lacking(needed_bytes)}"
+                )
             folder.mkdir()
         except OSError as error:
             raise write_error(folder, error) from error
         return PendingCheckpoint(self, folder, checkpoint_id)
 
+    def trust(self, updates: int) -> None:
+        """The one after so many updates was found good when the run went on from it, if there is one."""
+        folder = self._folder / f"{updates:010d}"
+        if self._newest is None and folder.is_dir():
+            with suppress(RunError):
+                self._newest = read_manifest(folder)
+
+    def room(self) -> DiskRoom:
+        """What is left on its disk; RunError where that cannot be asked."""
+        try:
+            return DiskRoom.of(self._folder)
+        except OSError as error:
+            raise write_error(self._folder, error) from error
+
+    def make_room(self, needed_bytes: int) -> list[str]:
+        """Removes older checkpoints, the oldest first, until there is room for one of so many bytes; their names.
+
+        The newest good one always stays.
+        """
+        removed: list[str] = []
+        if not self.room().missing_bytes(needed_bytes):
+            return removed
+        newest = self._newest or self.latest()
+        if newest is None:
+            return removed
+        older = [path for path in checkpoint_folders(self._folder) if path.name < newest.folder.name]
+        while older and self.room().missing_bytes(needed_bytes):
+            shutil.rmtree(older[-1], ignore_errors=True)
+            removed.append(older.pop().name)
+        return removed
+
+    @property
+    def newest_bytes(self) -> int:
+        """What the newest one takes that is known to be good; 0: none is."""
+        return 0 if self._newest is None else sum(part["size"] for part in self._newest.manifest["parts"])
+
     def latest(self) -> CheckpointInfo | None:
         """The newest checkpoint whose every byte is as it was written; None when there is none."""
         info, damaged = newest_good(self._folder)
+        self._newest = info
         for item in damaged:
             self._damaged.add(item.folder)
             if self._on_damaged is not None:
@@ -116,6 +173,7 @@ class PendingCheckpoint:
         self._checkpoint_id = checkpoint_id
         self._parts: dict[int, dict[str, Any]] = {}
         self._writers: dict[int, _PartFile] = {}
+        self._aborted = False
 
     async def write_part(
         self, stage: int, chunks: AsyncIterator[bytes], check: Callable[[Path], None] = lambda _: None
@@ -123,16 +181,21 @@ class PendingCheckpoint:
         """Streams one stage's safetensors file to the disk, hashing on the way; several may run at once.
 
         RunError when the disk refuses; whatever else `chunks` or `check` raises passes through. The part then does not
-        count, and neither does one that is being sent again, over another connection.
+        count, and neither does one that is being sent again, over another connection. After `abort` the rest of it is
+        read, and goes nowhere.
         """
         self._parts.pop(stage, None)
         file = await asyncio.to_thread(_PartFile, self._folder / f"part-{stage}.safetensors")
         self._writers[stage] = file
         try:
             async for chunk in chunks:
+                if self._aborted:
+                    continue
                 # Else each of many that are begun, and go on for long, would fill the disk with what is nobody's.
                 self._check_newest(stage, file)
                 await asyncio.to_thread(file.write, chunk)
+            if self._aborted:
+                return
             part = await asyncio.to_thread(file.finish)
             try:
                 await asyncio.to_thread(check, file.path)
@@ -185,10 +248,12 @@ class PendingCheckpoint:
             self.abort()
             raise write_error(path, error) from error
         # Read back from its text, so that a resumed run sees the same plain values as this one.
-        return CheckpointInfo(final, json.loads(text))
+        info = self._store._newest = CheckpointInfo(final, json.loads(text))
+        return info
 
     def abort(self) -> None:
         """Throws away what was written; after `commit` it does nothing."""
+        self._aborted = True
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -214,6 +279,8 @@ class _PartFile:
                 return
             view = memoryview(chunk)
             try:
+                if DiskRoom.of(self._file.fileno()).missing_bytes(len(chunk)):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 while view:
                     view = view[self._file.write(view) :]
             except OSError as error:

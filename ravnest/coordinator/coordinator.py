@@ -1,57 +1,75 @@
-"""The coordinator: plans, deploys, feeds, averages, evaluates, saves, watches. One run of one job.
+"""The coordinator: one run of one job, from the first provider to the last checkpoint.
 
 It lives on the network's loop; the thread that owns the requester's Python hands it items one by one (`take`) and is
-held back there while the swarm has enough. What happens on failure: a provider that vanishes or a stage that fails ends
-its cluster, and the other clusters go on; the end of the last one, a loss that is not finite or a disk that is full is
-one error that every wait raises from then on; checkpoints already written stay.
+held back there while the swarm has enough. What happens on failure: a stage whose provider vanishes, or that fails, is
+taken by another, or the run is formed anew (recovery.py, forming.py); a loss that is not finite, a disk that is full or
+a swarm that nobody can join and that cannot hold the model any more is one error that every wait raises from then on;
+checkpoints already written stay.
 """
 
 import asyncio
 import contextlib
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from ravnest.amounts import counted
-from ravnest.averaging.deadlines import Deadlines
-from ravnest.coordinator.averaging_run import AveragingRun
-from ravnest.coordinator.checkpointing import Checkpointing
+from ravnest.coordinator.believed import Believed
+from ravnest.coordinator.borrowing import Borrowing
+from ravnest.coordinator.changing import Changing
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore
-from ravnest.coordinator.clusters import ClusterRun, Clusters
+from ravnest.coordinator.clusters import ClusterRun
 from ravnest.coordinator.course import Course
-from ravnest.coordinator.deploying import Orders
-from ravnest.coordinator.evaluation import Evaluation
-from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
-from ravnest.coordinator.feeding import BETTER_REASON_SECONDS, Feeding
-from ravnest.coordinator.flights import Flights
-from ravnest.coordinator.gathering import gather
+from ravnest.coordinator.event_share import EventShare
+from ravnest.coordinator.feeder import Item
+from ravnest.coordinator.formation import Formation, Surroundings
+from ravnest.coordinator.forming import Asked, Forming, position_of
+from ravnest.coordinator.items import Items
+from ravnest.coordinator.leases import Replacement
+from ravnest.coordinator.ledger import Place
 from ravnest.coordinator.measures import describe, figures
 from ravnest.coordinator.members import Member
-from ravnest.coordinator.planning import Machine, check_fit, goal_of, plan_measured
+from ravnest.coordinator.planning import Machine
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
-from ravnest.coordinator.rounds import Rounds
+from ravnest.coordinator.recovery import Recovery
+from ravnest.coordinator.regaining import Announced
 from ravnest.coordinator.run_plan import RunPlan
-from ravnest.coordinator.saving import saver_of
-from ravnest.coordinator.state import Position
+from ravnest.coordinator.slow_links import SlowLinks
+from ravnest.coordinator.slow_stages import SlowStages
+from ravnest.coordinator.stage_failures import StageFailures
+from ravnest.coordinator.standing_by import StandingBy
 from ravnest.coordinator.swarm import Swarm
-from ravnest.coordinator.telling import tell_plan
 from ravnest.coordinator.tracing import Tracing
-from ravnest.errors import RavnestError, RefusedError, RunError, TrainingError, printable
-from ravnest.job import Job
+from ravnest.coordinator.watching import Watch
+from ravnest.errors import DiskFullError, RavnestError, RefusedError, TrainingError, printable
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Fault
 from ravnest.net.frames import Frame, FrameKind
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, ProviderMessage, Start, Threads
+from ravnest.net.v1.control_pb2 import ProviderMessage
+from ravnest.planner.providers import Provider
 
 _VANISHED_SECONDS = 0.2
 """How long after a provider has vanished the reason is waited for: whoever started its process knows better."""
+_MEMORY_TO_SPARE = 1.2
+"""So much more than the stages take together, others must have for the model to be cut anew: they cut it elsewhere."""
 _DISPLAY_SECONDS = 0.25
 _SUMMARY_SECONDS = 2.0
+
+_Result = TypeVar("_Result")
+
+
+class RewoundError(Exception):
+    """The run goes on from a place that the data had passed: it is to be walked again from there."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(f"back to {place.updates} updates")
+        self.place = place
 
 
 class Coordinator:
@@ -73,24 +91,31 @@ class Coordinator:
         self._display = display
         self._ledger = progress.ledger
         self._course = Course(swarm, events)
-        self._deployment = secrets.token_hex(4)
-        self._generation = 0
-        self._ready: set[str] = set()
         self._reported: dict[str, float] = {}
         self._lost: set[str] = set()
-        self._deployed = False
+        self._least = 1
         self._resumed = progress.ledger.updates > 0
-        self._stage_of: dict[str, int] = {}
-        """Of every provider that holds one in a cluster that trains, its number there."""
-        self._scores: set[str] = set()
-        """What an evaluation measures."""
-        self._clusters = Clusters(())
-        self._feeding: Feeding | None = None
-        self._checkpointing: Checkpointing | None = None
-        self._averaging: AveragingRun | None = None
-        """Where there are several clusters."""
-        self._flights: Flights | None = None
-        self._evaluation: Evaluation | None = None
+        self._formation: Formation | None = None
+        self._forming: Forming | None = None
+        self._recovery: Recovery | None = None
+        self._standing_by: StandingBy | None = None
+        self._changing: Changing | None = None
+        self._watch: Watch | None = None
+        self._slow_links = SlowLinks(self._course.emit)
+        self._slow_stages: SlowStages | None = None
+        self._believed = Believed()
+        self._stage_failures: StageFailures | None = None
+        self._share = EventShare()
+        self._troubles: Counter[str] = Counter()
+        """How often each was disconnected or lost."""
+        self._items = Items(
+            self._course, lambda: self._now, progress, self._recorder, display, self.phase, self._reported
+        )
+        self._taking: asyncio.Task[None] | None = None
+        """What the requester's thread waits for; None while it is busy elsewhere."""
+        self._forming_anew = asyncio.Lock()
+        self._place: Place | None = None
+        """Where the data is to be walked from again."""
 
     @property
     def on_failure(self) -> Callable[[], None]:
@@ -101,8 +126,10 @@ class Coordinator:
     def on_failure(self, call: Callable[[], None]) -> None:
         self._course.on_failure = call
 
-    async def start(self) -> None:
-        """Begins to listen to the swarm and to show the run."""
+    async def start(self, least: int = 1) -> None:
+        """Begins to listen to the swarm and to show the run. Before it is deployed, so many providers must be there, or
+        still be able to come."""
+        self._least = least
         self._swarm.events = self
         for member in self._swarm.members.connected():
             self.joined(member)
@@ -116,69 +143,105 @@ class Coordinator:
         Without a number of providers, it waits for as many as have the memory for the model together; without one of
         clusters, there are as many as are fastest.
         """
-        job, machine = prepared.job, Machine(cores, threads)
-        goal = goal_of(job, providers, clusters)
-        self.phase("waiting for providers")
-        gathering = gather(
-            self._swarm.members,
-            providers,
-            lambda present: check_fit(prepared, present, machine, clusters),
+        self._items.scores = {"loss", *prepared.job.metrics}
+        if prepared.job.pipeline.record_updates:
+            self._recorder.record_updates(self._run.updates_path)
+        around = Surroundings(
+            self._course,
+            self._swarm,
+            self._ledger,
+            self._recorder,
+            self.progress,
             self._display.message,
+            threads,
+            lacking=lambda cluster: self._recovery.lacking(cluster) if self._recovery is not None else [],
+            placed=self._note_replica,
+            overdue=self.lost,
         )
-        members, why = await self._course.while_well(gathering)
-        self._course.emit("gathered", f"{len(members)} providers: {why}")
-        self.phase("planning")
-        planning = plan_measured(self._swarm, prepared, members, goal, machine, self.phase)
-        plan: RunPlan = await self._course.while_well(planning)
-        tell_plan(self._course, self._display, plan, job)
-        taking_part = {stage.node for stage in plan.stages}
-        members = [member for member in members if member.node_id in taking_part]
-        if self._swarm.state is not None:
-            await asyncio.to_thread(self._swarm.state.planned, [s.node for s in plan.stages])
-            await asyncio.to_thread(self._swarm.state.reached, self._position())
-        self.progress.devices = {m.node_id: m.device for m in members}
-        self._set_up(prepared, plan)
-        self.phase("deploying stages")
-        await self._deploy_stages(prepared, plan, members, threads)
-        self.progress.plan, self.progress.clusters = plan, self._clusters
-        self._deployed = True
+        machine = Machine(cores, threads)
+        store = CheckpointStore(self._run.checkpoints_path, prepared.job.checkpoint.keep)
+        self._forming = Forming(
+            around,
+            store,
+            machine,
+            Asked(providers, clusters),
+            prepared,
+            self.phase,
+            self._display,
+            self._believed,
+            lambda formation: self._recovery.release(formation) if self._recovery is not None else None,
+            lambda cluster, stages: self._recovery.lost_before(cluster, stages) if self._recovery is not None else None,
+        )
+        leaving = self._forming.leaving
+        self._standing_by = StandingBy(
+            around, machine, lambda: self._formation, leaving, self._came, self._believed, self._reliability
+        )
+        self._recovery = Recovery(
+            self._course,
+            self._swarm,
+            self.progress,
+            lambda: self._now,
+            self._ready_to_take,
+            self._standing_by.warm_for,
+            self._form_anew,
+            self._lose,
+            self._standing_by.look,
+            Borrowing(around, store, prepared).state_for,
+        )
+        self._stage_failures = StageFailures(
+            self._course,
+            self._swarm,
+            self._ledger,
+            lambda: self._now,
+            self._recovery,
+            self._believed,
+            self._share,
+            self._forming.set_aside,
+            self._what_now,
+        )
+        self._changing = Changing(
+            self._course,
+            lambda: self._formation,
+            self._recovery,
+            self._form_at_rest,
+            leaving,
+            may_grow=providers is None,
+            present=lambda: [member.node_id for member in self._swarm.members.connected()],
+            waits=lambda: self._forming is not None and self._forming.waits,
+        )
+        self._watch = Watch(
+            self._swarm,
+            blocks=self._blocks,
+            replacement=self._replacement,
+            emit=self._course.emit,
+            on_lost=lambda node_id, why, seconds: self.lost(node_id, why, time.monotonic() - seconds),
+            clusters=self._busy,
+        )
+        self._slow_stages = SlowStages(self._ready_to_take, self._believed, self._watch.give_up)
+        self._course.spawn(self._watch.run())
+        self._formation = await self._forming.first(self._take_formation)
+        self._standing_by.look()
         self.phase("training")
-        return plan
+        return self._formation.plan
 
     async def take(self, item: Item) -> None:
-        """Takes the next item of the data, once there is room for it; raises what made training impossible."""
-        if isinstance(item, TrainBatch):
-            await self._take_batch(item)
-        elif isinstance(item, EvalBatch):
-            await self._take_evaluation(item)
-        elif isinstance(item, EvalEnd):
-            await self._end_evaluation()
-        elif isinstance(item, EpochEnd):
-            self._end_epoch(item)
+        """Takes the next item of the data, once there is room for it; raises what made training impossible, or
+        RewoundError where the data is to be walked again."""
+        await self._until_rewound(self._items.take(item))
 
     async def check(self) -> None:
         """Raises what made training impossible, if anything did."""
         await self._course.until(lambda: True)
 
     async def finish(self) -> CheckpointInfo:
-        """Waits for what is in flight, makes all clusters alike, and saves the final state."""
-        assert self._checkpointing is not None
-        await self._course.until(lambda: self._ledger.outstanding == 0)
-        self.progress.pause_clock()
-        since = time.monotonic()
-        await self._average_now("at the end")
-        self.phase("saving")
-        info = await self._checkpointing.now()
-        if len(self._clusters.whole) > 1:
-            # Those that are not saved have something to report, too: the last of what they did.
-            await self._course.until(lambda: all(self._reported.get(node, 0.0) > since for node in self._stage_of))
-        return info
+        """Waits for what is in flight, makes all clusters alike, and saves the final state. RewoundError, as `take`."""
+        return await self._until_rewound(self._items.finish())
 
     async def stop_early(self, timeout_seconds: float) -> CheckpointInfo | None:
         """Saves if what is in flight can be finished in time, otherwise the last checkpoint of this run stands."""
-        if self._deployed:
+        if self._formation is not None:
             self.phase("stopping")
-            with contextlib.suppress(TimeoutError, RavnestError):
+            with contextlib.suppress(TimeoutError, RavnestError, RewoundError):
                 async with asyncio.timeout(timeout_seconds):
                     return await self.finish()
         return self._last_info
@@ -187,10 +250,8 @@ class Coordinator:
         """Ends everything this run started; the swarm stays for the next one."""
         self._swarm.events = None
         await self._course.close()
-        if self._checkpointing is not None:
-            self._checkpointing.abort()
-        if self._averaging is not None:
-            self._averaging.rounds.close()
+        if self._formation is not None:
+            self._formation.close()
         self._recorder.close()
 
     def write_trace(self) -> None:
@@ -209,252 +270,290 @@ class Coordinator:
         self._lost.discard(member.node_id)
         what = f"{member.node_id} joined with {describe(member)}"
         self._course.emit("joined", what, provider=member.node_id, **figures(member))
+        if self._standing_by is not None and self._formation is not None:
+            cluster = self._formation.clusters.of(member.node_id)
+            if cluster is not None:
+                # Lost and back before another took its stage: it may have it again.
+                cluster.returned.add(member.node_id)
+            self._formation.replicas.returned(member.node_id, member.parts)
+            self._standing_by.look()
+        self._course.notify()
 
     def said(self, node_id: str, message: ProviderMessage) -> None:
-        kind = message.WhichOneof("body")
-        if kind is None or node_id not in self._stage_of:
+        kind, formation = message.WhichOneof("body"), self._formation
+        if kind == "failed" and message.failed.kind == "part":
+            if self._share.take(node_id, time.monotonic()):
+                self._course.emit("part_missing", printable(message.failed.message), provider=node_id)
+            if self._forming is not None:
+                self._forming.uploads.cannot_give(node_id, message.failed.deployment)
+            return
+        if kind == "leave" and self._changing is not None:
+            self._changing.wants_to_leave(node_id, printable(message.leave.reason))
+        if kind is None or formation is None:
+            return
+        if kind == "replicated":
+            formation.replicas.heard(node_id, message.replicated, formation.clusters.whole)
+            return
+        if node_id not in formation.stage_of:
             # What a standby knows of the run, it does not know from this coordinator.
             return
-        if getattr(getattr(message, kind), "deployment", None) != self._deployment:
+        if getattr(getattr(message, kind), "deployment", None) != formation.id:
             return
         if kind == "ready":
-            self._ready.add(node_id)
+            formation.heard_ready(node_id, message.ready)
             self._fetched(node_id, 1.0)
-            self._course.notify()
         elif kind == "fetching":
             fetching = message.fetching
+            formation.heard_fetching(node_id)
             self._fetched(node_id, min(1.0, fetching.received_bytes / max(1, fetching.total_bytes)))
         elif kind == "report":
             self._take_report(node_id, message)
-        elif kind == "saved" and self._checkpointing is not None:
-            self._checkpointing.saved(node_id, message.saved.checkpoint)
-            self._look_afresh()
+        elif kind == "strained":
+            cluster = formation.clusters.of(node_id)
+            if cluster is not None and self._share.take(node_id, time.monotonic()):
+                formation.flights.strained(cluster, node_id, message.strained)
+        elif kind == "saved":
+            formation.checkpointing.saved(node_id, message.saved.checkpoint)
+            formation.flights.restart()
         elif kind == "failed":
-            self._take_failure(node_id, message.failed)
-        elif self._averaging is not None:
-            self._averaging.rounds.heard(node_id, message)
+            assert self._stage_failures is not None
+            self._stage_failures.take(node_id, message.failed)
+        elif formation.averaging is not None:
+            formation.averaging.rounds.heard(node_id, message)
 
     def returned(self, node_id: str, frame: Frame) -> None:
-        if frame.generation != self._generation or self._feeding is None:
-            # Of a run before this one, which was given up while this was under way.
+        formation = self._formation
+        cluster = None if formation is None else formation.clusters.of(node_id)
+        if formation is None or cluster is None or frame.generation != cluster.generation:
+            # Of a formation before this one, which was given up while this was under way.
             return
         if frame.kind is FrameKind.DONE:
             if self.progress.first_update_seconds is None:
                 self._course.emit("first_update", "the first microbatch has passed every stage")
-            self._feeding.completed(node_id, frame.microbatch)
-            self.progress.completed()
+            if formation.feeding.completed(node_id, frame.microbatch):
+                self.progress.completed()
             self._course.notify()
-        elif frame.kind is FrameKind.RESULT and self._evaluation is not None:
-            if frame.scalars.keys() != self._scores:
-                raise RefusedError(f"{node_id} sent a result of other measures than {sorted(self._scores)}")
-            cluster = self._clusters.of(node_id)
-            if cluster is not None and cluster.evaluating.pop(frame.microbatch, None) is not None:
-                self._evaluation.came(frame.microbatch, {k: float(v) for k, v in frame.scalars.items()})
-                self._course.notify()
+        elif frame.kind is FrameKind.RESULT:
+            self._items.evaluated(cluster, node_id, frame)
 
     def disconnected(self, node_id: str, reason: str) -> None:
+        self._troubles[node_id] += 1
         self._course.emit("disconnected", reason, provider=node_id)
-        if self._averaging is not None:
+        if self._formation is not None and self._formation.averaging is not None:
             # It may be back soon; whoever averages does not wait for it.
-            self._averaging.rounds.gone(node_id, f"{node_id} is disconnected: {reason}")
+            self._formation.averaging.rounds.gone(node_id, f"{node_id} is disconnected: {reason}")
 
     def reconnected(self, node_id: str) -> None:
         self._course.emit("reconnected", f"{node_id} is connected again", provider=node_id)
 
     def vanished(self, node_id: str, reason: str) -> None:
         """A provider's stay in the swarm has ended."""
-        self._course.later(_VANISHED_SECONDS, lambda: self.lost(node_id, reason))
+        if node_id in self._lost:
+            # That is known, and whatever it holds when it is back is another stay's.
+            return
+        since = time.monotonic()
+        self._course.later(_VANISHED_SECONDS, lambda: self._gone(node_id, reason, since))
 
-    def lost(self, node_id: str, reason: str) -> None:
-        """A provider is gone, and why."""
+    def _gone(self, node_id: str, reason: str, since: float) -> None:
+        back = node_id in self._swarm.members and not self._swarm.members[node_id].control.link.over
+        self.lost(node_id, reason, since, is_back=back)
+
+    def lost(self, node_id: str, reason: str, last_well: float | None = None, *, is_back: bool = False) -> None:
+        """A provider is gone, and why; it was last well at this time of the clock `time.monotonic`. One that `is_back`
+        has joined again since, without what it held."""
         if self._course.closing or node_id in self._lost:
             return
-        stage = self._stage_of.get(node_id)
+        formation = self._formation
+        stage = None if formation is None else formation.stage_of.get(node_id)
         if stage is None and self._swarm.members.is_present(node_id):
             # It has come back in the meantime, and there was nothing to lose.
             return
         self._lost.add(node_id)
+        self._troubles[node_id] += 1
+        was_let_go = False
+        if self._changing is not None and self._forming is not None:
+            was_let_go = self._changing.gone(node_id)
+            self._forming.take_back(node_id)
         self._course.emit("lost", reason, provider=node_id)
-        cluster = self._clusters.of(node_id)
-        if stage is not None:
-            number = 0 if cluster is None else cluster.id
-            self.progress.faults.append(Fault(kind="provider_lost", provider=node_id, cluster=number, at=time.time()))
+        if is_back:
+            self._lost.discard(node_id)
+        else:
+            # What it held is given to others: what it says from now on is of no use. It may come back, and stands by.
+            self._swarm.dismiss(node_id, RefusedError(f"{node_id} was taken for lost ({reason}); join again"))
         held = "" if stage is None else f", which held stage {stage},"
         text = f"{node_id}{held} is gone: {reason}"
-        if self._deployed and stage is not None:
-            self._end_stage(node_id, text)
-        elif stage is not None or not (self._deployed or self._swarm.open_to_more):
+        if formation is not None and stage is not None and not was_let_go:
+            cluster = formation.clusters.of(node_id)
+            number = 0 if cluster is None else cluster.id
+            self.progress.faults.append(Fault(kind="provider_lost", provider=node_id, cluster=number, at=time.time()))
+            self._end_stage(node_id, text, last_well)
+            if is_back:
+                formation.replicas.returned(node_id, self._swarm.members[node_id].parts)
+        elif formation is not None:
+            formation.forget_holder(node_id)
+            if self._standing_by is not None:
+                self._standing_by.look()
+        elif self._swarm.most is not None and self._swarm.most - len(self._lost) < self._least:
             self._course.fail(TrainingError(text))
+        self._course.notify()
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
-        if self._checkpointing is None:
+        if self._forming is not None and name.startswith("part-"):
+            await self._forming.uploads.uploaded(node_id, name, chunks)
+            return
+        if self._formation is None:
             raise RefusedError(f"{node_id} may not upload {name[:80]!r}")
-        await self._checkpointing.uploaded(node_id, name, chunks)
+        await self._formation.checkpointing.uploaded(node_id, name, chunks)
 
-    # Deploying.
+    # Formations.
 
-    def _set_up(self, prepared: Prepared, plan: RunPlan) -> None:
-        """Makes what the run of this plan consists of."""
-        job, course = prepared.job, self._course
-        self._swarm.generation += 1
-        self._generation = self._swarm.generation
-        self._clusters = Clusters(plan.clusters)
-        self._stage_of = {s.node: s.stage for s in plan.stages}
-        self._scores = {"loss", *job.metrics}
-        if job.pipeline.record_updates:
-            self._recorder.record_updates(self._run.updates_path)
-        if job.pipeline.trace:
-            self._recorder.tracing = Tracing(self._run.trace_path, job.pipeline.trace, plan.stages)
-        self._feeding = Feeding(
-            course, self._swarm, self._clusters, self._generation, self._ledger, self._recorder, self.progress
-        )
-        self._flights = Flights(course, self._deployment, self._clusters.all, job.pipeline.in_flight is not None)
-        store = CheckpointStore(self._run.checkpoints_path, job.checkpoint.keep)
-        self._checkpointing = Checkpointing(
-            course,
-            self._swarm,
-            lambda cluster: saver_of(store, prepared, cluster, self._ledger.updates),
-            self._clusters.all[0],
-            self._deployment,
-            self._ledger,
-        )
-        if plan.rings:
-            rounds = self.progress.rounds = self._rounds_of(plan, job)
-            self._averaging = AveragingRun(
-                course,
-                self._feeding,
-                self._checkpointing,
-                rounds,
-                self._ledger,
-                self._deployment,
-                plan.average_every,
-                job.averaging.blocking,
-                self._display.message,
-            )
+    @property
+    def _now(self) -> Formation:
+        assert self._formation is not None
+        return self._formation
 
-    def _rounds_of(self, plan: RunPlan, job: Job) -> Rounds:
-        course = self._course
-        # A round reaches a cluster's stages when all that was fed before it has gone through.
-        waits = [
-            (running.in_flight + running.ahead) * planned.period_seconds + planned.round_trip_seconds
-            for running, planned in zip(plan.clusters, plan.plan.clusters, strict=True)
-        ]
-        return Rounds(
-            plan,
-            self._deployment,
-            job.averaging.outlier,
-            Deadlines(max(waits), plan.round_seconds),
-            lambda node_id, message: course.spawn(course.tell(node_id, message)),
-            course.emit,
-            course.notify,
-        )
+    def _take_formation(self, formation: Formation) -> None:
+        """From now on this one is listened to; it is being deployed."""
+        self._formation = formation
+        if self._recovery is not None:
+            self._recovery.forget()
+        if self._changing is not None:
+            self._changing.formed(formation)
+        trace = formation.prepared.job.pipeline.trace
+        if trace and self._recorder.tracing is None:
+            self._recorder.tracing = Tracing(self._run.trace_path, trace, formation.plan.stages)
 
-    async def _deploy_stages(self, prepared: Prepared, plan: RunPlan, members: list[Member], threads: int) -> None:
-        by_id = {member.node_id: member for member in members}
-        reaches = await self._course.while_well(self._swarm.reaches(members))
-        orders = await Orders.make(prepared, plan, by_id, reaches, self._deployment, self._generation)
-        self._swarm.artifacts = orders.artifacts
-        links = (*orders.links, *orders.ring_links)
-        self._swarm.allow_relays({link.name: frozenset((link.before, link.after)) for link in links})
-        for link in links:
-            self._course.emit("linked", f"{link.before} to {link.after}: {link.reason}", link=link.name)
-        chooses_itself = {member.node_id for member in members if member.threads}
-        for node_id, order in orders.by_node.items():
-            if node_id not in chooses_itself:
-                await self._swarm.tell(node_id, CoordinatorMessage(threads=Threads(threads=threads)))
-            await self._swarm.tell(node_id, CoordinatorMessage(deploy=order))
-        await self._course.until(lambda: self._ready >= set(self._stage_of))
-        self._swarm.artifacts = {}
-        # Only now: a stage dials its neighbours, which must be there by then.
-        for node_id in orders.by_node:
-            await self._swarm.tell(node_id, CoordinatorMessage(start=Start(deployment=self._deployment)))
-        several = f" in {len(plan.clusters)} clusters" if len(plan.clusters) > 1 else ""
-        self._course.emit("deployed", f"{len(plan.stages)} stages{several} are ready")
+    def _reliability(self) -> dict[str, float]:
+        """Of those who hold stages, as this run has seen them: less with every time that one was away."""
+        return {node: 1 / (1 + self._troubles[node]) for node in self._now.stage_of}
+
+    def _blocks(self, node_id: str) -> bool:
+        """Whether others wait for this provider: it holds a stage of a cluster in which something is under way."""
+        cluster = None if self._formation is None else self._formation.clusters.of(node_id)
+        return cluster is not None and bool(cluster.forming or cluster.open or cluster.again or cluster.evaluating)
+
+    def _busy(self) -> list[list[str]]:
+        if self._formation is None:
+            return []
+        return [c.nodes for c in self._formation.clusters.whole if not c.forming and self._blocks(c.nodes[0])]
+
+    def _replacement(self, node_id: str) -> Replacement:
+        """Who could take its place."""
+        if self._standing_by is None or self._formation is None:
+            return "none"
+        if any(name != node_id for name in self._ready_to_take()):
+            return "standby"
+        if len(self._formation.clusters.whole) > 1:
+            return "reform"
+        stages = self._formation.planned.clusters[0].stages
+        others = [member for member in self._swarm.members.connected() if member.node_id != node_id]
+        needed, there = sum(stage.memory_bytes for stage in stages), sum(member.memory_bytes for member in others)
+        return "reform" if there >= _MEMORY_TO_SPARE * needed else "none"
+
+    def _ready_to_take(self) -> dict[str, Provider]:
+        """Those without a stage who are under no suspicion."""
+        assert self._standing_by is not None
+        found = self._standing_by.providers()
+        return {name: provider for name, provider in found.items() if self._watch is None or self._watch.is_well(name)}
+
+    def _came(self, newcomers: Sequence[Provider]) -> None:
+        if self._changing is not None:
+            self._changing.came(newcomers)
+
+    async def _form_at_rest(self, before: Formation, reason: str) -> None:
+        """Brings training to rest, makes all clusters alike, saves that, and forms the run anew from there; nothing is
+        fed meanwhile. Nothing comes of it where the disk has no room, or the run is formed anew for another reason."""
+
+        def rests() -> bool:
+            # In the middle of an update, what has been done of it is in no weights yet.
+            undisturbed = self._items.evaluation is None and not self._items.finishing
+            return undisturbed and before.is_settled and before.clusters.group is None
+
+        feeding = self._now.feeding
+        # What it is formed from need not go through here then: a little is fed again.
+        is_kept = len(before.clusters.all) == 1 and await before.keep_first(before.clusters.all[0])
+        feeding.paused = reason
+        try:
+            while before is self._now:
+                if not rests():
+                    await self._course.until(lambda: before is not self._now or rests())
+                    continue
+                self.progress.pause_clock()
+                info = None
+                if not is_kept:
+                    await self._items.average("to be formed anew")
+                    info = await self._now.checkpointing.now()
+                if before is self._now and rests():
+                    await self._form_anew(before, reason, info)
+        except DiskFullError as error:
+            self._course.emit("not_formed_anew", str(error))
+        finally:
+            feeding.paused = ""
+            self._course.notify()
+
+    async def _form_anew(self, before: Formation, reason: str, saved: CheckpointInfo | None = None) -> None:
+        """Forms the run anew with those who are there, from what was `saved` or the newest state that can be had;
+        nothing where another formation has taken the place of `before` already."""
+        async with self._forming_anew:
+            if before is self._now:
+                await self._form_in_place_of(before, reason, saved)
+
+    async def _form_in_place_of(self, before: Formation, reason: str, saved: CheckpointInfo | None) -> None:
+        assert self._forming is not None and self._standing_by is not None
+        try:
+            formed = await self._forming.anew(before, reason, self._take_formation, saved)
+        except TrainingError as error:
+            if error is self._course.failure:
+                raise
+            raise TrainingError(f"{error}; {self._what_now()}") from None
+        if formed.rewind_to is not None:
+            self._place = formed.rewind_to
+            self._items.evaluation = None
+            if self._taking is not None:
+                self._taking.cancel()
+        self.phase("training" if self._items.evaluation is None else "evaluating")
+        self._standing_by.look()
+
+    async def _until_rewound(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """Does this for the requester's thread; RewoundError when the data is to be walked again instead."""
+        self._taking = asyncio.current_task()
+        try:
+            if self._place is None:
+                return await work
+        except asyncio.CancelledError:
+            if self._place is None:
+                raise
+        finally:
+            self._taking = None
+            work.close()
+        place, self._place = self._place, None
+        raise RewoundError(place)
+
+    def _note_replica(self, key: str, number: int, place: Place, starts: Sequence[int]) -> None:
+        """Before it is announced: a coordinator that is started again looks for it."""
+        state = self._swarm.state
+        if state is not None:
+            with self._course.failing():
+                state.announced(Announced(key, number, place, tuple(starts)).to_json())
 
     def _fetched(self, node_id: str, share: float) -> None:
         """How much of its stage a provider has. Nothing is shown of stages that are there in no time."""
         if self.progress.fetching or share < 1:
-            before = self.progress.fetching or {node: float(node in self._ready) for node in self._stage_of}
+            ready = self._now.ready
+            before = self.progress.fetching or {node: float(node in ready) for node in self._now.stage_of}
             self.progress.fetching = before | {node_id: share}
-
-    # Items.
-
-    async def _take_batch(self, item: TrainBatch) -> None:
-        assert self._feeding is not None
-        if self._averaging is not None:
-            await self._averaging.before_batch()
-        await self._feeding.batch(item, lambda: self._checkpoint_with(item))
-
-    def _checkpoint_with(self, item: TrainBatch) -> int:
-        """The number of the checkpoint to be taken with this microbatch, or 0: of several clusters, after a round."""
-        assert self._feeding is not None and self._checkpointing is not None
-        if len(self._clusters.whole) > 1 or self._feeding.replaying:
-            return 0
-        number = self._checkpointing.with_microbatch(item)
-        if number:
-            self._look_afresh()
-        return number
-
-    async def _take_evaluation(self, item: EvalBatch) -> None:
-        assert self._feeding is not None
-        if self._evaluation is None:
-            await self._course.until(lambda: self._ledger.outstanding == 0)
-            self.progress.pause_clock()
-            self._look_afresh()
-            await self._average_now("before an evaluation")
-            self._evaluation = Evaluation()
-            self.phase("evaluating")
-        self._evaluation.sent(item.microbatch, item.samples)
-        await self._feeding.evaluation(item)
-
-    async def _end_evaluation(self) -> None:
-        evaluation = self._evaluation
-        if evaluation is None:
-            self._course.emit("evaluated", "eval_data is empty: there is nothing to evaluate on")
-            self._display.message("eval_data is empty: nothing was evaluated")
-            return
-        await self._course.until(lambda: evaluation.outstanding == 0)
-        self._evaluation = None
-        self._look_afresh()
-        means = evaluation.means()
-        self._recorder.evaluated(means)
-        self._course.emit("evaluated", f"on {evaluation.samples} samples", **means)
-        self.phase("training")
-
-    def _look_afresh(self) -> None:
-        """Training stands still for a moment: nothing is to be concluded from that."""
-        if self._flights is not None:
-            self._flights.restart()
-
-    async def _average_now(self, reason: str) -> None:
-        if self._averaging is not None:
-            self.phase("averaging")
-            await self._averaging.now(reason)
-
-    def _end_epoch(self, item: EpochEnd) -> None:
-        assert self._feeding is not None
-        self.progress.epoch_batches = item.batches
-        if item.samples is not None:
-            self.progress.epoch_samples = item.samples
-        self._ledger.end_epoch(item.after)
-        self._feeding.fed_place = item.after
-        self._course.emit("epoch", f"epoch {item.after.epoch} has been fed", samples=item.after.samples)
 
     # Faults and reports.
 
     def _lose(self, cluster: ClusterRun, reason: str) -> None:
         """A cluster that lacks a stage does not train any more; the others go on, with what it had not completed."""
-        assert self._feeding is not None and self._checkpointing is not None and self._averaging is not None
-        rounds = self._averaging.rounds
+        formation = self._now
+        assert formation.averaging is not None
+        rounds = formation.averaging.rounds
         unlearnt = cluster.samples - rounds.counted_samples(cluster.nodes)
-        replayed = self._feeding.lose(cluster, reason)
-        for node_id in cluster.nodes:
-            self._stage_of.pop(node_id, None)
-            rounds.gone(node_id, reason)
-        if self._checkpointing.is_of(cluster):
-            self._checkpointing.move_to(self._clusters.whole[0])
+        replayed = formation.lose(cluster, reason)
         text = (
-            f"cluster {cluster.id} has ended: {reason}; {counted(len(self._clusters.whole), 'cluster')} "
+            f"cluster {cluster.id} has ended: {reason}; {counted(len(formation.clusters.whole), 'cluster')} "
             f"left, fed with {counted(replayed, 'microbatch', 'microbatches')} of it again; what it learnt from its "
             f"last {unlearnt} samples had not been averaged and is lost"
         )
@@ -462,41 +561,36 @@ class Coordinator:
         self._display.message(text)
 
     def _take_report(self, node_id: str, message: ProviderMessage) -> None:
-        cluster = self._clusters.of(node_id)
+        formation = self._now
+        cluster = formation.clusters.of(node_id)
         assert cluster is not None
+        stage = formation.stage_of[node_id]
         with self._course.failing():
-            self._recorder.take(node_id, cluster.id, self._stage_of[node_id], message.report)
+            self._recorder.take(node_id, cluster.id, stage, message.report)
         self._reported[node_id] = time.monotonic()
+        if self._watch is not None:
+            self._watch.reported(node_id, message.report)
         self._course.notify()
-        if self._flights is not None and self._evaluation is None:
-            self._flights.reported(cluster, self._stage_of[node_id], message.report)
-        if self._averaging is not None:
-            self._averaging.rounds.reported(node_id, message.report)
+        if self._items.evaluation is None and not cluster.forming:
+            formation.flights.reported(cluster, stage, message.report)
+        self._slow_links.reported(node_id, message.report)
+        if self._slow_stages is not None and self._items.evaluation is None:
+            self._slow_stages.reported(formation, cluster, node_id, message.report)
+        if formation.averaging is not None:
+            formation.averaging.rounds.reported(node_id, message.report)
 
-    def _take_failure(self, node_id: str, failed: Failed) -> None:
-        message, kind = printable(failed.message), printable(failed.kind)
-        self._course.emit("stage_failed", message, provider=node_id, failure=kind, microbatch=failed.microbatch)
-        if kind == "not_finite":
-            self._course.fail(TrainingError(f"{message}; {self._what_now()}"))
-            return
-        # A stage that lost its neighbour says so before the neighbour's own end is noticed, which is the better reason.
-        seconds = BETTER_REASON_SECONDS if kind == "link" else 0.0
-        self._course.later(seconds, lambda: self._end_stage(node_id, f"{node_id} failed: {message}"))
-
-    def _end_stage(self, node_id: str, reason: str) -> None:
-        """A stage cannot go on: its cluster ends, unless it has ended already, and with the last one the run."""
-        cluster = self._clusters.of(node_id)
-        if cluster is not None and self._deployed and len(self._clusters.whole) > 1:
-            self._lose(cluster, reason)
-        elif node_id in self._stage_of:
-            self._course.fail(TrainingError(f"{reason}; {self._what_now()}"))
+    def _end_stage(self, node_id: str, reason: str, last_well: float | None = None, *, failed: bool = False) -> None:
+        """Nobody holds this stage any more."""
+        assert self._recovery is not None
+        since = time.monotonic() if last_well is None else last_well
+        self._recovery.stage_lost(node_id, reason, since, failed=failed)
 
     @property
     def _last_info(self) -> CheckpointInfo | None:
-        return None if self._checkpointing is None else self._checkpointing.last
+        return None if self._formation is None else self._formation.checkpointing.last
 
     def _what_now(self) -> str:
-        saved = self._checkpointing is not None and self._checkpointing.has_saved
+        saved = self._formation is not None and self._formation.checkpointing.has_saved
         if not saved and not self._resumed:
             return "nothing had been saved yet"
         return "the last good checkpoint is kept, continue from it with --resume"
@@ -510,15 +604,11 @@ class Coordinator:
             self._display.show(self.progress.snapshot())
             if since >= _SUMMARY_SECONDS:
                 since = 0.0
-                try:
-                    self.progress.summary("running", self.progress.phase).write(self._run)
+                with self._course.failing():
+                    self.progress.write(self.progress.summary("running", self.progress.phase), self._run)
                     if self._recorder.tracing is not None and self._recorder.tracing.due:
                         await asyncio.to_thread(self.write_trace)
-                    if self._swarm.state is not None and self._stage_of:
-                        await asyncio.to_thread(self._swarm.state.reached, self._position())
-                except RunError as error:
-                    self._course.fail(error)
-
-    def _position(self) -> Position:
-        ledger = self._ledger
-        return Position(ledger.fed, ledger.completed, ledger.updates, ledger.samples, time.time())
+                    if self._swarm.state is not None and self._formation is not None:
+                        # Here, and not on a thread: it is to be of now when it is written.
+                        self._formation.note()
+                        await asyncio.to_thread(self._swarm.state.reached, position_of(self._ledger))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.waiting import Changes
-from ravnest.errors import PeerError, RavnestError, RunError, TrainingError
+from ravnest.errors import DiskFullError, PeerError, RavnestError, RunError, TrainingError
 from ravnest.monitor.events import EventLog
 from ravnest.net.v1.control_pb2 import CoordinatorMessage
 
@@ -21,6 +21,8 @@ class Course:
         self.failure: RavnestError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         """Called when training cannot go on, for whoever is busy elsewhere and not waiting here."""
+        self.make_room: Callable[[DiskFullError], bool] = lambda error: False
+        """Called when the disk is full: makes room at the cost of something that can be spared, and says whether."""
         self._swarm = swarm
         self._events = events
         self._changes = Changes()
@@ -64,14 +66,23 @@ class Course:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """What the disk refuses while a provider is heard ends the run, not the provider's stream."""
+        """What the disk refuses while a provider is heard ends the run, not the provider's stream.
+
+        A disk that is full ends it only where no room can be made; a line that was not written then is missing.
+        """
         try:
             yield
+        except DiskFullError as error:
+            try:
+                if not self.make_room(error):
+                    self.fail(error)
+            except RunError as worse:
+                self.fail(worse)
         except RunError as error:
             self.fail(error)
 
     def emit(self, kind: str, reason: str, **values: Any) -> None:
-        """Writes an event; a disk that refuses it ends the run."""
+        """Writes an event; a disk that refuses it ends the run, unless room can be made."""
         with self.failing():
             self._events.emit(kind, reason, **values)
 

@@ -1,6 +1,7 @@
 """The orders by which providers take their stages and link to one another."""
 
 import asyncio
+import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +10,14 @@ from typing import Self
 from ravnest.averaging.outer.nesterov import momentum_for
 from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.members import Member
-from ravnest.coordinator.prepare import Artifact, Prepared, graph_artifact, stage_settings, weights_artifact
+from ravnest.coordinator.prepare import (
+    Artifact,
+    Prepared,
+    constants_artifact,
+    graph_artifact,
+    stage_settings,
+    weights_artifact,
+)
 from ravnest.coordinator.rate_scaling import rate_factor, scaled_optimizer, scaled_schedule
 from ravnest.coordinator.reachability import Reach, choose_dialling
 from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan
@@ -55,51 +63,70 @@ class Orders:
         reaches: Mapping[str, Reach],
         deployment: str,
         generation: int,
+        *,
+        donated: bool = False,
     ) -> Self:
-        """Hashes every stage's weights on the way, which takes a moment; RunError where a checkpoint does not fit."""
-        made = await asyncio.to_thread(
-            lambda: {s.node: (graph_artifact(s), weights_artifact(s, prepared, bool(plan.rings))) for s in plan.stages}
-        )
-        links = {
-            (before.node, after.node): order_link(
-                f"{deployment}-{cluster.id}-{before.stage}",
-                members[before.node],
-                members[after.node],
-                reaches,
-                after.codec,
-            )
-            for cluster in plan.clusters
-            for before, after in itertools.pairwise(cluster.stages)
-        }
-        pairs = dict.fromkeys(pair for ring in plan.rings for pair in itertools.combinations(sorted(ring.owners), 2))
-        ring_links = tuple(
-            order_link(f"{deployment}-ring-{number}", members[one], members[other], reaches)
-            for number, (one, other) in enumerate(pairs)
-        )
-        averaging = ring_settings(prepared.job, len(plan.clusters)).to_json() if plan.rings else ""
+        """Hashes every stage's weights on the way, which takes a moment; RunError where a checkpoint does not fit.
+
+        Where others have what stages begin with, that is `donated`, and only what never changes comes from here."""
+
+        def weights(stage: StagePlan) -> Artifact:
+            if donated:
+                return constants_artifact(stage, prepared)
+            return weights_artifact(stage, prepared, bool(plan.rings))
+
+        made = await asyncio.to_thread(lambda: {s.node: (graph_artifact(s), weights(s)) for s in plan.stages})
+        links: dict[tuple[str, str], LinkOrder] = {}
+        for cluster in plan.clusters:
+            links |= stage_links(cluster, members, reaches, f"{deployment}-{generation}")
+        ring_links = order_ring_links(plan, members, reaches, deployment)
         orders = {}
         for cluster in plan.clusters:
-            stages = cluster.stages
-            for stage in stages:
-                graph, weights = made[stage.node]
-                before = stages[stage.stage - 1].node if stage.stage else ""
-                after = stages[stage.stage + 1].node if stage.stage + 1 < len(stages) else ""
-                orders[stage.node] = Deploy(
-                    deployment=deployment,
-                    stage=stage.stage,
-                    stages=len(stages),
-                    graph=_reference(graph),
-                    weights=_reference(weights),
-                    settings_json=_settings(prepared.job, stage, cluster, plan).to_json(),
-                    generation=generation,
-                    previous=links[before, stage.node].to_before if before else None,
-                    next=links[stage.node, after].to_after if after else None,
-                    rings=[ring_order(ring) for ring in plan.rings if stage.node in ring.owners],
-                    ring_peers=_peers(stage.node, ring_links),
-                    averaging_json=averaging,
+            for stage in cluster.stages:
+                order = stage_order(
+                    prepared, plan, cluster, stage, links, ring_links, deployment, generation, generation
                 )
+                for field, artifact in zip((order.graph, order.weights), made[stage.node], strict=True):
+                    field.CopyFrom(reference(artifact))
+                orders[stage.node] = order
         artifacts = {artifact.id: artifact for pair in made.values() for artifact in pair}
         return cls(orders, artifacts, tuple(links.values()), ring_links)
+
+
+def stage_order(
+    prepared: Prepared,
+    plan: RunPlan,
+    cluster: ClusterPlan,
+    stage: StagePlan,
+    links: Mapping[tuple[str, str], LinkOrder],
+    ring_links: Iterable[LinkOrder],
+    deployment: str,
+    generation: int,
+    ring_generation: int,
+) -> Deploy:
+    """The order for one stage of a cluster, but for what it begins with."""
+    stages = cluster.stages
+    before = stages[stage.stage - 1].node if stage.stage else ""
+    after = stages[stage.stage + 1].node if stage.stage + 1 < len(stages) else ""
+    return Deploy(
+        deployment=deployment,
+        stage=stage.stage,
+        stages=len(stages),
+        settings_json=_settings(prepared.job, stage, cluster, plan).to_json(),
+        generation=generation,
+        ring_generation=ring_generation,
+        previous=links[before, stage.node].to_before if before else None,
+        next=links[stage.node, after].to_after if after else None,
+        rings=[ring_order(ring) for ring in plan.rings if stage.node in ring.owners],
+        ring_peers=ring_neighbours(stage.node, ring_links),
+        averaging_json=ring_settings(prepared.job, len(plan.clusters)).to_json() if plan.rings else "",
+        key=stage_key(deployment, stage),
+    )
+
+
+def stage_key(deployment: str, stage: StagePlan) -> str:
+    """How replicas name a stage of a deployment, whoever holds it."""
+    return f"{deployment}-{stage.cluster}-{stage.stage}"
 
 
 def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, plan: RunPlan) -> StageSettings:
@@ -150,7 +177,31 @@ def ring_settings(job: Job, clusters: int) -> RingSettings:
     )
 
 
-def _peers(node_id: str, links: Iterable[LinkOrder]) -> list[Neighbour]:
+def stage_links(
+    cluster: ClusterPlan, members: Mapping[str, Member], reaches: Mapping[str, Reach], prefix: str
+) -> dict[tuple[str, str], LinkOrder]:
+    """The links between neighbouring stages of a cluster, by the nodes that hold these."""
+    return {
+        (before.node, after.node): order_link(
+            f"{prefix}-{cluster.id}-{before.stage}", members[before.node], members[after.node], reaches, after.codec
+        )
+        for before, after in itertools.pairwise(cluster.stages)
+    }
+
+
+def order_ring_links(
+    plan: RunPlan, members: Mapping[str, Member], reaches: Mapping[str, Reach], deployment: str
+) -> tuple[LinkOrder, ...]:
+    """The links between the owners of each ring. They are named by their ends, so that one stays where both do."""
+    pairs = dict.fromkeys(pair for ring in plan.rings for pair in itertools.combinations(sorted(ring.owners), 2))
+    return tuple(
+        order_link(f"{deployment}-ring-{_short(one, other)}", members[one], members[other], reaches)
+        for one, other in pairs
+        if one in members and other in members
+    )
+
+
+def ring_neighbours(node_id: str, links: Iterable[LinkOrder]) -> list[Neighbour]:
     """The other ends of the links that this node is an end of."""
     return [
         link.to_after if link.before == node_id else link.to_before
@@ -187,5 +238,10 @@ def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, R
     )
 
 
-def _reference(artifact: Artifact) -> ArtifactRef:
+def _short(*nodes: str) -> str:
+    return hashlib.sha256("\0".join(nodes).encode()).hexdigest()[:12]
+
+
+def reference(artifact: Artifact) -> ArtifactRef:
+    """How an order names what is to be fetched."""
     return ArtifactRef(id=artifact.id, sha256=artifact.sha256, size_bytes=artifact.size_bytes)

@@ -18,6 +18,7 @@ from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.loop import NetworkLoop
 from ravnest.coordinator.processes import ProviderProcesses
 from ravnest.coordinator.starting import check_clusters, choose_display, showing
+from ravnest.errors import RefusedError, TrainingError
 from ravnest.monitor.run_directory import check_run
 from ravnest.reference import parse_reference
 
@@ -110,11 +111,15 @@ class EmbeddedSwarm:
         display: "bool | Display" = True,
         interrupts: Interrupts | None = None,
     ) -> "TrainResult":
-        """Trains the job on the first `providers` of the swarm (None: all), in so many clusters; a RavnestError when it
-        cannot go on."""
+        """Trains the job on the first `providers` of the swarm (None: all that are left), in so many clusters; a
+        RavnestError when it cannot go on. Those who have no stage stand by."""
         from ravnest.coordinator.session import Session
 
-        count = self._processes.count if providers is None else min(providers, self._processes.count)
+        # Those that an earlier run has lost are not missed by this one.
+        left = self._processes.count - self._processes.told
+        if not left:
+            raise TrainingError("all providers of this swarm have ended; start another one")
+        count = left if providers is None else min(providers, left)
         check_clusters(count, clusters)
         loop, swarm = self._open()
         shown = choose_display(enabled=display, plain=False) if isinstance(display, bool) else display
@@ -126,9 +131,16 @@ class EmbeddedSwarm:
             stack.callback(shown.close)
             session = Session(swarm, job, name, path, resume, shown, interrupts, self._processes.take_start_time())
             stack.callback(session.close)
-            loop.call(session.coordinator.start())
+            swarm.most = left
+            loop.call(session.coordinator.start(count))
             stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
-            self._processes.on_death(lambda name, how: loop.soon(session.coordinator.lost, name, how))
+
+            def died(name: str, how: str) -> None:
+                loop.soon(session.coordinator.lost, name, how)
+                # Also where that run is over: the next one is not to wait for it.
+                loop.soon(swarm.dismiss, name, RefusedError(f"{name} has ended: {how}"))
+
+            self._processes.on_death(died)
             threads = max(1, (os.cpu_count() or 1) // count)
             return session.train(count, clusters, threads, loop.call)
 
@@ -140,7 +152,7 @@ class EmbeddedSwarm:
 
             self._loop = self._stack.enter_context(NetworkLoop())
             admission = Admission.in_memory()
-            self._swarm = Swarm(admission, open_to_more=False)
+            self._swarm = Swarm(admission, most=self._processes.count)
             port = self._loop.call(self._swarm.start())
             invite = admission.invite("127.0.0.1", port, uses=self._processes.count, lifetime_seconds=None)
             loop, swarm = self._loop, self._swarm

@@ -1,5 +1,5 @@
 """How many microbatches each cluster has in flight while a run goes on: what its stages report decides, the root is
-told, and the feeding follows."""
+told, and the feeding follows. A stage whose memory is nearly exhausted sets a bound."""
 
 import math
 from collections.abc import Sequence
@@ -8,9 +8,11 @@ from typing import Final
 from ravnest.coordinator.clusters import ClusterRun
 from ravnest.coordinator.course import Course
 from ravnest.coordinator.planning import ahead_of
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, Flight, Report
+from ravnest.errors import printable
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, Flight, Report, Strained
 from ravnest.planner.flight_control import FlightControl, StageCounts
 
+_MOST_BOUND: Final = 1 << 16
 _BELIEVED: Final = 1e12
 """Seconds, or microbatches: more than that nobody has counted."""
 
@@ -22,11 +24,21 @@ class Flights:
     def __init__(self, course: Course, deployment: str, clusters: Sequence[ClusterRun], fixed: bool) -> None:
         self._course = course
         self._deployment = deployment
+        self._bounds: dict[str, int] = {}
+        """What stages whose memory is short have asked for, by provider."""
         self._controls = {
-            cluster.id: FlightControl(len(cluster.plan.stages), cluster.in_flight, cluster.plan.most_in_flight)
+            cluster.id: FlightControl(
+                len(cluster.plan.stages), cluster.in_flight, cluster.plan.most_in_flight, cluster.plan.line_seconds
+            )
             for cluster in clusters
             if not fixed and len(cluster.plan.stages) > 1
         }
+
+    def formed(self, cluster: ClusterRun) -> None:
+        """This one has been formed anew: its stages count from another beginning, and one of them is another."""
+        if cluster.id in self._controls:
+            stages, most = len(cluster.plan.stages), cluster.plan.most_in_flight
+            self._controls[cluster.id] = FlightControl(stages, cluster.in_flight, most)
 
     def restart(self) -> None:
         """Training stands still for a moment, or did: what was counted up to now says nothing of how fast it is."""
@@ -45,15 +57,34 @@ class Flights:
             self._feed_ahead(cluster, control)
         if decision is None:
             return
-        before, cluster.in_flight = cluster.in_flight, decision.limit
+        self._set(cluster, decision.limit, decision.reason)
+
+    def strained(self, cluster: ClusterRun, node_id: str, message: Strained) -> None:
+        """A stage's memory is nearly exhausted, or there is plenty again: as many are in flight at most as it says."""
+        reason = printable(message.reason)
+        bound = min(message.in_flight, _MOST_BOUND)
+        values = {"in_flight": bound, "recomputes": message.recomputes, "free_bytes": message.free_bytes}
+        self._course.emit("strained", f"{node_id}: {reason}", provider=node_id, cluster=cluster.id, **values)
+        if bound:
+            self._bounds[node_id] = bound
+        else:
+            self._bounds.pop(node_id, None)
+        control = self._controls.get(cluster.id)
+        planned = cluster.plan.in_flight if control is None else cluster.plan.most_in_flight
+        most = min([max(1, planned), *(self._bounds[node] for node in cluster.nodes if node in self._bounds)])
+        if control is not None:
+            if control.hold(most):
+                self._set(cluster, control.limit, reason)
+        elif len(cluster.plan.stages) > 1 and most != cluster.in_flight:
+            # Where the job sets a number, it is kept to as far as memory lasts.
+            self._set(cluster, most, reason)
+
+    def _set(self, cluster: ClusterRun, limit: int, reason: str) -> None:
+        before, cluster.in_flight = cluster.in_flight, limit
         self._course.emit(
-            "in_flight",
-            f"{decision.limit} in flight instead of {before}: {decision.reason}",
-            cluster=cluster.id,
-            old=before,
-            new=decision.limit,
+            "in_flight", f"{limit} in flight instead of {before}: {reason}", cluster=cluster.id, old=before, new=limit
         )
-        order = Flight(deployment=self._deployment, in_flight=decision.limit)
+        order = Flight(deployment=self._deployment, in_flight=limit)
         self._course.spawn(self._course.tell(cluster.nodes[0], CoordinatorMessage(flight=order)))
         # There may be room for more.
         self._course.notify()

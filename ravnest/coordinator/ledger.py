@@ -55,6 +55,11 @@ class Ledger:
         return end if end is not None and end.microbatches == self._applied.microbatches else self._applied
 
     @property
+    def last_applied(self) -> Place:
+        """The same, before the end of an epoch: whoever goes on from here comes to that end once more."""
+        return self._applied
+
+    @property
     def updates(self) -> int:
         return self._applied.updates
 
@@ -86,6 +91,22 @@ class Ledger:
         """These are fed again, to another cluster: the one that had them is gone."""
         assert all(number in self._open for number in microbatches), "only what is under way is fed again"
         self.replayed += len(microbatches)
+
+    def begin_at(self, place: Place) -> None:
+        """A run that has fed nothing yet goes on from this place instead."""
+        assert not self._open and not self._ahead, "nothing is under way"
+        replayed = self.replayed
+        self.go_back(place)
+        self.replayed = replayed
+
+    def go_back(self, place: Place) -> int:
+        """The run goes on from a place that it had passed: all that was fed since is fed again; how many those are."""
+        again = self.fed - place.microbatches
+        self.replayed += again
+        self.fed = self.completed = self._next = place.microbatches
+        self.samples, self._applied, self._epoch_end = place.samples, place, None
+        self._open, self._ahead = {}, {}
+        return again
 
     def end_epoch(self, place: Place) -> None:
         """All of an epoch has been fed: once its last microbatch is applied, the run stands at `place`."""

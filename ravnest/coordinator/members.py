@@ -15,10 +15,24 @@ from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.control_link import ControlLink
 from ravnest.net.measuring import LinkSpeed
 from ravnest.net.resumable import ResumableLink
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinRequest, ProviderMessage
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, HeldStage, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
 
 _NAME_CHARACTERS = 80
+_MOST_PARTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A stage that a provider has from before its coordinator was started again."""
+
+    deployment: str
+    stage: int
+    stages: int
+
+    @classmethod
+    def of(cls, held: HeldStage) -> Self:
+        return cls(printable(held.deployment[:_NAME_CHARACTERS]), held.stage, held.stages)
 
 
 @dataclass
@@ -39,6 +53,8 @@ class Member:
     """Whether it can be dialled, once that is known."""
     reports: bool = False
     """Whether it holds a stage and has begun to report on it."""
+    greeted: bool = False
+    """Whether it has been told that this one is here."""
 
     cores: int = 0
     flops_per_second: float = 0.0
@@ -50,6 +66,10 @@ class Member:
     """It pretends that any stage takes it so long, forward and backward; 0 where it does not."""
     direct_port: int = 0
     """Where it listens for direct lines, at the host of its address; 0 when it does not."""
+    parts: frozenset[tuple[str, int]] = frozenset()
+    """Of replicas that it has kept, by key and number."""
+    held: Held | None = None
+    """The stage that it has of a coordinator that was before this one."""
     device_name: str = ""
     measures_link: bool = False
     """Whether it measures its connection: it is present once it has said what it found."""
@@ -76,6 +96,8 @@ class Member:
             direct_port=request.direct_port if request.direct_port < 65536 else 0,
             device_name=printable(request.device_name[:_NAME_CHARACTERS]),
             measures_link=request.measures_link,
+            parts=frozenset((part.key, part.replica) for part in request.parts[:_MOST_PARTS]),
+            held=Held.of(request.held) if request.HasField("held") else None,
         )
 
     def __post_init__(self) -> None:

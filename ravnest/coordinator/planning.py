@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 
 from ravnest.amounts import counted
 from ravnest.coordinator.averaging_plan import averaged_bytes, averaging_memory, averaging_of, within_averaging
+from ravnest.coordinator.believed import Believed
 from ravnest.coordinator.measures import measure_pairs
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared, choose_correction
 from ravnest.coordinator.reachability import Reach
-from ravnest.coordinator.run_plan import ClusterPlan, RingPlan, RunPlan, flight_reason, split_reason
+from ravnest.coordinator.run_plan import Basis, ClusterPlan, RingPlan, RunPlan, flight_reason, split_reason
 from ravnest.coordinator.starting import check_clusters
 from ravnest.coordinator.swarm import Swarm
 from ravnest.engine.corrections.correction import PREDICTING
@@ -29,6 +30,7 @@ from ravnest.net.measuring import LinkSpeed
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.flight import most_in_flight
 from ravnest.planner.formation import form
+from ravnest.planner.laid_out import Layout, laid_out
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Line, Network, Pair, Provider, Requester
@@ -111,8 +113,15 @@ def check_stages(model: ModelCosts, stages: int) -> None:
         )
 
 
-def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Network, goal: Goal) -> RunPlan:
-    """The plan of a run with these providers; PlanError where the model does not fit, or cannot be averaged."""
+def plan_members(
+    prepared: Prepared,
+    providers: Sequence[Provider],
+    network: Network,
+    goal: Goal,
+    layouts: Sequence[Layout] = (),
+) -> RunPlan:
+    """The plan of a run with these providers; PlanError where the model does not fit, or cannot be averaged. Where
+    there are `layouts`, the clusters lie so, and nothing better is looked for."""
     model, graph = model_costs(prepared), prepared.captured.graph
     if goal.least_clusters == 1:
         check_stages(model, goal.least_stages)
@@ -122,9 +131,12 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
         within_averaging(graph, goal),
         providers,
         prepared.job.pipeline.versions,
-        lambda goal: form(model, goal, network, providers),
+        lambda goal: (
+            laid_out(model, goal, network, by_name, layouts) if layouts else form(model, goal, network, providers)
+        ),
     )
     plan, goal = chosen.plan, chosen.goal
+    basis = Basis(model, goal, network, by_name)
     asked = prepared.job.pipeline.split_backward
     if len(plan.clusters) == 1:
         cluster = plan.clusters[0]
@@ -141,6 +153,7 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
             versions=goal.versions,
             versions_reason=chosen.reason,
             bound_in_flight=goal.bound_in_flight,
+            basis=basis,
         )
     found = averaging_of(prepared.job.averaging, graph, model, goal, network, by_name, plan)
     plan = found.plan
@@ -160,6 +173,7 @@ def plan_members(prepared: Prepared, providers: Sequence[Provider], network: Net
         round_seconds=found.round_seconds,
         average_every=found.every,
         average_reason=found.reason,
+        basis=basis,
     )
 
 
@@ -190,6 +204,7 @@ def _cluster_plans(
                 split_reason=split_reason(choices),
                 most_in_flight=most_in_flight(model, goal, providers, cluster),
                 feed_seconds=feed_seconds(cluster, providers),
+                line_seconds=cluster.line_seconds,
             )
         )
     return tuple(plans)
@@ -216,11 +231,17 @@ def feed_seconds(cluster: Cluster, providers: Mapping[str, Provider]) -> float:
     )
 
 
-def check_fit(prepared: Prepared, members: Sequence[Member], machine: Machine, clusters: int | None = None) -> None:
+def check_fit(
+    prepared: Prepared,
+    members: Sequence[Member],
+    machine: Machine,
+    clusters: int | None = None,
+    believed: Believed | None = None,
+) -> None:
     """PlanError where the model does not fit into the memory of these, so many times as clusters are asked for; nothing
     of lines is asked here."""
     anywhere = Reach("", "not asked")
-    providers = [provider_of(member, prepared.costs, anywhere, machine) for member in members]
+    providers = [provider_of(member, prepared.costs, anywhere, machine, believed) for member in members]
     model = model_costs(prepared)
     choose_versions(
         model,
@@ -238,14 +259,23 @@ async def plan_measured(
     goal: Goal,
     machine: Machine,
     tell: Callable[[str], None],
+    believed: Believed | None = None,
+    lines: dict[Pair, Line] | None = None,
+    layouts: Sequence[Layout] = (),
 ) -> RunPlan:
-    """The plan of a run with these members, with the lines that it uses measured. PlanError, as `plan_members`."""
+    """The plan of a run with these members, with the lines that it uses measured. PlanError, as `plan_members`.
+
+    `lines` are those that were measured before; what is measured now is added to them. Of a plan that lies as it did
+    nothing is measured: it would be the same.
+    """
     reaches = await swarm.reaches(members)
-    providers = [provider_of(member, prepared.costs, reaches[member.node_id], machine) for member in members]
-    lines: dict[Pair, Line] = {}
+    providers = [provider_of(member, prepared.costs, reaches[member.node_id], machine, believed) for member in members]
+    lines = {} if lines is None else lines
     for _ in range(_MEASURED_PLANS):
-        network = Network(lines, requester_of(members, machine.host))
-        planned = await asyncio.to_thread(plan_members, prepared, providers, network, goal)
+        network = Network(dict(lines), requester_of(members, machine.host))
+        planned = await asyncio.to_thread(plan_members, prepared, providers, network, goal, layouts)
+        if layouts:
+            break
         missing = lines_to_measure(planned, {p.name: p for p in providers}, network)
         missing = [pair for pair in missing if all(swarm.members[node].measures_link for node in pair)]
         if not missing:
@@ -285,19 +315,22 @@ def measured_lines(
     }
 
 
-def provider_of(member: Member, costs: CostProfile, reach: Reach, machine: Machine) -> Provider:
-    """A member as the planner sees it."""
+def provider_of(
+    member: Member, costs: CostProfile, reach: Reach, machine: Machine, believed: Believed | None = None
+) -> Provider:
+    """A member as the planner sees it; where it says what is not so, as far as it is believed."""
     here = _is_here(member.host)
     on_processor = member.device.startswith("cpu")
     # One that was not measured is as fast as the machine that measured the model, or pretends not to be.
     unmeasured = 1.0 / max(1.0, member.slower)
+    slowness = 1.0 if believed is None else believed.slowness(member.node_id)
     provider = Provider(
         name=member.node_id,
-        memory_bytes=member.memory_bytes,
-        compute_speed=_relative(member.flops_per_second, costs.flops_per_second, unmeasured),
-        memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second, unmeasured),
-        operator_seconds=0.0 if on_processor else OPERATOR_SECONDS,
-        least_stage_seconds=min(member.stage_seconds, MOST_STAGE_SECONDS),
+        memory_bytes=member.memory_bytes if believed is None else believed.memory_bytes(member),
+        compute_speed=_relative(member.flops_per_second, costs.flops_per_second, unmeasured) / slowness,
+        memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second, unmeasured) / slowness,
+        operator_seconds=0.0 if on_processor else slowness * OPERATOR_SECONDS,
+        least_stage_seconds=slowness * min(member.stage_seconds, MOST_STAGE_SECONDS),
         reachable=bool(reach.address),
         host=machine.host if here else "",
         cores=machine.cores if here else member.cores,

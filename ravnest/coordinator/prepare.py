@@ -183,6 +183,18 @@ def weights_artifact(plan: StagePlan, prepared: Prepared, averaged: bool = False
     )
 
 
+def constants_artifact(plan: StagePlan, prepared: Prepared) -> Artifact:
+    """The stage's weights that never change: with a part of a replica they make the whole stage."""
+    weights = prepared.captured.weights
+    tensors = {f"weight:{spec.key}": weights[spec.key] for spec in plan.graph.constants}
+    return _artifact(
+        f"constants-{plan.stage}",
+        content_hash(stream_tensors(tensors, {})),
+        stream_size_bytes(tensors, {}),
+        lambda offset: stream_tensors(tensors, {}, offset_bytes=offset),
+    )
+
+
 def static_tensors(captured: Captured) -> dict[str, torch.Tensor]:
     """Entries of the model's state_dict that training never changes."""
     constants = {c.key: captured.weights[c.key] for c in captured.graph.constants if c.key not in captured.not_saved}

@@ -43,7 +43,11 @@ class ProviderProcesses:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._tell: Callable[[str, str], None] | None = None
+        self._telling = threading.Lock()
         self._ended: dict[str, str] = {}
+        """Of whom nobody has been told."""
+        self.told = 0
+        """Of how many somebody has been told."""
         self._invited = False
         self._ending = False
         try:
@@ -95,10 +99,12 @@ class ProviderProcesses:
 
     def on_death(self, tell: Callable[[str, str], None]) -> None:
         """From now on `tell` gets the name of a provider whose process ends by itself, and how it did; at once if one
-        already has."""
-        self._tell = tell
-        for name, how in list(self._ended.items()):
-            tell(name, how)
+        already has, and nobody was told."""
+        with self._telling:
+            self._tell = tell
+            untold, self._ended = self._ended, {}
+            for name, how in untold.items():
+                self._tell_of(name, how)
 
     def kill(self) -> None:
         """Ends them this instant."""
@@ -113,9 +119,15 @@ class ProviderProcesses:
             said = stdout.read().decode(errors="replace").strip()
         code = process.wait()
         if not self._ending:
-            self._ended[_name(number)] = said or _how(code)
-            if self._tell is not None:
-                self._tell(_name(number), said or _how(code))
+            with self._telling:
+                self._tell_of(_name(number), said or _how(code))
+
+    def _tell_of(self, name: str, how: str) -> None:
+        if self._tell is None:
+            self._ended[name] = how
+        else:
+            self.told += 1
+            self._tell(name, how)
 
     def _end(self) -> None:
         if not self._invited:

@@ -1,6 +1,7 @@
 """What is known of a run while it goes on, and its two pictures: the snapshot for the display, the summary for the
 disk."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from ravnest.coordinator.ledger import Ledger
 from ravnest.coordinator.rounds import Rounds
 from ravnest.coordinator.run_plan import RunPlan
 from ravnest.monitor import summary as written
+from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.snapshot import ClusterView, Snapshot, StageView
 from ravnest.monitor.summary import ClusterSummary, Fault, StageLink, StageSummary, Staleness, Status, Summary
 from ravnest.net.v1.control_pb2 import Report
@@ -58,6 +60,8 @@ class Progress:
     _before_counting: float = 0.0
     _uncounted: int = 0
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+    _is_over: bool = False
 
     @property
     def elapsed_seconds(self) -> float:
@@ -171,6 +175,15 @@ class Progress:
         if self.plan is None:
             return 0
         return max(1, min(self.epoch + (self.phase != "evaluating"), self.epochs))
+
+    def write(self, summary: Summary, run: RunPaths) -> None:
+        """Writes the summary, from any thread; RunError when the disk refuses. That a run goes on is not written once
+        its end has been: whoever looks now and then may come late with it."""
+        with self._writing:
+            if summary.status == "running" and self._is_over:
+                return
+            self._is_over = summary.status != "running"
+            summary.write(run)
 
     def summary(self, status: Status, reason: str, model: str | None = None) -> Summary:
         seconds = self.elapsed_seconds

@@ -1,6 +1,7 @@
 """What stages report while they train, on its way to the progress and into the run's curves."""
 
 from pathlib import Path
+from typing import Final
 
 from ravnest.coordinator.ledger import Place
 from ravnest.coordinator.progress import Progress
@@ -8,6 +9,8 @@ from ravnest.coordinator.tracing import Tracing
 from ravnest.monitor.json_lines import JsonLines
 from ravnest.monitor.metrics import MetricLog
 from ravnest.net.v1.control_pb2 import Report
+
+_MOST_EARLY: Final = 4096
 
 
 class Recorder:
@@ -17,6 +20,8 @@ class Recorder:
         self._progress = progress
         self._metrics = metrics
         self._places: dict[int, Place] = {}
+        self._early: dict[int, float] = {}
+        """Losses of what another coordinator has fed, until the data comes to it."""
         self._updates: JsonLines | None = None
         self.tracing: Tracing | None = None
         """Who keeps the spans that stages report."""
@@ -27,6 +32,10 @@ class Recorder:
 
     def fed(self, microbatch: int, after: Place) -> None:
         """A microbatch has been fed whose loss will be reported; `after` is where it stands on the curves."""
+        loss = self._early.pop(microbatch, None)
+        if loss is not None:
+            self._metrics.write("train", samples=after.samples, updates=after.updates, values={"loss": loss})
+            return
         self._places[microbatch] = after
 
     def take(self, node_id: str, cluster: int, stage: int, report: Report) -> None:
@@ -42,6 +51,8 @@ class Recorder:
             if place is not None:
                 values = {"loss": record.loss}
                 self._metrics.write("train", samples=place.samples, updates=place.updates, values=values)
+            elif record.microbatch >= self._progress.ledger.fed and len(self._early) < _MOST_EARLY:
+                self._early[record.microbatch] = record.loss
         if self._updates is not None:
             for update in report.records:
                 line = {

@@ -52,7 +52,9 @@ def _resumed_metadata(parts: list[dict[str, str]], saved_with: Mapping[str, Any]
         groups, schedule = _with_schedule(groups, schedule, saved_with["schedule"], job.schedule_spec)
     # Sorted: the same state is the same text, and so the same artifact to providers, however the stages were cut.
     optimizer = json.dumps({"values": values, "groups": groups}, sort_keys=True)
-    return {**parts[0], "optimizer": optimizer, "schedule": json.dumps(schedule, sort_keys=True)}
+    # Where the stage of a replica stood in its rings, and what it had applied, was of the formation it belonged to.
+    rest = {name: value for name, value in parts[0].items() if name not in ("rings", "applied")}
+    return {**rest, "optimizer": optimizer, "schedule": json.dumps(schedule, sort_keys=True)}
 
 
 def _defaults(spec: OptimizerSpec) -> dict[str, Any]:

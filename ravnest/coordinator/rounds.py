@@ -7,7 +7,7 @@ cannot be closed without it is given up for this round, and everything learnt go
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ravnest.amounts import counted
@@ -27,6 +27,7 @@ from ravnest.net.v1.control_pb2 import (
     RingCommit,
     RingMember,
     RingReduced,
+    RingStanding,
 )
 
 _MESSAGES: Final = frozenset({"round_joined", "ring_reduced", "ring_failed", "ring_applied"})
@@ -159,6 +160,26 @@ class Rounds:
         self._settle()
         return self._round
 
+    def take_over(self, stands: Mapping[str, Collection[RingStanding]], unaveraged: Mapping[str, int]) -> None:
+        """Goes on after rounds that another coordinator has held, by where the owners say they stand; no more samples
+        are believed to be in no round yet than are known to be. What was under way then is over."""
+        self._round = max((stand.round for each in stands.values() for stand in each), default=0)
+        for ring in self._rings:
+            of_ring = {node: stand for node, each in stands.items() for stand in each if stand.ring == ring.plan.ring}
+            ring.committed = max((stand.committed for stand in of_ring.values()), default=0)
+            for node in ring.plan.owners:
+                ring.samples[node] = -unaveraged[node]
+            for node, stand in of_ring.items():
+                # Whoever has the mean of the round that counted for others has brought into it what it had learnt.
+                ring.counted[node] = ring.committed if stand.reduced == ring.committed else stand.committed
+                abort = RingAbort(
+                    deployment=self._deployment,
+                    round=self._round,
+                    ring=ring.plan.ring,
+                    reason="the coordinator was started again",
+                )
+                self._tell(node, CoordinatorMessage(ring_abort=abort))
+
     def heard(self, node_id: str, message: ProviderMessage) -> bool:
         """Whether this was about a round; what follows from it has been done then."""
         kind = message.WhichOneof("body")
@@ -216,9 +237,34 @@ class Rounds:
                 self._do(ring, ring.live.gone(node_id, reason, time.monotonic()))
         self._settle()
 
+    def replace_owner(self, before: str, after: str) -> None:
+        """Somebody has taken the stage of an owner. It has no anchor of a round yet, and catches up before its next."""
+        self.gone(before, f"{after} has its stage now")
+        for ring in self._rings:
+            if before not in ring.plan.owners:
+                continue
+            owners = tuple(after if owner == before else owner for owner in ring.plan.owners)
+            ring.plan = replace(ring.plan, owners=owners)
+            ring.samples[after] = ring.samples.pop(before, 0)
+            ring.outlying.pop(before, None)
+            ring.counted.pop(before, None)
+
+    def drop_owners(self, nodes: Collection[str], reason: str) -> None:
+        """Nobody has the stages of these any more: they may own something else, and this not."""
+        for node in nodes:
+            self.gone(node, reason)
+        for ring in self._rings:
+            owners = tuple(owner for owner in ring.plan.owners if owner not in nodes)
+            ring.plan = replace(ring.plan, owners=owners)
+            for kept in (ring.samples, ring.outlying, ring.counted):
+                for node in nodes:
+                    kept.pop(node, None)
+
     def close(self) -> None:
+        """Nothing more is heard of rounds; the one under way is over."""
         if self._timer is not None:
             self._timer.cancel()
+        self._under_way = []
 
     def _all_alike(self, ring: _Ring) -> bool:
         """Whether every owner that the round was announced to has what came of it, or there was nothing to average."""

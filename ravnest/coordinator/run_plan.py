@@ -1,13 +1,15 @@
 """What a run deploys: its clusters with their stages, who averages what with whom, and how often."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ravnest.amounts import counted
 from ravnest.planner.cluster import Cluster
+from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
+from ravnest.planner.providers import Goal, Network, Provider
 from ravnest.planner.ring_tensors import RingTensors
 from ravnest.planner.split_choice import SplitChoice
 from ravnest.planner.stage_plan import StagePlan
@@ -40,6 +42,8 @@ class ClusterPlan:
     """As many as memory and the bound on staleness allow, should more be needed than planned."""
     feed_seconds: float = 0.0
     """Word of a completed microbatch to the coordinator, and the next to the stage that waits longest for it."""
+    line_seconds: float = 0.0
+    """From one microbatch to the next, where a line is the limit; 0 where a stage is."""
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -80,6 +84,8 @@ class RunPlan:
     versions_reason: str = ""
     bound_in_flight: int | None = None
     """As many as may ever be in flight in a cluster; None where nothing bounds them."""
+    basis: "Basis | None" = None
+    """What it was made from."""
 
     @property
     def predicted_samples_per_second(self) -> float:
@@ -99,6 +105,51 @@ class RunPlan:
     def fragments(self) -> int:
         """In how many rounds everything is averaged once."""
         return max((ring.fragment for ring in self.rings), default=0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a plan was made from: whoever changes it goes on from here."""
+
+    model: ModelCosts
+    goal: Goal
+    network: Network
+    providers: Mapping[str, Provider]
+
+
+def with_takers(plan: RunPlan, cluster: int, takers: Mapping[int, str], known: Mapping[str, Provider]) -> RunPlan:
+    """The plan in which these have taken stages of a cluster, by number, as they are.
+
+    Of `known` machines, those that take one belong to what the plan rests on from now on: they may not have been there
+    when it was made.
+    """
+    running, planned = plan.clusters[cluster], plan.plan.clusters[cluster]
+    names = {stage.node: takers[stage.stage] for stage in running.stages if stage.stage in takers}
+    stages = tuple(replace(stage, node=names.get(stage.node, stage.node)) for stage in running.stages)
+    costs = tuple(replace(cost, provider=names.get(cost.provider, cost.provider)) for cost in planned.stages)
+    clusters = list(plan.clusters)
+    clusters[cluster] = replace(running, stages=stages)
+    in_plan = list(plan.plan.clusters)
+    in_plan[cluster] = replace(planned, stages=costs)
+    standbys = tuple(sorted({*plan.plan.standbys} - {*takers.values()}))
+    rings = tuple(replace(ring, owners=tuple(names.get(owner, owner) for owner in ring.owners)) for ring in plan.rings)
+    basis = plan.basis
+    if basis is not None:
+        new = {name: known[name] for name in takers.values() if name in known}
+        basis = replace(basis, providers={**basis.providers, **new})
+    return replace(
+        plan,
+        clusters=tuple(clusters),
+        plan=replace(plan.plan, clusters=tuple(in_plan), standbys=standbys),
+        rings=rings,
+        basis=basis,
+    )
+
+
+def without_owners(plan: RunPlan, nodes: Collection[str]) -> RunPlan:
+    """The plan in which these own nothing of what is averaged."""
+    rings = (replace(r, owners=tuple(owner for owner in r.owners if owner not in nodes)) for r in plan.rings)
+    return replace(plan, rings=tuple(rings))
 
 
 def flight_reason(cluster: Cluster) -> str:

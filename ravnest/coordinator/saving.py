@@ -3,21 +3,27 @@
 A checkpoint is consistent without stopping the pipeline: it is announced with a microbatch, and every stage saves its
 state right after applying that microbatch. Stages apply microbatches in the same order, so together the parts are the
 model after exactly that many updates. The last one of a run is taken when nothing is in flight.
+
+Whenever a crash comes, no more than one interval is lost: that a checkpoint takes a while to be written is reckoned
+with when it is begun, and where it takes longer than expected, training waits for it rather than go on at risk.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ravnest.coordinator.checkpoint_pace import Pace
 from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore, PendingCheckpoint
+from ravnest.coordinator.disk_room import DiskRoom
 from ravnest.coordinator.ledger import Place
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.resuming import trained_with
 from ravnest.coordinator.run_plan import ClusterPlan
 from ravnest.coordinator.stage_parts import BadPartError, StagePart
-from ravnest.errors import RunError
+from ravnest.errors import DiskFullError, RunError
+from ravnest.graph.portable import PortableGraph
 from ravnest.settings import Checkpoint
 
 
@@ -47,14 +53,20 @@ def place_of(info: CheckpointInfo) -> Place:
 
 def saver_of(store: CheckpointStore, prepared: Prepared, cluster: ClusterPlan, updates: int) -> "Saver":
     """What saves the stages of this cluster, as a run of this job that has made so many updates."""
+    return saver_for(store, prepared, {stage.stage: stage.graph for stage in cluster.stages}, updates)
+
+
+def saver_for(store: CheckpointStore, prepared: Prepared, graphs: Mapping[int, PortableGraph], updates: int) -> "Saver":
+    """The same of stages that have these graphs, by their numbers."""
     job, captured = prepared.job, prepared.captured
     state = {
         "aliases": dict(captured.aliases),
         "non_persistent": sorted(captured.not_saved),
-        "stages": len(cluster.stages),
+        "stages": len(graphs),
         **trained_with(job),
     }
-    parts = [StagePart.of(stage.stage, stage.graph) for stage in cluster.stages]
+    parts = {stage: StagePart.of(stage, graph) for stage, graph in graphs.items()}
+    store.trust(updates)
     return Saver(store, job.checkpoint, parts, state, updates)
 
 
@@ -65,23 +77,34 @@ class Saver:
         self,
         store: CheckpointStore,
         settings: Checkpoint,
-        stages: Sequence[StagePart],
+        stages: Mapping[int, StagePart],
         state: Mapping[str, Any],
         updates: int = 0,
     ) -> None:
-        """`stages` say what each one's part holds, in order; `state` goes into every checkpoint; `updates` is how many
+        """`stages` say what each one's part holds; `state` goes into every checkpoint; `updates` is how many
         the run begins with."""
         self._store = store
         self._settings = settings
         self._stages = stages
         self._state = state
+        self.on_full: Callable[[DiskFullError], None] = lambda error: None
+        """Called when the disk had no room for the rest of one, which has been thrown away."""
         self.whole = False
         """Whether all parts of one have come; it is on the disk, or a moment away from it."""
         self._mark: Mark | None = None
         self._pending: PendingCheckpoint | None = None
         self._parts: set[int] = set()
+        self._pace = Pace()
         self._last_time = time.monotonic()
         self._last_updates = updates
+        self._saved_updates = updates
+        """How many a run that is resumed now would begin with."""
+        self._held_seconds = 0.0
+
+    def follow(self, before: "Saver") -> None:
+        """Takes the place of another, whose checkpoints are this run's as well: what it has saved counts on."""
+        self._pace, self._last_time = before._pace, before._last_time
+        self._last_updates = self._saved_updates = before._saved_updates
 
     @property
     def under_way(self) -> bool:
@@ -92,24 +115,56 @@ class Saver:
         if self.under_way:
             return None
         seconds, most = self._settings.every_seconds, self._settings.every_updates
-        if most is not None and updates - self._last_updates >= most:
+        if most is not None and updates - self._last_updates >= self._pace.updates_between(most):
             return f"{updates - self._last_updates} updates since the last one"
-        if seconds is not None and time.monotonic() - self._last_time >= seconds:
+        if seconds is not None and time.monotonic() - self._last_time >= self._pace.seconds_between(seconds):
             return f"{time.monotonic() - self._last_time:.0f} s since the last one"
         return None
 
+    def must_wait(self, updates: int) -> bool:
+        """Whether a crash after so many updates could cost more than an interval, unless the one under way is written
+        first. Of an interval in seconds nobody waits: those that train are not to stand still because a line is slow.
+        """
+        most = self._settings.every_updates
+        return self.under_way and most is not None and updates - self._saved_updates > most
+
+    def held(self, seconds: float) -> None:
+        """Training has waited so long: that says nothing of how fast it is."""
+        self._held_seconds += seconds
+
     def begin(self, mark: Mark) -> None:
-        """Announces a checkpoint; RunError when the disk refuses."""
+        """Announces a checkpoint; RunError when the disk refuses, DiskFullError when it has no room.
+
+        The next one is due as if there were this one: a disk that is full now will not have room with each microbatch.
+        """
         self.abort()
-        self._pending = self._store.begin(mark.checkpoint)
+        now = time.monotonic()
+        seconds = now - self._last_time - self._held_seconds
+        self._pace = self._pace.trained(mark.place.updates - self._last_updates, seconds)
+        self._last_time, self._held_seconds = now, 0.0
+        self._last_updates = mark.place.updates
+        self._pending = self._store.begin(mark.checkpoint, self.needed_bytes)
         self._mark = mark
         self._parts = set()
-        self._last_time = time.monotonic()
-        self._last_updates = mark.place.updates
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a checkpoint takes: as much as the newest one, or before there is one as much as the weights alone."""
+        return self._store.newest_bytes or sum(part.least_bytes for part in self._stages.values())
+
+    def make_room(self) -> list[str]:
+        """Throws away what is under way and removes older checkpoints, as far as a new one needs their room; the names
+        of those."""
+        self.abort()
+        return self._store.make_room(self.needed_bytes)
+
+    def room(self) -> DiskRoom:
+        return self._store.room()
 
     async def part(self, checkpoint: int, stage: int, chunks: AsyncIterator[bytes]) -> CheckpointInfo | None:
         """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses,
-        BadPartError for a part that is not what the stage may save.
+        BadPartError for a part that is not what the stage may save. On a disk that is full the checkpoint is thrown
+        away, `on_full` is called, and the rest of the part is taken for nothing: the stage has done what it should.
 
         One that comes again over another connection counts once."""
         expected = self._stages[stage]
@@ -127,6 +182,14 @@ class Saver:
                     # It was thrown away in the meantime, and with it what was to be checked.
                     return None
                 raise
+            except RunError as error:
+                if self._pending is pending:
+                    if not isinstance(error, DiskFullError):
+                        raise
+                    self._give_up(pending, error)
+                # It is thrown away, perhaps while this was being written: the rest is taken for nothing.
+                async for _ in chunks:
+                    pass
         else:
             # A stage that did not hear that its part had arrived sends it once more.
             async for _ in chunks:
@@ -139,17 +202,29 @@ class Saver:
         place = mark.place
         # What was fed beyond the checkpoint is fed again by a run that goes on from it.
         counts = {**mark.ledger, "fed": place.microbatches, "completed": place.microbatches, "lost": 0}
-        self.whole = True
-        info = await asyncio.to_thread(
-            pending.commit,
-            updates=place.updates,
-            samples=place.samples,
-            epoch=place.epoch,
-            position=place.position,
-            ledger=counts,
-            state={**self._state, "data_state": place.data_state},
-        )
-        self._pending = self._mark = None
+        before, self.whole = self.whole, True
+        try:
+            info = await asyncio.to_thread(
+                pending.commit,
+                updates=place.updates,
+                samples=place.samples,
+                epoch=place.epoch,
+                position=place.position,
+                ledger=counts,
+                state={**self._state, "data_state": place.data_state},
+            )
+        except RunError as error:
+            self.whole = before
+            if self._pending is pending:
+                if not isinstance(error, DiskFullError):
+                    raise
+                self._give_up(pending, error)
+            return None
+        self._saved_updates = max(self._saved_updates, place.updates)
+        if self._pending is pending:
+            # Else it was to be thrown away and was on the disk already: it counts, and another may be under way.
+            self._pace = self._pace.wrote(time.monotonic() - self._last_time)
+            self._pending = self._mark = None
         return info
 
     def abort(self) -> None:
@@ -157,3 +232,9 @@ class Saver:
         if self._pending is not None:
             self._pending.abort()
         self._pending = self._mark = None
+
+    def _give_up(self, pending: PendingCheckpoint, error: DiskFullError) -> None:
+        # One that was thrown away meanwhile has been told of, or was replaced by another.
+        if self._pending is pending:
+            self.abort()
+            self.on_full(error)

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from ravnest.coordinator.checkpoints import (
     DamagedCheckpoint,
     load_checkpoint,
 )
-from ravnest.coordinator.coordinator import Coordinator
+from ravnest.coordinator.coordinator import Coordinator, RewoundError
 from ravnest.coordinator.data_order import epoch_size
 from ravnest.coordinator.feeder import Feeder
 from ravnest.coordinator.interrupts import Interrupts, RunOver
@@ -25,7 +25,7 @@ from ravnest.coordinator.prepare import Prepared, prepare, static_tensors
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.saving import place_of
 from ravnest.coordinator.swarm import Swarm
-from ravnest.errors import RavnestError, RunError
+from ravnest.errors import RavnestError, RunError, TrainingError
 from ravnest.graph.batch import samples_in
 from ravnest.graph.partition import most_stages
 from ravnest.job import Job
@@ -95,10 +95,12 @@ class Session:
             self._progress.samples_at_start = ledger.samples
             self.coordinator = Coordinator(swarm, self._run, self._events, self._metrics, self._progress, display)
             self.coordinator.on_failure = interrupts.wake
-            reason = "a new run" if self._info is None else f"resumed after {self._start.updates} updates"
+            reason = "resumed from the start: nothing had been saved" if resume else "a new run"
+            if self._info is not None:
+                reason = f"resumed after {self._start.updates} updates"
             self._events.emit("started", reason, updates=self._start.updates)
             self.coordinator.phase("preparing")
-            self._progress.summary("running", "preparing").write(self._run)
+            self._progress.write(self._progress.summary("running", "preparing"), self._run)
             display.message(f"run directory: {self._run.path}")
             self._opened = opened.pop_all()
 
@@ -136,20 +138,22 @@ class Session:
             call(self.coordinator.check())
             prepared = self._prepare(threads)
             call(self.coordinator.deploy(prepared, providers, clusters, threads or 1, os.cpu_count() or 1))
-            self._feed(prepared, call)
-            return self._write_model(call(self.coordinator.finish()))
+            return self._write_model(self._feed(prepared, call))
         except RunOver:
             call(self.coordinator.check())
             raise
 
-    def _checkpoint(self) -> CheckpointInfo:
+    def _checkpoint(self) -> CheckpointInfo | None:
+        """The newest good one; None where the run was ended before it had saved any."""
         damaged: list[DamagedCheckpoint] = []
         info = CheckpointStore(self._run.checkpoints_path, self._job.checkpoint.keep, damaged.append).latest()
         for item in damaged:
             self._events.emit("checkpoint_damaged", item.reason, checkpoint=item.folder.name)
             instead = f"going on from {info.folder.name}" if info is not None else "there is none before it"
             self._display.message(f"skipped a damaged checkpoint, {instead}: {item.reason}")
-        if info is None:
+        if info is None and not damaged:
+            self._display.message("nothing had been saved before: going on from the start")
+        elif info is None:
             raise RunError(f"{self._run.path} has no good checkpoint to resume from; start afresh in another --run")
         return info
 
@@ -174,17 +178,31 @@ class Session:
             left = max(0, self._job.max_updates - self._start.updates) * self._job.pipeline.accumulate
             self._progress.samples_limit = self._start.samples + left * batch
 
-    def _feed(self, prepared: Prepared, call: Call) -> None:
-        captured = prepared.captured
-        self._feeder = Feeder(
-            self._job,
-            captured.structure,
-            captured.graph.inputs,
-            lambda item: call(self.coordinator.take(item)),
-            prepared.peeked,
-            self._interrupts.users_code,
-        )
-        self._feeder.run(self._start)
+    def _feed(self, prepared: Prepared, call: Call) -> CheckpointInfo:
+        """Feeds all of the data, and some of it again where the run had to go back; what the last checkpoint is."""
+        # Providers may have kept more than the checkpoint had.
+        captured, start = prepared.captured, self._progress.ledger.applied
+        while True:
+            self._feeder = Feeder(
+                self._job,
+                captured.structure,
+                captured.graph.inputs,
+                lambda item: call(self.coordinator.take(item)),
+                prepared.peeked,
+                self._interrupts.users_code,
+            )
+            try:
+                self._feeder.run(start)
+                info: CheckpointInfo = call(self.coordinator.finish())
+                return info
+            except RewoundError as back:
+                if isinstance(self._job.train_data, Iterator):
+                    raise TrainingError(
+                        "what was lost cannot be trained on again: train_data is an iterator, which cannot be walked "
+                        "twice; give a list, a DataLoader or a function that makes one"
+                    ) from None
+                self._feeder.abandon()
+                start = back.place
 
     def _finished(self) -> str:
         if self._progress.ledger.completed == self._start.microbatches:
@@ -220,16 +238,20 @@ class Session:
         aliases, not_saved = info.state["aliases"], info.state["non_persistent"]
         static = load_file(self._run.static_path)
         fused = fuse(contents, aliases, static, not_saved)
+        store = CheckpointStore(self._run.checkpoints_path, self._job.checkpoint.keep)
+        store.trust(info.updates)
+        store.make_room(sum(tensor.nbytes for tensor in fused.values()))
         write_model(self._run.model_path, fused, {"updates": str(info.updates), "samples": str(info.samples)})
         return self._run.model_path
 
     def _end(self, status: Status, reason: str, model: Path | None) -> Summary:
         self._progress.pause_clock()
+        self._run.release_reserve()
         summary = self._progress.summary(status, reason, None if model is None else str(model))
         with contextlib.suppress(RunError):
             self._events.emit(status, reason)
         try:
-            summary.write(self._run)
+            self._progress.write(summary, self._run)
         except RunError:
             # A full disk is what ended the run: the error that is being raised says so.
             if status != "failed":

@@ -39,6 +39,8 @@ class StagePart:
     parameters: frozenset[str]
     """The keys that the optimizer may have state of."""
     most_bytes: int
+    least_bytes: int = 0
+    """Of the weights alone."""
 
     @classmethod
     def of(cls, stage: int, graph: PortableGraph) -> Self:
@@ -46,7 +48,7 @@ class StagePart:
         named |= {f"buffer:{spec.key}": spec for spec in graph.states}
         weights = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in named.values())
         keys = frozenset(spec.key for spec in graph.parameters)
-        return cls(stage, named, keys, _SPARE_BYTES + _STATE_FACTOR * weights)
+        return cls(stage, named, keys, _SPARE_BYTES + _STATE_FACTOR * weights, weights)
 
     async def bounded(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The same chunks; BadPartError as soon as they are more than the stage can need."""
@@ -71,11 +73,12 @@ class StagePart:
             raise BadPartError(f"the part of stage {self.stage} cannot be used: {words}") from None
 
     def _check_tensors(self, found: Mapping[str, Any]) -> None:
-        # What the outer optimizer remembers of a parameter is as long as that.
+        # What rounds remember of a parameter is as long as that.
         outer = {
-            f"outer:{spec.key}": replace(spec, dtype=torch.float32)
+            f"{kind}:{spec.key}": replace(spec, dtype=torch.float32)
             for name, spec in self.tensors.items()
             if name.startswith("param:")
+            for kind in ("outer", "anchor")
         }
         missing = self.tensors.keys() - found.keys()
         if missing:

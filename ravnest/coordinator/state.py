@@ -5,11 +5,12 @@ loses nothing that was written; only a machine that loses its power may lose the
 decides what is trained: that is the checkpoint's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ravnest.coordinator.store import Store
+from ravnest.planner.providers import Line, Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,50 @@ class SwarmState:
                 (position.fed, position.completed, position.updates, position.samples, position.at),
             )
 
+    def announced(self, replica: str) -> None:
+        """A replica is about to be announced; of those before it a few are remembered."""
+        with self._store.transaction() as connection:
+            connection.execute("INSERT INTO replicas (announced) VALUES (?)", (replica,))
+            connection.execute(
+                "DELETE FROM replicas WHERE id <= (SELECT MAX(id) FROM replicas) - ?", (_REMEMBERED_REPLICAS,)
+            )
+
+    def replicas(self) -> list[str]:
+        """The replicas that were announced last."""
+        with self._store.used() as connection:
+            return [text for (text,) in connection.execute("SELECT announced FROM replicas ORDER BY id")]
+
+    def stands(self, record: str) -> None:
+        """The stages are held so."""
+        with self._store.used() as connection:
+            connection.execute("INSERT OR REPLACE INTO standing (id, record, changing) VALUES (0, ?, 0)", (record,))
+
+    def changes(self) -> None:
+        """From now on the stages are held otherwise, until it is said how."""
+        with self._store.used() as connection:
+            connection.execute("UPDATE standing SET changing = 1")
+
+    def standing(self) -> tuple[str, bool] | None:
+        """How the stages were held last, and whether that was changing; None before they were."""
+        with self._store.used() as connection:
+            row = connection.execute("SELECT record, changing FROM standing").fetchone()
+        return None if row is None else (str(row[0]), bool(row[1]))
+
+    def measured(self, lines: Mapping[Pair, Line], now: float) -> None:
+        """These lines between providers were measured."""
+        rows = [(*pair, line.bytes_per_second, line.latency_seconds, now) for pair, line in lines.items()]
+        with self._store.transaction() as connection:
+            connection.executemany("INSERT OR REPLACE INTO lines VALUES (?, ?, ?, ?, ?)", rows)
+
+    def lines(self, now: float) -> dict[Pair, Line]:
+        """What lines carried when they were measured, less than an hour ago."""
+        with self._store.used() as connection:
+            rows = connection.execute(
+                "SELECT sender, receiver, bytes_per_second, latency_seconds FROM lines WHERE at > ? AND at <= ?",
+                (now - _LINE_SECONDS, now),
+            ).fetchall()
+        return {(sender, receiver): Line(rate, latency) for sender, receiver, rate, latency in rows}
+
     def listens(self, listening: Listening) -> None:
         """The coordinator listens there."""
         with self._store.used() as connection:
@@ -156,6 +201,12 @@ def known_from_before(members: Sequence[KnownMember]) -> str:
     together = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     return f"knows {together} from before: waiting for {'it' if len(names) == 1 else 'them'} to come back"
 
+
+_REMEMBERED_REPLICAS = 32
+"""Of several clusters, a few of each."""
+
+_LINE_SECONDS = 3600.0
+"""For which a line is taken for what it was: an evening is another matter than a morning."""
 
 _NAMED = 8
 """So many are named at most."""

@@ -12,12 +12,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from ravnest.errors import RunError
+from ravnest.errors import DiskFullError, RunError
 
 IN_MEMORY: Final = Path(":memory:")
 """The store of a swarm that ends with its process."""
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 4
 """Of the tables below: raised whenever an older program could misread what a newer one has written."""
 
 _BUSY_SECONDS: Final = 5.0
@@ -44,6 +44,13 @@ _TABLES: Final = (
     # How many clusters the requester has asked for.
     "CREATE TABLE IF NOT EXISTS clusters (id INTEGER PRIMARY KEY, count INTEGER NOT NULL)",
     "CREATE TABLE IF NOT EXISTS plan (stage INTEGER PRIMARY KEY, node_id TEXT NOT NULL)",
+    # The replicas that were announced last, as `regaining.Announced` writes them.
+    "CREATE TABLE IF NOT EXISTS replicas (id INTEGER PRIMARY KEY, announced TEXT NOT NULL)",
+    # Who held which stage, as `standing.Standing` writes it, and whether that was changing.
+    "CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY, record TEXT NOT NULL, changing INTEGER NOT NULL)",
+    """CREATE TABLE IF NOT EXISTS lines (
+        sender TEXT NOT NULL, receiver TEXT NOT NULL, bytes_per_second REAL NOT NULL, latency_seconds REAL NOT NULL,
+        at REAL NOT NULL, PRIMARY KEY (sender, receiver))""",
     """CREATE TABLE IF NOT EXISTS position (
         id INTEGER PRIMARY KEY, fed INTEGER NOT NULL, completed INTEGER NOT NULL, updates INTEGER NOT NULL,
         samples INTEGER NOT NULL, at REAL NOT NULL
@@ -118,4 +125,6 @@ class Store:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _unusable(self, error: Exception) -> RunError:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            return DiskFullError(f"cannot write {self._path}: the disk is full; free some space")
         return RunError(f"the store {self._path} cannot be used: {error}; check its owner and the free space")

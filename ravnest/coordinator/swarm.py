@@ -5,12 +5,14 @@ It decides nothing about training: a `SwarmEvents` does, and is told of everythi
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from ravnest import __version__
 from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.leases import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENCE_SECONDS
 from ravnest.coordinator.measures import hear
 from ravnest.coordinator.members import Member, Members, check_machine, check_version
 from ravnest.coordinator.prepare import Artifact
@@ -32,6 +34,7 @@ from ravnest.net.v1.control_pb2 import (
     CheckRequest,
     CoordinatorMessage,
     Deploy,
+    Hold,
     JoinReply,
     JoinRequest,
     Meet,
@@ -40,11 +43,6 @@ from ravnest.net.v1.control_pb2 import (
 )
 from ravnest.net.version import PROTOCOL_VERSION
 
-HEARTBEAT_SECONDS = 1.0
-PATIENCE_SECONDS = 30.0
-"""How long a provider may be without a connection before it is taken for gone."""
-SILENCE_SECONDS = 60.0
-"""How long a provider that is connected and holds a stage may say nothing, over a fast line."""
 _BUFFERED_BYTES = 16 << 20
 """What may be on its way out of a machine before a report gets its turn."""
 _STOP_SECONDS = 1.0
@@ -78,11 +76,11 @@ class SwarmEvents(Protocol):
 class Swarm:
     """A server and its members. Made and used on the network's loop."""
 
-    def __init__(self, admission: Admission, *, open_to_more: bool = True) -> None:
+    def __init__(self, admission: Admission, *, most: int | None = None) -> None:
         """`admission` says who gets in; it is closed when the swarm stops."""
         self.admission = admission
-        self.open_to_more = open_to_more
-        """Whether somebody else may come in the place of a provider that leaves before it has a stage."""
+        self.most = most
+        """How many providers there can be, those that are lost not counted; None: anybody with an invite may come."""
         self.events: SwarmEvents | None = None
         """Who is told; a run sets it when it begins. What happens while nobody listens is only kept as membership."""
         self.state: SwarmState | None = None
@@ -96,6 +94,10 @@ class Swarm:
         self.artifacts: dict[str, Artifact] = {}
         self._orders: dict[str, Deploy] = {}
         """The newest order to each node: what it may fetch and send follows from it."""
+        self._holds: dict[str, dict[str, Hold]] = {}
+        """Of each node, whose replicas it is to keep, by the stage's key: it may fetch what it takes to go on there."""
+        self._numbers = 0
+        self._process = secrets.token_hex(16)
         self._relay = Relay(self._call_to_relay)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -130,12 +132,24 @@ class Swarm:
             self.members[node_id].fail(error)
         self._server.drop(node_id, str(error))
 
+    @property
+    def open_to_more(self) -> bool:
+        """Whether somebody else may come in the place of a provider that is lost."""
+        return self.most is None
+
+    def next_number(self) -> int:
+        """One that nobody has had: for names that must not be those of something before."""
+        self._numbers += 1
+        return self._numbers
+
     async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
         """Says something to a provider, now or when it is connected again; PeerError when it is gone."""
         if message.HasField("deploy"):
             self._orders[node_id] = message.deploy
             # It is busy fetching and building now, and reports when that is done.
             self.members[node_id].reports = False
+        elif message.HasField("hold"):
+            self._holds.setdefault(node_id, {})[message.hold.key] = message.hold
         await self.members[node_id].control.send(message)
 
     async def feed_frame(self, node_id: str, frame: Frame) -> None:
@@ -143,9 +157,12 @@ class Swarm:
         await self.members[node_id].feed.send(frame)
 
     async def reaches(self, members: Sequence[Member]) -> dict[str, Reach]:
-        """Whether each of these can be dialled; waits for those that are still being tried."""
-        await self.members.changes.until(lambda: all(member.reach is not None for member in members))
-        return {member.node_id: member.reach for member in members if member.reach is not None}
+        """Whether each of these can be dialled; waits for those that are still being tried. One that has gone
+        meanwhile cannot."""
+        links = [(member, member.control.link) for member in members]
+        await self.members.changes.until(lambda: all(member.reach is not None or link.over for member, link in links))
+        gone = Reach("", "it has gone")
+        return {member.node_id: member.reach or gone for member in members}
 
     async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
         # Before the invite is used: a provider that cannot take part should not use it up.
@@ -159,8 +176,7 @@ class Swarm:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
         self._orders.pop(member.node_id, None)
-        if self.events is not None and not member.measures_link:
-            self.events.joined(member)
+        self._holds.pop(member.node_id, None)
         for work in (self._listen(member), self._take_frames(member), self._watch(member)):
             self._spawn(work)
         return JoinReply(
@@ -168,6 +184,7 @@ class Swarm:
             certificate=admitted.certificate,
             heartbeat_seconds=HEARTBEAT_SECONDS,
             session=member.session,
+            process=self._process,
         )
 
     async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
@@ -207,6 +224,7 @@ class Swarm:
         connected = asyncio.create_task(link.until_connected())
         try:
             await asyncio.wait({carrying, connected}, return_when=asyncio.FIRST_COMPLETED)
+            self._greet(member)
             self.members.changes.notify()
             if link.connected and again and was_present and self.events is not None:
                 self.events.reconnected(member.node_id)
@@ -214,6 +232,8 @@ class Swarm:
         except PeerError as error:
             if member.present and not link.connected and self.events is not None:
                 self.events.disconnected(member.node_id, str(error))
+            # Whoever watches how long it is away begins to count.
+            self.members.changes.notify()
             raise
         finally:
             carrying.cancel()
@@ -260,12 +280,16 @@ class Swarm:
                 member.reports = kind == "report"
 
     def _hear_measures(self, member: Member, message: ProviderMessage) -> bool:
-        measured_before = member.measured
         heard = hear(self.members, member, message)
-        if member.measured and not measured_before and self.events is not None:
-            # Only now is there something to tell: what kind of machine it is.
-            self.events.joined(member)
+        self._greet(member)
         return heard
+
+    def _greet(self, member: Member) -> None:
+        """Tells of a provider, once: when it can be given something, and it is known what kind of machine it is."""
+        if member.present and not member.greeted:
+            member.greeted = True
+            if self.events is not None:
+                self.events.joined(member)
 
     async def _take_frames(self, member: Member) -> None:
         """Passes on what a stage returns, until its stay is over; one that breaks the rules is dismissed."""
@@ -312,9 +336,9 @@ class Swarm:
         await self.tell(node_id, CoordinatorMessage(meet=Meet(link=link)))
 
     async def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
-        order = self._orders.get(node_id)
+        named = [self._orders.get(node_id), *self._holds.get(node_id, {}).values()]
         found = self.artifacts.get(artifact)
-        if found is None or order is None or artifact not in (order.graph.id, order.weights.id):
+        if found is None or all(order is None or artifact not in (order.graph.id, order.weights.id) for order in named):
             raise RefusedError(f"there is no artifact {artifact!r} for {node_id} here")
         if offset > found.size_bytes:
             raise RefusedError(f"the artifact {artifact!r} has {found.size_bytes} bytes and no byte {offset}")

@@ -32,6 +32,8 @@ class Message:
     """Of the round: 0 for all rings, otherwise those of the fragment before this number."""
     updates: int = 0
     """How many updates the run has made with this microbatch; 0 where that is not told."""
+    replica: int = 0
+    """Not 0: every stage keeps its state after this microbatch as its part of this replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Snapshot:
     fragment: int
     version: int
     samples: int
-    """That the stage has trained on since it was built."""
+    """That the stage has applied since it was built."""
     tensors: Mapping[str, torch.Tensor]
     """As `Stage.state` names them. The stage's own memory: they change once the snapshot has been taken."""
 
@@ -77,13 +79,17 @@ WAIT_NOTHING: Final = "nothing ready"
 
 @dataclass(slots=True)
 class Counters:
-    """What a worker has done since it started; the provider reports it."""
+    """What a worker, and those of the same stage before it, have done; the provider reports it."""
 
     forwards: int = 0
     backwards: int = 0
     busy_seconds: float = 0.0
     staleness: dict[int, int] = field(default_factory=dict)
     updates: int = 0
+    samples: int = 0
+    """Of the microbatches that were applied, each once."""
+    flight_seconds: float = 0.0
+    """What microbatches spent between forward and backward under workers that have ended."""
     seconds: dict[str, float] = field(default_factory=dict)
     """By kind of work, how long it took in all; as `Span` names them."""
     training: TrainingTime = field(default_factory=TrainingTime)
@@ -116,6 +122,14 @@ class Outbox(Protocol):
 
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         """Take the stage's state away; the tensors are the stage's own memory and change once this returns."""
+
+    def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        """Take the stage's state as its part of this replica: what `Stage.state` gives, and in the metadata `applied`,
+        a JSON list of the microbatches that are in it, and `samples`, how many this stage has applied.
+
+        The tensors are the stage's own memory and change once this returns, and the worker waits: take a copy, and do
+        the rest elsewhere.
+        """
 
     def snapshot(self, snapshot: Snapshot) -> None:
         """Take from the stage what a round averages."""

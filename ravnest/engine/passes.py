@@ -9,7 +9,7 @@ kernels for some operators, and then the two would differ in the last digit, or 
 as much memory, so the peak of a stage is none the higher.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,12 +48,15 @@ class _Pending:
     """None where the forward is to be computed again, from these."""
     given: dict[str, Any]
     states: dict[str, torch.Tensor]
+    again: bool
+    """It has been applied before: its weights need no gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Unfinished:
     """A backward whose gradients of weights have not been taken yet. It holds no more of the graph than these need."""
 
+    microbatch: int
     number: int
     version: Version | None
     weights: dict[str, torch.Tensor]
@@ -80,9 +83,9 @@ class Passes:
         self._fixed = fixed
         self._seed = settings.seed
         policy = POLICIES[settings.versions]
-        is_leaf = graph.loss is not None
-        self._keeps_weights = policy.keeps_weights or is_leaf
-        self._keeps_activations = policy.keeps_activations or is_leaf
+        self._is_leaf = graph.loss is not None
+        self._keeps_weights = policy.keeps_weights or self._is_leaf
+        self._keeps_activations = policy.keeps_activations or self._is_leaf
         self._most_pending = settings.accumulate if policy.within_accumulate else None
         self._receives = [v.name for v in graph.receives if v.needs_grad]
         self._states = [s.name for s in graph.states]
@@ -94,6 +97,21 @@ class Passes:
         """Whether the gradients of weights are found after those of what was received."""
         self._pending: dict[int, _Pending] = {}
         self._unfinished: _Unfinished | None = None
+        self._before: dict[int, dict[str, torch.Tensor]] = {}
+        """States before the forward of each microbatch that has not been applied, in the order of the forwards."""
+        self._summed: list[int] = []
+        """Microbatches whose gradients were taken and wait to be applied."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the last backward has gradients of weights to give."""
+        return self._unfinished is not None
+
+    @property
+    def settled_states(self) -> dict[str, torch.Tensor]:
+        """The states without what microbatches did to them that have not been applied; empty where there are none of
+        these. By name, to be read."""
+        return next(iter(self._before.values()), {})
 
     @property
     def in_flight(self) -> int:
@@ -107,11 +125,30 @@ class Passes:
         # By their weights: predicted ones are shared too.
         return len({id(version.leaves) for version in (*held, self._versions.current)})
 
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether activations of microbatches are kept that could be computed again."""
+        return self._keeps_activations and not self._is_leaf
+
+    def recompute_from_now_on(self) -> bool:
+        """Keeps no activations of microbatches that come, whatever the policy says; whether that changes anything.
+
+        Those in flight have theirs. A leaf has its backward at once, and nothing to compute again.
+        """
+        changes = self.keeps_activations
+        if changes:
+            self._keeps_activations = False
+        return changes
+
     def forward(
-        self, microbatch: int, given: dict[str, Any], instead: dict[str, torch.Tensor] | None = None
+        self,
+        microbatch: int,
+        given: dict[str, Any],
+        instead: dict[str, torch.Tensor] | None = None,
+        again: bool = False,
     ) -> dict[str, Any]:
         """What to send on, by name. Its backward must follow. `instead` are the weights to use in place of the current
-        ones, as a correction of staleness says."""
+        ones, as a correction of staleness says. One that comes `again` leaves the states as they are."""
         if self._most_pending is not None and len(self._pending) >= self._most_pending:
             raise TrainingError(
                 f"microbatch {microbatch} came while {len(self._pending)} are in flight at this stage: with two "
@@ -120,13 +157,17 @@ class Passes:
             )
         number = self._versions.current.number
         leaves = self._versions.current.leaves if instead is None else instead
+        before = {} if again else self._copied_states()
+        fixed = {**self._fixed, **self._copied_states()} if again else self._fixed
         if self._keeps_activations:
-            computed, results = self._compute(microbatch, given, leaves, self._fixed)
-            pending = _Pending(number, None, computed, {}, {})
+            computed, results = self._compute(microbatch, given, leaves, fixed)
+            pending = _Pending(number, None, computed, {}, {}, again)
         else:
-            pending = _Pending(number, None, None, given, {name: self._fixed[name].clone() for name in self._states})
+            pending = _Pending(number, None, None, given, self._copied_states(), again)
             first = {**given, **{name: given[name].clone() for name in self._written}}
-            _, results = self._compute(microbatch, first, leaves, self._fixed)
+            _, results = self._compute(microbatch, first, leaves, fixed)
+        if before and not again:
+            self._before[microbatch] = before
         if self._keeps_weights:
             pending.version = self._versions.acquire(instead)
         self._pending[microbatch] = pending
@@ -134,7 +175,7 @@ class Passes:
         return sent if self._keeps_weights else self._of_its_own(sent)
 
     def backward(self, microbatch: int, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """The gradients for what was received; `weight_gradients` must follow.
+        """The gradients for what was received; `weight_gradients` must follow, unless it came again.
 
         `gradients` are those of what was sent (None on a leaf: the loss is its own).
         """
@@ -152,6 +193,12 @@ class Passes:
         else:
             outputs = [tensor for name, tensor in computed.outputs.items() if name in gradients]
             given = [gradients[name] for name in computed.outputs if name in gradients]
+        if pending.again:
+            self._release(pending.version)
+            if not computed.received:
+                return {}
+            received = self._precision.gradients(outputs, list(computed.received.values()), given)
+            return {n: g for n, g in zip(computed.received, received, strict=True) if g is not None}
         wanted = [*computed.received.values(), *computed.weights.values()]
         split = SplitBackward(computed.apart) if computed.apart else None
         found: list[torch.Tensor | None]
@@ -161,7 +208,7 @@ class Passes:
             found = split.first(outputs, given, wanted)
         count = len(computed.received)
         weights = dict(zip(computed.weights, found[count:], strict=True))
-        self._unfinished = _Unfinished(pending.number, pending.version, computed.weights, weights, split)
+        self._unfinished = _Unfinished(microbatch, pending.number, pending.version, computed.weights, weights, split)
         return {n: g for n, g in zip(computed.received, found[:count], strict=True) if g is not None}
 
     def weight_gradients(self) -> tuple[int, Gradients]:
@@ -169,15 +216,42 @@ class Passes:
         assert self._unfinished is not None, "a backward comes first"
         left, self._unfinished = self._unfinished, None
         found = left.found if left.split is None else left.split.rest(left.weights, left.found)
-        if left.version is not None:
-            self._versions.release(left.version)
+        self._release(left.version)
+        self._summed.append(left.microbatch)
         return left.number, found
+
+    def applied(self) -> None:
+        """All gradients that were taken so far are in the weights."""
+        for microbatch in self._summed:
+            self._before.pop(microbatch, None)
+        self._summed.clear()
+
+    def forget(self) -> None:
+        """Forgets every microbatch that has not been applied, and what it did to the states."""
+        for pending in self._pending.values():
+            self._release(pending.version)
+        if self._unfinished is not None:
+            self._release(self._unfinished.version)
+        self._pending.clear()
+        self._unfinished = None
+        for name, state in self.settled_states.items():
+            self._fixed[name].copy_(state)
+        self._before.clear()
+        self._summed.clear()
+
+    def shift_settled(self, shift: Callable[[str, torch.Tensor], None]) -> None:
+        """Does the same to every copy of a state as was done to the state itself: `shift` gets a name and a tensor to
+        write."""
+        for before in self._before.values():
+            for name, state in before.items():
+                shift(name, state)
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch whose backward will never come."""
         pending = self._pending.pop(microbatch, None)
-        if pending is not None and pending.version is not None:
-            self._versions.release(pending.version)
+        self._before.pop(microbatch, None)
+        if pending is not None:
+            self._release(pending.version)
 
     def evaluate(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluation forward with the newest weights: what to send on, the loss and the metrics, by value name."""
@@ -202,6 +276,13 @@ class Passes:
             results = self._precision.as_told(results, self._sent_types)
         outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and r.requires_grad}
         return _Computed(received, leaves, outputs, apart), results
+
+    def _copied_states(self) -> dict[str, torch.Tensor]:
+        return {name: self._fixed[name].clone() for name in self._states}
+
+    def _release(self, version: Version | None) -> None:
+        if version is not None:
+            self._versions.release(version)
 
     def _of_its_own(self, results: dict[str, Any]) -> dict[str, Any]:
         """What lies in the memory of weights or states, copied: it must not change under the sender's hands when

@@ -80,6 +80,8 @@ class Stage:
         self._summed = 0
         self._forward_version = 0
         self._oldest_version = 0
+        self._versions_sum = 0
+        """Of the forwards whose gradients are summed."""
 
     @property
     def in_flight(self) -> int:
@@ -105,10 +107,24 @@ class Stage:
         """Whether `finish_backward` has something left to compute after `backward`."""
         return self._passes.splits
 
-    def forward(self, microbatch: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Training forward: what to send on, by name (on a leaf: the loss). Its backward must follow."""
+    def recompute_from_now_on(self) -> bool:
+        """Keeps no activations of microbatches that come; whether that changes anything. The gradients stay the same,
+        bit for bit."""
+        return self._passes.recompute_from_now_on()
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether activations of microbatches are kept that could be computed again."""
+        return self._passes.keeps_activations
+
+    def forward(self, microbatch: int, values: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
+        """Training forward: what to send on, by name (on a leaf: the loss). Its backward must follow.
+
+        One that comes `again` has been applied before: nothing of it stays in the stage, and no `update` may follow for
+        it.
+        """
         given = {name: self._here(value) for name, value in values.items()}
-        return self._passes.forward(microbatch, given, self._correction.forward_weights())
+        return self._passes.forward(microbatch, given, self._correction.forward_weights(), again)
 
     def evaluate(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Evaluation forward: what to send on; on a leaf the loss and the metrics, by value name. Nothing is kept."""
@@ -122,6 +138,8 @@ class Stage:
         """
         given = None if gradients is None else {name: self._here(value) for name, value in gradients.items()}
         back = self._passes.backward(microbatch, given)
+        if not self._passes.is_unfinished:
+            return back
         self._sent = list(back.values())
         if not self._passes.splits:
             self.finish_backward()
@@ -134,7 +152,8 @@ class Stage:
         sent, self._sent = self._sent, None
         self._forward_version, gradients = self._passes.weight_gradients()
         if not self._summed:
-            self._oldest_version = self._forward_version
+            self._oldest_version, self._versions_sum = self._forward_version, 0
+        self._versions_sum += self._forward_version
         self._add(gradients, sent)
 
     def update(self, microbatch: int, *, flush: bool = False, updates: int = 0) -> Update | None:
@@ -156,9 +175,17 @@ class Stage:
         """Forgets a microbatch whose backward will never come."""
         self._passes.drop(microbatch)
 
+    def forget(self) -> None:
+        """Forgets all microbatches that have not been applied: those between forward and backward, and gradients that
+        wait for others. The stage goes on as if it had never seen them."""
+        self._passes.forget()
+        self._sent = None
+        self._sums.clear()
+        self._summed = 0
+
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Parameters, states and optimizer state as named tensors, and the plain values as text. Shares the stage's
-        memory."""
+        memory. What microbatches that have not been applied did to states is not in it."""
         plain: dict[str, Any] = {}
         for spec in self.graph.parameters:
             for name, value in self._optimizer.state.get(self._versions.masters[spec.name], {}).items():
@@ -166,14 +193,16 @@ class Stage:
                     plain[f"{spec.key}:{name}"] = value
         groups = [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in self._optimizer.param_groups]
         schedule = {k: v for k, v in self._schedule.state_dict().items() if _is_plain(v)} if self._schedule else None
-        return self.state_tensors(), {
+        settled = self._passes.settled_states
+        states = {f"buffer:{spec.key}": settled[spec.name] for spec in self.graph.states if spec.name in settled}
+        return self.state_tensors() | states, {
             "version": json.dumps(self.version),
             "optimizer": json.dumps({"values": plain, "groups": groups}),
             "schedule": json.dumps(schedule),
         }
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of `state` alone."""
+        """The tensors of `state` alone, states as they are now."""
         tensors: dict[str, torch.Tensor] = {}
         for spec in self.graph.parameters:
             master = self._versions.masters[spec.name]
@@ -196,20 +225,25 @@ class Stage:
 
         Of `not_negative`, no value is below zero afterwards.
         """
-        self._versions.begin_update()
-        own = self.state_tensors()
-        for name, change in adds.items():
-            tensor = own.get(name)
-            if tensor is None:
-                continue
+
+        def write(name: str, tensor: torch.Tensor) -> None:
             # Past the counter by which autograd notices writes, as for versions: what is in flight has its own memory.
             tensor = tensor.data
             if becomes is not None and name in becomes:
                 tensor.copy_(becomes[name])
             else:
-                tensor.add_(change.to(tensor.device, tensor.dtype))
+                tensor.add_(adds[name].to(tensor.device, tensor.dtype))
             if name in not_negative:
                 tensor.clamp_(min=0)
+
+        self._versions.begin_update()
+        own = self.state_tensors()
+        for name in adds:
+            if name in own:
+                write(name, own[name])
+        names = {spec.name: f"buffer:{spec.key}" for spec in self.graph.states if f"buffer:{spec.key}" in adds}
+        if names:
+            self._passes.shift_settled(lambda state, tensor: write(names[state], tensor) if state in names else None)
         self._versions.finish_change()
         self._correction.moved()
 
@@ -272,13 +306,15 @@ class Stage:
                 gradient.div_(self._summed)
         if self.settings.clip_value is not None or self.settings.clip_norm is not None:
             self._clip(masters)
-        self._correction.begin_update(self.version - self._forward_version, self.version)
+        # A mean of gradients is as stale as they are on average.
+        self._correction.begin_update(self.version - self._versions_sum / self._summed, self.version)
         for piece in self._pieces:
             for name in piece:
                 masters[name].grad = self._sums.pop(name, None)
             self._correction.step()
             self._optimizer.zero_grad(set_to_none=True)
         self._summed = 0
+        self._passes.applied()
         self._versions.finish_update()
 
     def _step_schedule(self, updates: int) -> None:

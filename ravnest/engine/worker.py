@@ -4,21 +4,28 @@ What happens on failure: a loss that is not finite, or any error in torch, is re
 microbatch's number; nothing of that microbatch is applied, and the worker takes no more work. A microbatch or a
 gradient that cannot be (again, out of order, never asked for, too many) is refused with a PeerError as it is
 handed in.
+
+A stage that goes on after a machine was lost gets a new worker, which is told what has been applied. What comes again
+of that is computed, since other stages may need it, and leaves nothing behind: no update, no loss, no snapshot.
 """
 
 import contextlib
+import json
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
+from ravnest.engine.applied import Applied
 from ravnest.engine.early_number import asked_for
 from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, LossRecord, Message, Outbox, Snapshot, Span
+from ravnest.engine.out_of_memory import is_out_of_memory, told
 from ravnest.engine.pace import NO_PRETENCE, Pace, Pretence
 from ravnest.engine.schedule import Bound, Task, Waiting, next_task, updates_before
 from ravnest.engine.stage import Stage, Update
@@ -37,9 +44,26 @@ left undone comes again here, a little behind those that were fed meanwhile."""
 class StageWorker:
     """Runs one stage. `feed`, `receive_forward`, `receive_backward` may be called from any thread and never block."""
 
-    def __init__(self, stage: Stage, outbox: Outbox, pretence: Pretence = NO_PRETENCE) -> None:
-        """All its work takes as long as on the machine that is pretended."""
-        self.counters = Counters(training=TrainingTime(warm_up_for(stage.settings.in_flight)))
+    def __init__(
+        self,
+        stage: Stage,
+        outbox: Outbox,
+        pretence: Pretence = NO_PRETENCE,
+        *,
+        applied: Applied | None = None,
+        counters: Counters | None = None,
+    ) -> None:
+        """All its work takes as long as on the machine that is pretended. `applied` and `counters` are those of the
+        worker that had the stage before, which has ended; it counts on in both."""
+        self.applied = Applied() if applied is None else applied
+        """What the stage has applied. The worker's own while it runs."""
+        if counters is None:
+            counters = Counters(training=TrainingTime(warm_up_for(stage.settings.in_flight)))
+        self.counters = counters
+        # Until there is something to train on again, the stage stands still.
+        counters.training.stood_still()
+        self.broken = False
+        """Whether it has failed, so that nobody knows what is in the stage."""
         self._pace = Pace(pretence, stage.device, stage.splits_backward)
         self._stage = stage
         self._outbox = outbox
@@ -54,8 +78,8 @@ class StageWorker:
         self._limit = settings.in_flight if self._is_root else most
         if self._limit is not None and most is not None:
             self._limit = min(self._limit, most)
-        self._summed = 0
-        """Gradients that wait for others to be applied with them."""
+        self._summed: list[Message] = []
+        """Microbatches whose gradients wait for others to be applied with them."""
         self._condition = threading.Condition()
         self._most_waiting = _SPARE_WAITING + 4 * stage.settings.in_flight
         self._fed: dict[int, Message] = {}
@@ -70,9 +94,11 @@ class StageWorker:
         self._backwards: deque[Message] = deque()
         self._saves: deque[tuple[int, Tensors]] = deque()
         self._between: deque[Callable[[], None]] = deque()
-        self._samples = 0
+        self._idle = True
+        """Whether it waits for something to do."""
+        self._most_held = 0
         self._running: dict[int, Message] = {}
-        self._flown = (0.0, 0, time.perf_counter())
+        self._flown = (counters.flight_seconds, 0, time.perf_counter())
         """Seconds that microbatches were between forward and backward, up to a moment, and how many are since then."""
         self._latest = -1
         """The microbatch of the last task: what happens between two tasks is recorded with it."""
@@ -90,6 +116,21 @@ class StageWorker:
             self._condition.notify()
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(timeout_seconds)
+        if not self.runs:
+            self.counters.flight_seconds = self.flight_seconds
+            self._flown = (self.counters.flight_seconds, 0, time.perf_counter())
+
+    @property
+    def runs(self) -> bool:
+        """Whether its thread is there: until then nobody else may touch the stage."""
+        return self._thread.is_alive()
+
+    def take_left(self) -> list[Callable[[], None]]:
+        """What was to be done between two tasks and has not been. Of a worker that has ended."""
+        with self._condition:
+            left = list(self._between)
+            self._between.clear()
+        return left
 
     @property
     def overruns(self) -> int:
@@ -118,6 +159,23 @@ class StageWorker:
         """What all microbatches so far spent between forward and backward here, together. From any thread."""
         seconds, flying, since = self._flown
         return seconds + flying * (time.perf_counter() - since)
+
+    def most_held(self) -> int:
+        """Of how many microbatches something was held here at once, at most since the last call. From any thread."""
+        with self._condition:
+            now = self._held()
+            most, self._most_held = max(now, self._most_held), now
+        return most
+
+    def recompute_from_now_on(self) -> None:
+        """Keep no activations from the next microbatch on. From any thread."""
+        self.between(self._recompute)
+
+    @property
+    def ready(self) -> int:
+        """How many pieces of work lie here while it works on one, that one included; 0 while it waits for some. From
+        any thread, also while the one that works is stuck: nothing is waited for."""
+        return 0 if self._idle else 1 + len(self._backwards) + len(self._forwards) + len(self._evaluations)
 
     @property
     def limit(self) -> int | None:
@@ -150,12 +208,19 @@ class StageWorker:
             self._between.append(work)
             self._condition.notify()
 
+    def _recompute(self) -> None:
+        self._stage.recompute_from_now_on()
+
+    def _held(self) -> int:
+        return len(self._forwards) + len(self._awaited) + len(self._backwards)
+
     def _join(self, message: Message, own: dict[int, Message], others: dict[int, Message] | None) -> None:
         """Takes one half of a microbatch (or all of it, where no other half is needed: `others` is None)."""
         number = message.microbatch
         with self._condition:
             # Training counts up from 0 and evaluation down from -1: nothing is ever taken up twice.
-            if number in own or not self._taken[message.train].may_take(abs(number)):
+            known = not message.train or self.applied.is_known(number)
+            if number in own or not known or not self._taken[message.train].may_take(abs(number)):
                 raise PeerError(f"microbatch {number} came again, or long after one that was fed later")
             waiting = len(self._fed) + len(self._received) + len(self._forwards) + len(self._evaluations)
             # What was sent on and not answered counts too: else a stem would pass a flood on, and be blamed for it.
@@ -172,6 +237,7 @@ class StageWorker:
                 message = replace(message, values={**other.values, **message.values})
             self._taken[message.train].take(abs(number))
             (self._forwards if message.train else self._evaluations).append(message)
+            self._most_held = max(self._most_held, self._held())
             self._condition.notify()
 
     def _run(self) -> None:
@@ -189,7 +255,9 @@ class StageWorker:
                     why = WAIT_LIMIT if held_up else WAIT_NOTHING
                     if not waits or waits[-1][0] != why:
                         waits.append((why, time.perf_counter()))
+                    self._idle = True
                     self._condition.wait()
+                self._idle = False
                 first = list(self._between)
                 self._between.clear()
                 message = self._take(task) if task is not Task.WAIT or self._saves else _NOTHING
@@ -228,8 +296,8 @@ class StageWorker:
         settings = self._stage.settings
         if settings.max_staleness is None:
             return Bound()
-        flushes = (message.flush for message in self._running.values())
-        return Bound(updates_before(self._summed, settings.accumulate, flushes), settings.max_staleness)
+        flushes = (message.flush for number, message in self._running.items() if number not in self.applied)
+        return Bound(updates_before(len(self._summed), settings.accumulate, flushes), settings.max_staleness)
 
     def _take(self, task: Task) -> Message:
         if task is Task.WAIT:
@@ -252,7 +320,8 @@ class StageWorker:
 
     def _forward(self, message: Message) -> None:
         with self._work("forward", message.microbatch):
-            results = self._stage.forward(message.microbatch, message.values)
+            again = message.microbatch in self.applied
+            results = self._stage.forward(message.microbatch, message.values, again=again)
         self.counters.forwards += 1
         if not self._is_leaf:
             self._running[message.microbatch] = replace(message, values={})
@@ -277,22 +346,35 @@ class StageWorker:
         if not self._is_root:
             # Before the update: the stage before can work on it meanwhile.
             self._outbox.backward(replace(message, values=found))
+        if message.microbatch not in self.applied:
+            self._apply(message)
+        elif message.flush and self._summed:
+            self._update(message)
+        if self._is_root:
+            self._outbox.done(replace(message, values={}))
+
+    def _apply(self, message: Message) -> None:
+        """What is done once with every microbatch, after its backward."""
         if self._stage.splits_backward:
             with self._work("weights", message.microbatch):
                 self._stage.finish_backward()
         if message.round:
             self._snapshot(message.round, message.fragment)
-        with self._work("update", message.microbatch):
-            update = self._stage.update(message.microbatch, flush=message.flush, updates=message.updates)
-        self._samples += message.samples
-        self._summed += 1
-        if update is not None:
-            self._summed = 0
-            self._count(update)
+        self._summed.append(replace(message, values={}))
+        self._update(message)
+        if message.replica:
+            self._keep(message.replica)
         if message.checkpoint:
             self._save(message.checkpoint, f"after microbatch {message.microbatch}")
-        if self._is_root:
-            self._outbox.done(replace(message, values={}))
+
+    def _update(self, message: Message) -> None:
+        with self._work("update", message.microbatch):
+            update = self._stage.update(message.microbatch, flush=message.flush, updates=message.updates)
+        if update is not None:
+            self.applied.add(each.microbatch for each in self._summed)
+            self.counters.samples += sum(each.samples for each in self._summed)
+            self._summed.clear()
+            self._count(update)
 
     def _take_loss(self, message: Message, loss: float) -> None:
         if not math.isfinite(loss):
@@ -301,7 +383,8 @@ class StageWorker:
                 f"the loss of microbatch {message.microbatch} is {loss}; lower the learning rate, "
                 "set pipeline.clip_norm, or check that microbatch's data"
             )
-        self._outbox.trained(LossRecord(message.microbatch, loss, message.samples))
+        if message.microbatch not in self.applied:
+            self._outbox.trained(LossRecord(message.microbatch, loss, message.samples))
 
     @contextlib.contextmanager
     def _work(self, kind: str, microbatch: int) -> Iterator[None]:
@@ -329,7 +412,14 @@ class StageWorker:
 
     def _snapshot(self, round: int, fragment: int) -> None:
         stage = self._stage
-        self._outbox.snapshot(Snapshot(round, fragment, stage.version, self._samples, stage.state_tensors()))
+        self._outbox.snapshot(Snapshot(round, fragment, stage.version, self.counters.samples, stage.state_tensors()))
+
+    def _keep(self, replica: int) -> None:
+        tensors, metadata = self._stage.state()
+        metadata["applied"] = json.dumps(self.applied.numbers())
+        metadata["samples"] = json.dumps(self.counters.samples)
+        with self._timed("save", self._latest):
+            self._outbox.keep(replica, tensors, metadata)
 
     def _save(self, checkpoint: int, when: str, instead: Tensors | None = None) -> None:
         tensors, metadata = self._stage.state()
@@ -367,8 +457,12 @@ class StageWorker:
         self._outbox.evaluated(replace(message, values=scores))
 
     def _give_up(self, message: Message, error: Exception) -> None:
+        # An upload that was given up, because the stage is, leaves the stage as it is.
+        self.broken = not isinstance(error, CancelledError)
         kind = "not_finite" if isinstance(error, _NotFiniteError) else "error"
         text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            kind, text = "memory", f"{told(error)} ({text})"
         self._outbox.failed(kind, text, message.microbatch)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from ravnest.errors import RunError
+from ravnest.errors import DiskFullError, RunError
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 
@@ -60,9 +60,9 @@ def sync(path: Path) -> None:
 
 
 def write_error(path: Path, error: OSError) -> RunError:
-    """The sentence a user reads when `path` cannot be written."""
+    """The sentence a user reads when `path` cannot be written; a DiskFullError where it is for want of space."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return RunError(
+        return DiskFullError(
             f"cannot write {path}: the disk is full; free some space or choose a --run on another disk "
             "(what was saved before is untouched)."
         )

@@ -5,16 +5,20 @@ import fcntl
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from ravnest.errors import RunError
-from ravnest.monitor.files import read_error, remove_temporaries, write_atomic, write_error
+from ravnest.monitor.files import TEMPORARY_SUFFIX, read_error, remove_temporaries, write_atomic, write_error
 
 __all__ = ["RunDirectory", "RunPaths", "check_run", "existing_run", "lock_holder", "write_atomic"]
 
 RUNS_FOLDER = Path("runs")
+
+RESERVE_BYTES: Final = 64 << 10
+"""Kept for the last words of a run on a disk that is full."""
 
 
 class RunPaths:
@@ -97,14 +101,16 @@ class RunDirectory(RunPaths):
     def __init__(self, path: Path, lock_descriptor: int) -> None:
         super().__init__(path)
         self._lock_descriptor = lock_descriptor
+        self._reserve = path / f".reserve{TEMPORARY_SUFFIX}"
 
     @classmethod
     def open(cls, path: Path | None, *, job_name: str, resume: bool) -> "RunDirectory":
         """The folder of a new run, or with `resume` that of an old one, locked.
 
         Without a path a new run gets `runs/<job_name>-<date>-<time>`, and `resume` takes the newest such
-        run that has a checkpoint. RunError when the folder already holds a run (or other files), has
-        nothing to resume, is used by another process or cannot be written; nothing in it is changed then.
+        run that has a checkpoint. With a path, a run that was killed before it had saved anything is one to resume,
+        too: from its start. RunError when the folder already holds a run (or other files), has no run to resume, is
+        used by another process or cannot be written; nothing in it is changed then.
         """
         if path is None:
             path = _newest_run(job_name) if resume else _new_run(job_name)
@@ -118,6 +124,8 @@ class RunDirectory(RunPaths):
             try:
                 remove_temporaries(path)
                 run.checkpoints_path.mkdir(exist_ok=True)
+                # What compresses to nothing would hold no place on some disks.
+                run._reserve.write_bytes(os.urandom(RESERVE_BYTES))
             except OSError as error:
                 raise write_error(run.checkpoints_path, error) from error
         except BaseException:
@@ -125,9 +133,15 @@ class RunDirectory(RunPaths):
             raise
         return run
 
+    def release_reserve(self) -> None:
+        """Makes room for the last words of a run: a little of the disk is kept for them from the beginning."""
+        with suppress(OSError):
+            self._reserve.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Lets go of the run; may be called again."""
         if self._lock_descriptor in _held_descriptors:
+            self.release_reserve()
             _held_descriptors.discard(self._lock_descriptor)
             os.close(self._lock_descriptor)
             self._lock_descriptor = -1
@@ -251,8 +265,8 @@ def _check_whose(run: RunPaths, *, resume: bool) -> None:
     # Whom a coordinator has let in stays in, also when the job then turned out to be wrong.
     if run.holds_a_run() and not resume and not run.was_served_in_vain():
         raise RunError(f"{run.path} already holds a run; continue it with --resume or choose another --run.")
-    if resume and not run.holds_a_checkpoint():
-        raise RunError(f"{run.path} has no checkpoint to resume; start afresh in another --run without --resume.")
+    if resume and not run.holds_a_run():
+        raise RunError(f"there is no run at {run.path} to resume; check --run, or start it without --resume.")
 
 
 # Processes forked from this one (data loader workers) must not keep the lock alive when this one is killed.

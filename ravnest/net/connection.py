@@ -28,6 +28,17 @@ HANDSHAKE_SECONDS: Final = 20.0
 """Whoever has not proved who it is by then is hung up on: until then it costs a connection and nobody knows it."""
 
 
+PING_SECONDS: Final = 2.0
+"""After so long with nothing from the other end it is asked whether it is there."""
+PING_ANSWER_SECONDS: Final = 4.0
+"""A connection over which nothing comes for so long after that is dead, and one on which the other end's system has
+confirmed nothing of what was sent for so long (TCP_USER_TIMEOUT, which gRPC sets to the same)."""
+
+LAST_PING_SECONDS: Final = 20.0
+"""The same for pings of gRPC's own, with which it measures the line: while one of those is on its way no other is sent.
+Behind what was buffered before a line became twenty times slower it may well be on its way for 10 s."""
+
+
 def bind_port(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials) -> int:
     """Make the server listen; returns the port, chosen by the system for port 0. RunError when that is refused."""
     address = join_address(host, port)
@@ -68,8 +79,9 @@ _HTTP2_OPTIONS: Final = [
     ("grpc.max_metadata_size", METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES),
     ("grpc.http2.max_frame_size", 1 << 20),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_time_ms", int(PING_SECONDS * 1000)),
+    ("grpc.keepalive_timeout_ms", int(PING_ANSWER_SECONDS * 1000)),
+    ("grpc.http2.ping_timeout_ms", int(LAST_PING_SECONDS * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]

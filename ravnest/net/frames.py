@@ -5,7 +5,6 @@ Encoding copies tensor bytes once, decoding not at all. Whatever a peer may have
 frame whose every length, shape, element type and name has been checked, or raises PeerError.
 """
 
-import ctypes
 import enum
 import functools
 import math
@@ -49,6 +48,8 @@ class FrameKind(enum.IntEnum):
     """A message of control.proto, in the bytes of the tensor `message`."""
     RING = 10
     """A piece of what a ring averages, in the bytes of the tensor `data`."""
+    PART = 11
+    """Bytes of a part of a replica, in the tensor `data`; `replica` says of which."""
 
 
 CODED_KINDS: Final = frozenset({FrameKind.FORWARD, FrameKind.BACKWARD})
@@ -114,6 +115,8 @@ class Frame:
     """Of a FORWARD or BACKWARD frame: tensors in a codec. Their bytes are as they came: the codec looks at them."""
     residence_micros: int = 0
     """Of a BACKWARD frame: how long its sender has had the microbatch, since its activations came; 0: not told."""
+    replica: int = 0
+    """Not 0: every stage keeps its state after this microbatch as its part of this replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
     Raises PeerError for a frame that the other side would refuse: too large, an element type that does not travel,
     a number that does not fit 64 bits.
     """
-    pieces: list[bytes | ctypes.Array[ctypes.c_char]] = [b"", b""]
+    pieces: list[bytes | memoryview] = [b"", b""]
     held = []  # tensors whose memory `pieces` points into; they must outlive the join
     specs = b""
     size = 0
@@ -223,11 +226,12 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
         _decode_piece(header.piece) if header.HasField("piece") else None,
         coded=coded,
         residence_micros=header.residence_micros,
+        replica=header.replica,
     )
     return frame, start + offset
 
 
-def _add_bytes(pieces: list[bytes | ctypes.Array[ctypes.c_char]], tensor: torch.Tensor) -> int:
+def _add_bytes(pieces: list[bytes | memoryview], tensor: torch.Tensor) -> int:
     """Adds a tensor's memory and zeros up to the next one; how many bytes that is."""
     pieces.append(tensor_bytes(tensor))
     nbytes = tensor.nbytes
@@ -339,14 +343,16 @@ def _header_bytes(frame: Frame) -> bytes:
             updates=frame.updates,
             piece=None if frame.piece is None else frame_pb2.RingPiece(**asdict(frame.piece)),
             residence_micros=frame.residence_micros,
+            replica=frame.replica,
         ).SerializeToString()
     except (ValueError, TypeError) as error:
         raise PeerError(f"the frame of microbatch {frame.microbatch} cannot be sent: {error}") from None
 
 
 # A protobuf message is the concatenation of its fields, so the part of the header that repeats from frame to frame
-# (the specs of the same tensors, microbatch after microbatch) is serialised once.
-@functools.lru_cache(maxsize=4096)
+# (the specs of the same tensors, microbatch after microbatch) is serialised once. Not many: pieces of replicas have
+# other sizes each time, and would fill whatever room there is over the hours.
+@functools.lru_cache(maxsize=512)
 def _spec_bytes(name: str, dtype: int, shape: torch.Size, order: tuple[int, ...], codec: str = "") -> bytes:
     _check_own_name(name)
     spec = frame_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, order=order, codec=codec)  # type: ignore[arg-type]

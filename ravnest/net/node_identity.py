@@ -24,7 +24,8 @@ class NodeIdentity:
 
     def __init__(self, key: Key, folder: Path | None = None) -> None:
         self._key = key
-        self._folder = folder
+        self.folder = folder
+        """Where it is kept, and what else belongs to it may be; None: in memory alone."""
         self.node_id = ""
         self.expires_at = 0.0
         # Trusts a certificate whose key signs nothing: a server that listens before it has joined lets nobody in.
@@ -78,8 +79,8 @@ class NodeIdentity:
         """Take the certificate that joining brought; returns the node id in it. PeerError when it is not for us."""
         certificate = certificates.read_certificate(certificate_der)
         self._take_up(certificate, authority)
-        if self._folder is not None:
-            write_private(self._folder / CERTIFICATE_FILE, certificates.certificate_pem(certificate))
+        if self.folder is not None:
+            write_private(self.folder / CERTIFICATE_FILE, certificates.certificate_pem(certificate))
         return self.node_id
 
     def tls_keys(self) -> TlsKeys:

@@ -31,7 +31,7 @@ _KEPT_BYTES: Final = 128
 """What a frame that is kept takes beyond its bytes, so that many small ones count too."""
 
 FIRST_BACKOFF_SECONDS: Final = 0.1
-LAST_BACKOFF_SECONDS: Final = 5.0
+LAST_BACKOFF_SECONDS: Final = 2.0
 
 
 class Connection(Protocol):
@@ -69,6 +69,13 @@ class ResumableLink:
         self._window_bytes = WINDOW_BYTES if window_bytes is None else window_bytes
         self.connections = 0
         """How many connections have carried this link so far."""
+        self.last_received_at = time.monotonic()
+        """When something last came from the other end; at first, when the link was made."""
+        self.broken_at: float | None = self.last_received_at
+        """Since when no connection carries the link, by the same clock; None while one does."""
+        self.beat_seconds: float | None = None
+        """After so long with nothing to send the other end is told again how much has arrived, so that it knows that
+        this end is there; None: it is not."""
         self._kept: deque[bytes] = deque()
         self._kept_bytes = 0
         self._confirmed = 0
@@ -95,6 +102,11 @@ class ResumableLink:
         self._handed_bytes = 0
         self._being_written: deque[tuple[int, int]] = deque()
         """Of the connection at hand: up to which byte each frame goes, and its number."""
+
+    @property
+    def unconfirmed(self) -> int:
+        """How many frames were given to `send` that the other end has not confirmed."""
+        return len(self._kept)
 
     @property
     def frames_sent(self) -> int:
@@ -222,6 +234,8 @@ class ResumableLink:
         finally:
             self._past_bytes[0] += connection.bytes_sent
             self._past_bytes[1] += connection.bytes_received
+            if self._resumed:
+                self.broken_at = time.monotonic()
             self._connection, self._resumed = None, False
             connection.abort()
             self._notify()
@@ -277,6 +291,7 @@ class ResumableLink:
         self._take_count(frame, self._sent)
         self._told, self._position = told, frame.microbatch
         self._resumed = True
+        self.last_received_at, self.broken_at = time.monotonic(), None
         self.connections += 1
         self._notify()
 
@@ -324,7 +339,8 @@ class ResumableLink:
             else:
                 if behind and late is None:
                     late = asyncio.get_running_loop().call_later(ACK_SECONDS, now_due)
-                await self._change()
+                if not await self._change_within(self.beat_seconds):
+                    await self._hand(connection, encode(Frame(FrameKind.ACK, self._told)))
 
     async def _hand(self, connection: Connection, data: bytes, number: int | None = None) -> None:
         self._handed_bytes += len(data)
@@ -346,6 +362,7 @@ class ResumableLink:
             frame = await connection.receive()
             if frame is None:
                 raise PeerError(f"the connection to {self.peer} has ended")
+            self.last_received_at = time.monotonic()
             if frame.kind is FrameKind.ACK:
                 self._take_count(frame, self._position)
             elif frame.kind is FrameKind.RESUME:
@@ -387,6 +404,16 @@ class ResumableLink:
     async def _change(self) -> None:
         event = self._changed
         await event.wait()
+
+    async def _change_within(self, seconds: float | None) -> bool:
+        if seconds is None:
+            await self._change()
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._change()
+                return True
+        return False
 
     def _notify(self) -> None:
         self._changed.set()

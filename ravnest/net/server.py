@@ -140,12 +140,14 @@ class CoordinatorServer(CallServer):
 class ProviderServer(CallServer):
     """Serves the stages next to a provider's own, and nobody else but those who measure the way here.
 
-    `neighbours` are the nodes that hold those: a deployment brings them. While there are none nobody may link.
+    `neighbours` are the nodes that hold those: a deployment brings them. `keepers` are nodes with which parts of
+    replicas are exchanged, whether or not there is a stage here. While there are none of both nobody may link.
     """
 
     def __init__(self, handler: ProviderHandler, node: NodeIdentity) -> None:
         super().__init__(server_credentials(node.tls_keys))
         self.neighbours: Collection[str] = ()
+        self.keepers: Collection[str] = ()
         self._node = node
         self._handler = handler
         self._measuring = MeasureService()
@@ -163,8 +165,8 @@ class ProviderServer(CallServer):
         identity = self._node.caller(auth_context, kinds, call)
         if call == "Measure":
             return identity
-        if identity.name not in self.neighbours:
-            who = " and ".join(sorted(self.neighbours)) or "nobody"
+        if identity.name not in self.neighbours and identity.name not in self.keepers:
+            who = " and ".join(sorted({*self.neighbours, *self.keepers})) or "nobody"
             raise PeerError(f"{identity} may not call {call}: {who} may, as the stages next to the one here are held")
         return identity
 

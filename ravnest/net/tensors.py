@@ -70,11 +70,16 @@ def dense(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...
     return tensor.permute(order).contiguous(), order
 
 
-def tensor_bytes(tensor: torch.Tensor) -> bytes | ctypes.Array[ctypes.c_char]:
+def tensor_bytes(tensor: torch.Tensor) -> bytes | memoryview:
     """The memory of a tensor that `on_host` returned. The caller keeps the tensor alive while it uses the bytes."""
     if tensor.numel() == 0:
         return b""
-    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(_ANY_BYTES.from_address(tensor.data_ptr()))[: tensor.nbytes]
+
+
+# Of one length, of which as much is taken as there is: an array of another length is another type in ctypes, and those
+# of all lengths that messages have would fill memory for hours before anybody cleans up after them.
+_ANY_BYTES = ctypes.c_char * (1 << 48)
 
 
 def tensor_view(

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from ravnest.amounts import counted
+from ravnest.planner.enough import enough_in_flight
 from ravnest.planner.link_codecs import ClusterLines, LinkCodec, assumed_share, choose_codecs
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.providers import Goal, Network, Provider
@@ -105,6 +106,18 @@ class Cluster:
         """As many as just keep the busiest stage or line busy, of those in flight. The others are to spare: whether
         they are needed shows when the cluster is at work."""
         return max(1, min(self.in_flight, math.ceil(self.round_trip_seconds / self.busiest_seconds - 1e-9)))
+
+    @property
+    def enough_in_flight(self) -> int:
+        """As many as keep it busy with what each waits at busy stages, which no stage's or line's time tells."""
+        computing = [stage.compute_seconds for stage in self.stages]
+        return enough_in_flight(self.round_trip_seconds, computing, self.busiest_seconds)
+
+    @property
+    def line_seconds(self) -> float:
+        """Of the line that is the limit, for one microbatch; 0 where a stage is."""
+        slowest = max(stage.compute_seconds for stage in self.stages)
+        return self.busiest_seconds if self.busiest_seconds > slowest else 0.0
 
     @property
     def period_seconds(self) -> float:

@@ -7,7 +7,7 @@ stage slower than a bound, for the smallest bound that is worth it.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,33 +38,22 @@ def best_cuts(
     if goal.worth(found.in_flight) < 1 or found.period_seconds > ways.least_seconds(numbers[0]) * (1 + _CLOSE):
         # Memory, staleness and the length of the way stand against one another.
         found = ways.best_of_all(numbers, found)
-    cluster = cluster_of(model, goal, network, order, found.cuts, _with_spare(model, goal, order, found))
+    cluster = cluster_of(model, goal, network, order, found.cuts, found.in_flight)
+    if len(order) == 1 or goal.in_flight is not None:
+        return cluster
     # Codecs are settled with the cluster, and the way is longer where one loses less than was assumed.
-    needed = min(goal.most_in_flight, math.ceil(cluster.round_trip_seconds / cluster.busiest_seconds - _CLOSE))
-    if goal.in_flight is None and needed > found.in_flight:
-        longer = replace(found, in_flight=needed)
-        cluster = cluster_of(model, goal, network, order, found.cuts, _with_spare(model, goal, order, longer))
-    return cluster
+    enough = cluster.enough_in_flight
+    number = next((n for n in range(min(enough, goal.most_in_flight), 1, -1) if _fits(model, goal, order, found, n)), 1)
+    return cluster if number == found.in_flight else cluster_of(model, goal, network, order, found.cuts, number)
 
 
 _CLOSE = 1e-9
 
-SPARE_SHARE = 0.25
-"""Of the microbatches that are just enough, so many more are in flight, and one."""
 
-
-def _with_spare(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_Found") -> int:
-    """How many in flight, with some to spare where they fit: stages do not take turns as evenly as the formula has it,
-    and the longer the way, the more there is to even out."""
-    if len(order) == 1 or goal.in_flight is not None:
-        return found.in_flight
-    wanted = found.in_flight + 1 + math.floor(SPARE_SHARE * found.in_flight)
-    bounds = (0, *found.cuts, model.last)
-    for more in range(min(wanted, goal.most_in_flight), 1, -1):
-        held = memory_bytes(model, goal, more)
-        if all(held[bounds[k], bounds[k + 1]] <= order[k].memory_bytes for k in range(len(order))):
-            return more
-    return 1
+def _fits(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_Found", in_flight: int) -> bool:
+    """Whether every stage has memory for so many in flight."""
+    held, bounds = memory_bytes(model, goal, in_flight), (0, *found.cuts, model.last)
+    return all(held[bounds[k], bounds[k + 1]] <= provider.memory_bytes for k, provider in enumerate(order))
 
 
 def _numbers(goal: Goal, stages: int) -> range:

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ravnest.planner.flight import CHANGED, FlightDecision, FlightMeasures, FlightMemory, decide_flight
+from ravnest.planner.flight import FlightDecision, decide_flight, when_planned
+from ravnest.planner.flight_measures import FlightMeasures
 
 LEAST_MICROBATCHES: Final = 4
 LEAST_SECONDS: Final = 1.0
-WINDOW_MICROBATCHES: Final = 48
+WINDOW_MICROBATCHES: Final = 96
 WINDOW_SECONDS: Final = 4.0
 """A window has at least so much of both, and forgets what came before it has the second lot."""
+_CHANGED: Final = 0.02
+"""A second half that is so much slower or faster than the first, beyond what counting whole microbatches explains, is
+looked at by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +36,20 @@ class StageCounts:
 
 
 def _has_changed(history: Sequence[StageCounts]) -> bool:
-    """Whether a stage has become much slower or faster within its window."""
+    """Whether a cluster has become slower or faster within the window of a stage."""
     first, middle, last = history[0], history[len(history) // 2], history[-1]
     before, after = middle.backwards - first.backwards, last.backwards - middle.backwards
     if min(before, after) < LEAST_MICROBATCHES:
         return False
     then, now = (middle.seconds - first.seconds) / before, (last.seconds - middle.seconds) / after
-    return abs(now - then) > (CHANGED + 1 / before + 1 / after) * max(now, then)
+    return abs(now - then) > (_CHANGED + 1 / before + 1 / after) * max(now, then)
 
 
 class FlightControl:
     """Of one cluster. `take` may be called whenever a stage reports, in any order."""
 
-    def __init__(self, stages: int, limit: int, most: int) -> None:
+    def __init__(self, stages: int, limit: int, most: int, line_seconds: float = 0.0) -> None:
+        """`line_seconds` is the period where a line is the limit, by the plan."""
         self.limit = limit
         self.reason = ""
         self.period_seconds = 0.0
@@ -52,13 +57,22 @@ class FlightControl:
         self.is_starved = False
         """Whether the root is not fed as fast as it could go on."""
         self._most = most
-        self._flying = 0
-        """How many were in flight with the limit before: those have to come back before the one of now shows."""
-        self._memory = FlightMemory()
+        self._memory = when_planned(line_seconds)
         self._has_decided = False
         self._settled: int | None = None
         """Microbatches of the root with which the limit of now has come to show; None: not known yet."""
+        self._done = 0
+        """Microbatches of the root."""
         self._counts: list[deque[StageCounts]] = [deque() for _ in range(stages)]
+
+    def hold(self, most: int) -> bool:
+        """From now on there are at most so many, whatever is measured; whether that makes the limit lower."""
+        self._most = max(1, most)
+        if self.limit <= self._most:
+            return False
+        self._flying, self.limit = self.limit, self._most
+        self.restart()
+        return True
 
     def restart(self) -> None:
         """Training stood still, or will: what was counted so far says nothing of how fast it is."""
@@ -71,8 +85,12 @@ class FlightControl:
         if not self._has_decided:
             self._note_delay(stage, counts.delay_seconds)
         if not stage:
+            if counts.backwards < self._done:
+                # It counts anew.
+                self.restart()
+            self._done = counts.backwards
             if self._settled is None:
-                self._settled = counts.backwards + max(self._flying, self.limit) + 1
+                self._settled = counts.backwards + self.limit + 1
             if counts.backwards < self._settled:
                 return None
         if self._settled is None or (stage and not self._counts[0]):
@@ -83,7 +101,7 @@ class FlightControl:
             history.clear()
         history.append(counts)
         self._forget(history)
-        if not stage and _has_changed(history):
+        while not stage and _has_changed(history):
             for each in self._counts:
                 for _ in range(len(each) // 2):
                     each.popleft()
@@ -95,11 +113,13 @@ class FlightControl:
         decided = decide_flight(seen, self._memory, self._most)
         self._memory, self.reason = decided.memory, decided.reason
         if decided.afresh:
-            self.restart()
+            self._counts = [deque(list(each)[-1:]) for each in self._counts]
         if decided.limit == self.limit:
             return None
-        self._flying, self.limit = self.limit, decided.limit
         self.restart()
+        # Those that were in flight before have to come back before the limit of now shows.
+        self._settled = counts.backwards + max(self.limit, decided.limit) + 1
+        self.limit = decided.limit
         return decided
 
     def _note_delay(self, stage: int, seconds: float) -> None:
@@ -141,4 +161,5 @@ class FlightControl:
             period_seconds=sum(took for _, took in periods) / together,
             flying=(last.flight_seconds - first.flight_seconds) / (last.seconds - first.seconds),
             microbatches=min(done for done, _ in periods),
+            at_seconds=last.seconds,
         )

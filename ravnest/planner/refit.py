@@ -1,6 +1,5 @@
 """A cluster changed a little: the same cuts with another provider, one more provider, or the same in another order."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -34,8 +33,7 @@ def same_cuts(
     cluster = cluster_of(model, goal, network, order, cuts, in_flight)
     numbers = [1] if len(order) == 1 else [goal.most_in_flight]
     if goal.in_flight is None and len(order) > 1:
-        enough = math.ceil(cluster.round_trip_seconds / cluster.busiest_seconds) + 1
-        most = min(goal.most_in_flight, max(in_flight, enough))
+        most = min(goal.most_in_flight, max(in_flight, cluster.enough_in_flight))
         numbers = sorted(range(1, most + 1), key=lambda number: (abs(number - in_flight), number))
     best: Cluster | None = None
     for number in numbers:

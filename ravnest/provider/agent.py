@@ -3,8 +3,10 @@
 One asyncio loop speaks with the network; one thread per deployment owns torch. What happens on failure:
 - the coordinator cannot be reached or refuses: PeerError, exit code 2;
 - the connection to the coordinator breaks: it is made again, and nothing is lost;
-- the coordinator has given this node up, or is not the same any more: the provider gives its stage up and joins again;
-- the coordinator stays away: the provider ends after some minutes;
+- the coordinator has given this node up: the provider gives its stage up and joins again;
+- the coordinator is another than before, that was killed and started again: the provider joins again with the stage
+  that it has, and goes on with it, takes another or none, as it is told;
+- the coordinator stays away: the provider works on what it was fed, waits, and ends after some minutes;
 - the stage fails: the coordinator is told the kind, the reason and the microbatch, and decides.
 """
 
@@ -16,18 +18,20 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ravnest import __version__, amounts
+from ravnest.engine.out_of_memory import is_out_of_memory, told
 from ravnest.engine.pace import NO_PRETENCE, Pretence
 from ravnest.engine.speed import Speed
 from ravnest.errors import PeerError, RavnestError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
 from ravnest.net.certificates import Certificate
+from ravnest.net.client import CoordinatorClient
 from ravnest.net.control_link import ControlLink
 from ravnest.net.direct_line import DirectLine, DirectServer
 from ravnest.net.link import Link
@@ -42,8 +46,9 @@ from ravnest.net.v1.control_pb2 import (
     Deploy,
     Failed,
     JoinRequest,
+    Leave,
+    Neighbour,
     ProviderMessage,
-    Ready,
     Saved,
 )
 from ravnest.net.version import PROTOCOL_VERSION
@@ -57,12 +62,20 @@ from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.links import PeerMeasuring, report_link
 from ravnest.provider.measuring import core_count, device_name, machine_speed
 from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
+from ravnest.provider.part_files import PartFiles
+from ravnest.provider.parts import ORDERS, Parts
+from ravnest.provider.stage_part import joined
 from ravnest.provider.stay import Stay
+from ravnest.provider.warming import warm_up
 
 _FIRST_TELL_SECONDS = 2.0
 _TELL_SECONDS = 10.0
 _PARENT_SECONDS = 2.0
+_HAND_OVER_SECONDS = 90.0
+"""How long one that wants to leave waits for somebody to take its stage; the coordinator lets it go before that."""
 _PATIENCE_SECONDS = 600.0
+_LEFT_OVER_SECONDS = 120.0
+"""How long a stage of a coordinator that is gone is kept for the next one to say what becomes of it."""
 _ROUND_ORDERS = frozenset({"average", "ring_begin", "ring_catch_up", "ring_commit", "ring_abort"})
 _REPORT_SECONDS = 0.2
 """Least time between two reports: losses come one a microbatch and would otherwise go out one by one."""
@@ -97,9 +110,8 @@ def run(
                 return 1
         # Several embedded providers and their coordinator share a machine, which has it all in memory already.
         cache = None if embedded else ArtifactCache.of_user(cache_bytes)
-        agent = _Agent(
-            SwarmInvite.parse(invite), chosen, memory_bytes, name or platform.node(), cache, pretence, embedded
-        )
+        name = name or platform.node()
+        agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name, cache, cache_bytes, pretence, embedded)
         listen = listen or ("127.0.0.1" if embedded else "0.0.0.0", 0)
         return asyncio.run(agent.main(None if outbound_only else listen, advertise))
     except RavnestError as error:
@@ -115,6 +127,10 @@ def _parent_has_ended() -> bool:
     """Whether the parent is gone, or going: it stops listening a moment before it closes the pipe."""
     readable, _, _ = select.select([sys.stdin], [], [], _PARENT_SECONDS)
     return bool(readable) and not os.read(sys.stdin.fileno(), 4096)
+
+
+class _NoPartError(PeerError):
+    """The part of a replica that a stage is to begin with cannot be had; somebody else may have it."""
 
 
 class _LetGoError(Exception):
@@ -133,6 +149,7 @@ class _Agent:
         memory_bytes: int | None,
         name: str,
         cache: ArtifactCache | None,
+        cache_bytes: int | None,
         pretence: Pretence,
         embedded: bool,
     ) -> None:
@@ -142,18 +159,27 @@ class _Agent:
         self._name = name
         self._node = NodeIdentity.new()
         self._cache = cache
+        self._cache_bytes = cache_bytes
         self._pretence = pretence
         self._embedded = embedded
         self._fetch_line = None if embedded else FetchLine(sys.stderr)
         self._baseline = 0
         self._direct_port = 0
         self._deployment: Deployment | None = None
+        self._left_over = False
+        """Whether that is of another coordinator than the one of this stay."""
+        self._coordinator = ""
+        """Which process that is."""
+        self._stays = False
+        """Whether there is a coordinator now."""
+        self._parts: Parts | None = None
         self._generation = 0
         self._deployed = asyncio.Condition()
         self._speed: Speed | None = None
         self._link: LinkSpeed | None = None
         self._errands: set[asyncio.Task[None]] = set()
         self._finished = asyncio.Event()
+        self._wants_to_leave = asyncio.Event()
         self._reason = ""
 
     async def main(self, listen: tuple[str, int] | None, advertise: tuple[str, int] | None) -> int:
@@ -163,6 +189,7 @@ class _Agent:
         async with contextlib.AsyncExitStack() as stack:
             if not self._embedded:
                 self._node = stack.enter_context(kept_identity(self._invite, authority, self._name))
+            self._files = PartFiles.of_node(self._node, self._cache_bytes, self._say)
             self._server = ProviderServer(self, self._node)
             stack.push_async_callback(self._server.stop)
             address = ""
@@ -193,7 +220,9 @@ class _Agent:
                 if pause == FIRST_BACKOFF_SECONDS:
                     self._say(f"{error}; trying to join again for {_PATIENCE_SECONDS / 60:.0f} minutes")
             finally:
-                await self._give_up_stage()
+                self._left_over, self._stays = self._deployment is not None, False
+                if self._deployment is not None:
+                    self._deployment.left_alone()
             if await self._asked_to_leave_within(pause):
                 return 0
             pause = min(2 * pause, LAST_BACKOFF_SECONDS)
@@ -221,18 +250,30 @@ class _Agent:
             slower=self._pretence.slower,
             stage_seconds=self._pretence.stage_seconds,
             direct_port=self._direct_port,
+            parts=self._files.held(),
+            held=None if self._deployment is None else self._deployment.held,
         )
         # Where all are processors of one machine they are alike, and there is nothing to tell.
         if not self._embedded or self._device.type != "cpu":
             await self._describe(about_us)
         client, reply = await join(self._invite, authority, self._node, about_us)
+        self._stays = True
+        if reply.process == self._coordinator:
+            # It has been given up, and others do its work.
+            await self._give_up_stage()
+        self._coordinator = reply.process
         where = f"at {address}" if address else "without a port of its own"
         self._say(f"joined {client.address} as {reply.node_id}, lending {self._device} {where}")
         self._baseline = self._baseline or resident_bytes()
         stay = Stay(client, reply.session)
+        artifacts = Artifacts(client, self._cache, self._say)
+        parts = Parts(self._files, self._node, client, artifacts, stay.control.send, self._allow, self._say)
+        self._parts = parts
         try:
             return await self._work(stay, reply.heartbeat_seconds)
         finally:
+            self._parts = None
+            await parts.close()
             await stay.close()
 
     async def _describe(self, about_us: JoinRequest) -> None:
@@ -267,12 +308,22 @@ class _Agent:
         return join_address(listen_host, port)
 
     async def _give_up_stage(self) -> None:
-        deployment, self._deployment = self._deployment, None
+        deployment, self._deployment, self._left_over = self._deployment, None, False
         self._server.neighbours = ()
         if deployment is not None:
             await deployment.close()
             if late := deployment.overruns:
                 self._say(f"{late} forwards and backwards took longer than this machine pretends")
+
+    async def _give_up_left_over(self, keys: Sequence[str] = ()) -> None:
+        """The run has the stages of these keys; where they are of another deployment, nobody wants that of before."""
+        deployment = self._deployment
+        if self._left_over and deployment is not None and not any(k.startswith(f"{deployment.name}-") for k in keys):
+            await self._give_up_stage()
+
+    async def _wait_with_left_over(self) -> None:
+        await asyncio.sleep(_LEFT_OVER_SECONDS)
+        await self._give_up_left_over()
 
     def _errand(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -280,8 +331,15 @@ class _Agent:
         task.add_done_callback(self._errands.discard)
 
     async def link(self, peer: str, connection: Link) -> None:
-        """A neighbouring stage dials in; it may do so before the own stage is built."""
+        """A neighbouring stage dials in; it may do so before the own stage is built. So does who exchanges parts."""
+        if self._parts is not None and await self._parts.accept(peer, connection):
+            return
+        if peer not in self._server.neighbours:
+            raise RefusedError(f"there is no link {connection.label[:80]!r} with {peer} here")
         await (await self._next_deployment(None)).accept(peer, connection)
+
+    def _allow(self, keepers: frozenset[str]) -> None:
+        self._server.keepers = keepers
 
     def _take_direct(self, line: DirectLine) -> None:
         """Another owner of a ring sends over a direct line. On a thread of the line's own."""
@@ -291,13 +349,18 @@ class _Agent:
 
     async def _work(self, stay: Stay, heartbeat_seconds: float) -> int:
         peers = PeerMeasuring(self._node, stay.control)
+        # Also while it holds no stage: whoever is ready to take one is to be known to be there.
+        stay.control.link.beat_seconds = heartbeat_seconds
         connecting = asyncio.create_task(stay.keep_connected())
         duties: list[Coroutine[Any, Any, object]] = [
             self._obey(stay, peers),
             self._take_feed(stay.feed),
             self._report(stay.control, heartbeat_seconds),
             self._finished.wait(),
+            self._hand_over(stay),
         ]
+        if self._left_over:
+            self._errand(self._wait_with_left_over())
         if not self._embedded:
             duties += [self._tell_progress(), stay.tell_connection(self._say)]
             self._errand(self._report_link(stay))
@@ -314,7 +377,8 @@ class _Agent:
             if not failures:
                 await stay.leave("the coordinator said stop")
                 return 0
-            if isinstance(failures[0], PeerError) and not self._embedded:
+            # An embedded one goes with its parent, and stays while that is there: it is refused where it was given up.
+            if isinstance(failures[0], RefusedError if self._embedded else PeerError):
                 raise _LetGoError(failures[0])
             raise failures[0]
         finally:
@@ -325,18 +389,37 @@ class _Agent:
 
     async def _obey(self, stay: Stay, peers: PeerMeasuring) -> None:
         """Does what the coordinator says, until it says stop or ends the link."""
+        ordered = 0
+        """The newest generation of a stage that it was to take, in this stay: another coordinator counts anew."""
         while (message := await stay.control.receive()) is not None:
             kind = message.WhichOneof("body")
             if kind == "deploy":
+                if message.deploy.generation < ordered:
+                    # Of a formation that was given up while this was on its way.
+                    continue
+                ordered = message.deploy.generation
+                if self._parts is not None:
+                    self._parts.expect(message.deploy)
                 # On the side: whatever else is said is heard meanwhile, stop above all.
                 for errand in self._errands:
                     errand.cancel()
                 await asyncio.gather(*self._errands, return_exceptions=True)
+                if message.deploy.keep:
+                    # At once, and not with the rest: what is said next may be of other owners again.
+                    self._meet_owners(message.deploy.deployment, message.deploy.ring_peers, stay.client)
                 self._errand(self._deploy(message.deploy, stay))
             elif kind == "start" and self._deployment is not None:
                 self._deployment.link()
-            elif kind == "meet" and self._deployment is not None:
-                self._deployment.meet(message.meet.link)
+            elif kind == "ring_peers":
+                self._meet_owners(message.ring_peers.deployment, message.ring_peers.peers, stay.client)
+            elif kind in ORDERS and self._parts is not None:
+                if kind == "hold":
+                    self._errand(asyncio.to_thread(warm_up))
+                if kind == "forget" and not message.forget.of:
+                    self._errand(self._give_up_left_over(message.forget.keep))
+                self._parts.obey(message)
+            elif kind == "meet":
+                self._meet(message.meet.link)
             elif kind == "save" and self._deployment is not None:
                 self._deployment.save(message.save.checkpoint, message.save.anchored)
             elif kind == "flight" and self._deployment is not None:
@@ -353,29 +436,68 @@ class _Agent:
                 self._say(f"ended: {message.stop.reason}; this machine trained on {trained:,} samples")
                 return
 
+    def _meet(self, link: str) -> None:
+        of_parts = self._parts is not None and self._parts.meet(link)
+        if not of_parts and self._deployment is not None:
+            self._deployment.meet(link)
+
+    def _meet_owners(self, deployment: str, peers: Iterable[Neighbour], client: CoordinatorClient) -> None:
+        if self._deployment is not None and self._deployment.name == deployment:
+            self._deployment.meet_owners(peers, client)
+            self._server.neighbours = self._deployment.neighbours
+
     async def _deploy(self, order: Deploy, stay: Stay) -> None:
         """Takes the stage, and says when it is ready or why it cannot be."""
         try:
             # First: what still comes for the stage before is passed over from now on.
             self._generation = order.generation
-            await self._give_up_stage()
-            self._say(f"taking stage {order.stage + 1} of {order.stages}")
-            self._server.neighbours = {n.node for n in (order.previous, order.next, *order.ring_peers) if n.node}
-            artifacts = Artifacts(stay.client, self._cache, self._say)
-            async with fetching(order, stay.control, self._fetch_line) as progress:
-                deployment = await Deployment.make(
-                    order, stay.client, self._node, self._device, self._baseline, artifacts, progress, self._pretence
-                )
+            warming = asyncio.create_task(asyncio.to_thread(warm_up))
+            deployment = await (self._keep_stage(order, stay) if order.keep else self._take_stage(order, stay))
+            if self._parts is not None and order.key:
+                deployment.on_keep = self._parts.keeper(order)
+            self._server.neighbours = deployment.neighbours
+            ready = deployment.ready()
             async with self._deployed:
-                self._deployment = deployment
+                self._deployment, self._left_over = deployment, False
                 self._deployed.notify_all()
+            await warming
             deployment.open(stay.feed, stay.control.send)
-            await stay.control.send(ProviderMessage(ready=Ready(deployment=order.deployment)))
+            await stay.control.send(ProviderMessage(ready=ready))
         except Exception as error:
             # Out of memory, say: whatever it is, the coordinator is to know why there is no stage.
             text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
-            failed = Failed(deployment=order.deployment, kind="deploy", message=text, microbatch=-1)
+            kind = "no_part" if isinstance(error, _NoPartError) else "deploy"
+            if is_out_of_memory(error):
+                kind, text = "memory", f"{told(error)} for the stage ({text})"
+            failed = Failed(
+                deployment=order.deployment, kind=kind, message=text, microbatch=-1, generation=order.generation
+            )
             await stay.control.send(ProviderMessage(failed=failed))
+
+    async def _take_stage(self, order: Deploy, stay: Stay) -> Deployment:
+        """Builds the stage of this order, from what the coordinator has or from a part of a replica."""
+        await self._give_up_stage()
+        self._say(f"taking stage {order.stage + 1} of {order.stages}")
+        self._server.neighbours = {n.node for n in (order.previous, order.next, *order.ring_peers) if n.node}
+        part = None
+        if order.part_key or order.donors:
+            assert self._parts is not None
+            try:
+                part = await self._parts.part(order) if order.part_key else joined(await self._parts.donated(order))
+            except PeerError as error:
+                raise _NoPartError(str(error)) from None
+        artifacts = Artifacts(stay.client, self._cache, self._say)
+        async with fetching(order, stay.control, self._fetch_line) as progress:
+            return await Deployment.make(
+                *(order, stay.client, self._node, self._device, self._baseline, artifacts, progress, self._pretence),
+                part=part,
+            )
+
+    async def _keep_stage(self, order: Deploy, stay: Stay) -> Deployment:
+        """Goes on with the stage that is here, between other neighbours."""
+        if self._deployment is None:
+            raise PeerError(f"stage {order.stage} is to be kept, and this provider holds none")
+        return await self._deployment.renewed(order, stay.client, self._node)
 
     async def _take_feed(self, feed: ResumableLink) -> None:
         while (frame := await feed.receive()) is not None:
@@ -396,14 +518,25 @@ class _Agent:
             waited: list[asyncio.Future[Any]] = [news, deployment.failure]
             await asyncio.wait(waited, timeout=heartbeat_seconds, return_when=asyncio.FIRST_COMPLETED)
             news.cancel()
+            strained = deployment.look_at_memory(self._memory_bytes)
+            if strained is not None:
+                self._say(strained.reason)
+                await control.send(ProviderMessage(strained=strained))
             report, saved = deployment.report()
             await control.send(ProviderMessage(report=report))
             for checkpoint in saved:
                 await control.send(ProviderMessage(saved=Saved(deployment=deployment.name, checkpoint=checkpoint)))
-            if deployment.failure.done():
+            if deployment.failure.done() and deployment is self._deployment:
                 kind, text, microbatch = deployment.failure.result()
-                failed = Failed(deployment=deployment.name, kind=kind, message=text, microbatch=microbatch)
+                failed = Failed(
+                    deployment=deployment.name,
+                    kind=kind,
+                    message=text,
+                    microbatch=microbatch,
+                    generation=deployment.generation,
+                )
                 await control.send(ProviderMessage(failed=failed))
+                # It stays: a stage whose neighbour is gone may be kept.
                 reported = deployment
             await asyncio.sleep(_REPORT_SECONDS)
 
@@ -421,7 +554,8 @@ class _Agent:
         while True:
             deployment = await self._next_deployment(None)
             if deployment is not told:
-                told, samples, since, pause = deployment, 0, time.monotonic(), _FIRST_TELL_SECONDS
+                told, samples = deployment, deployment.samples
+                since, pause = time.monotonic(), _FIRST_TELL_SECONDS
             await asyncio.sleep(pause)
             if deployment is self._deployment and deployment.samples > samples:
                 now = time.monotonic()
@@ -443,8 +577,20 @@ class _Agent:
             os._exit(0)
 
     def _finish(self, reason: str) -> None:
+        """Asked once, it hands its stage over first; asked again, it goes."""
         self._reason = reason
+        if self._embedded or self._deployment is None or not self._stays or self._wants_to_leave.is_set():
+            self._finished.set()
+        self._wants_to_leave.set()
+
+    async def _hand_over(self, stay: Stay) -> None:
+        """Once it is asked to go: lets somebody else take its stage, and goes when that is done or takes too long."""
+        await self._wants_to_leave.wait()
+        self._say("handing the stage over to somebody else; press Ctrl-C again to leave at once")
+        await stay.control.send(ProviderMessage(leave=Leave(reason=self._reason)))
+        await asyncio.sleep(_HAND_OVER_SECONDS)
         self._finished.set()
+        await asyncio.Event().wait()
 
     def _say(self, text: str) -> None:
         if self._fetch_line is not None:

@@ -61,6 +61,11 @@ class Artifacts:
         self._cache = cache
         self._say = say
 
+    @property
+    def cached(self) -> bool:
+        """Whether what was fetched once is there the next time."""
+        return self._cache is not None
+
     async def get(self, ref: ArtifactRef, begin: Callable[[], SinkT], progress: FetchProgress) -> SinkT:
         """What `begin` made, fed with every byte of the artifact, whose hash is the announced one.
 

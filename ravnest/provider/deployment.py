@@ -1,13 +1,18 @@
-"""One stage on this provider: fetched, built, linked to its neighbours, reported on, and taken down again."""
+"""One stage on this provider: fetched, built, linked to its neighbours, reported on, and taken down again.
+
+When a cluster has lost a machine, the stages that are left get new neighbours: the deployment is followed by another
+one of a later generation around the same stage, rings and counters (`renewed`). Nothing else of it goes on.
+"""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
 import torch
 
+from ravnest.engine.applied import Applied
 from ravnest.engine.messages import Message
 from ravnest.engine.pace import NO_PRETENCE, Pretence
 from ravnest.engine.settings import StageSettings
@@ -25,28 +30,36 @@ from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     Deploy,
+    HeldStage,
     LinkState,
     LossRecord,
+    Neighbour,
     ProviderMessage,
+    Ready,
     Report,
     RingProgress,
+    Strained,
     UpdateRecord,
 )
 from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.fetching import FetchProgress
 from ravnest.provider.frame_check import check_frame
-from ravnest.provider.memory import peak_bytes
-from ravnest.provider.outbox import FrameOutbox, message_of
+from ravnest.provider.memory import PROCESS_BYTES, peak_bytes, spare_bytes, stage_bytes
+from ravnest.provider.outbox import FrameOutbox, Keep, message_of
 from ravnest.provider.packing import Outgoing, Packing
-from ravnest.provider.ring_lines import RingLines
+from ravnest.provider.ring_lines import RingLines, ring_generation
 from ravnest.provider.rings import Rings
 from ravnest.provider.spans import SpanRecorder
 from ravnest.provider.stage_link import StageLink, link_of
+from ravnest.provider.stage_part import Restored, with_part
+from ravnest.provider.strain import MemoryReading, MemoryStrain
 from ravnest.provider.transfers import Transfers
 from ravnest.provider.uploading import upload
 
 _MAX_GRAPH_BYTES = 256 << 20
 _CLOSE_SECONDS = 0.5
+_STOP_SECONDS = 60.0
+"""For the task at hand of a stage that is kept. One that is given up need not end: nobody looks at it again."""
 MOST_STALENESS_TOLD: Final = 4095
 """Of the distribution in a report. The largest of all is told by itself."""
 
@@ -64,13 +77,30 @@ class Deployment:
         pretence: Pretence = NO_PRETENCE,
         rings: Rings | None = None,
         ring_lines: RingLines | None = None,
+        *,
+        applied: Applied | None = None,
+        before: "Deployment | None" = None,
     ) -> None:
+        """`applied`: what is in the stage already; `before`: the deployment that had the stage until now."""
         self.name = order.deployment
         self.generation = order.generation
+        self.on_keep: Keep = _keep_nothing if before is None else before.on_keep
+        """Who takes the stage's part of a replica: see `FrameOutbox.on_keep`."""
+        self._order = order
+        self._before = before
         self._stage = stage
         self._outbox = outbox
         self._baseline = baseline_memory_bytes
-        self._worker = StageWorker(stage, outbox, pretence)
+        self._pretence = pretence
+        worker = None if before is None else before._worker
+        self._worker: StageWorker = StageWorker(
+            stage,
+            outbox,
+            pretence,
+            applied=applied if worker is None else worker.applied,
+            counters=None if worker is None else worker.counters,
+        )
+        self._strain = MemoryStrain(recomputes=not stage.keeps_activations)
         self._links = links
         self._rings = rings
         self._ring_lines = ring_lines
@@ -79,7 +109,10 @@ class Deployment:
         self._packing = Packing(2 * len(links), transfers)
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._started = time.perf_counter()
+        self._started: float = time.perf_counter() if before is None else before._started
+        self._past_bytes = (0, 0) if before is None else before._bytes
+        self._past_overruns = 0 if before is None else before.overruns
+        outbox.on_keep = self._keep
         self._spans = outbox.spans
         for end in links:
             self._spans.watch(end.link)
@@ -101,42 +134,102 @@ class Deployment:
         artifacts: Artifacts,
         progress: FetchProgress,
         pretence: Pretence = NO_PRETENCE,
+        part: tuple[dict[str, torch.Tensor], dict[str, str]] | None = None,
     ) -> "Deployment":
-        """Fetches what the order names and builds the stage; GraphError or PeerError says why it cannot be."""
+        """Fetches what the order names and builds the stage; GraphError or PeerError says why it cannot be.
+
+        `part`: tensors and metadata of a part of a replica that the stage begins with, in memory of their own. The
+        weights are then those that never change, alone.
+        """
         settings = StageSettings.from_json(order.settings_json)
         text = await artifacts.get(order.graph, lambda: _GraphText(order.graph.size_bytes), progress)
         reader = await artifacts.get(order.weights, lambda: WeightsReader(order.weights.size_bytes), progress)
         weights, metadata = reader.finish()
         del reader  # It holds every tensor, and the stage gives them up one by one.
+        if part is not None:
+            metadata = part[1]
+        restored = Restored.of(weights if part is None else part[0], metadata)
         spans = SpanRecorder(settings.trace)
         outbox = FrameOutbox(order.generation, partial(upload, client), settings.record_updates, spans)
 
         def build() -> Stage:
             graph = PortableGraph.from_json(b"".join(text.parts))
-            stage = Stage(graph, {w.key: weights.pop(f"weight:{w.key}") for w in graph.weights}, settings, device)
+            if part is None:
+                own = {w.key: weights.pop(f"weight:{w.key}") for w in graph.weights}
+            else:
+                own = with_part(graph, weights, part)
+            stage = Stage(graph, own, settings, device)
             if "version" in metadata:
-                stage.restore(_optimizer_state(weights), metadata)
+                stage.restore(restored.optimizer, metadata)
             return stage
 
         try:
             stage = await asyncio.to_thread(build)
         except KeyError as error:
             raise GraphError(f"the weights of stage {order.stage} lack {error}") from None
-        links = [
-            StageLink(neighbour, is_next, node, client)
-            for neighbour, is_next in ((order.previous, False), (order.next, True))
-            if neighbour.node
-        ]
-        if not order.rings:
-            return cls(order, stage, outbox, links, baseline_memory_bytes, pretence)
-        loop = asyncio.get_running_loop()
-        outer = {n.removeprefix("outer:"): tensor for n, tensor in weights.items() if n.startswith("outer:")}
-        rings = await asyncio.to_thread(Rings, order, stage, node.node_id, loop, outbox.tell, outer)
-        lines = RingLines(
-            order.ring_peers, order.generation, node, client, rings.take, rings.is_wanted, rings.line_broke
+        rings = lines = None
+        if order.rings:
+            loop = asyncio.get_running_loop()
+            rings = await asyncio.to_thread(Rings, order, stage, node.node_id, loop, outbox.tell, restored)
+            outbox.on_snapshot = rings.snapshot
+            outbox.beside = rings.remembered
+            generation, take = ring_generation(order), rings.take
+            lines = RingLines(order.ring_peers, generation, node, client, take, rings.is_wanted, rings.line_broke)
+        links = _links(order, node, client)
+        return cls(order, stage, outbox, links, baseline_memory_bytes, pretence, rings, lines, applied=restored.applied)
+
+    async def renewed(self, order: Deploy, client: CoordinatorClient, node: NodeIdentity) -> "Deployment":
+        """The next deployment of the same stage, between the neighbours of this order and in its generation: all that
+        is in flight is forgotten, everything else goes on. This one is over.
+
+        PeerError where the stage of the order is not here, or has failed; then this one stays as it is.
+        """
+        self._check_kept(order)
+        await self._let_go()
+        if self._worker.runs:
+            raise PeerError(f"stage {order.stage} does not come to an end with what it does; it cannot be kept")
+        # Again: the last task may have failed.
+        self._check_kept(order)
+        self._stage.forget()
+        settings = self._stage.settings
+        outbox = FrameOutbox(order.generation, partial(upload, client), settings.record_updates, self._spans)
+        outbox.follow(self._outbox)
+        next_one = Deployment(
+            order,
+            self._stage,
+            outbox,
+            _links(order, node, client),
+            self._baseline,
+            self._pretence,
+            self._rings,
+            self._ring_lines,
+            before=self,
         )
-        outbox.on_snapshot = rings.snapshot
-        return cls(order, stage, outbox, links, baseline_memory_bytes, pretence, rings, lines)
+        limit = StageSettings.from_json(order.settings_json).in_flight if order.settings_json else self._worker.limit
+        if limit is not None:
+            next_one.set_limit(limit)
+        return next_one
+
+    def ready(self) -> Ready:
+        """What the coordinator is told when the stage is there. Before it is opened."""
+        return Ready(
+            deployment=self.name,
+            generation=self.generation,
+            version=self._stage.version,
+            applied=self._worker.applied.numbers(),
+            rings=() if self._rings is None else self._rings.standings(),
+        )
+
+    @property
+    def held(self) -> HeldStage:
+        """What another coordinator is told of the stage."""
+        own = self._order
+        return HeldStage(deployment=own.deployment, stage=own.stage, stages=own.stages)
+
+    @property
+    def neighbours(self) -> set[str]:
+        """Nodes that may dial in."""
+        return {end.node_id for end in self._ends}
 
     @property
     def failure(self) -> asyncio.Future[tuple[str, str, int]]:
@@ -145,12 +238,12 @@ class Deployment:
     @property
     def samples(self) -> int:
         """Samples this stage has trained on so far."""
-        return self._outbox.samples
+        return self._worker.counters.samples
 
     @property
     def overruns(self) -> int:
         """Pieces of work that took longer than this machine pretends."""
-        return self._worker.overruns
+        return self._past_overruns + self._worker.overruns
 
     @property
     def news(self) -> asyncio.Event:
@@ -161,6 +254,11 @@ class Deployment:
         if self._rings is not None and self._ring_lines is not None:
             self._rings.on_failure = lambda text: self._fail("error", text)
             self._rings.open(self._worker, self._ring_lines)
+        if self._before is not None:
+            # What rounds had for the stage when its worker ended, or since then.
+            for work in self._before._worker.take_left():
+                self._worker.between(work)
+            self._before = None
         self._worker.start()
         self._spawn(self._answer(feed))
         self._spawn(self._speak(say))
@@ -192,6 +290,12 @@ class Deployment:
             if end.name == name:
                 self._spawn(end.meet())
 
+    def meet_owners(self, peers: Iterable[Neighbour], client: CoordinatorClient) -> None:
+        """These are the other owners of this stage's rings from now on."""
+        if self._ring_lines is not None:
+            self._ring_lines.client = client
+            self._ring_lines.change(peers)
+
     def take_feed(self, frame: Frame) -> None:
         """Inputs or targets from the coordinator."""
         self._check(frame, FrameKind.FEED)
@@ -214,6 +318,27 @@ class Deployment:
             raise PeerError("the coordinator spoke of a round to a stage without rings")
         self._rings.obey(message)
 
+    def look_at_memory(self, lent_bytes: int) -> Strained | None:
+        """Does what is to be done where memory is nearly exhausted, and gives what the coordinator is to hear of it."""
+        device = self._stage.device
+        process = 0 if device.type == "cuda" else PROCESS_BYTES
+        reading = MemoryReading(stage_bytes(device, self._baseline), spare_bytes(device), lent_bytes, process)
+        step = self._strain.look(reading, self._worker.most_held(), time.monotonic())
+        if step is None:
+            return None
+        if step.kind == "stop":
+            self._fail("memory", step.reason)
+            return None
+        if step.kind == "recompute":
+            self._worker.recompute_from_now_on()
+        return Strained(
+            deployment=self.name,
+            in_flight=step.in_flight,
+            recomputes=step.kind == "recompute",
+            free_bytes=reading.left_bytes,
+            reason=step.reason,
+        )
+
     def report(self) -> tuple[Report, list[int]]:
         """What the stage did so far, with losses and updates since the last report; and the checkpoints saved since
         then."""
@@ -232,14 +357,15 @@ class Deployment:
             seconds=time.perf_counter() - self._started,
             peak_memory_bytes=peak_bytes(self._stage.device),
             baseline_memory_bytes=self._baseline,
-            bytes_sent=sum(end.link.bytes_sent for end in self._links),
-            bytes_received=sum(end.link.bytes_received for end in self._links),
+            bytes_sent=self._bytes[0],
+            bytes_received=self._bytes[1],
             links=[self._link_state(end) for end in self._links],
             forward_seconds=spent.get("forward", 0.0),
             backward_seconds=spent.get("backward", 0.0) + spent.get("weights", 0.0),
             update_seconds=spent.get("update", 0.0),
             in_flight=self._worker.limit or 0,
             flight_seconds=self._worker.flight_seconds,
+            ready=self._worker.ready,
             forwards=counters.forwards,
             backwards=counters.backwards,
             losses=[LossRecord(microbatch=r.microbatch, loss=r.loss, samples=r.samples) for r in losses],
@@ -253,20 +379,59 @@ class Deployment:
         )
         return report, saved
 
+    def left_alone(self) -> None:
+        """The coordinator is gone: the stage works on what it was fed, with its neighbours, and waits."""
+        self._outbox.save_no_more()
+
     async def close(self) -> None:
         """Ends the worker and the links."""
-        # Whoever waits for news of this stage should look for the next one, and not only at its next heartbeat.
-        self.news.set()
-        self._closing = True
-        self._outbox.give_up()
+        self._end()
         await asyncio.to_thread(self._worker.stop)
         if self._rings is not None:
             await self._rings.close(_CLOSE_SECONDS)
         await asyncio.gather(*(end.close(_CLOSE_SECONDS) for end in self._links))
+        await self._end_tasks()
+
+    async def _let_go(self) -> None:
+        """Ends everything but the stage and its rings. May be broken off, and done again."""
+        self._end()
+        # Not in order, as `close` does: who is at the other end is gone, or is about to do the same.
+        for end in self._links:
+            end.abort()
+            self._spans.forget(end.link)
+        await asyncio.to_thread(self._worker.stop, _STOP_SECONDS)
+        await self._end_tasks()
+
+    def _end(self) -> None:
+        # Whoever waits for news of this stage should look for the next one, and not only at its next heartbeat.
+        self.news.set()
+        self._closing = True
+        self._outbox.give_up()
+
+    async def _end_tasks(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._packing.close()
+
+    def _check_kept(self, order: Deploy) -> None:
+        """PeerError unless this is the stage that the order means, and it can go on."""
+        own = self._order
+        if (order.deployment, order.stage, order.stages) != (own.deployment, own.stage, own.stages):
+            raise PeerError(f"stage {order.stage} of {order.deployment} is to be kept, which is not here")
+        if order.graph.sha256 and order.graph.sha256 != own.graph.sha256:
+            raise PeerError(f"stage {order.stage} is to be kept with another graph than it has")
+        kind, text, _ = self.failure.result() if self.failure.done() else ("link", "", -1)
+        if self._worker.broken or kind != "link":
+            raise PeerError(
+                f"stage {order.stage} has failed and cannot be kept: {text or 'nobody knows what is in it'}"
+            )
+
+    def _keep(self, replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        if self._rings is not None:
+            self._rings.complete(self.on_keep, replica, tensors, metadata)
+        else:
+            self.on_keep(replica, tensors, metadata)
 
     async def _save_with(self, rings: Rings, checkpoint: int, anchored: bool) -> None:
         self._worker.save(checkpoint, await rings.saved(anchored))
@@ -330,6 +495,13 @@ class Deployment:
             self.failure.set_result((kind, text, -1))
 
     @property
+    def _bytes(self) -> tuple[int, int]:
+        """Sent and received over all links that the stage has had."""
+        sent = sum(end.link.bytes_sent for end in self._links)
+        received = sum(end.link.bytes_received for end in self._links)
+        return self._past_bytes[0] + sent, self._past_bytes[1] + received
+
+    @property
     def _ends(self) -> list[StageLink]:
         """Of all links that others may dial."""
         return [*self._links, *(self._ring_lines.ends if self._ring_lines is not None else ())]
@@ -356,10 +528,10 @@ class _GraphText:
         self.parts.append(chunk)
 
 
-def _optimizer_state(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    state: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in weights.items():
-        if name.startswith("optim:"):
-            key, _, entry = name.removeprefix("optim:").rpartition(":")
-            state.setdefault(key, {})[entry] = tensor
-    return state
+def _links(order: Deploy, node: NodeIdentity, client: CoordinatorClient) -> list[StageLink]:
+    ends = ((order.previous, False), (order.next, True))
+    return [StageLink(neighbour, is_next, node, client) for neighbour, is_next in ends if neighbour.node]
+
+
+def _keep_nothing(replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    pass

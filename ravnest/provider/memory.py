@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from pathlib import Path
+from typing import Final
 
 import psutil
 import torch
@@ -33,6 +34,26 @@ def available_bytes(device: torch.device) -> int:
     free = int(psutil.virtual_memory().available)
     limited = group_bytes()
     return free if limited is None else min(free, limited)
+
+
+def stage_bytes(device: torch.device, baseline: int) -> int:
+    """What the stage takes now: on a GPU its tensors, else what the process holds beyond what it did before."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return max(0, resident_bytes() - baseline)
+
+
+def spare_bytes(device: torch.device) -> int:
+    """What the stage could still have of the device: also what torch keeps there for it and does not use now."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return available_bytes(device) + int(kept)
+    return available_bytes(device)
+
+
+PROCESS_BYTES: Final = 256 << 20
+"""What a process may take beyond its stage in main memory: code of torch that is loaded when it is used first, buffers
+of the network. None of it is on a GPU."""
 
 
 def lent_bytes(available: int, cap: int | None) -> int:

@@ -1,16 +1,17 @@
 """From the engine's thread to the network's loop: what a stage puts out becomes frames, records and uploads."""
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from concurrent.futures import CancelledError, Future
+from typing import Any, Final, TypeVar
 
 import torch
 
 from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
 from ravnest.engine.stage import Update
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.weights import stream_tensors
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ProviderMessage
@@ -20,6 +21,12 @@ from ravnest.provider.spans import SpanRecorder
 
 Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
 """Uploads what the function yields, under a name; the function is called again where it has to be sent again."""
+
+Keep = Callable[[int, dict[str, torch.Tensor], dict[str, str]], None]
+"""Takes a replica's number, tensors and metadata."""
+
+_ANOTHER_SECONDS: Final = 5.0
+"""Within which a provider learns that its coordinator is another one."""
 
 T = TypeVar("T")
 
@@ -39,10 +46,13 @@ class FrameOutbox:
         self.failure: asyncio.Future[tuple[str, str, int]] = asyncio.get_running_loop().create_future()
         self.news = asyncio.Event()
         """Set when there are losses or saved checkpoints to report."""
-        self.samples = 0
-        """Samples that have gone back through the stage. The engine's thread counts, anybody may look."""
+        self.on_keep: Keep = lambda replica, tensors, metadata: None
+        """Who takes the stage's part of a replica. On any thread; it returns at once, and the tensors are its own."""
         self.on_snapshot: Callable[[Snapshot], None] = _no_rings
         """Who takes what a round averages, on the engine's thread."""
+        self.beside: Callable[[], Mapping[str, torch.Tensor]] = dict
+        """What a checkpoint has beside the stage's own state, where that does not bring it along; on the engine's
+        thread."""
         self.mark: Callable[[], torch.cuda.Event | None] = lambda: None
         """When what the stage has computed so far will be there; on the engine's thread."""
         self.delay = LinkDelay()
@@ -59,9 +69,28 @@ class FrameOutbox:
         self._updates: deque[Update] = deque()
         self._saved: deque[int] = deque()
         self._uploading: Future[None] | None = None
+        self._is_over = False
+        self._nobody_saves = threading.Event()
+
+    def follow(self, before: "FrameOutbox") -> None:
+        """Goes on where another outbox of the same stage was, whose worker has ended: what that had to tell the
+        coordinator and has not told is told now. Frames under way are not: they are of a generation that is over."""
+        self.messages = before.messages
+        self._losses, self._updates, self._saved = before._losses, before._updates, before._saved
+        self.on_snapshot, self.beside = before.on_snapshot, before.beside
+        if self._losses or self._saved:
+            self.news.set()
 
     def give_up(self) -> None:
-        """Breaks off an upload under way: nobody wants it any more, and the worker must not wait for it."""
+        """Breaks off an upload under way, and any later one: nobody wants it any more, and the worker must not wait for
+        it. That the worker cannot go on is no failure from now on."""
+        self._is_over = True
+        if self._uploading is not None:
+            self._uploading.cancel()
+
+    def save_no_more(self) -> None:
+        """The coordinator is gone, and with it any checkpoint that it wanted: the stage goes on without saving it."""
+        self._nobody_saves.set()
         if self._uploading is not None:
             self._uploading.cancel()
 
@@ -78,12 +107,10 @@ class FrameOutbox:
         self._put(self.to_next, FrameKind.FORWARD, message)
 
     def backward(self, message: Message) -> None:
-        self.samples += message.samples
         self.spans.put_out("backward", message.microbatch)
         self._put(self.to_previous, FrameKind.BACKWARD, message, self.stays.left_micros(message.microbatch))
 
     def done(self, message: Message) -> None:
-        self.samples += message.samples
         self._put(self.to_coordinator, FrameKind.DONE, message)
 
     def evaluated(self, message: Message) -> None:
@@ -103,12 +130,29 @@ class FrameOutbox:
 
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         # The worker waits here: the tensors are the stage's own, and a copy of them would double its memory.
+        if self._nobody_saves.is_set():
+            return
         name = f"checkpoint-{checkpoint}"
+        if not any(key.startswith("outer:") for key in tensors):
+            tensors = {**tensors, **self.beside()}
         upload = self._upload(name, lambda: _chunks(tensors, metadata))
         self._uploading = asyncio.run_coroutine_threadsafe(upload, self._loop)
-        self._uploading.result()
+        if self._is_over:
+            self._uploading.cancel()
+        try:
+            self._uploading.result()
+        except (CancelledError, RefusedError):
+            # By a coordinator that was started again, perhaps, and has never asked for it: that is known soon.
+            if self._is_over or not self._nobody_saves.wait(_ANOTHER_SECONDS):
+                raise
+            return
         self._saved.append(checkpoint)
         self._loop.call_soon_threadsafe(self.news.set)
+
+    def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        # A copy, though it doubles the stage's memory: writing or sending it takes far longer than an update may wait.
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        self.on_keep(replica, copies, dict(metadata))
 
     def tell(self, message: ProviderMessage) -> None:
         """Something for the coordinator. On the network's loop."""
@@ -141,6 +185,7 @@ class FrameOutbox:
             round=message.round,
             fragment=message.fragment,
             updates=message.updates,
+            replica=message.replica,
             tensors=tensors,
             scalars=scalars,
             residence_micros=stay_micros,
@@ -149,7 +194,7 @@ class FrameOutbox:
         self._loop.call_soon_threadsafe(queue.put_nowait, outgoing)
 
     def _fail(self, failure: tuple[str, str, int]) -> None:
-        if not self.failure.done():
+        if not self.failure.done() and not self._is_over:
             self.failure.set_result(failure)
 
 
@@ -169,6 +214,7 @@ def message_of(frame: Frame) -> Message:
         round=frame.round,
         fragment=frame.fragment,
         updates=frame.updates,
+        replica=frame.replica,
     )
 
 

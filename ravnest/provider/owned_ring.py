@@ -18,6 +18,7 @@ from ravnest.errors import GraphError, PeerError
 from ravnest.net.frames import RingPlace
 from ravnest.net.v1.control_pb2 import Ring
 from ravnest.provider.ring_attempt import RingAttempt
+from ravnest.provider.stage_part import Restored, RingStand
 from ravnest.spec import OptimizerSpec
 
 
@@ -80,13 +81,13 @@ class OwnedRing:
         settings: RingSettings,
         optimizer: OptimizerSpec,
         tensors: Mapping[str, torch.Tensor],
-        outer_state: Mapping[str, torch.Tensor],
+        restored: Restored,
         keeps_memory: bool = False,
     ) -> Self:
         """The ring of a stage with these tensors, as deployed; GraphError where it lacks some of the ring's.
 
-        `outer_state`: what the outer optimizer remembered of the stage's parameters in a run that is resumed, by their
-        keys; of one that is not there, nothing. `keeps_memory`: see `RingState`.
+        `restored`: what the outer optimizer remembered of the stage's parameters in a run that is resumed, and where
+        another owner stood whose part of a replica this stage begins with. `keeps_memory`: see `RingState`.
         """
         names = [f"param:{key}" for key in ring.parameters]
         plain = [f"buffer:{key}" for key in ring.buffers]
@@ -100,10 +101,19 @@ class OwnedRing:
                 plain.append(name)
         vector = RingVector([Entry(n, shapes[n]) for n in names], [Entry(n, shapes[n]) for n in plain])
         outer = outer_named(settings.outer, settings.outer_rate, settings.outer_momentum)
-        if outer.keeps_state and any(key in outer_state for key in ring.parameters):
-            outer.state = _outer_vector(vector, ring, outer_state)
-        codec = codec_named(settings.codec)
-        owned = cls(ring, RingState(vector, flat(vector, tensors), outer, codec, keeps_memory))
+        if outer.keeps_state and any(key in restored.outer for key in ring.parameters):
+            outer.state = _remembered(vector, ring, restored.outer)
+        values = flat(vector, tensors)
+        if ring.ring in restored.rings:
+            lacking = [key for key in ring.parameters if key not in restored.anchors]
+            if lacking:
+                raise GraphError(f"a part of a replica lacks the anchor of {lacking[0][:80]!r}")
+            values[: vector.coded_values] = _remembered(vector, ring, restored.anchors)
+        stand = restored.rings.get(ring.ring, RingStand())
+        owned = cls(ring, RingState(vector, values, outer, codec_named(settings.codec), keeps_memory))
+        owned.state.committed = stand.committed
+        # What it had trained on by then counts into the next round, though this stage counts from now on.
+        owned.samples = -stand.samples
         owned.decided.set()
         return owned
 
@@ -173,9 +183,7 @@ class OwnedRing:
         anchor already.
         """
         views = self.state.vector.views(snapshot)
-        lacking = self._made - shifted
-        assert lacking <= len(self._shifts)
-        for missing in self._shifts[len(self._shifts) - lacking :]:
+        for missing in self._lacking(shifted):
             for name, add in missing.change.adds.items():
                 views[name].add_(add)
                 if name in missing.change.not_negative:
@@ -184,9 +192,30 @@ class OwnedRing:
                 counters[index] += behind
         return self.state.contribute(snapshot)
 
+    def complete(self, tensors: dict[str, torch.Tensor], shifted: int) -> None:
+        """Makes a copy of the stage's state, which had so many of the shifts, go with this ring's anchor, and adds that
+        and what the outer optimizer remembers."""
+        for missing in self._lacking(shifted):
+            adds = {**missing.change.adds, **counted(self.ring, tensors, missing.counters)}
+            for name, add in adds.items():
+                if name in tensors:
+                    tensors[name].add_(add.to(tensors[name].dtype))
+                    if name in missing.change.not_negative:
+                        tensors[name].clamp_(min=0)
+        for name, view in self.state.vector.parameter_views(self.state.anchor).items():
+            tensors[f"anchor:{name.removeprefix('param:')}"] = view.clone()
+        for name, view in self.state.outer_views().items():
+            tensors[f"outer:{name.removeprefix('param:')}"] = view.clone()
+
     def forget_shifts(self, shifted: int) -> None:
         """No snapshot waits that could lack one of the first so many."""
         del self._shifts[: max(0, len(self._shifts) - (self._made - shifted))]
+
+    def _lacking(self, shifted: int) -> list[Shift]:
+        """Those that a stage which had so many does not have."""
+        lacking = self._made - shifted
+        assert lacking <= len(self._shifts)
+        return self._shifts[len(self._shifts) - lacking :]
 
     def _moved(self, shift: Shift) -> Shift:
         self._shifts.append(shift)
@@ -212,7 +241,7 @@ def counted(ring: Ring, tensors: Mapping[str, torch.Tensor], behind: Sequence[in
     return {name: part.reshape(tensors[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
-def _outer_vector(vector: RingVector, ring: Ring, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _remembered(vector: RingVector, ring: Ring, saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
     state = torch.zeros(vector.coded_values)
     views = vector.parameter_views(state)
     for key in ring.parameters:
@@ -220,7 +249,7 @@ def _outer_vector(vector: RingVector, ring: Ring, saved: Mapping[str, torch.Tens
         if tensor is None:
             continue
         if tensor.shape != view.shape or tensor.dtype != torch.float32 or not torch.isfinite(tensor).all():
-            raise GraphError(f"what the outer optimizer is to remember of {key[:80]!r} does not fit that parameter")
+            raise GraphError(f"what rounds are to remember of {key[:80]!r} does not fit that parameter")
         view.copy_(tensor)
     return state
 

@@ -21,7 +21,7 @@ from ravnest.net.client import CoordinatorClient
 from ravnest.net.direct_line import DirectLine, dial_direct
 from ravnest.net.frames import Frame, FrameKind, RingPlace
 from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.v1.control_pb2 import Neighbour
+from ravnest.net.v1.control_pb2 import Deploy, Neighbour
 from ravnest.provider.direct_tries import DirectTries
 from ravnest.provider.stage_link import StageLink
 
@@ -34,6 +34,11 @@ _DIAL_SECONDS: Final = 2.0
 Take = Callable[[str, int, RingPlace, torch.Tensor], None]
 """What becomes of a piece, of whom, and of which generation; PeerError where it breaks the rules. Waits while it is
 early."""
+
+
+def ring_generation(order: Deploy) -> int:
+    """Of the pieces of a stage's rings: the same for all owners, whenever their clusters were formed."""
+    return order.ring_generation or order.generation
 
 
 class RingLines:
@@ -51,10 +56,16 @@ class RingLines:
     ) -> None:
         """`is_wanted` says whether a piece is still of use to anybody; `broke` is told on the loop which owner's line
         broke in the middle of something, and why."""
-        self._lines = {
-            peer.node: _Line(peer, generation, node, client, take, is_wanted, broke, asyncio.get_running_loop())
-            for peer in peers
-        }
+        loop = asyncio.get_running_loop()
+        self.client = client
+        """By which the coordinator relays what cannot go directly: whoever stays longer than that gets another."""
+        self._make: Callable[[Neighbour], _Line] = lambda peer: _Line(
+            peer, generation, node, self.client, take, is_wanted, broke, loop
+        )
+        self._broke = broke
+        self._lines = {peer.node: self._make(peer) for peer in peers}
+        self._is_open = False
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def ends(self) -> list[StageLink]:
@@ -63,28 +74,50 @@ class RingLines:
 
     def open(self) -> None:
         """Begins to take what comes over links."""
+        self._is_open = True
         for line in self._lines.values():
             line.open()
+
+    def change(self, peers: Iterable[Neighbour]) -> None:
+        """The other owners are these from now on. Those that were there before, under the same name of the link, are
+        left alone with what is on their lines; what needed one that is gone has failed."""
+        wanted = {peer.node: peer for peer in peers}
+        links = {node_id: peer.link for node_id, peer in wanted.items()}
+        gone = [node_id for node_id, line in self._lines.items() if links.get(node_id) != line.end.name]
+        for node_id in gone:
+            task = asyncio.create_task(self._lines.pop(node_id).close(0.0))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        for node_id, peer in wanted.items():
+            if node_id not in self._lines:
+                line = self._lines[node_id] = self._make(peer)
+                if self._is_open:
+                    line.open()
+        for node_id in gone:
+            self._broke(node_id, f"{node_id} is no owner of this ring any more")
 
     def want(self, node_id: str) -> None:
         """The line to or from this owner is needed from now on. PeerError where there is none."""
         self._line(node_id).want()
 
     def put(self, node_id: str, place: RingPlace, data: torch.Tensor) -> None:
-        """Something for an owner, after all that was put before."""
-        self._line(node_id).put(place, data)
+        """Something for an owner, after all that was put before. What is for one that is gone is dropped."""
+        line = self._lines.get(node_id)
+        if line is not None:
+            line.put(place, data)
 
     def is_direct(self, node_id: str) -> bool:
         """Whether what is put for this owner goes over a direct line."""
-        return self._line(node_id).is_direct
+        line = self._lines.get(node_id)
+        return line is not None and line.is_direct
 
     async def rest(self) -> None:
         """Nothing is needed for now: connections that are there stay, others are not tried any more."""
-        for line in self._lines.values():
+        for line in list(self._lines.values()):
             await line.rest()
 
     async def close(self, timeout_seconds: float) -> None:
-        await asyncio.gather(*(line.close(timeout_seconds) for line in self._lines.values()))
+        await asyncio.gather(*(line.close(timeout_seconds) for line in self._lines.values()), *self._closing)
 
     def _line(self, node_id: str) -> "_Line":
         line = self._lines.get(node_id)
@@ -107,7 +140,12 @@ class _Line:
         broke: Callable[[str, str], None],
         loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.end = StageLink(peer, False, node, client, patient=True, window_bytes=WINDOW_BYTES)
+
+        def make_end() -> StageLink:
+            return StageLink(peer, False, node, client, patient=True, window_bytes=WINDOW_BYTES)
+
+        self._make_end = make_end
+        self.end = self._make_end()
         self._address = peer.direct_address
         self._generation = generation
         self._node = node
@@ -133,6 +171,10 @@ class _Line:
         self._reading = asyncio.create_task(self._read())
 
     def want(self) -> None:
+        if self.end.link.over and not self.end.link.connections and not self._closed:
+            # It was refused before it carried anything: the other end had not heard of this owner yet.
+            self.end = self._make_end()
+            self.open()
         if self._linking is None or self._linking.done():
             self._linking = asyncio.create_task(_quietly(self.end.run()))
 

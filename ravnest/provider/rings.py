@@ -8,9 +8,10 @@ stage: the mean lies in memory of its own. What happens on failure:
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -34,11 +35,14 @@ from ravnest.net.v1.control_pb2 import (
     RingFailed,
     RingJoined,
     RingReduced,
+    RingStanding,
     RoundJoined,
 )
+from ravnest.provider.outbox import Keep
 from ravnest.provider.owned_ring import OwnedRing, Shift, Taken, counted, counters_of, flat
 from ravnest.provider.ring_attempt import RingAttempt
-from ravnest.provider.ring_lines import RingLines
+from ravnest.provider.ring_lines import RingLines, ring_generation
+from ravnest.provider.stage_part import Restored, RingStand, rings_in_words
 
 _DONATION_VALUES = 1 << 18
 """Of an anchor that is given to an owner that was left out, in one piece."""
@@ -54,14 +58,14 @@ class Rings:
         node_id: str,
         loop: asyncio.AbstractEventLoop,
         tell: Callable[[ProviderMessage], None],
-        outer_state: Mapping[str, torch.Tensor] | None = None,
+        restored: Restored | None = None,
     ) -> None:
         """Copies the stage's parameters, which takes a moment. GraphError where the order does not fit the stage.
 
-        `outer_state`: what the outer optimizer remembered of parameters in a run that is resumed, by their keys.
+        `restored`: what is known of rings from before, in a run that is resumed or of a stage that is taken over.
         """
         self._deployment = order.deployment
-        self._generation = order.generation
+        self._generation = ring_generation(order)
         self._stage = stage
         self._node_id = node_id
         self._loop = loop
@@ -71,7 +75,7 @@ class Rings:
         # Plans count the memory of a round, which is that of one fragment; between rounds there may be as much.
         keeps = len({ring.fragment for ring in order.rings}) == 1 and not settings.optimizer_state
         self._owned = {
-            ring.ring: OwnedRing.of(ring, settings, optimizer, tensors, outer_state or {}, keeps)
+            ring.ring: OwnedRing.of(ring, settings, optimizer, tensors, restored or Restored(), keeps)
             for ring in order.rings
         }
         self._worker: StageWorker | None = None
@@ -88,10 +92,12 @@ class Rings:
         """Called when averaging fails in a way that nobody else is to blame for."""
 
     def open(self, worker: StageWorker, lines: RingLines) -> None:
-        """Begins to take part."""
+        """Begins to take part; or goes on, where the stage has another worker now."""
+        begins = self._worker is None
         self._worker, self._lines = worker, lines
-        lines.open()
-        self._spawn(self._obey())
+        if begins:
+            lines.open()
+            self._spawn(self._obey())
 
     def obey(self, message: CoordinatorMessage) -> None:
         """Does what the coordinator says of rounds, one after the other."""
@@ -112,23 +118,43 @@ class Rings:
 
         self._loop.call_soon_threadsafe(begin)
 
+    def complete(self, part: Keep, replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        """Adds what a part of a replica has of rings to a copy of the stage's state, and gives it to `part`. On the
+        thread that owns torch, which does not wait for it."""
+        shifted = {owned.number: owned.shifted for owned in self._owned.values()}
+        samples = int(metadata["samples"])
+
+        def work() -> None:
+            stands = {}
+            for owned in self._owned.values():
+                owned.complete(tensors, shifted[owned.number])
+                stands[owned.number] = RingStand(owned.state.committed, max(0, samples - owned.samples))
+            part(replica, tensors, {**metadata, "rings": rings_in_words(stands)})
+
+        with contextlib.suppress(RuntimeError):  # It is closed, and nobody keeps anything any more.
+            # On the thread where rounds are counted, as it was when the copy was made or later: never in between.
+            self._thread.submit(work)
+
     async def saved(self, anchored: bool) -> dict[str, torch.Tensor]:
         """What a checkpoint has beside the stage's own state: what the outer optimizer remembers of each parameter
         (`outer:KEY`). With `anchored` also, in place of the stage's own, the parameters as all clusters have them since
         the last round (`param:KEY`)."""
 
-        def copied() -> dict[str, torch.Tensor]:
-            found: dict[str, torch.Tensor] = {}
-            for state in [owned.state for owned in self._owned.values()]:
-                for name, view in state.outer_views().items():
-                    found[f"outer:{name.removeprefix('param:')}"] = view.clone()
-                if anchored:
-                    found |= {name: view.clone() for name, view in state.vector.parameter_views(state.anchor).items()}
-            return found
-
         # On the thread where rounds are counted: never in the middle of one.
-        copies: dict[str, torch.Tensor] = await self._in_thread(copied)
+        copies: dict[str, torch.Tensor] = await self._in_thread(self._copied, anchored)
         return copies
+
+    def remembered(self) -> dict[str, torch.Tensor]:
+        """The same without `anchored`, for one that waits: of a cluster that is alone by now, and is saved with a
+        microbatch. On the thread that owns torch; nothing where the rings are closed."""
+        try:
+            copying = self._thread.submit(self._copied, False)
+        except RuntimeError:
+            return {}
+        try:
+            return copying.result()
+        except CancelledError:
+            return {}
 
     def progress(self) -> list[tuple[int, int, int, int]]:
         """Of every attempt under way: round, ring, attempt, and how many pieces have come."""
@@ -136,6 +162,18 @@ class Rings:
             (owned.taken.round, number, owned.attempt.number, owned.attempt.reduce.progress)
             for number, owned in self._owned.items()
             if owned.taken is not None and owned.attempt is not None
+        ]
+
+    def standings(self) -> list[RingStanding]:
+        """How this owner stands in each ring, for a coordinator that has not seen its rounds."""
+        return [
+            RingStanding(
+                ring=number,
+                committed=owned.state.committed,
+                round=max(owned.over, 0 if owned.taken is None else owned.taken.round),
+                reduced=0 if owned.taken is None or owned.decided.is_set() else owned.taken.round,
+            )
+            for number, owned in self._owned.items()
         ]
 
     def take_all(self, line: DirectLine) -> None:
@@ -232,6 +270,15 @@ class Rings:
         if self._lines is not None:
             await self._lines.close(timeout_seconds)
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _copied(self, anchored: bool) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for state in [owned.state for owned in self._owned.values()]:
+            for name, view in state.outer_views().items():
+                found[f"outer:{name.removeprefix('param:')}"] = view.clone()
+            if anchored:
+                found |= {name: view.clone() for name, view in state.vector.parameter_views(state.anchor).items()}
+        return found
 
     async def _obey(self) -> None:
         while True:

@@ -73,15 +73,19 @@ class SpanRecorder:
             found = self._links[link] = _LinkSpans()
             link.on_written = lambda numbers: self._written(found, numbers)
 
+    def forget(self, link: ResumableLink) -> None:
+        """The link is over: what it has not written it will not write."""
+        self._links.pop(link, None)
+
     def handed_over(self, link: ResumableLink, frame: Frame) -> None:
         """A link has taken this frame, as the last so far."""
         direction = _DIRECTIONS.get(frame.kind)
         if not self._size or direction is None:
             return
         since = self._put_out.pop((direction, frame.microbatch), None)
-        being_sent = self._links[link].being_sent
-        if since is not None and len(being_sent) < _MOST_BEING_SENT:
-            being_sent[link.frames_sent - 1] = Span("send", frame.microbatch, since, since, direction)
+        found = self._links.get(link)
+        if since is not None and found is not None and len(found.being_sent) < _MOST_BEING_SENT:
+            found.being_sent[link.frames_sent - 1] = Span("send", frame.microbatch, since, since, direction)
 
     def received(self, frame: Frame, arrived: float) -> None:
         """The engine has a frame that arrived then."""

@@ -96,6 +96,7 @@ class StageLink:
             bytes_received=self.link.bytes_received,
             next=self.is_next,
             raw_bytes_sent=self.link.bytes_sent + self.saved_bytes,
+            unconfirmed=self.link.unconfirmed,
         )
 
     async def close(self, timeout_seconds: float) -> None:
@@ -105,6 +106,10 @@ class StageLink:
                 async with asyncio.timeout(timeout_seconds):
                     await self.link.close()
         self.link.fail(PeerError(f"the link to {self.node_id} was closed on this side"))
+
+    def abort(self) -> None:
+        """Ends the link at once; the neighbour notices that the connection is gone."""
+        self.link.fail(PeerError(f"the link to {self.node_id} was given up on this side"))
 
     async def _dial(self) -> Link:
         unlikely = self._neighbour.dialling == DIALLING_RELAY

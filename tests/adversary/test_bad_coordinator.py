@@ -114,7 +114,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
 
     run(start())
     line = swarm.invite().line
-    with Running("join", line, "--name", "victim", "--listen", "127.0.0.1:0", folder=folder) as process:
+    with Running("join", line, "--name", "victim", "--listen", "127.0.0.1:0", folder=folder, warm=True) as process:
         run(swarm.swarm.members.changes.until(lambda: "victim" in swarm.connected()))
         yield Victim(swarm, process)
         run(swarm.close())

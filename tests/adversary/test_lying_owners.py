@@ -76,8 +76,7 @@ def test_a_liar_is_named_and_the_others_learn_as_if_it_were_not_there(liars: Lyi
     watching.join(PATIENCE_SECONDS)
     assert adds_up(result, result.summary.ledger.fed) and result.model is not None
     assert result.summary.clusters[0].stages[0].provider != LIAR, "else the model would be the liar's"
-    # Not those that were clipped: where one says that it has learnt next to nothing, another seems to have learnt much.
-    told = events(run, "bounded", "left_out", "dropped", "disagreed")
+    told = events(run, "bounded", "clipped", "left_out", "dropped", "disagreed")
     assert {event["provider"] for event in told} == {LIAR}, told
     found = [(event["kind"], event["reason"]) for event in told]
     for kind, reason in (
@@ -115,8 +114,9 @@ def test_one_whose_line_is_slow_takes_the_mean_late_and_goes_on_with_the_others(
     result = liars.learn(run, endless(ended))
     watching.join(PATIENCE_SECONDS)
     assert adds_up(result, result.summary.ledger.fed)
-    [late] = events(run, "late")
-    assert late["provider"] == LIAR and "has not said that it took the mean of round 1" in late["reason"]
+    # On a busy machine an honest one may be, too.
+    late = [event["reason"] for event in events(run, "late") if event["provider"] == LIAR]
+    assert any("has not said that it took the mean of round 1" in reason for reason in late)
     # It claims nothing that has counted already, and in the end all are alike.
     assert events(run, "bounded", "dropped", "clipped") == []
     assert "averaged by 3 clusters" in events(run, "round")[-1]["reason"]

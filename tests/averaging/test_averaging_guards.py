@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.averaging.guards import bounded, judge
+from ravnest.averaging.guards import Usual, bounded, judge, usual
 
 
 def scales(norms: list[float], samples: list[int] | None = None, outlier: float | None = 10.0) -> list[float]:
@@ -34,6 +34,55 @@ def test_nobody_is_judged_without_others_that_did_something() -> None:
     assert scales([1e9, 0.0, 0.0]) == [1.0] * 3
     assert scales([1e9, 1.0], [1, 0]) == [1.0, 1.0]
     assert scales([1.0, 1.0, 1e9], [1, 1, 0]) == [1.0] * 3
+
+
+def test_of_two_nobody_is_judged_before_anything_is_known_of_them() -> None:
+    assert scales([1.0, 1e-9]) == [1.0, 1.0]
+    assert scales([1.0, 1e9]) == [1.0, 1.0]
+    assert "nothing is known of earlier rounds" in judge([1.0, 1e9], [1, 1], 10.0)[1].reason
+
+
+def test_of_two_one_is_compared_with_what_was_usual_where_the_other_claims_less_than_that() -> None:
+    before = Usual(1.0, 1)
+    verdicts = judge([2.0, 1e-9], [1, 1], 10.0, before)
+    assert [v.scale for v in verdicts] == [1.0, 1.0] and "what was usual in the last round is 1" in verdicts[0].reason
+    verdicts = judge([50.0, 1e-9], [1, 1], 10.0, before)
+    assert [v.scale for v in verdicts] == [pytest.approx(0.2), 1.0]
+    verdicts = judge([2.0, 1000.0], [1, 1], 10.0, before)
+    assert [v.left_out for v in verdicts] == [False, True] and "the other's is 2" in verdicts[1].reason
+
+
+def test_of_two_none_moves_alone_what_is_usual() -> None:
+    assert usual([3.0, 1e-9], [5, 5]) == Usual(3.0, 5)
+    before = Usual(1.0, 5)
+    assert usual([1.0, 9.0], [5, 5], before) == before
+    assert usual([2.0, 1e-9], [5, 5], before) == before
+    assert usual([3.0, 4.0], [5, 5], before) == Usual(3.0, 5)
+    assert usual([0.1, 0.2], [5, 5], before) == Usual(0.2, 5)
+    assert usual([4.0, 7.0], [0, 5], before) == Usual(7.0, 5)
+    assert usual([4.0, 0.0], [0, 5], before) is None
+
+
+@given(
+    honest=st.lists(st.floats(1.0, 10.0), min_size=2, max_size=7),
+    place=st.integers(0, 7),
+    claim=st.floats(0.0, 1e30),
+    samples=st.integers(1, 10**6),
+    weight=st.integers(0, 10**6),
+    before=st.none() | st.builds(Usual, st.floats(1e-9, 1e9), st.integers(1, 10**6)),
+)
+def test_one_liar_among_three_or_more_harms_nobody_honest_and_is_held_to_their_length(
+    honest: list[float], place: int, claim: float, samples: int, weight: int, before: Usual | None
+) -> None:
+    place %= len(honest) + 1
+    norms = [*honest[:place], claim, *honest[place:]]
+    claimed = [samples] * len(norms)
+    claimed[place] = weight
+    verdicts = judge(norms, claimed, 10.0, before)
+    assert all(verdict.scale == 1.0 for index, verdict in enumerate(verdicts) if index != place)
+    if weight:
+        counted = claim * verdicts[place].scale
+        assert counted <= 10.0 * max(honest) * max(1.0, weight / samples) * (1 + 1e-9)
 
 
 def test_it_can_be_switched_off() -> None:

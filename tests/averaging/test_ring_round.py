@@ -163,7 +163,7 @@ def test_one_that_is_an_outlier_again_and_again_takes_the_mean_of_the_others_ins
 
 
 def test_of_two_the_outlier_is_dropped_in_the_end_and_the_ring_goes_on() -> None:
-    two = {"owners": ("a", "b"), "samples": {"a": 100, "b": 100}}
+    two = {"owners": ("a", "b"), "samples": {"a": 100, "b": 100}, "usual_before": Usual(2.0, 100)}
     for before, outcome in ((0, "aborted"), (1, "aborted"), (2, None)):
         ring = a_round(**two, outlying={"b": before})
         ring.joined("a", join(norm=1.0), 1001.0)
@@ -171,6 +171,18 @@ def test_of_two_the_outlier_is_dropped_in_the_end_and_the_ring_goes_on() -> None
         assert ring.outcome == outcome
     [begin] = only(Begin, actions)
     assert [(m.node, m.weight, m.norm) for m in begin.members] == [("a", 1.0, 1.0), ("b", 0.0, 0.0)]
+
+
+def test_of_two_neither_is_an_outlier_in_the_first_round_and_what_is_usual_is_known_from_then_on() -> None:
+    two = {"owners": ("a", "b"), "samples": {"a": 100, "b": 100}}
+    ring = a_round(**two)
+    ring.joined("a", join(norm=1e-6), 1001.0)
+    actions = ring.joined("b", join(norm=1.0), 1001.0)
+    [begin] = only(Begin, actions)
+    assert notices(actions) == [] and [m.norm for m in begin.members] == [1e-6, 1.0]
+    for node in ("a", "b"):
+        ring.reduced(node, begin.attempt, 7, 1002.0)
+    assert ring.outcome == "committed" and ring.usual is not None and ring.usual.norm == 1.0
 
 
 def test_what_counted_once_does_not_count_again_when_its_owner_says_it_has_not_heard_of_it() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ravnest.coordinator import checkpoints
 from ravnest.coordinator.checkpoints import (
     CheckpointInfo,
     CheckpointStore,
@@ -21,7 +22,8 @@ from ravnest.coordinator.checkpoints import (
     find_checkpoint,
     newest_good,
 )
-from ravnest.errors import RunError
+from ravnest.coordinator.disk_room import DiskRoom
+from ravnest.errors import DiskFullError, RunError
 from ravnest.graph.weights import stream_tensors
 
 
@@ -325,6 +327,39 @@ def test_a_full_disk_is_one_sentence_and_the_saved_ones_stay(small_disk: Path) -
         pending.commit(updates=20, samples=0, epoch=0, position=0, ledger={}, state={})
     info = CheckpointStore(small_disk / "checkpoints", keep=1).latest()
     assert info is not None and info.updates == 10
+
+
+def test_room_is_made_of_the_oldest_and_never_of_the_newest_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=4)
+    for updates in (10, 20, 30, 40):
+        save(store, updates)
+    part = tmp_path / "0000000040" / "part-0.safetensors"
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+
+    def room(kept: int) -> None:
+        """For one more, once so many are left."""
+        of = lambda place: DiskRoom(100, 100 if len(names(tmp_path)) <= kept else 5)  # noqa: E731
+        monkeypatch.setattr(checkpoints.DiskRoom, "of", of)
+
+    room(3)
+    again = CheckpointStore(tmp_path, keep=4)
+    assert again.make_room(50) == ["0000000010"]
+    room(0)
+    assert again.make_room(50) == ["0000000020"]
+    assert names(tmp_path) == ["0000000030", "0000000040"], "30 is the newest good one"
+    with pytest.raises(DiskFullError, match="no room for a checkpoint"):
+        again.begin(50, 50)
+
+
+def test_a_checkpoint_leaves_the_last_of_the_disk_to_the_logs(small_disk: Path) -> None:
+    pending = CheckpointStore(small_disk / "checkpoints", keep=1).begin(1)
+    (small_disk / "others").write_bytes(bytes(40_000))
+    with pytest.raises(DiskFullError):
+        asyncio.run(pending.write_part(0, chunked({"param:w": torch.zeros(30_000)})))
+    pending.abort()
+    assert DiskRoom.of(small_disk).free_bytes >= 16_000
 
 
 def test_a_part_with_an_unknown_entry_is_refused(tmp_path: Path) -> None:

@@ -44,6 +44,17 @@ def test_all_are_filled_in_turn_and_the_first_of_several_alike_comes_first() -> 
     assert clusters.for_batch() is None and [c.room for c in clusters.all] == [0, 0, 0]
 
 
+def test_data_that_comes_slower_than_it_is_learnt_goes_to_all_in_turn() -> None:
+    clusters = Clusters([plan(0), plan(1), plan(2)])
+    order = []
+    for number in range(9):
+        cluster = feed(clusters, number)
+        assert cluster is not None
+        order.append(cluster.id)
+        cluster.open.clear()
+    assert order == [0, 1, 2] * 3
+
+
 def test_whoever_completes_something_gets_the_next() -> None:
     clusters = Clusters([plan(0), plan(1)])
     number = fill(clusters)

@@ -14,7 +14,7 @@ from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.run_plan import ClusterPlan
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, LinkState, Report
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, LinkState, Report, Strained
 from ravnest.planner.stage_plan import StagePlan
 
 STAGES, STAGE_SECONDS, DELAY_SECONDS = 3, 0.1, 0.3
@@ -41,9 +41,9 @@ class FakeCourse:
         self.notified += 1
 
 
-def a_cluster(stages: int = STAGES, in_flight: int = 4, most: int = 20, feed_seconds: float = 0.0) -> ClusterRun:
+def a_cluster(stages: int = STAGES, in_flight: int = 4, most: int = 20, **more: float) -> ClusterRun:
     nodes = tuple(StagePlan(f"p{s}", s, "stem", cast(Any, None), 1, 0) for s in range(stages))
-    plan = ClusterPlan(0, nodes, in_flight, 2, 1.0, "as planned", most_in_flight=most, feed_seconds=feed_seconds)
+    plan = ClusterPlan(0, nodes, in_flight, 2, 1.0, "as planned", most_in_flight=most, **more)
     return Clusters([plan]).all[0]
 
 
@@ -52,11 +52,11 @@ def flights_of(cluster: ClusterRun, fixed: bool = False) -> tuple[Flights, FakeC
     return Flights(course, "d1", [cluster], fixed), course
 
 
-def run(flights: Flights, cluster: ClusterRun, seconds: int, begin: int = 0, **more: Any) -> None:
-    """A cluster whose way is 0.9 s long: its rate is what is in flight over that, up to that of its stages."""
+def run(flights: Flights, cluster: ClusterRun, seconds: int, begin: int = 0, most: float = 10.0, **more: Any) -> None:
+    """A cluster whose way is 0.9 s long: its rate is what is in flight over that, up to that of its stages or lines."""
     done, flown = 10.0 * begin, 4.0 * begin
     for second in range(begin, begin + seconds):
-        rate = min(1 / STAGE_SECONDS, cluster.in_flight / (STAGES * STAGE_SECONDS + 2 * DELAY_SECONDS))
+        rate = min(most, cluster.in_flight / (STAGES * STAGE_SECONDS + 2 * DELAY_SECONDS))
         done, flown = done + rate, flown + cluster.in_flight - 0.3
         for stage in range(len(cluster.plan.stages)):
             report = Report(
@@ -78,7 +78,7 @@ def test_the_root_is_told_and_the_change_is_an_event_with_its_reason() -> None:
     cluster = a_cluster()
     flights, course = flights_of(cluster)
     run(flights, cluster, 60)
-    assert cluster.in_flight in (9, 10), cluster.flight_reason
+    assert cluster.in_flight == 12, cluster.flight_reason
     (kind, reason, values), *_ = course.events
     assert (kind, values["cluster"], values["old"]) == ("in_flight", 0, 4)
     assert reason.startswith(f"{values['new']} in flight instead of 4: the slowest stage works")
@@ -119,6 +119,15 @@ def test_there_are_never_more_than_memory_and_the_bound_allow() -> None:
     flights, _ = flights_of(cluster)
     run(flights, cluster, 60)
     assert cluster.in_flight == 6 and "no more than 6" in cluster.flight_reason
+
+
+def test_more_are_not_tried_at_once_where_the_plan_knows_that_a_line_is_the_limit() -> None:
+    known, unknown = a_cluster(line_seconds=0.25), a_cluster()
+    for cluster in (known, unknown):
+        flights, _ = flights_of(cluster)
+        run(flights, cluster, 20, most=4.0)
+    assert known.in_flight == 4 and "did not make it faster" in known.flight_reason
+    assert unknown.in_flight > 4
 
 
 def test_nothing_is_concluded_from_a_time_in_which_training_stood_still() -> None:
@@ -176,3 +185,44 @@ def test_how_stale_updates_were_is_on_the_curves_of_each_stage() -> None:
         {"kind": "stage", "updates": 2, "staleness": 0.5, "staleness_max": 1, "cluster": 0, "stage": 1},
         {"kind": "stage", "updates": 4, "staleness": 2.0, "staleness_max": 3, "cluster": 0, "stage": 1},
     ]
+
+
+def test_a_stage_whose_memory_is_short_sets_a_bound_that_holds_whatever_is_measured() -> None:
+    cluster = a_cluster(in_flight=8)
+    flights, course = flights_of(cluster)
+    flights.strained(cluster, "p1", Strained(deployment="d1", in_flight=3, free_bytes=7, reason="200 MiB are left"))
+    assert cluster.in_flight == 3
+    strained, in_flight = course.events
+    assert strained[0] == "strained" and strained[1] == "p1: 200 MiB are left"
+    assert strained[2] == {"provider": "p1", "cluster": 0, "in_flight": 3, "recomputes": False, "free_bytes": 7}
+    assert in_flight[:2] == ("in_flight", "3 in flight instead of 8: 200 MiB are left")
+    assert [message.flight.in_flight for _, message in course.told] == [3]
+    run(flights, cluster, 60)
+    assert cluster.in_flight == 3, "more would be better, and do not fit"
+
+
+def test_of_several_bounds_the_lowest_holds_and_one_that_is_taken_back_makes_room_again() -> None:
+    cluster = a_cluster(in_flight=8)
+    flights, _ = flights_of(cluster)
+    flights.strained(cluster, "p1", Strained(in_flight=3))
+    flights.strained(cluster, "p2", Strained(in_flight=5))
+    assert cluster.in_flight == 3
+    flights.strained(cluster, "p1", Strained(in_flight=0))
+    run(flights, cluster, 60)
+    assert cluster.in_flight == 5
+
+
+def test_memory_comes_before_the_number_that_a_job_sets() -> None:
+    cluster = a_cluster(in_flight=4)
+    flights, course = flights_of(cluster, fixed=True)
+    flights.strained(cluster, "p1", Strained(in_flight=2))
+    assert cluster.in_flight == 2
+    flights.strained(cluster, "p1", Strained(in_flight=0))
+    assert cluster.in_flight == 4 and [m.flight.in_flight for _, m in course.told] == [2, 4]
+
+
+def test_a_cluster_of_one_stage_has_nothing_to_take_away() -> None:
+    cluster = a_cluster(stages=1, in_flight=1)
+    flights, course = flights_of(cluster)
+    flights.strained(cluster, "p0", Strained(in_flight=0, recomputes=True, reason="short"))
+    assert cluster.in_flight == 1 and [kind for kind, _, _ in course.events] == ["strained"] and not course.told

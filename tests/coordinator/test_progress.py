@@ -1,11 +1,14 @@
 """The numbers that the display and summary.json show are the run's own."""
 
+from pathlib import Path
+
 import pytest
 
 from ravnest.coordinator import progress as module
 from ravnest.coordinator.ledger import Entry, Ledger, Place
 from ravnest.coordinator.progress import Progress
-from ravnest.monitor.summary import Fault
+from ravnest.monitor.run_directory import RunPaths
+from ravnest.monitor.summary import Fault, Summary
 
 
 class Clock:
@@ -140,3 +143,11 @@ def test_how_far_the_stages_are_is_told_for_each_or_for_the_slowest(clock: Clock
     assert progress.snapshot().detail == "anna 43 %, ben 100 %"
     progress.fetching = {f"p{number}": min(1.0, number / 10) for number in range(20)}
     assert progress.snapshot().detail == "10 of 20, p0 0 %, p1 10 %, p2 20 %"
+
+
+def test_a_run_that_is_over_does_not_go_on_because_somebody_looked_late(clock: Clock, tmp_path: Path) -> None:
+    progress, run = a_progress(clock), RunPaths(tmp_path)
+    late = progress.summary("running", "training")
+    progress.write(progress.summary("finished", "all epochs are done"), run)
+    progress.write(late, run)
+    assert Summary.read(run.summary_path).status == "finished"

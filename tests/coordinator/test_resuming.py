@@ -92,3 +92,11 @@ def test_another_optimizer_is_refused() -> None:
 def test_a_checkpoint_that_does_not_know_its_arguments_is_taken_as_it_is() -> None:
     found = resumed_metadata(parts({"lr": 0.1}), {}, sgd(lr=0.5))
     assert json.loads(found["optimizer"])["groups"] == [{"lr": 0.1}]
+
+
+def test_where_a_replica_stood_in_the_rings_of_before_does_not_count_any_more() -> None:
+    job = sgd(lr=0.1)
+    kept = [{**part, "rings": '{"0": [3, 64]}', "applied": "[7]"} for part in parts({"lr": 0.1})]
+    assert resumed_metadata(kept, trained_with(job), job) == resumed_metadata(
+        parts({"lr": 0.1}), trained_with(job), job
+    )

@@ -22,6 +22,7 @@ from ravnest.coordinator.tokens import TokenStore
 from ravnest.coordinator.waiting import Changes
 from ravnest.errors import RunError
 from ravnest.monitor.run_directory import RunDirectory
+from ravnest.planner.providers import NO_LIMIT, Line
 
 NOW = 1_800_000_000.0
 ANNA = Seen("anna", "192.168.1.31:7701", "cuda:0", 8 << 30)
@@ -48,6 +49,40 @@ def test_what_is_known_survives_a_coordinator_that_was_killed(tmp_path: Path) ->
     assert again.position() == Position(12, 9, 9, 72, NOW)
     assert again.listening() == Listening("0.0.0.0", 7700, True)
     assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o600}
+    state.close()
+    again.close()
+
+
+def test_lines_that_were_measured_within_the_hour_need_not_be_again(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    state = SwarmState(path)
+    assert state.lines(NOW) == {}
+    state.measured({("anna", "ben"): Line(1e6, 0.02), ("ben", "anna"): Line(NO_LIMIT, 0.0)}, NOW)
+    state.measured({("anna", "ben"): Line(2e6, 0.01), ("anna", "carla"): Line(5e5, 0.1)}, NOW + 1800)
+    state.close()
+    again = SwarmState(path)
+    fresh = {("anna", "ben"): Line(2e6, 0.01), ("anna", "carla"): Line(5e5, 0.1)}
+    assert again.lines(NOW + 1801) == {**fresh, ("ben", "anna"): Line(NO_LIMIT, 0.0)}
+    assert again.lines(NOW + 3601) == fresh and again.lines(NOW + 6000) == {}
+    # A clock that was set back: nobody knows how old they are.
+    assert again.lines(NOW - 1) == {}
+    again.close()
+
+
+def test_how_the_stages_are_held_is_known_and_whether_that_was_changing(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    state = SwarmState(path)
+    assert state.standing() is None
+    state.changes()
+    assert state.standing() is None
+    state.stands("one")
+    state.stands("another")
+    assert state.standing() == ("another", False)
+    state.changes()
+    again = SwarmState(path)
+    assert again.standing() == ("another", True)
+    again.stands("a third")
+    assert again.standing() == ("a third", False)
     state.close()
     again.close()
 
@@ -125,7 +160,7 @@ def test_a_store_of_a_newer_program_is_left_alone(tmp_path: Path) -> None:
     before = path.read_bytes()
     for opening in (Store, TokenStore, SwarmState):
         with pytest.raises(
-            RunError, match=r"was written by a newer Ravnest \(its schema is 3, this .*; update Ravnest"
+            RunError, match=r"was written by a newer Ravnest \(its schema is 5, this .*; update Ravnest"
         ):
             opening(path)
     assert path.read_bytes() == before

@@ -14,6 +14,8 @@ from typing import Self
 
 import psutil
 
+from tests.warm import started
+
 COMMAND = (sys.executable, "-m", "ravnest")
 PATIENCE_SECONDS = 60.0
 
@@ -34,11 +36,18 @@ class Running:
     """`ravnest` at work, in a process group of its own as a shell's job has; what it says on stderr can be awaited."""
 
     def __init__(
-        self, *words: str | Path, folder: Path, on: Callable[[list[str]], Sequence[str]] = list, **variables: str
+        self,
+        *words: str | Path,
+        folder: Path,
+        on: Callable[[list[str]], Sequence[str]] = list,
+        warm: bool = False,
+        **variables: str,
     ) -> None:
-        """`on` turns the command into one that runs elsewhere, on a host of a lab say."""
+        """`on` turns the command into one that runs elsewhere, on a host of a lab say. A `warm` one begins with its
+        imports done."""
         self.words = list(on([*COMMAND, *map(str, words)]))
-        self.process = subprocess.Popen(
+        start = started if warm else subprocess.Popen
+        self.process = start(
             self.words,
             cwd=folder,
             env=environment(PYTHONUNBUFFERED="1", **variables),

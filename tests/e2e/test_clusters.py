@@ -136,7 +136,7 @@ def acting(act: Callable[[], None], train: Callable[[], TrainResult]) -> TrainRe
     return result
 
 
-def test_a_killed_provider_ends_its_cluster_and_the_others_do_its_work(tmp_path: Path) -> None:
+def test_a_cluster_whose_stage_nobody_can_take_ends_and_the_others_do_its_work(tmp_path: Path) -> None:
     run, ended = tmp_path / "run", threading.Event()
 
     def kill() -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,30 +60,32 @@ def provider_processes() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "--embedded" in child.cmdline()]
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_provider_ends_the_run_with_a_sentence(swarm: EmbeddedSwarm, tmp_path: Path, number: int) -> None:
+def test_a_run_that_loses_all_its_providers_ends_with_a_sentence_at_once(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
     shared = set(provider_processes())
     with EmbeddedSwarm(2) as own:
-        [victim] = [p for p in set(provider_processes()) - shared if f"provider-{number}" in p.cmdline()]
+        victims = set(provider_processes()) - shared
 
         def killing() -> Iterator[Batch]:
             yield from batches([8] * 5)
             while not list((tmp_path / "run/checkpoints").glob("0*")):
                 threading.Event().wait(0.01)
-            victim.kill()
+            for victim in victims:
+                victim.kill()
             # As a stream that has nothing new for a while: the run must not wait for it.
             threading.Event().wait(60)
 
         with pytest.raises(TrainingError) as raised:
             own.train(a_job(killing, checkpoint=every_updates(2)), run=tmp_path / "run", display=False)
+        with pytest.raises(TrainingError, match="all providers of this swarm have ended; start another one"):
+            own.train(a_job(), run=tmp_path / "another", display=False)
     text = str(raised.value)
-    assert re.match(rf"provider-{number}, which held stage \d, is gone: it was killed", text), text
-    assert "continue from it with --resume" in text
+    assert re.match(r"provider-\d, which held stage \d, is gone: it was killed", text), text
+    assert "those who are left cannot go on: nobody is there; " in text and "continue from it with --resume" in text
     summary = Summary.read(tmp_path / "run/summary.json")
     assert (summary.status, summary.reason) == ("failed", text)
     assert summary.first_update_seconds is not None and summary.seconds - summary.first_update_seconds < 45
-    [fault] = summary.faults
-    assert (fault.kind, fault.provider, fault.recovered_seconds) == ("provider_lost", f"provider-{number}", None)
+    assert {fault.provider for fault in summary.faults} == {"provider-0", "provider-1"}
+    assert {(fault.kind, fault.recovered_seconds) for fault in summary.faults} == {("provider_lost", None)}
     resumed = swarm.train(a_job(batches([8] * 8)), providers=2, run=tmp_path / "run", resume=True, display=False)
     assert resumed.summary.updates == 8
 
@@ -95,11 +97,11 @@ def wide() -> Any:
 
 
 @contextmanager
-def a_small_disk(folder: Path) -> Iterator[Path]:
-    """Room for two checkpoints and no third."""
+def a_small_disk(folder: Path, kilobytes: int = 1500) -> Iterator[Path]:
+    """Room for two checkpoints and no third, unless it is of another size."""
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1300k", "tmpfs", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("this machine does not let us mount a small disk")
@@ -109,21 +111,69 @@ def a_small_disk(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+def test_older_checkpoints_make_room_on_a_disk_that_is_nearly_full(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "checkpoint": every_updates(2)}
     with a_small_disk(tmp_path / "disk") as disk:
+        job = a_job(batches([8] * 12), model=wide(), **settings)
+        result = swarm.train(job, providers=2, run=disk / "run", display=False)
+        assert (result.summary.status, result.summary.updates) == ("finished", 12)
+        assert "0000000012" in [path.name for path in (disk / "run/checkpoints").iterdir()]
+        assert result.model is not None and result.model.exists()
+        assert len(list((disk / "run/checkpoints").iterdir())) == 1, "the model has the room of the one before"
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_given_up_and_training_goes_on(
+    swarm: EmbeddedSwarm, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "checkpoint": every_updates(2)}
+    with a_small_disk(tmp_path / "disk", 1000) as disk:
         run = disk / "run"
-        settings: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "checkpoint": every_updates(2)}
         with pytest.raises(RunError) as raised:
             swarm.train(a_job(batches([8] * 12), model=wide(), **settings), providers=2, run=run, display=False)
         text = str(raised.value)
-        assert "the disk is full" in text and "free some space" in text and "\n" not in text
+        assert "the run cannot be saved" in text and "continue with --resume" in text and "\n" not in text
+        summary = Summary.read(run / "summary.json")
+        assert (summary.status, summary.reason, summary.updates) == ("failed", text, 12)
+        full = [event for event in read_events(run / "events.jsonl") if event["kind"] == "disk_full"]
+        assert len(full) >= 4, "every one after the first"
+        assert all(event["missing_bytes"] > 0 and "training goes on" in event["reason"] for event in full)
         kept = sorted(path.name for path in (run / "checkpoints").iterdir())
-        assert len(kept) == 2 and all(re.fullmatch(r"\d{10}", name) for name in kept)
+        assert kept == ["0000000002"]
         subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
         job = a_job(batches([8] * 12), model=wide(), **settings)
         assert swarm.train(job, providers=2, run=run, resume=True, display=False).summary.updates == 12
         reasons = [event["reason"] for event in read_events(run / "events.jsonl")]
         assert f"resumed after {int(kept[-1])} updates" in reasons
+
+
+def fill(disk: Path) -> None:
+    """Takes all that is left on it."""
+    with open(disk / "of somebody else", "ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(512))
+
+
+def test_a_disk_without_room_for_a_line_of_the_log_ends_the_run_in_order(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optimizer": partial(torch.optim.SGD, lr=0.1), "checkpoint": every_updates(4)}
+    with a_small_disk(tmp_path / "disk", 2500) as disk:
+        run = disk / "run"
+
+        def data() -> Iterator[Batch]:
+            for number, batch in enumerate(batches([8] * 400)):
+                if number >= 20:
+                    # Whatever room is made.
+                    fill(disk)
+                yield batch
+
+        with pytest.raises(RunError, match=r"the disk is full; free some space") as raised:
+            swarm.train(a_job(data, model=wide(), **settings), providers=2, run=run, display=False)
+        summary = Summary.read(run / "summary.json")
+        assert (summary.status, summary.reason) == ("failed", str(raised.value))
+        kept = [path.name for path in (run / "checkpoints").iterdir()]
+        assert kept and all(re.fullmatch(r"\d{10}", name) for name in kept)
+        (disk / "of somebody else").unlink()
+        job = a_job(batches([8] * 24), model=wide(), **settings)
+        assert swarm.train(job, providers=2, run=run, resume=True, display=False).summary.updates == 24
 
 
 def test_a_limit_on_the_size_of_files_is_told_as_such(swarm: EmbeddedSwarm, tmp_path: Path) -> None:

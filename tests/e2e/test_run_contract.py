@@ -1,7 +1,9 @@
 """The run directory is a contract: other programs read it."""
 
+import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -37,7 +39,7 @@ def run(shared_swarm, tmp_path_factory: pytest.TempPathFactory) -> Path:  # type
     return swarm.train(job, providers=3, run=tmp_path_factory.mktemp("runs") / "run", display=False).run
 
 
-def lines(path: Path) -> list[dict[str, object]]:
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -75,7 +77,9 @@ def test_every_event_has_its_reason(run: Path) -> None:
     for kind in ("captured", "planned", "in_flight", "deployed", "first_update", "epoch", "evaluated"):
         assert kind in kinds
     saved = [event["updates"] for event in events if event["kind"] == "checkpoint"]
-    assert saved == [5, 10, 15, 16]
+    # One may be begun early, so that even while it is written no more than five updates can be lost.
+    assert saved[-1] == 16
+    assert all(0 < after - before <= 5 for before, after in itertools.pairwise([0, *saved]))
 
 
 def test_the_curves_have_a_point_for_every_microbatch_and_evaluation(run: Path) -> None:
@@ -107,7 +111,9 @@ def test_the_model_loads_into_the_users_own_class(run: Path) -> None:
 
 
 def test_no_more_checkpoints_are_kept_than_asked_for(run: Path) -> None:
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["0000000015", "0000000016"]
+    saved = [event["updates"] for event in lines(run / "events.jsonl") if event["kind"] == "checkpoint"]
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == [f"{updates:010}" for updates in saved[-2:]]
 
 
 def test_recorded_updates_tell_the_staleness_of_each(run: Path) -> None:

@@ -101,6 +101,28 @@ def test_the_arguments_of_the_optimizer_are_the_job_s_after_every_update(
     assert groups[0] == groups[1]
 
 
+def test_an_update_of_several_microbatches_is_as_stale_as_they_are_on_average(
+    captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = StageSettings(optimizer=OPTIMIZERS[0].to_json(), correction="discount", accumulate=3)
+    weights = {spec.key: captured.weights[spec.key].clone() for spec in captured.graph.weights}
+    stage = Stage(captured.graph, weights, settings)
+    seen: list[float] = []
+    monkeypatch.setattr(stage._correction, "begin_update", lambda staleness, version: seen.append(staleness))
+    data = captured.structure.flatten(batches([8])[0])
+    worst = []
+    for number in range(11):
+        stage.forward(number, data)
+        if number < 2:
+            continue
+        stage.backward(number - 2, None)
+        if (update := stage.update(number - 2)) is not None:
+            worst.append(update.staleness)
+    # Two of three had their forward before the update that came last, and one after it.
+    assert worst == [0, 1, 1]
+    assert seen == pytest.approx([0, 2 / 3, 2 / 3])
+
+
 def test_what_nesterov_s_step_remembers_survives_being_saved(captured: Captured) -> None:
     stage, other = a_stage(captured, "nesterov"), a_stage(captured, "nesterov")
     train(stage, captured, 0, 8, ahead=3)

@@ -107,6 +107,24 @@ def test_recomputing_is_bitwise_what_keeping_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_a_stage_that_begins_to_recompute_in_the_middle_goes_on_bitwise_the_same(name: str) -> None:
+    kept, changed = Line(name, 2), Line(name, 2)
+    losses = [float(a) for a in train(kept, 6, 3)]
+    with kept_generator():
+        have = [changed.forward(0), changed.forward(1), changed.forward(2)]
+        changed.backward(0)
+        assert [stage.recompute_from_now_on() for stage in changed.stages[:-1]] == [True] * (len(changed.stages) - 1)
+        assert not changed.stages[-1].recompute_from_now_on(), "a leaf keeps nothing to compute again"
+        for number in (3, 4, 5):
+            have.append(changed.forward(number))
+            changed.backward(number - 2)
+        changed.backward(4)
+        changed.backward(5)
+    assert [float(a) for a in have] == losses
+    same(changed, kept)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_a_backward_in_two_parts_is_the_backward_at_once(name: str) -> None:
     whole, parts = Line(name, 3), Line(name, 3, split_backward=True)
     train(whole, 3, 2)

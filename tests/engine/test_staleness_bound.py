@@ -107,10 +107,10 @@ class PipelineBox:
         forward, backward = stage.forward, stage.backward
         began: dict[int, int] = {}
 
-        def watched_forward(microbatch: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        def watched_forward(microbatch: int, values: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
             self._wait()
             began[microbatch] = len(self.updates)
-            result = forward(microbatch, values)
+            result = forward(microbatch, values, again=again)
             self.most_in_flight = max(self.most_in_flight, stage.in_flight)
             return result
 
@@ -152,6 +152,7 @@ class PipelineBox:
     def evaluated(self, message: Message) -> None: ...
     def snapshot(self, snapshot: Snapshot) -> None: ...
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None: ...
+    def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None: ...
 
 
 @pytest.fixture

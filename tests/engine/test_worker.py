@@ -38,6 +38,7 @@ class Box:
     def __init__(self) -> None:
         self.things: Queue[tuple[str, Any]] = Queue()
         self.saved: dict[int, dict[str, torch.Tensor]] = {}
+        self.kept: dict[int, tuple[dict[str, torch.Tensor], dict[str, str]]] = {}
         self.updates: list[Update] = []
         self.losses: list[LossRecord] = []
         self.spans: list[Span] = []
@@ -66,6 +67,9 @@ class Box:
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         self.saved[checkpoint] = {name: tensor.clone() for name, tensor in tensors.items()}
         self.things.put(("saved", checkpoint))
+
+    def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        self.kept[replica] = ({name: tensor.clone() for name, tensor in tensors.items()}, dict(metadata))
 
     def snapshot(self, snapshot: Snapshot) -> None:
         self.things.put(("snapshot", (snapshot, {name: tensor.clone() for name, tensor in snapshot.tensors.items()})))
@@ -212,8 +216,10 @@ def test_what_the_thread_does_and_waits_for_is_told_without_overlap(make: Make) 
         leaf.receive_forward(root_box.next("forward"))
         root.receive_backward(leaf_box.next("backward"))
         assert root_box.next("done").microbatch == number
-    root.save(5)
-    assert root_box.next("saved") == 5
+    # Both are asked, as the leaf's last update may come after the root's.
+    for worker, box in ((root, root_box), (leaf, leaf_box)):
+        worker.save(5)
+        assert box.next("saved") == 5
     for box in (root_box, leaf_box):
         assert all(before.ended <= behind.began for before, behind in itertools.pairwise(box.spans))
         for number in range(2):
@@ -484,3 +490,30 @@ def test_a_stage_that_waits_is_stopped_at_once(make: Make) -> None:
     worker.feed(message(0, batches([8])[0]))
     worker.stop(PATIENCE_SECONDS)
     assert not worker._thread.is_alive()
+
+
+def test_memory_that_runs_out_is_told_as_such(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    [(worker, box)] = make(1)
+
+    def exhausted(*_: object, **__: object) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
+
+    monkeypatch.setattr(worker._stage, "forward", exhausted)
+    worker.feed(message(0, batches([8])[0]))
+    kind, text, microbatch = box.next("failed")
+    assert (kind, microbatch) == ("memory", 0)
+    assert text.startswith("memory ran out: another 1.5 GiB were needed (OutOfMemoryError: CUDA")
+
+
+def test_how_many_microbatches_a_stage_had_at_once_is_counted_since_the_last_look(make: Make) -> None:
+    (root, root_box), (leaf, leaf_box) = make(2, in_flight=3)
+    for number, batch in enumerate(batches([8] * 3)):
+        feed([(root, root_box), (leaf, leaf_box)], number, batch)
+    sent = [root_box.next("forward") for _ in range(3)]
+    assert root.most_held() == 3
+    for activations in sent:
+        leaf.receive_forward(activations)
+        root.receive_backward(leaf_box.next("backward"))
+        root_box.next("done")
+    assert root.most_held() == 3, "before it looked"
+    assert root.most_held() == 0

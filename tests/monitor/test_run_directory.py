@@ -56,20 +56,26 @@ def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
-def test_resume_needs_a_run_and_a_checkpoint(tmp_path: Path) -> None:
+def test_resume_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="there is no run at"):
         RunDirectory.open(tmp_path / "nowhere", job_name="digits", resume=True)
     assert not (tmp_path / "nowhere").exists()
-    (tmp_path / "events.jsonl").touch()
-    with pytest.raises(RunError, match="no checkpoint to resume"):
+    with pytest.raises(RunError, match=r"there is no run at .* to resume; check --run"):
         RunDirectory.open(tmp_path, job_name="digits", resume=True)
+
+
+def test_resume_takes_a_run_that_was_killed_before_it_saved_anything(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    with RunDirectory.open(tmp_path, job_name="digits", resume=True) as run:
+        assert run.path == tmp_path
 
 
 def test_resume_opens_a_run_with_a_checkpoint_and_clears_half_written_files(tmp_path: Path) -> None:
     hold_a_checkpoint(tmp_path)
     (tmp_path / ".summary.json-12ab34cd.tmp").write_text("{")
     with RunDirectory.open(tmp_path, job_name="digits", resume=True) as run:
-        assert sorted(os.listdir(run.path)) == ["checkpoints", "lock"]
+        assert sorted(os.listdir(run.path)) == [".reserve.tmp", "checkpoints", "lock"]
+    assert sorted(os.listdir(run.path)) == ["checkpoints", "lock"]
 
 
 def test_resume_without_a_path_takes_the_newest_run_of_the_job(in_empty_folder: Path) -> None:

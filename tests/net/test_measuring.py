@@ -35,13 +35,17 @@ def test_the_figures_are_those_of_the_line() -> None:
         async with coordinator() as (ends, _), slow_line(ends.port, 500_000, 2_000_000, 0.03) as port:
             client = CoordinatorClient(f"127.0.0.1:{port}", a_node(ends.admission, "far").tls_keys(), "far")
             try:
-                speed = await client.measure()
+                # A machine that is busy makes a line look slower now and then, and never faster.
+                speeds = [await client.measure() for _ in range(3)]
             finally:
                 await client.close()
-            assert 0.06 <= speed.round_trip_seconds < 0.12
-            # What TLS and HTTP/2 add is not counted.
-            assert 350_000 < speed.up_bytes_per_second < 520_000
-            assert 1_400_000 < speed.down_bytes_per_second < 2_080_000
+            assert min(speed.round_trip_seconds for speed in speeds) < 0.12
+            for speed in speeds:
+                assert speed.round_trip_seconds >= 0.06
+                # What TLS and HTTP/2 add is not counted.
+                assert speed.up_bytes_per_second < 520_000 and speed.down_bytes_per_second < 2_080_000
+            assert max(speed.up_bytes_per_second for speed in speeds) > 350_000
+            assert max(speed.down_bytes_per_second for speed in speeds) > 1_400_000
 
     run(test())
 

@@ -3,6 +3,7 @@ delays: what the control of how many are in flight is tried on."""
 
 import heapq
 import itertools
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,31 @@ class Link:
     bytes_per_second: float = float("inf")
     latency_seconds: float = 0.0
     free_at: float = 0.0
+    arrived_at: float = 0.0
 
-    def carry(self, now: float, size: float) -> float:
-        """When what is sent now arrives."""
+    def carry(self, now: float, size: float, late_seconds: float = 0.0) -> float:
+        """When what is sent now arrives, if it is so late; what is sent later is not sooner there."""
         self.free_at = max(now, self.free_at) + size / self.bytes_per_second
-        return self.free_at + self.latency_seconds
+        self.arrived_at = max(self.arrived_at, self.free_at + self.latency_seconds + late_seconds)
+        return self.arrived_at
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """How real stages and lines differ from their means, as measured in the WAN lab."""
+
+    stage_share: float = 0.0
+    """Of the time of a forward or a backward: the standard deviation."""
+    hiccup_share: float = 0.0
+    """Of all forwards and backwards are held up,"""
+    hiccup_seconds: float = 0.0
+    """by so much."""
+    late_seconds: float = 0.0
+    """That frames come late, on average."""
+    seed: int = 0
+
+
+EVEN = Uneven()
 
 
 @dataclass
@@ -68,8 +89,11 @@ class FlyingPipeline:
         frame_bytes: float = 1 << 20,
         limit: int = 1,
         feed_seconds: float = 0.0,
+        uneven: Uneven = EVEN,
     ) -> None:
         self.now = 0.0
+        self._uneven = uneven
+        self._random = random.Random(uneven.seed)
         self.completed: list[float] = []
         self.limits: list[tuple[float, int, str]] = []
         self.frame_bytes = frame_bytes
@@ -154,18 +178,29 @@ class FlyingPipeline:
         stage.busy = True
         if task is Task.FORWARD:
             microbatch = stage.forwards.popleft()
-            seconds = stage.forward_seconds + (stage.backward_seconds if last else 0.0)
-            self.at(self.now + seconds, lambda: self._end_forward(stage, microbatch, seconds, last))
+            forward = self._takes(stage.forward_seconds)
+            backward = self._takes(stage.backward_seconds) if last else 0.0
+            self.at(self.now + forward + backward, lambda: self._end_forward(stage, microbatch, forward, backward))
         else:
             microbatch = stage.backwards.popleft()
             stage.fly(self.now, -1)
-            seconds = stage.backward_seconds
+            seconds = self._takes(stage.backward_seconds)
             self.at(self.now + seconds, lambda: self._end_backward(stage, microbatch, seconds))
 
-    def _end_forward(self, stage: SimulatedStage, microbatch: int, seconds: float, last: bool) -> None:
-        stage.forward = (stage.forward[0] + 1, stage.forward[1] + stage.forward_seconds)
-        if last:
-            self._end_backward(stage, microbatch, seconds - stage.forward_seconds)
+    def _takes(self, seconds: float) -> float:
+        """About so long."""
+        uneven, draw = self._uneven, self._random
+        held_up = uneven.hiccup_seconds if draw.random() < uneven.hiccup_share else 0.0
+        return seconds * max(0.2, draw.gauss(1.0, uneven.stage_share)) + held_up
+
+    def _late(self) -> float:
+        late = self._uneven.late_seconds
+        return self._random.expovariate(1 / late) if late else 0.0
+
+    def _end_forward(self, stage: SimulatedStage, microbatch: int, forward: float, backward: float) -> None:
+        stage.forward = (stage.forward[0] + 1, stage.forward[1] + forward)
+        if stage.number == len(self.stages) - 1:
+            self._end_backward(stage, microbatch, backward)
             return
         stage.busy = False
         stage.fly(self.now, 1)
@@ -177,7 +212,7 @@ class FlyingPipeline:
             following.forwards.append(microbatch)
             self._work(following)
 
-        self.at(self.there[stage.number].carry(self.now, self.frame_bytes), arrive)
+        self.at(self.there[stage.number].carry(self.now, self.frame_bytes, self._late()), arrive)
         if stage.number == 0 and not self._feed_seconds:
             self._feed()
         self._work(stage)
@@ -195,7 +230,7 @@ class FlyingPipeline:
                 before.backwards.append(microbatch)
                 self._work(before)
 
-            self.at(self.back[stage.number - 1].carry(self.now, self.frame_bytes), arrive)
+            self.at(self.back[stage.number - 1].carry(self.now, self.frame_bytes, self._late()), arrive)
         self._work(stage)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from ravnest.planner.cluster import Cluster, cluster_of
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.order import score
-from ravnest.planner.providers import Goal, Network, Provider
+from ravnest.planner.providers import MOST_IN_FLIGHT, Goal, Network, Provider
 from tests.planner.instances import random_model, random_providers
 
 GOALS = [
@@ -88,6 +89,19 @@ def test_stages_cover_the_model_each_owns_a_parameter_and_fits(seed: int, count:
         assert stage.memory_bytes <= provider.memory_bytes
     assert sum(stage.parameter_bytes for stage in found.stages) == pytest.approx(model.parameter_bytes[-1])
     assert found.in_flight <= goal.most_in_flight
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(2, 5))
+def test_a_plan_begins_with_as_many_in_flight_as_are_enough(seed: int, count: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = random_model(rng, places=13)
+    order = [replace(provider, memory_bytes=10**15) for provider in random_providers(rng, count)]
+    found = best_cuts(model, Goal(), Network(), order)
+    assert found is not None
+    assert found.in_flight == min(MOST_IN_FLIGHT, found.enough_in_flight)
+    bounded = best_cuts(model, Goal(max_staleness=3), Network(), order)
+    assert bounded is not None and bounded.in_flight <= 4
 
 
 def test_more_stages_than_the_model_has_parameters_are_none() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from ravnest.coordinator.dry_run import MOST_SEARCHED
 from ravnest.coordinator.run_plan import LEAST_UPDATES, ROUND_SHARE
-from ravnest.planner import exhaustive, order, ring_order
+from ravnest.planner import exhaustive, flight, flight_measures, order, ring_order
 from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
 from ravnest.planner.formation import expected_absent
 from ravnest.planner.link_codecs import FREE_SHARE, share_of
@@ -225,6 +225,9 @@ def test_the_rate_of_a_cluster(case: Case) -> None:
     period = formula("period", busiest=busiest, round_trip=round_trip, in_flight=case.in_flight, evenness=evenness)
     assert cluster.period_seconds == close(period)
     assert cluster.samples_per_second == close(formula("cluster_rate", samples=16, period=period))
+    waits = sum(formula("wait", compute=stage.compute_seconds, busiest=busiest) for stage in cluster.stages)
+    enough = formula("enough", round_trip=round_trip, waits=waits, busiest=busiest)
+    assert cluster.enough_in_flight == math.ceil(enough - 1e-9)
 
 
 def test_a_line_that_was_not_measured() -> None:
@@ -338,13 +341,17 @@ NUMBERS = [
     ("Of up to {} machines every set", exhaustive.MOST),
     ("exactly for up to {} owners", ring_order.EXACT),
     ("more than {} places are looked at", MOST_PLACES),
-    ("Never more than {}, nor than", MOST_IN_FLIGHT),
+    ("and never more than {}, nor than", MOST_IN_FLIGHT),
     ("For up to {} machines those questions", MOST_SEARCHED),
     ("within the next {:.0f} seconds", HORIZON_SECONDS),
     ("every cluster has made {} updates", LEAST_UPDATES),
     ("at least {} times as long as a round", ROUND_SHARE),
     ("takes `average_every` to be {}.", Goal().average_every),
     ("stands still for {:.0f} seconds", DEPLOY_SECONDS),
+    ("works less than {:.1f} % of the time", 100 * flight_measures.IDLE),
+    ("has been so for {:.0f} seconds", flight.PATIENCE_SECONDS),
+    ("not tried again for {:.0f} seconds", flight.AGAIN_SECONDS),
+    ("fewer that cost more than {:.1f} % of the rate", 100 * flight.COST),
 ]
 
 

@@ -27,10 +27,8 @@ class AveragedSwarm(JoinedRings):
         self.deadlines = Deadlines(5.0, 5.0)
         self._over = asyncio.Event()
         self._held: list[tuple[str, CoordinatorMessage]] | None = None
-        plan = RunPlan(cast(Plan, None), (), "", rings=self.plans)
-        self.rounds = Rounds(
-            plan, DEPLOYMENT, outlier, self.deadlines, self._tell, self._emit, lambda: self._over.set()
-        )
+        self._outlier = outlier
+        self.rounds = self._rounds()
         self._hearing = [asyncio.create_task(self._hear(owner)) for owner in self.owners.values()]
 
     async def __aexit__(self, *error: object) -> None:
@@ -38,6 +36,18 @@ class AveragedSwarm(JoinedRings):
             task.cancel()
         self.rounds.close()
         await super().__aexit__(*error)
+
+    def _rounds(self) -> Rounds:
+        plan = RunPlan(cast(Plan, None), (), "", rings=self.plans)
+        return Rounds(plan, DEPLOYMENT, self._outlier, self.deadlines, self._tell, self._emit, lambda: self._over.set())
+
+    def another_coordinator(self) -> None:
+        """The one that was there is gone, and with it what it knew; the next takes over."""
+        self.rounds.close()
+        self.rounds = self._rounds()
+        stands = {owner.name: owner.rings.standings() for owner in self.owners.values()}
+        # What is fed is counted from the beginning here, and what no round has counted is not known to be less.
+        self.rounds.take_over(stands, dict.fromkeys(self.owners, 0))
 
     def announce(self, fragment: int = 0) -> int:
         self._over.clear()
@@ -73,7 +83,8 @@ class AveragedSwarm(JoinedRings):
 
     async def _hear(self, owner: Owner) -> None:
         while True:
-            self.rounds.heard(owner.name, await owner.said.get())
+            message = await owner.said.get()
+            self.rounds.heard(owner.name, message)
 
     def _tell(self, node_id: str, message: CoordinatorMessage) -> None:
         if self.keep_back(node_id, message):

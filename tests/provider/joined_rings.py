@@ -189,6 +189,9 @@ class Pipe:
     def save(self, checkpoint: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         pass
 
+    def keep(self, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        pass
+
     def snapshot(self, snapshot: Snapshot) -> None:
         assert self.rings is not None
         self.snapshots[snapshot.round] = {name: tensor.clone() for name, tensor in snapshot.tensors.items()}

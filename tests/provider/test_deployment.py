@@ -20,6 +20,7 @@ from ravnest.graph.weights import stream_tensors
 from ravnest.net import NodeIdentity
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
+from ravnest.provider import deployment as deployment_module
 from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.deployment import MOST_STALENESS_TOLD, Deployment, staleness_counts
 from ravnest.provider.fetching import FetchProgress
@@ -172,3 +173,24 @@ def test_a_report_tells_how_stale_updates_were_however_stale_they_were() -> None
     far = staleness_counts({1: 2, MOST_STALENESS_TOLD: 3, 10**6: 4})
     assert len(far) == MOST_STALENESS_TOLD + 1
     assert (sum(far), far[1], far[-1]) == (9, 2, 7)
+
+
+def test_memory_that_is_short_is_told_and_what_is_exhausted_ends_the_stage_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deployment = deployed()
+    free, now = 1 << 40, 0.0
+    monkeypatch.setattr(deployment_module, "spare_bytes", lambda device: free)
+    monkeypatch.setattr(deployment_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(deployment._worker, "most_held", lambda: 3)
+    lent = 8 << 30
+    assert deployment.look_at_memory(lent) is None
+    free = 1 << 20
+    told = deployment.look_at_memory(lent)
+    assert told is not None and (told.deployment, told.in_flight) == ("d1", 2)
+    assert told.free_bytes == 1 << 20 and "1 MiB are left" in told.reason
+    while not deployment.failure.done() and now < 60:
+        now += 1.0
+        deployment.look_at_memory(lent)
+    kind, text, _ = deployment.failure.result()
+    assert kind == "memory" and "more are needed" in text

@@ -91,6 +91,51 @@ def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learnt_once
     run(test())
 
 
+def test_a_coordinator_that_is_started_again_ends_the_round_under_way_and_nothing_is_lost_by_it() -> None:
+    async def test() -> None:
+        async with AveragedSwarm([(), ()]) as swarm:
+            await learn(swarm, 1, 2, 1)
+            await swarm.average_now()
+            await learn(swarm, 2, 1, 2)
+            second = [cluster.state() for cluster in swarm.clusters]
+            # Both have the mean, and neither hears what becomes of it.
+            swarm.keep_back = lambda node, message: message.WhichOneof("body") == "ring_commit"
+            swarm.order_snapshots()
+            while len(swarm.kept) < 2:
+                await asyncio.sleep(0.01)
+            swarm.keep_back = lambda node, message: False
+            swarm.another_coordinator()
+            assert swarm.rounds.begun == 2
+            await swarm.average_now()
+            want = direct_mean(second, [8, 16])
+            for cluster in swarm.clusters:
+                check(cluster.state(), want)
+            assert not {"dropped", "behind", "left_out"} & set(swarm.kinds())
+
+    run(test())
+
+
+def test_one_that_has_not_heard_that_a_round_counts_when_its_coordinator_ends_counts_once() -> None:
+    async def test() -> None:
+        async with AveragedSwarm([(), ()]) as swarm:
+            await learn(swarm, 1, 2, 1)
+            first = [cluster.state() for cluster in swarm.clusters]
+            mean = direct_mean(first, [16, 8])
+            await late_round(swarm)
+            swarm.another_coordinator()
+            check(swarm.clusters[0].state(), mean)
+            check(swarm.clusters[1].state(), first[1])
+            await learn(swarm, 2, 1, 0)
+            second = swarm.clusters[0].state()
+            await swarm.average_now()
+            assert alike(swarm)
+            # What B had learnt is in the mean of the round before: it is not brought into this one, too.
+            check(swarm.clusters[1].state(), second)
+            assert "dropped" in swarm.kinds()
+
+    run(test())
+
+
 def test_what_the_optimizer_keeps_follows_a_round_that_was_heard_of_late() -> None:
     async def test() -> None:
         adam = OptimizerSpec("Adam", {"lr": 0.01})

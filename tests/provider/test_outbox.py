@@ -9,9 +9,10 @@ import torch
 
 from ravnest.engine.messages import LossRecord, Message
 from ravnest.engine.stage import Update
-from ravnest.errors import PeerError
+from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.frames import Frame, FrameKind
+from ravnest.provider import outbox as outbox_module
 from ravnest.provider.outbox import FrameOutbox, message_of
 
 
@@ -22,6 +23,10 @@ def on_a_loop(test: Callable[[FrameOutbox], Awaitable[None]], record_updates: bo
     async def upload(name: str, chunks: Callable[[], AsyncIterator[bytes]]) -> None:
         if name == "checkpoint-13":
             raise PeerError("the coordinator is gone")
+        if name == "checkpoint-14":
+            raise RefusedError("nobody has asked for it")
+        if name == "checkpoint-15":
+            await asyncio.Event().wait()
         uploaded.append(b"".join([chunk async for chunk in chunks()]))
 
     async def run() -> None:
@@ -82,11 +87,57 @@ def test_saving_returns_when_the_state_has_been_taken() -> None:
     assert tensors["param:weight"].tolist() == [0.0, 1.0, 2.0] and metadata["version"] == "4"
 
 
+def test_a_checkpoint_taken_with_a_microbatch_has_what_lies_beside_the_stage_and_one_that_brings_it_is_left_alone() -> (
+    None
+):
+    async def test(outbox: FrameOutbox) -> None:
+        outbox.beside = lambda: {"outer:weight": torch.full((3,), 7.0)}
+        await asyncio.to_thread(outbox.save, 1, {"param:weight": torch.arange(3.0)}, {})
+        brought = {"param:weight": torch.arange(3.0), "outer:weight": torch.full((3,), 8.0)}
+        await asyncio.to_thread(outbox.save, 2, brought, {})
+
+    found = []
+    for data in on_a_loop(test):
+        reader = WeightsReader(len(data))
+        reader.feed(data)
+        tensors, _ = reader.finish()
+        assert tensors["param:weight"].tolist() == [0.0, 1.0, 2.0]
+        found.append(tensors["outer:weight"].tolist())
+    assert found == [[7.0] * 3, [8.0] * 3]
+
+
 def test_a_state_that_nobody_took_is_the_workers_problem() -> None:
     async def test(outbox: FrameOutbox) -> None:
         with pytest.raises(PeerError, match="the coordinator is gone"):
             await asyncio.to_thread(outbox.save, 13, {"param:weight": torch.ones(1)}, {})
         assert outbox.take_records()[2] == []
+
+    on_a_loop(test)
+
+
+@pytest.mark.parametrize("checkpoint", [14, 15], ids=["refused", "under way"])
+def test_a_checkpoint_of_a_coordinator_that_is_gone_is_nobodys_problem(checkpoint: int) -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        saving = asyncio.create_task(asyncio.to_thread(outbox.save, checkpoint, {"param:weight": torch.ones(1)}, {}))
+        await asyncio.sleep(0.1)
+        assert not saving.done()
+        outbox.save_no_more()
+        await asyncio.wait_for(saving, 10)
+        # Nor is any other that it had wanted.
+        await asyncio.wait_for(asyncio.to_thread(outbox.save, 16, {"param:weight": torch.ones(1)}, {}), 10)
+        assert outbox.take_records()[2] == []
+
+    assert on_a_loop(test) == []
+
+
+def test_a_checkpoint_that_is_refused_while_the_coordinator_stays_is_the_workers_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(outbox_module, "_ANOTHER_SECONDS", 0.1)
+
+    async def test(outbox: FrameOutbox) -> None:
+        with pytest.raises(RefusedError, match="nobody has asked for it"):
+            await asyncio.to_thread(outbox.save, 14, {"param:weight": torch.ones(1)}, {})
 
     on_a_loop(test)
 
@@ -146,3 +197,20 @@ def test_the_delay_of_a_link_is_measured_by_what_is_trained_on_alone() -> None:
         assert outbox.delay.low_seconds > 0.0
 
     on_a_loop(test)
+
+
+def test_a_part_of_a_replica_is_a_copy_and_the_stage_goes_on_at_once() -> None:
+    kept: list[tuple[int, dict[str, torch.Tensor], dict[str, str]]] = []
+
+    async def test(outbox: FrameOutbox) -> None:
+        own = torch.ones(3, requires_grad=True)
+        # Nobody has said what is to become of it yet.
+        outbox.keep(1, {"param:w": own}, {})
+        outbox.on_keep = lambda *part: kept.append(part)
+        await asyncio.to_thread(outbox.keep, 2, {"param:w": own}, {"version": "7"})
+        own.data.add_(1)
+
+    on_a_loop(test)
+    [(replica, tensors, metadata)] = kept
+    assert (replica, metadata) == (2, {"version": "7"})
+    assert tensors["param:w"].tolist() == [1, 1, 1] and not tensors["param:w"].requires_grad

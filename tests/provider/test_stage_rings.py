@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ravnest.averaging.settings import RingSettings
 from ravnest.errors import PeerError
 from ravnest.net.frames import RingPlace
 from ravnest.net.v1.control_pb2 import (
@@ -28,9 +29,9 @@ A, B, C = "c0s0", "c1s0", "c2s0"
 Joins = Mapping[str, RingJoined]
 
 
-def joined(count: int = 2) -> JoinedRings:
+def joined(count: int = 2, settings: RingSettings | None = None) -> JoinedRings:
     """Clusters of one stage each, so that there is one ring."""
-    return JoinedRings([()] * count)
+    return JoinedRings([()] * count, settings=settings)
 
 
 async def learn(swarm: JoinedRings, *counts: int) -> None:
@@ -258,6 +259,34 @@ def test_pieces_of_the_attempt_before_do_not_disturb_the_next() -> None:
                 assert same(owner.state(), mean(before, two), 1e-6)
             await join([c], round=2)
             assert same(c.state(), before[C])
+
+    run(test())
+
+
+def test_an_owner_that_is_alone_still_has_the_momentum_of_its_rounds_to_save() -> None:
+    async def test() -> None:
+        async with joined(2, RingSettings(outer="nesterov", outer_rate=1.0, outer_momentum=0.5)) as swarm:
+            owners = list(swarm.owners.values())
+            deployed = await owners[0].rings.saved(anchored=True)
+            await learn(swarm, 2, 2)
+            joins = await join(owners)
+            want = mean({owner.name: owner.state() for owner in owners}, joins)
+            for owner in owners:
+                begin(joins)(owner)
+            await reduced(owners)
+            for owner in owners:
+                commit(owner)
+                await owner.hears("ring_applied")
+            found = await asyncio.to_thread(owners[0].rings.remembered)
+            parameters = [name for name in deployed if name.startswith("param:")]
+            assert {f"outer:{name.removeprefix('param:')}" for name in parameters} == found.keys() and found
+            for name in parameters:
+                moved = want[name] - deployed[name].double()
+                assert torch.allclose(
+                    found[f"outer:{name.removeprefix('param:')}"].double(), moved, rtol=0.0, atol=1e-6
+                )
+            await owners[0].rings.close(0.0)
+            assert owners[0].rings.remembered() == {}
 
     run(test())
 

@@ -23,6 +23,7 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
+from tests import warm
 from tests.wan import namespaces
 from tests.wan.control import Control, socket_path
 from tests.wan.namespaces import LabError
@@ -40,7 +41,7 @@ class RunningLab:
     def __init__(self, name: str) -> None:
         """Attaches to the lab of that name. LabError when its switch cannot be reached."""
         self.name = name
-        self._processes: list[subprocess.Popen[Any]] = []
+        self._processes: list[warm.Process] = []
         self._attach(Control(name))
 
     def _attach(self, control: Control) -> None:
@@ -78,7 +79,7 @@ class RunningLab:
         """Speaks to the switch. ValueError when it refuses, LabError when it is gone."""
         return self._control.ask(do, **arguments)
 
-    def started(self, process: "subprocess.Popen[Any]") -> None:
+    def started(self, process: "warm.Process") -> None:
         self._processes.append(process)
 
 
@@ -196,6 +197,12 @@ class LabHost:
     def popen(self, argv: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
         """Starts a program on this host; options as for `subprocess.Popen`. The end of the lab kills it."""
         process = subprocess.Popen(self.command(argv), **options)
+        self._lab.started(process)
+        return process
+
+    def warm(self, argv: Sequence[str], **options: Any) -> "warm.Process":
+        """The same for `ravnest`, which begins with its imports done."""
+        process = warm.started(self.command(argv), **options)
         self._lab.started(process)
         return process
 

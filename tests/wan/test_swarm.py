@@ -75,7 +75,7 @@ class Internet:
         (self.folder / "job.py").write_text(job)
         size = ("--providers", "5", "--clusters", "1")
         words = ("serve", "job.py", "--listen", f"{home.address}:7700", *size, "--run", "run")
-        serving = self._stack.enter_context(Running(*words, folder=self.folder, on=home.command))
+        serving = self._stack.enter_context(Running(*words, folder=self.folder, on=home.command, warm=True))
         assert serving.process.stdout is not None
         line = serving.process.stdout.readline().decode()
         invite = SwarmInvite.parse(line.removeprefix("invite: ravnest join "))
@@ -83,7 +83,9 @@ class Internet:
         for name in PROVIDERS:
             host = self.lab.host(name)
             data = {"XDG_DATA_HOME": str(self.folder / name), "XDG_CACHE_HOME": str(self.folder / name)}
-            command = Running("join", invite.line, "--name", name, folder=self.folder, on=host.command, **data)
+            command = Running(
+                "join", invite.line, "--name", name, folder=self.folder, on=host.command, warm=True, **data
+            )
             joined.append(self._stack.enter_context(command))
         return serving, joined
 

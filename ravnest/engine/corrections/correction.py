@@ -35,8 +35,8 @@ class Correction(Protocol):
     def moved(self) -> None:
         """The weights have changed otherwise than by an update, as averaging changes them."""
 
-    def begin_update(self, staleness: int, version: int) -> None:
-        """An update begins, of gradients that are so stale; so many updates were made before it."""
+    def begin_update(self, staleness: float, version: int) -> None:
+        """An update begins, of gradients that are so stale on average; so many updates were made before it."""
 
     def step(self) -> None:
         """Steps the parameters that have gradients: an update is made of one or more of these."""

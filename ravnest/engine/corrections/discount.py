@@ -29,7 +29,7 @@ class Discount:
     def moved(self) -> None:
         pass
 
-    def begin_update(self, staleness: int, version: int) -> None:
+    def begin_update(self, staleness: float, version: int) -> None:
         power = max(0.0, 1.0 - version / self._warm_up_updates)
         self._factor = (1.0 + max(0, staleness)) ** -power
 

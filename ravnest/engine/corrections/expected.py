@@ -18,5 +18,5 @@ class ExpectedStaleness:
     def value(self) -> float:
         return self._mean if self._mean >= _NONE else 0.0
 
-    def measured(self, staleness: int) -> None:
+    def measured(self, staleness: float) -> None:
         self._mean += _SHARE * (staleness - self._mean)

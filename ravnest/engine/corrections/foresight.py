@@ -31,7 +31,7 @@ class Foresight:
     def moved(self) -> None:
         self._ahead.moved()
 
-    def begin_update(self, staleness: int, version: int) -> None:
+    def begin_update(self, staleness: float, version: int) -> None:
         self._step.begin_update(staleness, version)
         self._ahead.begin_update(staleness, version)
 

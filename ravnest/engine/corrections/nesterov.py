@@ -40,7 +40,7 @@ class Nesterov:
     def moved(self) -> None:
         pass
 
-    def begin_update(self, staleness: int, version: int) -> None:
+    def begin_update(self, staleness: float, version: int) -> None:
         self._staleness.measured(staleness)
 
     def step(self) -> None:

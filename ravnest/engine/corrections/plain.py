@@ -16,7 +16,7 @@ class Plain:
     def moved(self) -> None:
         pass
 
-    def begin_update(self, staleness: int, version: int) -> None:
+    def begin_update(self, staleness: float, version: int) -> None:
         pass
 
     def step(self) -> None:

@@ -37,7 +37,7 @@ class Predict:
     def moved(self) -> None:
         self._predicted = None
 
-    def begin_update(self, staleness: int, version: int) -> None:
+    def begin_update(self, staleness: float, version: int) -> None:
         self._staleness.measured(staleness)
         self._predicted = None
 

@@ -1,0 +1,188 @@
+"""How long a swarm takes to train on after a machine is killed, and what faults cost it in the long run.
+
+A small network (2 million parameters, AdamW) on 3 or 4 machines in the WAN lab, every line between two of them at
+100 Mbit/s and 50 ms there and back; real `ravnest serve` and `ravnest join` processes. The machine of the first, a
+middle or the last stage is killed with SIGKILL. `whole` is the time from the kill to the first update of the stage that
+was restored, as anybody can read it from the run directory (reports come every 0.2 s); `detect`, `decide`, `fetch` and
+`resume` are its parts, as the run tells them. With a standby, another machine has the stage's graph and recent state
+already; without, the model is divided anew among the machines that are left.
+
+`kept` is the rate of a swarm with spare machines during so many minutes of faults of every kind (tests/chaos), against
+its rate before the first or after the last, whichever is higher.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from benchmarks.recovery_parts.swarm import RecoverySwarm
+from benchmarks.recovery_parts.watching import Recovery
+from benchmarks.report import Row, Target, finish, say
+from tests.wan import Lab
+
+_STANDBY_TARGET_SECONDS = 5.0
+_REFORM_TARGET_SECONDS = 15.0
+_KEPT_TARGET = 0.95
+_FAULTS_TARGET = 60
+_PARTS = ("standby", "reform", "faults")
+_ROLES = ("root", "stem", "leaf")
+_FIGURES = ("whole", "detect", "decide", "fetch", "resume", "told")
+
+
+def main() -> int:
+    given = _arguments()
+    if reason := Lab.unavailable():
+        say(f"there is no lab here: {reason}")
+        return 2
+    rows: list[Row] = []
+    targets: list[Target] = []
+    if "standby" in given.only:
+        kills = _with_standby(() if given.quick else _ROLES * given.rounds)
+        rows += kills.rows()
+        targets += kills.targets("with a warm standby", "failover", _STANDBY_TARGET_SECONDS)
+    if "reform" in given.only:
+        orders = [("stem",)] if given.quick else [_ROLES, _ROLES[::-1], ("stem", "root", "leaf")][: given.rounds]
+        kills = _without(orders)
+        rows += kills.rows()
+        targets += kills.targets("without a standby", "reformed", _REFORM_TARGET_SECONDS)
+    if "faults" in given.only and given.minutes > 0:
+        row, more = _faults(given.minutes, given.seed)
+        rows.append(row)
+        targets += more
+    return finish("recovery", given, rows, targets)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recovery", description="How long a swarm takes to recover."
+    )
+    parser.add_argument("--quick", action="store_true", help="one kill each, within a minute; no long run")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
+    parser.add_argument("--record", action="store_true", help="add the table to benchmarks/RESULTS.md")
+    parser.add_argument("--only", choices=_PARTS, action="append", help="this part alone; may be repeated")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each role is killed, at most 3 (default: 3)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="of faults; 0 for none (default: 30)")
+    parser.add_argument("--seed", type=int, default=1, help="of the faults")
+    given = parser.parse_args()
+    given.only = given.only or [part for part in _PARTS if part != "faults" or not given.quick]
+    return given
+
+
+def _with_standby(roles: Sequence[str]) -> "Kills":
+    """One after another in the same swarm; who was killed comes back and stands by. Without any, one kill."""
+    kills = Kills("standby")
+    # One for each stage, or for the one whose machine will be killed.
+    with kills.counted() as folder, RecoverySwarm(folder, stages=3, spares=3 if roles else 1) as swarm:
+        swarm.wait_for_training()
+        for number, role in enumerate(roles or (swarm.warm_role(),)):
+            if number:
+                swarm.rejoin()
+            swarm.wait_for_warm(role)
+            swarm.settle()
+            kills.add(swarm.kill(role))
+    return kills
+
+
+def _without(orders: Sequence[Sequence[str]]) -> "Kills":
+    """One after another: those that are left hold the whole model each time."""
+    kills = Kills("without")
+    for roles in orders:
+        with kills.counted() as folder, RecoverySwarm(folder, stages=len(roles) + 1, spares=0) as swarm:
+            swarm.wait_for_training()
+            for role in roles:
+                swarm.settle()
+                kills.add(swarm.kill(role))
+    return kills
+
+
+class Kills:
+    """What came of several kills, of one kind."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.mended: list[Recovery] = []
+        self.broken = 0
+        """Swarms that could not be used any more."""
+
+    def add(self, recovery: Recovery) -> None:
+        self.mended.append(recovery)
+        say(f"{self.title}: {recovery}")
+
+    @contextmanager
+    def counted(self) -> Iterator[Path]:
+        """A folder for a swarm. One that does not go on is counted, and told; the benchmark goes on with another."""
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                yield Path(folder)
+        except (RuntimeError, TimeoutError) as error:
+            self.broken += 1
+            say(f"{self.title}: {error}")
+
+    def rows(self) -> list[Row]:
+        rows: list[Row] = []
+        for number, each in enumerate(self.mended, 1):
+            figures = {name: getattr(each, name) for name in _FIGURES}
+            more = {"way": each.way, "source": each.source, "replayed": each.replayed}
+            rows.append({"case": f"{self.title}, {each.role} {number}", **figures, **more})
+        if self.mended:
+            medians = {}
+            for name in _FIGURES:
+                known = [value for each in self.mended if (value := getattr(each, name)) is not None]
+                medians[name] = median(known) if known else None
+            rows.append({"case": f"{self.title}, median of {len(self.mended)}", **medians})
+        return rows
+
+    def targets(self, title: str, way: str, seconds: float) -> list[Target]:
+        """The time, and that it was this way of recovering that was measured."""
+        others = sum(each.way != way for each in self.mended)
+        targets = [
+            Target(f"swarms {title} that broke", float(self.broken), 0.0, at_most=True),
+            Target(f"kills {title} mended in another way", float(others), 0.0, at_most=True),
+        ]
+        if self.mended:
+            middle = median(each.whole for each in self.mended)
+            targets.insert(0, Target(f"median seconds {title}", middle, seconds, at_most=True))
+        return targets
+
+
+def _faults(minutes: float, seed: int, undisturbed_seconds: float = 90.0) -> tuple[Row, list[Target]]:
+    """Faults of every kind, two a minute, where machines are spare: of several clusters, one at a time suffers."""
+    from tests.chaos.chaos import run_chaos
+
+    report = run_chaos(
+        minutes,
+        seed,
+        clusters=4,
+        stages=2,
+        standbys=3,
+        every_seconds=28.0,
+        undisturbed_seconds=undisturbed_seconds,
+        measure_again=True,
+        compare=False,
+        tell=say,
+    )
+    for violation in report.violations:
+        say(f"faults: {violation}")
+    faults = sum(len(outcome.machines) for outcome in report.outcomes)
+    row: Row = {
+        "case": f"{minutes:g} minutes of faults",
+        "faults": faults,
+        "undisturbed_per_second": report.undisturbed_rate,
+        "disturbed_per_second": report.disturbed_rate,
+        "kept": report.kept_rate,
+        "violations": report.violations,
+    }
+    wanted = _FAULTS_TARGET * min(1.0, minutes / 30)
+    return row, [
+        Target(f"share of the rate kept over {minutes:g} minutes", report.kept_rate, _KEPT_TARGET),
+        Target("faults meanwhile", float(faults), wanted),
+        Target("promises broken meanwhile", float(len(report.violations)), 0.0, at_most=True),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What benchmarks.recovery is made of."""

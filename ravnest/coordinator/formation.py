@@ -1,0 +1,671 @@
+"""A formation: one deployment of a plan, from the orders to its stages until another takes its place.
+
+A cluster of it may be formed anew while the others go on: somebody takes the stage of one that is lost, those who are
+left keep theirs, and what not all of them have applied is fed again.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final
+
+from ravnest.averaging.deadlines import Deadlines
+from ravnest.coordinator.averaging_run import AveragingRun
+from ravnest.coordinator.checkpointing import Checkpointing
+from ravnest.coordinator.checkpoints import CheckpointStore
+from ravnest.coordinator.clusters import ClusterRun, Clusters, Kept
+from ravnest.coordinator.course import Course
+from ravnest.coordinator.deploying import (
+    LinkOrder,
+    Orders,
+    order_link,
+    order_ring_links,
+    reference,
+    ring_neighbours,
+    ring_settings,
+    stage_key,
+    stage_links,
+    stage_order,
+)
+from ravnest.coordinator.donors import Donors
+from ravnest.coordinator.feeding import Feeding
+from ravnest.coordinator.flights import Flights
+from ravnest.coordinator.giving import BrokenOffError, Giving
+from ravnest.coordinator.ledger import Ledger, Place
+from ravnest.coordinator.members import Member
+from ravnest.coordinator.prepare import Prepared, constants_artifact, graph_artifact, weights_artifact
+from ravnest.coordinator.progress import Progress
+from ravnest.coordinator.recording import Recorder
+from ravnest.coordinator.replicas import Replica, Replicas
+from ravnest.coordinator.rounds import Rounds
+from ravnest.coordinator.run_plan import ClusterPlan, RunPlan, with_takers, without_owners
+from ravnest.coordinator.saving import Saver, saver_of
+from ravnest.coordinator.standing import Standing, Stood, digest_of
+from ravnest.coordinator.swarm import Swarm
+from ravnest.net.v1.control_pb2 import (
+    CoordinatorMessage,
+    Deploy,
+    Flight,
+    Forget,
+    Give,
+    Hold,
+    Ready,
+    Replicate,
+    RingPeers,
+    Start,
+    Threads,
+)
+from ravnest.planner.holders import choose_holders
+from ravnest.planner.laid_out import Layout
+from ravnest.planner.plan import Plan
+from ravnest.planner.providers import Provider
+from ravnest.planner.stage_plan import StagePlan
+from ravnest.planner.standbys import Warm
+
+_READY_SECONDS: Final = 300.0
+"""How long a provider may take for its stage without getting any more of it: it reads it from a disk, or builds it."""
+_MOST_READY_SECONDS: Final = 3600.0
+_REPLICA_SECONDS: Final = 15.0
+"""How long a fresh replica is waited for, so that little is to be done again."""
+_LEAST_RATE: Final = 1e5
+"""Bytes a second at which a part of a replica comes from another provider; of that nothing is heard meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """What stages of a cluster begin with of which nobody has a replica."""
+
+    stages: frozenset[int]
+    source: str
+    """Where it is from: `rings`, the owners in other clusters, or `checkpoint`."""
+    samples_lost: int
+    """Of what the cluster has been fed, so many are neither in it nor can they be fed again."""
+    words: str
+    donors: Donors | None = None
+    """Who gives it."""
+    prepared: Prepared | None = None
+    """The job with that state, where nobody does."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormedAgain:
+    """How a cluster was formed anew."""
+
+    replayed: int
+    fetch_seconds: float
+    """Until every stage was there."""
+
+
+@dataclass
+class Surroundings:
+    """What a formation works with, and what outlives it."""
+
+    course: Course
+    swarm: Swarm
+    ledger: Ledger
+    recorder: Recorder
+    progress: Progress
+    say: Callable[[str], None]
+    threads: int
+    """What each provider computes with that does not choose itself."""
+    lacking: Callable[[ClusterRun], Sequence[str]]
+    """Who of a cluster is gone, or has failed."""
+    overdue: Callable[[str, str], None]
+    """This provider is not waited for any longer, for this reason."""
+    placed: Callable[[str, int, Place, Sequence[int]], None] = field(default=lambda key, number, place, starts: None)
+    """Remembers where the data stands at a replica: of which stages, its number, the place, and where stages begin."""
+
+
+class Formation:
+    """All methods belong to the network's loop."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        prepared: Prepared,
+        plan: RunPlan,
+        store: CheckpointStore,
+        before: "Formation | None" = None,
+        donors: Donors | None = None,
+        standing: Standing | None = None,
+    ) -> None:
+        """Nothing is deployed yet. It takes the place of the one `before`: whoever waits there waits here. Its stages
+        begin with what the `donors` have, else with what was prepared; where one is `standing`, it has its stages."""
+        deployment = secrets.token_hex(4) if standing is None else standing.deployment
+        self.id = deployment
+        self.prepared = prepared
+        self.plan = plan
+        self.clusters = Clusters(plan.clusters)
+        self.ready: dict[str, Ready] = {}
+        self.over = False
+        """Whether another has taken its place."""
+        self.giving = Giving(around.swarm, deployment, donors)
+        self._heard_at: dict[str, float] = {}
+        """When each was given its stage, or last got some more of it."""
+        self._around = around
+        course, swarm, job = around.course, around.swarm, prepared.job
+        self._links: dict[str, tuple[LinkOrder, ...]] = {}
+        """By what they are for."""
+        self._forgotten: dict[int, int] = {}
+        """By cluster, up to which replica those before it have been forgotten."""
+        self._asked: dict[str, str] = {}
+        """By who took a stage last, who was to have its part: another, or itself."""
+        self._keeping: dict[str, tuple[str, str]] = {}
+        """By a stage's key, who owns it and who holds its replicas."""
+        swarm.generation += 1
+        self._ring_generation = swarm.generation if standing is None else standing.ring_generation
+        self._rings_name = deployment if standing is None else f"{deployment}-{swarm.generation}"
+        """What the names of links between owners begin with. They lead by way of the coordinator, where nothing else
+        does: of one that is gone, they are of no use."""
+        for cluster in self.clusters.all:
+            cluster.generation = swarm.generation
+        self.replicas = Replicas(
+            course.emit, self._replica_complete, self._line_rate, self._note_place, shared=not swarm.open_to_more
+        )
+        self.flights = Flights(course, deployment, self.clusters.all, job.pipeline.in_flight is not None)
+
+        def make_saver(cluster: ClusterPlan) -> Saver:
+            return saver_of(store, prepared, cluster, around.ledger.updates)
+
+        if before is None:
+            self.feeding = Feeding(course, swarm, self.clusters, around.ledger, around.recorder, around.progress)
+            self.checkpointing = Checkpointing(
+                course, swarm, make_saver, self.clusters.all[0], deployment, around.ledger, around.say
+            )
+            course.make_room = self.checkpointing.make_room
+        else:
+            before.close()
+            self.feeding, self.checkpointing = before.feeding, before.checkpointing
+            self.feeding.clusters = self.clusters
+            self.checkpointing.formed(self.clusters.all[0], deployment, make_saver)
+        self.feeding.replica = self.replicas.with_microbatch
+        self.averaging: AveragingRun | None = None
+        """Where there are several clusters."""
+        if plan.rings:
+            self.averaging = AveragingRun(
+                course,
+                self.feeding,
+                self.checkpointing,
+                self._rounds(),
+                around.ledger,
+                deployment,
+                plan.average_every,
+                job.averaging.blocking,
+                around.say,
+            )
+
+    @property
+    def donors(self) -> Donors | None:
+        """Who has what its stages began with, until there is a replica of each cluster."""
+        return self.giving.donors
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """Of every provider that holds one in a cluster that trains, its number there."""
+        return {stage.node: stage.stage for cluster in self.clusters.whole for stage in cluster.plan.stages}
+
+    @property
+    def planned(self) -> Plan:
+        """The plan of those clusters that train: whoever is left of the others is free."""
+        plan, ids = self.plan.plan, [cluster.id for cluster in self.clusters.whole]
+        if len(ids) == len(plan.clusters):
+            return plan
+        clusters, rates = tuple(plan.clusters[number] for number in ids), tuple(plan.rates[number] for number in ids)
+        return replace(plan, clusters=clusters, rates=rates, predicted_samples_per_second=sum(rates))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is under way anywhere, and all stages have applied the same."""
+        return not self._around.ledger.outstanding and not any(
+            cluster.forming or cluster.again for cluster in self.clusters.whole
+        )
+
+    def heard_fetching(self, node_id: str) -> None:
+        """A provider has got some more of its stage."""
+        self._heard_at[node_id] = time.monotonic()
+
+    def heard_ready(self, node_id: str, ready: Ready) -> None:
+        self.ready[node_id] = ready
+        self._around.course.notify()
+
+    async def deploy(self, members: Sequence[Member]) -> None:
+        """Returns when every stage is built and linked. BrokenOffError when somebody of them is gone."""
+        course, swarm = self._around.course, self._around.swarm
+        by_id = {member.node_id: member for member in members}
+        sources = self.giving.sources(self.giving.donors, self.plan.stages)
+        givers = {source.giver for each in sources.values() for source in each if source.giver}
+        there = {**{node: swarm.members[node] for node in givers}, **by_id}
+        reaches = await course.while_well(swarm.reaches(list(there.values())))
+        generation = self.clusters.all[0].generation
+        orders = await Orders.make(self.prepared, self.plan, by_id, reaches, self.id, generation, donated=bool(sources))
+        swarm.artifacts = orders.artifacts
+        for cluster in self.clusters.all:
+            self._allow(f"cluster {cluster.id}", [link for link in orders.links if link.before in cluster.nodes])
+        self._allow("rings", orders.ring_links)
+        gives, links = self.giving.order(orders.by_node, sources, self.plan.stages, there, reaches, generation)
+        self._allow("donors", links)
+        for node_id, order in orders.by_node.items():
+            await self._give_stage(by_id[node_id], order)
+        for node_id, give in gives:
+            await course.tell(node_id, CoordinatorMessage(give=give))
+        await self._until_ready(self.clusters.all)
+        swarm.artifacts = {}
+        # Only now: a stage dials its neighbours, which must be there by then.
+        for node_id in orders.by_node:
+            await course.tell(node_id, CoordinatorMessage(start=Start(deployment=self.id)))
+        several = f" in {len(self.plan.clusters)} clusters" if len(self.plan.clusters) > 1 else ""
+        course.emit("deployed", f"{len(self.plan.stages)} stages{several} are ready")
+
+    async def form_again(
+        self,
+        cluster: ClusterRun,
+        takers: Mapping[int, str],
+        replica: Replica | None,
+        known: Mapping[str, Provider],
+        borrowed: Borrowed | None = None,
+    ) -> FormedAgain:
+        """Forms a cluster anew, where these take stages of it, by number; the others keep theirs. Those who take one
+        begin with what is `borrowed` for it, with the replica, or without one with what the deployment began with; they
+        are among the `known` machines. Feeds again what not all stages have applied. BrokenOffError when somebody of
+        them is gone."""
+        around, course, swarm = self._around, self._around.course, self._around.swarm
+        began = time.monotonic()
+        before = cluster.nodes
+        if takers:
+            cluster.taking |= takers.keys()
+            self.note()
+        self.plan = around.progress.plan = with_takers(self.plan, cluster.id, takers, known)
+        cluster.plan = self.plan.clusters[cluster.id]
+        self.clusters.replaced()
+        cluster.returned = set()
+        if self.averaging is not None:
+            # What was in flight is dropped, and word of a round with it: nobody waits for these in the one under way.
+            cluster.mark = None
+            for node_id in before:
+                self.averaging.rounds.gone(node_id, "its cluster is being formed anew")
+        swarm.generation += 1
+        cluster.generation, cluster.sent, cluster.resumed_at = swarm.generation, set(), None
+        self.replicas.broken_off(cluster)
+        for number, taker in takers.items():
+            if self.averaging is not None and before[number] != taker:
+                self.averaging.rounds.replace_owner(before[number], taker)
+        lent = borrowed.stages if borrowed is not None else frozenset()
+        kept = {stage: taker for stage, taker in takers.items() if stage not in lent}
+        givers = self.giving.givers(replica, kept, cluster)
+        self._asked |= {taker: givers.get(stage, taker) for stage, taker in takers.items()}
+        stages = cluster.plan.stages
+        sources = {}
+        if replica is None:
+            sources = self.giving.sources(self.giving.donors, [stages[stage] for stage in kept])
+        if borrowed is not None:
+            sources |= self.giving.sources(borrowed.donors, [stages[stage] for stage in takers if stage in lent])
+        others = {*givers.values(), *(source.giver for each in sources.values() for source in each if source.giver)}
+        nodes = {node for node in (*self.stage_of, *others) if node in swarm.members}
+        members = {node: swarm.members[node] for node in nodes}
+        if missing := [node for node in (*cluster.nodes, *others) if node not in members]:
+            raise BrokenOffError(f"{missing[0]} is gone")
+        reaches = await course.while_well(swarm.reaches(list(members.values())))
+        prefix = f"{self.id}-{cluster.generation}"
+        links = stage_links(cluster.plan, members, reaches, prefix)
+        ring_links = order_ring_links(self.plan, members, reaches, self._rings_name)
+        orders: dict[str, Deploy] = {}
+        gives: list[tuple[str, Give]] = []
+        more: list[LinkOrder] = []
+        for stage in cluster.plan.stages:
+            order = stage_order(
+                self.prepared,
+                self.plan,
+                cluster.plan,
+                stage,
+                links,
+                ring_links,
+                self.id,
+                cluster.generation,
+                self._ring_generation,
+            )
+            orders[stage.node] = order
+            if stage.stage not in takers:
+                order.keep = True
+                continue
+            if borrowed is not None and stage.stage in lent:
+                self._name_artifacts(order, stage, constants=borrowed.donors is not None, prepared=borrowed.prepared)
+                continue
+            self._name_artifacts(order, stage, constants=replica is not None or self.giving.donors is not None)
+            if replica is None:
+                continue
+            order.part_key, order.part_replica = stage_key(self.id, stage), replica.number
+            order.part_sha256 = replica.sha256(stage.stage)
+            if giver := givers.get(stage.stage):
+                link = order_link(f"{prefix}-part-{stage.stage}", members[giver], members[stage.node], reaches)
+                more.append(link)
+                order.giver.CopyFrom(link.to_before)
+                gives.append(
+                    (giver, Give(key=order.part_key, replica=replica.number, to=link.to_after)),
+                )
+        given, gift_links = self.giving.order(orders, sources, stages, members, reaches, cluster.generation)
+        gives += given
+        self._allow(f"cluster {cluster.id}", [*links.values(), *more, *gift_links])
+        self._allow("rings", ring_links)
+        for node_id, order in orders.items():
+            self._check_whole([cluster])
+            self.ready.pop(node_id, None)
+            await self._give_stage(members[node_id], order)
+        for node_id, give in gives:
+            await course.tell(node_id, CoordinatorMessage(give=give))
+        await self._tell_ring_peers(ring_links, cluster)
+        await self._until_ready([cluster])
+        fetched = time.monotonic() - began
+        for node_id in cluster.nodes:
+            await course.tell(node_id, CoordinatorMessage(start=Start(deployment=self.id)))
+        flight = Flight(deployment=self.id, in_flight=cluster.in_flight)
+        await course.tell(cluster.nodes[0], CoordinatorMessage(flight=flight))
+        self.flights.formed(cluster)
+        left = self._left(cluster, lent)
+        around.ledger.replayed += len(left)
+        if self.checkpointing.is_of(cluster):
+            # What was being saved came from stages that were given up.
+            self.checkpointing.move_to(cluster)
+        await self.feed_again(cluster, left)
+        return FormedAgain(len(left), fetched)
+
+    def note(self) -> None:
+        """Writes down how it stands, for a coordinator that is started again."""
+        state = self._around.swarm.state
+        if state is None or self.over:
+            return
+        for cluster in self.clusters.whole:
+            if not cluster.forming and not cluster.again:
+                cluster.taking.clear()
+        standing = self.standing()
+        with self._around.course.failing():
+            if standing is None:
+                state.changes()
+            else:
+                state.stands(standing.to_json())
+
+    def standing(self) -> Standing | None:
+        """How it stands; None while there is no cluster of which every stage is held."""
+        clusters, rounds = self.clusters.whole, None if self.averaging is None else self.averaging.rounds
+        if all(cluster.forming or cluster.again for cluster in clusters):
+            return None
+        return Standing(
+            deployment=self.id,
+            generation=self._around.swarm.generation,
+            ring_generation=self._ring_generation,
+            clusters=tuple(
+                Stood(
+                    Layout(tuple(c.nodes), c.plan.places, c.in_flight),
+                    0 if rounds is None else max(0, c.fed_samples - rounds.counted_samples(c.nodes)),
+                    tuple(sorted(c.taking)),
+                )
+                for c in clusters
+            ),
+            rounds=0 if rounds is None else rounds.begun,
+            place=self._around.ledger.last_applied,
+            digest=self.digest,
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the model and of all that its stages and owners are told of how to train it."""
+        rings = self.plan.rings
+        job, clusters = self.prepared.job, len(self.plan.clusters)
+        return digest_of(self.prepared, rings, ring_settings(job, clusters) if rings else None)
+
+    async def feed_again(self, cluster: ClusterRun, left: Sequence[Kept]) -> None:
+        """Feeds these, and what it has to evaluate, to a cluster that has just been formed; BrokenOffError when
+        somebody of it is gone before all is fed."""
+        if not await self.feeding.again(cluster, left, lambda: self.over or bool(self._around.lacking(cluster))):
+            self._check_whole([cluster])
+            raise BrokenOffError("somebody was gone for a moment")
+
+    def lose(self, cluster: ClusterRun, reason: str) -> int:
+        """A cluster does not train any more, and owns nothing of the rings: who is left of it may take another stage.
+        How many microbatches of it the others are fed again."""
+        again = self.feeding.lose(cluster, reason)
+        self.note()
+        self.plan = self._around.progress.plan = without_owners(self.plan, cluster.nodes)
+        if self.averaging is not None:
+            self.averaging.rounds.drop_owners(cluster.nodes, reason)
+        if self.checkpointing.is_of(cluster):
+            self.checkpointing.move_to(self.clusters.whole[0])
+        return again
+
+    def release(self, cluster: ClusterRun) -> None:
+        """A cluster that has been formed anew is fed like the others from now on."""
+        cluster.forming = ""
+        self._around.course.notify()
+
+    async def keep_replicas(self, warm: Mapping[str, Warm], others: Sequence[str]) -> None:
+        """Sees to it that every stage has a holder: those who are kept warm for it first, then its neighbours, then
+        others."""
+        for cluster in self.clusters.whole:
+            if cluster.forming:
+                continue
+            standbys: dict[int, list[str]] = {}
+            for standby in warm.values():
+                if standby.cluster == cluster.id and standby.stage is not None:
+                    standbys.setdefault(standby.stage, []).append(standby.standby)
+            chosen = choose_holders(cluster.nodes, standbys, others)
+            holders = {stage: holder.node for stage, holder in chosen.items() if holder.node is not None}
+            if not holders:
+                # A stage alone: nobody else could go on with it.
+                continue
+            keys = tuple(stage_key(self.id, stage) for stage in cluster.plan.stages)
+            wanted = {
+                key: (stage.node, holders.get(stage.stage, ""))
+                for key, stage in zip(keys, cluster.plan.stages, strict=True)
+            }
+            changed = [
+                stage
+                for key, stage in zip(keys, cluster.plan.stages, strict=True)
+                if self._keeping.get(key) != wanted[key]
+            ]
+            if changed or self._keeping.keys().isdisjoint(keys):
+                self.replicas.formed(cluster, keys, holders)
+            self._keeping |= wanted
+            for stage in changed:
+                await self._order_replicas(stage, holders.get(stage.stage))
+
+    async def keep_first(self, cluster: ClusterRun) -> bool:
+        """Waits a little for a fresh replica of a cluster that is fed; whether there is one."""
+        kept = self.replicas.of(cluster)
+        self.replicas.want(cluster)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REPLICA_SECONDS):
+                await self._around.course.until(
+                    lambda: self.replicas.of(cluster) is not kept or cluster.forming != "" or bool(cluster.lost)
+                )
+        return self.replicas.of(cluster) is not kept
+
+    def forget_holder(self, node_id: str) -> None:
+        """Who is gone keeps nothing."""
+        self.replicas.gone(node_id)
+        for key, pair in list(self._keeping.items()):
+            if node_id in pair:
+                del self._keeping[key]
+
+    def part_missing(self, node_id: str) -> str:
+        """Whoever took a stage has not got its part: that who should have had it has not is known from now on. Who that
+        is; empty where nobody was asked."""
+        named = {
+            stage_key(self.id, s): (cluster, s.stage) for cluster in self.clusters.whole for s in cluster.plan.stages
+        }
+        for key, who in self.giving.not_given(node_id):
+            if key in named:
+                self.replicas.lacks(*named[key], who)
+        own, asked = self.clusters.of(node_id), self._asked.get(node_id, "")
+        if own is None or not asked:
+            return ""
+        self.replicas.lacks(own, own.nodes.index(node_id), asked)
+        # It may try again, with another's.
+        own.returned.add(node_id)
+        return asked
+
+    async def forget_others(self, nodes: Sequence[str]) -> None:
+        """Parts of formations before this one are of no use any more."""
+        keys = [stage_key(self.id, stage) for stage in self.plan.stages]
+        keys += self.giving.donors.keys if self.giving.donors is not None else ()
+        for node_id in nodes:
+            await self._around.course.tell(node_id, CoordinatorMessage(forget=Forget(keep=keys)))
+
+    def close(self) -> None:
+        """Nothing of it counts any more."""
+        self.over = True
+        self.checkpointing.abort()
+        if self.averaging is not None:
+            self.averaging.over = True
+            self.averaging.rounds.close()
+        for cluster in self.clusters.all:
+            cluster.lost = cluster.lost or "another formation has taken its place"
+
+    async def _order_replicas(self, stage: StagePlan, holder: str | None) -> None:
+        around, key = self._around, stage_key(self.id, stage)
+        order = Replicate(deployment=self.id, key=key)
+        members = around.swarm.members
+        if holder is not None and holder in members and stage.node in members:
+            ends = [members[stage.node], members[holder]]
+            reaches = await around.swarm.reaches(ends)
+            generation = self.clusters.all[stage.cluster].generation
+            name = f"{self.id}-{generation}-replica-{stage.cluster}-{stage.stage}-{around.swarm.next_number()}"
+            link = order_link(name, ends[0], ends[1], reaches)
+            self._allow(f"replica {key}", [link])
+            hold = Hold(key=key, owner=link.to_before)
+            self._name_artifacts(hold, stage, constants=True)
+            await around.course.tell(holder, CoordinatorMessage(hold=hold))
+            order.holder.CopyFrom(link.to_after)
+        await around.course.tell(stage.node, CoordinatorMessage(replicate=order))
+
+    def _name_artifacts(
+        self, order: Deploy | Hold, stage: StagePlan, *, constants: bool = False, prepared: Prepared | None = None
+    ) -> None:
+        """Tells what to fetch of a stage beside a part, its `constants`, or else all of it, as it was `prepared`."""
+        prepared = prepared or self.prepared
+        graph = graph_artifact(stage)
+        weights = (
+            constants_artifact(stage, prepared)
+            if constants
+            else weights_artifact(stage, prepared, bool(self.plan.rings))
+        )
+        order.graph.CopyFrom(reference(graph))
+        order.weights.CopyFrom(reference(weights))
+        self._around.swarm.artifacts |= {graph.id: graph, weights.id: weights}
+
+    def _left(self, cluster: ClusterRun, lent: Collection[int]) -> list[Kept]:
+        """What is to be fed again: of what was fed since the last replica, all that some stage has not applied. What
+        was averaged is in the state of those stages that were lent theirs."""
+        applied = [set(self.ready[node].applied) for node in cluster.nodes]
+        if lent and self.averaging is not None:
+            averaged = cluster.among_first(self.averaging.rounds.counted_samples(cluster.nodes))
+            for stage in lent:
+                applied[stage] |= averaged
+        left = []
+        for microbatch, kept in cluster.retained.items():
+            if all(microbatch in stage for stage in applied):
+                self.feeding.was_completed(cluster, microbatch)
+                continue
+            left.append(kept)
+        cluster.again = {kept.item.microbatch for kept in left} - cluster.open.keys()
+        return left
+
+    async def _give_stage(self, member: Member, order: Deploy) -> None:
+        if not member.threads:
+            message = CoordinatorMessage(threads=Threads(threads=self._around.threads))
+            await self._around.course.tell(member.node_id, message)
+        self._heard_at[member.node_id] = time.monotonic()
+        await self._around.course.tell(member.node_id, CoordinatorMessage(deploy=order))
+
+    async def _until_ready(self, clusters: Sequence[ClusterRun]) -> None:
+        def unready() -> list[str]:
+            nodes = [(node, cluster.generation) for cluster in clusters for node in cluster.nodes]
+            return [node for node, now in nodes if node not in self.ready or self.ready[node].generation != now]
+
+        def lacks() -> bool:
+            return self.over or any(self._around.lacking(cluster) for cluster in clusters)
+
+        patience = max(_READY_SECONDS, min(_MOST_READY_SECONDS, self.replicas.largest_bytes / _LEAST_RATE))
+        while unready() and not lacks():
+            due = min(self._heard_at[node] for node in unready()) + patience
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, due - time.monotonic())):
+                    await self._around.course.until(lambda: not unready() or lacks())
+            for node in [] if lacks() else unready():
+                silent = time.monotonic() - self._heard_at[node]
+                if silent >= patience:
+                    reason = f"it was given a stage {silent:.0f} s ago, and has not got it nor any more of it since"
+                    self._around.overdue(node, reason)
+        self._check_whole(clusters)
+
+    def _check_whole(self, clusters: Sequence[ClusterRun]) -> None:
+        """BrokenOffError where somebody of these is gone, or they are of no use any more."""
+        if self.over:
+            raise BrokenOffError("another formation has taken its place")
+        if gone := [node for cluster in clusters for node in self._around.lacking(cluster)]:
+            raise BrokenOffError(f"{gone[0]} is gone")
+
+    async def _tell_ring_peers(self, links: Sequence[LinkOrder], cluster: ClusterRun) -> None:
+        """The other owners hear who averages with them from now on."""
+        for other in self.clusters.whole:
+            if other is not cluster and not other.forming:
+                for node_id in other.nodes:
+                    peers = RingPeers(deployment=self.id, peers=ring_neighbours(node_id, links))
+                    await self._around.course.tell(node_id, CoordinatorMessage(ring_peers=peers))
+
+    def _allow(self, purpose: str, links: Sequence[LinkOrder]) -> None:
+        """These links may be relayed from now on; those that there were for this purpose, not any more."""
+        known = {link.name for of_purpose in self._links.values() for link in of_purpose}
+        self._links[purpose] = tuple(links)
+        allowed = [link for of_purpose in self._links.values() for link in of_purpose]
+        self._around.swarm.allow_relays({link.name: frozenset((link.before, link.after)) for link in allowed})
+        for link in [link for link in links if link.name not in known]:
+            self._around.course.emit("linked", f"{link.before} to {link.after}: {link.reason}", link=link.name)
+
+    def _rounds(self) -> Rounds:
+        plan, course = self.plan, self._around.course
+        # A round reaches a cluster's stages when all that was fed before it has gone through.
+        waits = [
+            (running.in_flight + running.ahead) * planned.period_seconds + planned.round_trip_seconds
+            for running, planned in zip(plan.clusters, plan.plan.clusters, strict=True)
+        ]
+        return Rounds(
+            plan,
+            self.id,
+            self.prepared.job.averaging.outlier,
+            Deadlines(max(waits), plan.round_seconds),
+            lambda node_id, message: course.spawn(course.tell(node_id, message)),
+            course.emit,
+            course.notify,
+        )
+
+    def _replica_complete(self) -> None:
+        """Older ones need not be kept any more, and this one is not to make room for one that fails."""
+        course = self._around.course
+        course.notify()
+        for cluster in self.clusters.whole:
+            replica = self.replicas.of(cluster)
+            if replica is None or self._forgotten.get(cluster.id) == replica.number:
+                continue
+            self._forgotten[cluster.id] = replica.number
+            keys = [stage_key(self.id, stage) for stage in cluster.plan.stages]
+            # Each cluster by itself: the numbers of one that is slower, or did not begin with them, are others.
+            forget = CoordinatorMessage(forget=Forget(of=keys, before=replica.number))
+            for node_id in {node for key in keys for node in self._keeping.get(key, ()) if node}:
+                course.spawn(course.tell(node_id, forget))
+        began = self.giving.donors is not None
+        if began and all(self.replicas.of(cluster) is not None for cluster in self.clusters.whole):
+            self.giving.donors = None
+            there = [member.node_id for member in self._around.swarm.members.connected()]
+            course.spawn(self.forget_others(there))
+
+    def _line_rate(self, node_id: str) -> float | None:
+        members = self._around.swarm.members
+        link = members[node_id].link if node_id in members else None
+        return None if link is None else link.up_bytes_per_second
+
+    def _note_place(self, cluster: int, number: int, place: Place) -> None:
+        stages = self.plan.clusters[cluster].stages
+        self._around.placed(f"{self.id}-{cluster}", number, place, [stage.start for stage in stages])

@@ -1,0 +1,100 @@
+"""What follows when a stage says that it cannot go on: another machine gets it, its cluster gets new links, the machine
+gets no stage any more, or the run ends.
+
+Whether it is the machine or the stage is judged elsewhere (failures.py), and who takes a stage, too (recovery.py).
+"""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ravnest.coordinator.believed import Believed
+from ravnest.coordinator.course import Course
+from ravnest.coordinator.event_share import EventShare
+from ravnest.coordinator.failures import Failures, Judged
+from ravnest.coordinator.formation import Formation
+from ravnest.coordinator.ledger import Ledger
+from ravnest.coordinator.recovery import Recovery
+from ravnest.coordinator.swarm import Swarm
+from ravnest.errors import TrainingError, printable
+from ravnest.net.v1.control_pb2 import Failed
+
+_BETTER_REASON_SECONDS: Final = 1.0
+"""How long after a link was lost it may show that its other end was."""
+
+
+class StageFailures:
+    """Of one run. All methods belong to the network's loop."""
+
+    def __init__(
+        self,
+        course: Course,
+        swarm: Swarm,
+        ledger: Ledger,
+        formation: Callable[[], Formation],
+        recovery: Recovery,
+        believed: Believed,
+        share: EventShare,
+        set_aside: Callable[[str, str], None],
+        what_now: Callable[[], str],
+    ) -> None:
+        """`set_aside` gives a provider no stage any more, for a reason; `what_now` says what a user can do when the
+        run has ended."""
+        self._course = course
+        self._swarm = swarm
+        self._ledger = ledger
+        self._formation = formation
+        self._recovery = recovery
+        self._believed = believed
+        self._share = share
+        self._aside = set_aside
+        self._what_now = what_now
+        self._failures = Failures()
+
+    def take(self, node_id: str, failed: Failed) -> None:
+        """A stage has failed."""
+        message, kind = printable(failed.message), printable(failed.kind)
+        formation = self._formation()
+        cluster = formation.clusters.of(node_id)
+        if cluster is None or 0 < failed.generation < cluster.generation:
+            # It was formed anew meanwhile, and that one has another stage or other neighbours.
+            return
+        if not self._share.take(node_id, time.monotonic()):
+            # It has said so often enough, and what follows from that is under way.
+            return
+        self._course.emit("stage_failed", message, provider=node_id, failure=kind, microbatch=failed.microbatch)
+        if kind == "memory":
+            self._evict(formation, node_id, message)
+        if kind == "not_finite":
+            self._course.fail(TrainingError(f"{message}; {self._what_now()}"))
+            return
+        if kind == "link" and not self._set_aside(node_id, self._failures.lost_link(node_id, self._ledger.completed)):
+            # Its stage is well, and its neighbour may be: if that is gone, that is the better reason.
+            reason, generation = f"{node_id}: {message}", cluster.generation
+            self._course.later(_BETTER_REASON_SECONDS, lambda: self._recovery.link_lost(node_id, reason, generation))
+            return
+        if kind == "no_part":
+            giver = formation.part_missing(node_id)
+            self._course.emit("part_missing", f"{node_id} did not get it: {message}", provider=giver or node_id)
+        judged = self._failures.failed(node_id, failed.microbatch, self._ledger.completed)
+        if judged.ends_run:
+            self._course.fail(TrainingError(f"{node_id} failed: {message}; {judged.ends_run}; {self._what_now()}"))
+            return
+        self._set_aside(node_id, judged, message)
+        reason = f"{node_id} failed: {message}"
+        self._recovery.stage_lost(node_id, reason, time.monotonic(), failed=kind != "no_part")
+
+    def _set_aside(self, node_id: str, judged: Judged, message: str = "") -> bool:
+        """Whether this one is given no stage any more."""
+        if judged.set_aside:
+            self._course.emit("set_aside", judged.set_aside, provider=node_id)
+            self._aside(node_id, message or judged.set_aside)
+        return bool(judged.set_aside)
+
+    def _evict(self, formation: Formation, node_id: str, why: str) -> None:
+        """A provider has not the memory that it said: it gets no stage as large again."""
+        stages = [stage for cluster in formation.planned.clusters for stage in cluster.stages]
+        needed = next((stage.memory_bytes for stage in stages if stage.provider == node_id), None)
+        if needed is not None and node_id in self._swarm.members:
+            found = self._believed.note_failure(self._swarm.members[node_id], needed, why)
+            self._course.emit("evicted", found.reason, provider=node_id, memory_bytes=found.memory_bytes)

@@ -1,0 +1,244 @@
+"""The swarm under test: a coordinator and providers on hosts of their own, whose machines may fail.
+
+Each machine is one host of the lab, one folder and at most one process at a time: a provider that was killed comes back
+as the same machine, with what it had on its disk.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path as FilePath
+from types import TracebackType
+from typing import IO, Self
+
+from ravnest.net.swarm_invite import SwarmInvite
+from tests import warm
+from tests.chaos.watching import Mark, Watch
+from tests.wan import Host, Lab, LabHost, Path
+
+HOME = "home"
+ROOT = FilePath(__file__).resolve().parents[2]
+UP_MBPS, DOWN_MBPS = 50, 100
+DELAY_MS = 5.0
+PRETEND = "0.02,0.04"
+"""Seconds of a forward and a backward of any stage: the two cores that all machines share are not what limits them."""
+START_SECONDS = 180.0
+LEAVE_SECONDS = 60.0
+
+
+class BrokenError(AssertionError):
+    """The swarm cannot be used any more, and why."""
+
+
+class Machine:
+    """A host of the lab that runs `ravnest`, and its disk."""
+
+    def __init__(self, host: LabHost, folder: FilePath) -> None:
+        self.name = host.name
+        self.host = host
+        self.folder = folder
+        self.process: warm.Process | None = None
+        self.stopped = False
+        folder.mkdir()
+
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    @property
+    def log(self) -> FilePath:
+        return self.folder / "said.txt"
+
+    def start(self, *words: str, folder: FilePath, stdout: int | IO[bytes] | None = None) -> None:
+        assert not self.runs, f"{self.name} runs already"
+        disk = {f"XDG_{kind}_HOME": str(self.folder / kind.lower()) for kind in ("DATA", "CACHE", "STATE")}
+        with self.log.open("ab") as log:
+            self.process = self.host.warm(
+                [sys.executable, "-m", "ravnest", *words],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **disk},
+                stdin=subprocess.DEVNULL,
+                stdout=log if stdout is None else stdout,
+                stderr=log,
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+        self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        self.stopped = False
+
+    def said(self, last: int = 15) -> str:
+        """The last lines that its processes said, for who wants to know why something went wrong."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(f"  {self.name}: {line}" for line in lines[-last:])
+
+
+class ChaosSwarm:
+    """`clusters` of `stages` machines each and `standbys` more, all of which train; `strangers` have not joined yet."""
+
+    def __init__(
+        self,
+        folder: FilePath,
+        *,
+        clusters: int = 1,
+        stages: int = 3,
+        standbys: int = 2,
+        strangers: int = 1,
+        epochs: int = 1,
+    ) -> None:
+        self.folder = folder
+        self.clusters = clusters
+        self.stages = stages
+        self.run = folder / "run"
+        self.watch = Watch(self.run)
+        self._epochs = epochs
+        self._members = [f"p{number}" for number in range(1, clusters * stages + standbys + 1)]
+        self.strangers = [f"s{number}" for number in range(1, strangers + 1)]
+        self._stack = ExitStack()
+        self._invite = ""
+
+    def __enter__(self) -> Self:
+        hosts = [Host(name, up_mbps=UP_MBPS, down_mbps=DOWN_MBPS) for name in (HOME, *self._members, *self.strangers)]
+        with ExitStack() as stack:
+            self.lab = stack.enter_context(Lab(hosts, default=Path(delay_ms=DELAY_MS)))
+            self.machines = {name: Machine(host, self.folder / name) for name, host in self.lab.hosts.items()}
+            stack.callback(self._kill_all)
+            (self.folder / "form").write_text(f"{self._epochs} {self.clusters}")
+            shutil.copy(FilePath(__file__).with_name("job.py"), self.folder / "job.py")
+            self._serve_first()
+            for name in self._members:
+                self.join(name)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    # What may be done to it.
+
+    def join(self, name: str) -> None:
+        """A provider on that machine, which joins for the first time or comes back."""
+        words = ("join", self._invite, "--name", name, "--pretend-seconds", PRETEND)
+        self.machines[name].start(*words, folder=self.folder)
+
+    def serve_again(self) -> None:
+        """The coordinator, after it was killed: it listens where it did."""
+        words = ("serve", "job.py", "--run", "run", "--resume", "--no-display")
+        self.machines[HOME].start(*words, folder=self.folder)
+
+    def wait_until_left(self, name: str) -> None:
+        """Until a provider that was asked to leave has ended; BrokenError when it does not, or not well."""
+        process = self.machines[name].process
+        assert process is not None
+        try:
+            code = process.wait(LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise BrokenError(f"{name} has not left {LEAVE_SECONDS:.0f} s after Ctrl-C:\n{self.said([name])}") from None
+        if code != 0:
+            raise BrokenError(f"{name} left with code {code}:\n{self.said([name])}")
+
+    def end_epoch(self) -> None:
+        """Asks for an evaluation."""
+        (self.folder / "end_epoch").touch()
+
+    def end_run(self) -> None:
+        """Asks for the end: epochs that have not begun are of one microbatch each."""
+        (self.folder / "end_run").touch()
+
+    @property
+    def evaluating(self) -> bool:
+        return (self.folder / "evaluating").exists()
+
+    # What it looks like.
+
+    def holders(self, role: str) -> list[str]:
+        """Whose machines have a stage of that role (root, stem, leaf) now, or none (standby), as the run tells it."""
+        stages = [stage for cluster in self.watch.summary().get("clusters", ()) for stage in cluster["stages"]]
+        holding = {stage["provider"] for stage in stages}
+        if role == "standby":
+            return [name for name in self.providers() if name not in holding and self.machines[name].runs]
+        return [stage["provider"] for stage in stages if stage["role"] == role]
+
+    def providers(self) -> list[str]:
+        """Machines that have ever been started."""
+        return [name for name, machine in self.machines.items() if name != HOME and machine.process is not None]
+
+    def whole(self, since: float = 0.0) -> bool:
+        """Whether, by a summary that was written after that time, all clusters are there, on machines that run."""
+        clusters = self.watch.summary(since).get("clusters", ())
+        names = [stage["provider"] for cluster in clusters for stage in cluster["stages"]]
+        return len(clusters) == self.clusters and all(
+            self.machines[name].runs and not self.machines[name].stopped for name in names
+        )
+
+    def all_train(self, since: Mark) -> bool:
+        """Whether every stage has applied updates since then."""
+        updated = {(line["cluster"], line["stage"]) for line in self.watch.stage_steps(since)}
+        clusters = self.watch.summary().get("clusters", ())
+        return updated >= {(cluster["id"], stage["stage"]) for cluster in clusters for stage in cluster["stages"]}
+
+    def form(self) -> str:
+        """Who holds what by the last summary, and which machines run, in words."""
+        clusters = self.watch.summary().get("clusters", ())
+        held = [" ".join(stage["provider"] for stage in cluster["stages"]) for cluster in clusters]
+        runs = [name for name in self.machines if self.machines[name].runs]
+        return f"clusters {' | '.join(held) or 'none'}, running {' '.join(runs)}"
+
+    def check_running(self) -> None:
+        """Raises BrokenError when the coordinator has ended by itself."""
+        home = self.machines[HOME]
+        if home.process is not None and home.process.poll() not in (None, -signal.SIGKILL):
+            if self.watch.summary().get("status") == "finished":
+                raise BrokenError("the run is over already")
+            raise BrokenError(f"the coordinator has ended with code {home.process.returncode}:\n{home.said()}")
+
+    def wait_for_training(self) -> None:
+        """Until all clusters train; BrokenError when that takes too long."""
+        if not self.watch.wait(self._trains, START_SECONDS):
+            raise BrokenError(f"no training after {START_SECONDS:.0f} s:\n{self.said()}")
+
+    def wait_for_end(self, seconds: float) -> int | None:
+        """The exit code of the coordinator, or None when it has not ended in time."""
+        process = self.machines[HOME].process
+        assert process is not None
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def said(self, names: Iterable[str] = ()) -> str:
+        return "\n".join(self.machines[name].said() for name in (names or self.machines))
+
+    def _trains(self) -> bool:
+        self.check_running()
+        clusters = self.watch.summary().get("clusters", ())
+        return len(clusters) == self.clusters and all(cluster["samples"] > 0 for cluster in clusters)
+
+    def _serve_first(self) -> None:
+        home = self.machines[HOME]
+        size = ("--providers", str(self.clusters * self.stages), "--clusters", str(self.clusters))
+        words = ("serve", "job.py", "--listen", f"{home.host.address}:7700", *size, "--run", "run", "--no-display")
+        home.start(*words, folder=self.folder, stdout=subprocess.PIPE)
+        assert home.process is not None and home.process.stdout is not None
+        line = home.process.stdout.readline().decode()
+        home.process.stdout.close()
+        if not line.startswith("invite: ravnest join "):
+            raise BrokenError(f"the coordinator did not start:\n{home.said()}")
+        self._invite = SwarmInvite.parse(line.removeprefix("invite: ravnest join ")).line
+
+    def _kill_all(self) -> None:
+        for machine in self.machines.values():
+            if machine.runs:
+                machine.kill()

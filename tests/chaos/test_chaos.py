@@ -1,0 +1,54 @@
+"""Any machine may vanish at any moment: real swarms in the WAN lab, disturbed on purpose, keep what is promised.
+
+Every case of the list below happens once, in an order that the seed draws. After each, training goes on and the events
+tell of it; at the end the ledger adds up, the clusters agree and the loss is that of a run without faults. A failure
+names the case and the seed; `python -m tests.chaos --seed N --only CASE` repeats it, and the long form
+(`make chaos MINUTES=30`) has many more.
+"""
+
+import pytest
+
+from tests.chaos.chaos import run_chaos
+from tests.chaos.schedule import cases
+from tests.wan.needs import need_lab
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("chaos")]
+
+SEED = 7
+
+ONE_CLUSTER = cases(
+    "kill coordinator",
+    "stop leaf",
+    "cut stem",
+    "one-way cut root",
+    "loss stem",
+    "slow line leaf",
+    "join stranger",
+    "leave stem",
+    "kill root + kill leaf",
+    "kill leaf during checkpoint",
+    "kill stem during evaluation",
+    "kill standby during deployment",
+)
+
+TWO_CLUSTERS = cases(
+    "kill leaf during round",
+    "partition root",
+    "stop leaf during round",
+    "kill coordinator during round",
+    "kill root + kill root",
+)
+
+
+def test_one_cluster_with_spare_machines_comes_through_every_fault() -> None:
+    need_lab()
+    report = run_chaos(None, SEED, among=ONE_CLUSTER, clusters=1, stages=3, standbys=2, undisturbed_seconds=2.0)
+    assert not report.violations, f"\n{report}"
+    assert len(report.outcomes) == len(ONE_CLUSTER)
+
+
+def test_two_clusters_come_through_faults_in_their_rounds_and_agree() -> None:
+    need_lab()
+    report = run_chaos(None, SEED, among=TWO_CLUSTERS, clusters=2, stages=2, standbys=1, undisturbed_seconds=2.0)
+    assert not report.violations, f"\n{report}"
+    assert len(report.outcomes) == len(TWO_CLUSTERS)

@@ -1,0 +1,38 @@
+"""What a stage remembers of the microbatches it has applied."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ravnest.engine import applied
+from ravnest.engine.applied import REMEMBERED, Applied
+
+
+def test_the_newest_are_remembered_and_of_what_is_older_nothing_is_known() -> None:
+    found = Applied(range(10, 10 + REMEMBERED + 5))
+    assert found.numbers() == list(range(15, 15 + REMEMBERED))
+    assert 14 not in found and not found.is_known(14) and not found.is_known(3)
+    assert 15 in found and found.is_known(15)
+    assert found.is_known(10**9) and 10**9 not in found
+
+
+def test_one_that_is_told_as_many_as_can_be_remembered_knows_nothing_of_those_before() -> None:
+    full = Applied(range(100, 100 + REMEMBERED))
+    assert not full.is_known(99) and full.is_known(100)
+    fewer = Applied(range(101, 100 + REMEMBERED))
+    assert fewer.is_known(99) and 99 not in fewer
+
+
+@given(st.lists(st.integers(0, 200)), st.integers(1, 20))
+def test_whatever_is_known_is_right(numbers: list[int], remembered: int) -> None:
+    before, applied.REMEMBERED = applied.REMEMBERED, remembered  # type: ignore[misc]
+    try:
+        found = Applied()
+        found.add(numbers)
+        told = Applied(found.numbers())
+        for number in range(201):
+            for each in (found, told):
+                if each.is_known(number):
+                    assert (number in each) == (number in numbers)
+        assert found.numbers() == sorted(set(numbers))[-remembered:]
+    finally:
+        applied.REMEMBERED = before  # type: ignore[misc]

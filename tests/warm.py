@@ -1,0 +1,168 @@
+"""`ravnest` processes that start at once: forked from one that has imported what they need (tests/warm_mother.py).
+
+Importing torch takes two seconds of a core, in each of the hundreds of processes that the tests start: on two cores
+that was several minutes of nothing else. What is started here is a process of its own, with its own memory, files,
+signals and network; only how it came to its imports is different. Tests of the command line itself (tests/e2e) start it
+anew.
+"""
+
+import atexit
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Final
+
+ROOT: Final = Path(__file__).parent.parent
+COMMAND: Final = [sys.executable, "-m", "ravnest"]
+_THREADS: Final = "1"
+_ENTERING: Final = ["ip", "netns", "exec"]
+
+
+def can_start(command: Sequence[str], environment: Mapping[str, str] | None) -> bool:
+    """Whether a command is one of `ravnest`, here or in a network namespace, and computes with as many threads as the
+    mother of these processes."""
+    words = list(command)[4:] if list(command[:3]) == _ENTERING else list(command)
+    return words[:3] == COMMAND and (environment or os.environ).get("OMP_NUM_THREADS") == _THREADS
+
+
+class WarmProcess:
+    """As much of `subprocess.Popen` as tests use."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        cwd: Path | str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: int | IO[Any] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        process_group: int | None = None,
+        start_new_session: bool = False,
+        text: bool = False,
+    ) -> None:
+        assert can_start(command, env) and process_group in (None, 0)
+        words = list(command)
+        namespace = words[3] if words[:3] == _ENTERING else ""
+        self.args = words
+        self.returncode: int | None = None
+        self.stdin: IO[Any] | None = None
+        self.stdout: IO[Any] | None = None
+        self.stderr: IO[Any] | None = None
+        self._ended, told = os.pipe()
+        given, closed_after = [], [told]
+        for number, (name, wanted) in enumerate((("stdin", stdin), ("stdout", stdout), ("stderr", stderr))):
+            if wanted is None:
+                given.append(number)
+            elif wanted == subprocess.DEVNULL:
+                given.append(os.open(os.devnull, os.O_RDWR))
+                closed_after.append(given[-1])
+            elif wanted == subprocess.PIPE:
+                read, write = os.pipe()
+                theirs, ours = (write, read) if number else (read, write)
+                opened = open(ours, ("r" if number else "w") if text else ("rb" if number else "wb"))  # noqa: SIM115
+                setattr(self, name, opened)
+                given.append(theirs)
+                closed_after.append(theirs)
+            elif wanted == subprocess.STDOUT:
+                given.append(given[1])
+            else:
+                given.append(wanted if isinstance(wanted, int) else wanted.fileno())
+        order = {
+            "words": words[words.index("ravnest") + 1 :],
+            "folder": str(Path(cwd or os.getcwd()).resolve()),
+            "environment": dict(os.environ if env is None else env),
+            "namespace": namespace,
+            "session": start_new_session,
+            "group": process_group is not None,
+        }
+        try:
+            self.pid = _mother().fork(order, [*given, told])
+        finally:
+            for descriptor in closed_after:
+                os.close(descriptor)
+
+    def poll(self) -> int | None:
+        return self._look(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def __del__(self) -> None:
+        if self.returncode is None:
+            os.close(self._ended)
+
+    def _look(self, timeout_seconds: float | None) -> int | None:
+        if self.returncode is None and select.select([self._ended], [], [], timeout_seconds)[0]:
+            said = os.read(self._ended, 16)
+            os.close(self._ended)
+            # Nothing is said where the mother is gone: then its children are, too.
+            self.returncode = int(said) if said else -signal.SIGKILL
+        return self.returncode
+
+
+class _Mother:
+    """The process that forks the others; one for each process of the tests."""
+
+    def __init__(self) -> None:
+        self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = {**os.environ, "OMP_NUM_THREADS": _THREADS, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.warm_mother", str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        self._lock = threading.Lock()
+        assert self._asked.recv(16) == b"warm", "the process that forks others did not start"
+        atexit.register(self._end)
+
+    def fork(self, order: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+        with self._lock:
+            socket.send_fds(self._asked, [json.dumps(order).encode()], list(descriptors))
+            return int(self._asked.recv(16))
+
+    def _end(self) -> None:
+        self._asked.close()
+        self._process.wait()
+
+
+_mothers: dict[int, _Mother] = {}
+_making = threading.Lock()
+
+
+def _mother() -> _Mother:
+    with _making:
+        # One that was inherited belongs to another process.
+        if os.getpid() not in _mothers:
+            _mothers[os.getpid()] = _Mother()
+        return _mothers[os.getpid()]
+
+
+Process = subprocess.Popen[Any] | WarmProcess
+
+
+def started(command: Sequence[str], **options: Any) -> Process:
+    """A process: warm, where that can be."""
+    if can_start(command, options.get("env")):
+        return WarmProcess(command, **options)
+    return subprocess.Popen(command, **options)

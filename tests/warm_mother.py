@@ -1,0 +1,131 @@
+"""A process that has imported what `ravnest` needs, and forks one that runs it whenever it is asked to (tests/warm.py).
+
+`python -m tests.warm_mother FD`, with a socket to whoever asks: it ends, and all it has started, when that is closed.
+"""
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import sys
+from typing import Any, Final
+
+_MOST_BYTES: Final = 1 << 20
+_CLONE_NEWNET: Final = 0x40000000
+_STANDARD: Final = 3
+
+
+class Mother:
+    def __init__(self, asked: socket.socket) -> None:
+        self._asked = asked
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(asked, selectors.EVENT_READ)
+        self._children: dict[int, tuple[int, int]] = {}
+        """By the file descriptor that tells of its end: a child, and where its exit code is written to."""
+
+    def work(self) -> dict[str, Any] | None:
+        """Forks whenever it is asked to. In a child it returns what that is to do; None when nobody asks any more."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is not self._asked:
+                    self._ended(int(key.fd))
+                    continue
+                order, descriptors = self._next()
+                if order is None:
+                    for child, _ in self._children.values():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(child, signal.SIGKILL)
+                    return None
+                ended = descriptors.pop()
+                child = os.fork()
+                if not child:
+                    os.close(ended)
+                    self._leave()
+                    return {**order, "descriptors": descriptors}
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                watch = os.pidfd_open(child)
+                self._children[watch] = child, ended
+                self._selector.register(watch, selectors.EVENT_READ)
+                self._asked.send(str(child).encode())
+
+    def _next(self) -> tuple[dict[str, Any] | None, list[int]]:
+        data, descriptors, _, _ = socket.recv_fds(self._asked, _MOST_BYTES, 8)
+        return (json.loads(data) if data else None), list(descriptors)
+
+    def _ended(self, watch: int) -> None:
+        child, told = self._children.pop(watch)
+        self._selector.unregister(watch)
+        os.close(watch)
+        _, status = os.waitpid(child, 0)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(told, str(os.waitstatus_to_exitcode(status)).encode())
+        os.close(told)
+
+    def _leave(self) -> None:
+        """What is the mother's is no business of a child."""
+        self._selector.close()
+        self._asked.close()
+        for watch, (_, told) in self._children.items():
+            os.close(watch)
+            os.close(told)
+
+
+def become(order: dict[str, Any]) -> None:
+    """Makes this process what the order says: where it is, what it has open, and who its group is."""
+    descriptors = order["descriptors"]
+    os.setsid() if order["session"] else os.setpgid(0, 0) if order["group"] else None
+    if order["namespace"]:
+        namespace = os.open(f"/run/netns/{order['namespace']}", os.O_RDONLY | os.O_CLOEXEC)
+        if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"the namespace {order['namespace']} cannot be entered")
+        os.close(namespace)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        setattr(sys, name, open(number, "w" if number else "r", buffering=1, closefd=False))  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    sys.argv = ["ravnest", *order["words"]]
+    # What a process that was started anew has first there.
+    sys.path[0] = order["folder"]
+
+
+def main() -> int:
+    import torch._dynamo
+    import torch.export  # noqa: F401
+
+    import ravnest.coordinator.embedded
+    import ravnest.coordinator.session
+    import ravnest.provider.agent  # noqa: F401
+    from ravnest.cli import join, serve, train  # noqa: F401
+    from ravnest.cli.main import main as ravnest_main
+
+    with open("/proc/self/status") as status:
+        [threads] = [int(line.split()[1]) for line in status if line.startswith("Threads:")]
+    assert threads == 1, f"{threads} threads: a process that forks must have one alone"
+    gc.collect()
+    gc.freeze()
+    # An interrupt that is typed at a terminal is for others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    asked.send(b"warm")
+    order = Mother(asked).work()
+    if order is None:
+        return 0
+    assert len(order["descriptors"]) == _STANDARD
+    become(order)
+    return ravnest_main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
