@@ -58,6 +58,7 @@ class VirtualPipeline:
         self._forwards: list[deque[tuple[int, Values]]] = [deque() for _ in stages]
         self._backwards: list[deque[tuple[int, Values]]] = [deque() for _ in stages]
         self._busy = [False] * len(stages)
+        self._did = [Task.FORWARD] * len(stages)
         self._events: list[_Event] = []
         self._orders = itertools.count()
         self._microbatches = itertools.count()
@@ -104,7 +105,9 @@ class VirtualPipeline:
             if self._busy[place]:
                 continue
             ready = Waiting(len(self._backwards[place]), len(self._forwards[place]), 0)
-            task = next_task(ready, stage.in_flight, None if place else self._in_flight).task
+            task = next_task(ready, stage.in_flight, None if place else self._in_flight, after=self._did[place]).task
+            if task is not Task.WAIT:
+                self._did[place] = task
             if task is Task.FORWARD:
                 self._forward(place, *self._forwards[place].popleft(), last)
             elif task is Task.BACKWARD:

@@ -1,8 +1,13 @@
 """Which task a stage takes next. Pure functions: the decision and its reason.
 
-Backward first: it frees memory, lets the stages before go on, and keeps staleness low. A root holds forwards back when
-as many microbatches as it is told to have are between forward and backward. Every stage holds a forward back that would
-break the bound on staleness: its microbatch would see more updates until its backward than may be.
+A backward and a forward in turn, where both are ready. Backwards always first would free memory a little sooner, but a
+pipeline that a line once held up would never be even again: gradients that come one behind the other keep every stage
+from its forwards, and these then come one behind the other too, so that all microbatches travel as one convoy, and the
+other stages wait for it.
+
+A root holds forwards back when as many microbatches as it is told to have are between forward and backward. Every stage
+holds a forward back that would break the bound on staleness: its microbatch would see more updates until its backward
+than may be.
 
 Nothing waits for ever, whatever the limits are. A backward is never held back, and a forward only while the stage has
 other microbatches between forward and backward. Microbatches come in the same order everywhere, so the oldest of all
@@ -45,15 +50,19 @@ class Bound(NamedTuple):
         return self.most is None or self.staleness <= self.most
 
 
-def next_task(waiting: Waiting, in_flight: int, limit: int | None, bound: Bound | None = None) -> Decision:
+def next_task(
+    waiting: Waiting, in_flight: int, limit: int | None, bound: Bound | None = None, after: Task = Task.FORWARD
+) -> Decision:
     """The next task, given what is ready, how many microbatches this stage has between forward and backward, its limit
-    on these, and the bound on staleness."""
-    if waiting.backwards:
-        return Decision(Task.BACKWARD, "a gradient is here; backward comes first")
+    on these, the bound on staleness, and what of both it did last."""
     room = limit is None or in_flight < limit
-    if waiting.forwards and room and (bound is None or bound.holds):
+    forward = waiting.forwards and room and (bound is None or bound.holds)
+    if waiting.backwards and not (forward and after is Task.BACKWARD):
+        return Decision(Task.BACKWARD, "a gradient is here")
+    if forward:
+        turn = ", and the last was a backward" if waiting.backwards else ""
         return Decision(
-            Task.FORWARD, f"{in_flight} in flight, {'no limit here' if limit is None else f'limit {limit}'}"
+            Task.FORWARD, f"{in_flight} in flight, {'no limit here' if limit is None else f'limit {limit}'}{turn}"
         )
     if waiting.evaluations:
         return Decision(Task.EVALUATE, "nothing to train on is ready")

@@ -92,6 +92,8 @@ class StageWorker:
         self._forwards: deque[Message] = deque()
         self._evaluations: deque[Message] = deque()
         self._backwards: deque[Message] = deque()
+        self._after = Task.FORWARD
+        """What of forward and backward came last."""
         self._saves: deque[tuple[int, Tensors]] = deque()
         self._between: deque[Callable[[], None]] = deque()
         self._idle = True
@@ -248,7 +250,7 @@ class StageWorker:
                     if self._stopping:
                         return
                     waiting = Waiting(len(self._backwards), len(self._forwards), len(self._evaluations))
-                    task = next_task(waiting, self._stage.in_flight, self._limit, self._bound()).task
+                    task = next_task(waiting, self._stage.in_flight, self._limit, self._bound(), self._after).task
                     if task is not Task.WAIT or self._saves or self._between:
                         break
                     held_up = self._limit is not None and self._stage.in_flight >= self._limit
@@ -263,6 +265,8 @@ class StageWorker:
                 message = self._take(task) if task is not Task.WAIT or self._saves else _NOTHING
             started = time.perf_counter()
             trains = task in (Task.FORWARD, Task.BACKWARD)
+            if trains:
+                self._after = task
             if trains or task is Task.EVALUATE:
                 self._latest = message.microbatch
             self._tell_waits(waits, started)

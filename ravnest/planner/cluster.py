@@ -109,9 +109,11 @@ class Cluster:
 
     @property
     def enough_in_flight(self) -> int:
-        """As many as keep it busy with what each waits at busy stages, which no stage's or line's time tells."""
+        """As many as keep it busy with what each waits at busy stages and lines, which no stage's or line's time
+        tells."""
         computing = [stage.compute_seconds for stage in self.stages]
-        return enough_in_flight(self.round_trip_seconds, computing, self.busiest_seconds)
+        there_and_back = 2 * [stage.line_seconds for stage in self.stages]
+        return enough_in_flight(self.round_trip_seconds, computing, self.busiest_seconds, there_and_back)
 
     @property
     def line_seconds(self) -> float:
@@ -193,7 +195,6 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
             model.heavy_forward_seconds / provider.compute_speed + model.light_forward_seconds / provider.memory_speed
         )
         work = work + again * ~ends[None, :]
-    work = np.maximum(work, provider.least_stage_seconds)
     frames = 2.0 * ~begins[:, None] + begins[:, None] + 2.0 * ~ends[None, :] + (model.fed_bytes > 0)
     crossing = model.forward_bytes + model.backward_bytes
     handled = crossing[:, None] + crossing[None, :] + model.fed_bytes
@@ -201,8 +202,10 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     held = ~ends[None, :] & goal.policy.keeps_weights
     copied = model.between(model.parameter_bytes) * model.copy_byte_seconds * held
     step = (model.step_seconds + copied) / provider.memory_speed
-    seconds: Table = work + step + frames * FRAME_SECONDS + handled / HANDLED_BYTES_PER_SECOND
-    return seconds
+    seconds = work + step + frames * FRAME_SECONDS + handled / HANDLED_BYTES_PER_SECOND
+    # One that pretends to be slower waits for most of that time: what else there is to do fits into it.
+    pretended: Table = np.maximum(seconds, provider.least_stage_seconds)
+    return pretended
 
 
 def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:

@@ -41,13 +41,20 @@ def best_cuts(
     cluster = cluster_of(model, goal, network, order, found.cuts, found.in_flight)
     if len(order) == 1 or goal.in_flight is not None:
         return cluster
-    # Codecs are settled with the cluster, and the way is longer where one loses less than was assumed.
-    enough = cluster.enough_in_flight
-    number = next((n for n in range(min(enough, goal.most_in_flight), 1, -1) if _fits(model, goal, order, found, n)), 1)
-    return cluster if number == found.in_flight else cluster_of(model, goal, network, order, found.cuts, number)
+    # Codecs are settled with the cluster, and the way is longer where one loses less than was assumed; with more in
+    # flight, one may lose less than with fewer.
+    for _ in range(_ROUNDS):
+        enough = min(cluster.enough_in_flight, goal.most_in_flight)
+        number = next((n for n in range(enough, 1, -1) if _fits(model, goal, order, found, n)), 1)
+        if number == cluster.in_flight:
+            break
+        cluster = cluster_of(model, goal, network, order, found.cuts, number)
+    return cluster
 
 
 _CLOSE = 1e-9
+_ROUNDS = 4
+"""Until the number in flight and the codecs fit each other, at most."""
 
 
 def _fits(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_Found", in_flight: int) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.engine.schedule import Decision, Task, Waiting, next_task
+from ravnest.engine.schedule import Bound, Decision, Task, Waiting, next_task
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,16 @@ def test_backward_first_then_forward_within_the_limit(
     decision = next_task(waiting, in_flight, limit)
     assert decision.task is task
     assert decision.reason
+
+
+def test_a_forward_has_its_turn_after_a_backward() -> None:
+    both = Waiting(3, 3, 3)
+    assert next_task(both, 2, 4, after=Task.FORWARD).task is Task.BACKWARD
+    turn = next_task(both, 2, 4, after=Task.BACKWARD)
+    assert turn == Decision(Task.FORWARD, "2 in flight, limit 4, and the last was a backward")
+    assert next_task(both, 4, 4, after=Task.BACKWARD).task is Task.BACKWARD, "there is no room for a forward"
+    assert next_task(both, 2, 4, Bound(2, 1), Task.BACKWARD).task is Task.BACKWARD, "it would become too stale"
+    assert next_task(Waiting(3, 0, 3), 2, 4, after=Task.BACKWARD).task is Task.BACKWARD
 
 
 def test_a_stage_that_is_full_says_so() -> None:

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.planner.flight_control import FlightControl, StageCounts
@@ -43,6 +44,10 @@ class Uneven:
     """by so much."""
     late_seconds: float = 0.0
     """That frames come late, on average."""
+    still_every_seconds: float = 0.0
+    """So often each line stands still,"""
+    still_seconds: float = 0.0
+    """for so long."""
     seed: int = 0
 
 
@@ -60,6 +65,7 @@ class SimulatedStage:
     backwards: deque[int] = field(default_factory=deque)
     in_flight: int = 0
     busy: bool = False
+    after: Task = Task.FORWARD
     limit: int | None = None
     forward: tuple[int, float] = (0, 0.0)
     """How many, and how long they took."""
@@ -107,8 +113,15 @@ class FlyingPipeline:
         ]
         self.there = [Link(mbit * 125e3, round_trip_seconds / 2) for _ in range(stages - 1)]
         self.back = [Link(mbit * 125e3, round_trip_seconds / 2) for _ in range(stages - 1)]
+        if uneven.still_every_seconds:
+            for link in (*self.there, *self.back):
+                self.at(self._random.uniform(0, uneven.still_every_seconds), partial(self._stand_still, link))
         self.stages[0].limit = limit
         self._feed()
+
+    def _stand_still(self, link: Link) -> None:
+        link.free_at = max(link.free_at, self.now) + self._uneven.still_seconds
+        self.at(self.now + self._uneven.still_every_seconds, partial(self._stand_still, link))
 
     def _clock(self) -> float:
         return self.now
@@ -171,11 +184,11 @@ class FlyingPipeline:
         if stage.busy:
             return
         waiting = Waiting(len(stage.backwards), len(stage.forwards), 0)
-        task = next_task(waiting, stage.in_flight, stage.limit).task
+        task = next_task(waiting, stage.in_flight, stage.limit, after=stage.after).task
         last = stage.number == len(self.stages) - 1
         if task is Task.WAIT:
             return
-        stage.busy = True
+        stage.busy, stage.after = True, task
         if task is Task.FORWARD:
             microbatch = stage.forwards.popleft()
             forward = self._takes(stage.forward_seconds)

@@ -21,6 +21,8 @@ USUAL = Uneven(stage_share=0.04, late_seconds=0.008)
 """Forwards of 50 ms had a standard deviation of 2 ms there, and frames took 6 ms to be packed, sent and unpacked."""
 HICCUPS = Uneven(stage_share=0.04, hiccup_share=0.002, hiccup_seconds=0.2, late_seconds=0.008)
 """A machine that does something else now and then."""
+STANDSTILLS = Uneven(stage_share=0.04, late_seconds=0.008, still_every_seconds=10.0, still_seconds=0.25)
+"""Lines whose congestion control sends next to nothing for a moment every ten seconds, to see how long the way is."""
 
 
 class Cell:
@@ -31,7 +33,10 @@ class Cell:
         way = self.stages * STAGE_SECONDS + (self.stages - 1) * (2 * crossing + rtt)
         mean = STAGE_SECONDS + 2 * uneven.hiccup_share * uneven.hiccup_seconds
         self.period_seconds = max(mean, crossing)
-        self.enough = enough_in_flight(way, [STAGE_SECONDS] * self.stages, max(STAGE_SECONDS, crossing))
+        stages, lines = [STAGE_SECONDS] * self.stages, [crossing] * 2 * (self.stages - 1)
+        self.enough = enough_in_flight(way, stages, max(STAGE_SECONDS, crossing), lines)
+        self.least = enough_in_flight(way, stages, max(STAGE_SECONDS, crossing))
+        """Without what they wait at lines, of which the control knows nothing."""
         self.filled = 3.0 + 2 * way
         start = min(MOST, round(times * self.enough))
         self.control = FlightControl(self.stages, start, MOST, crossing if self.is_line else 0.0)
@@ -51,7 +56,7 @@ def test_it_is_at_the_limit_from_the_first_seconds_on(name: str) -> None:
     assert cell.of_limit(15, 75) >= 0.97
     assert cell.of_limit(75, 300) >= 0.97
     limits = [limit for _, limit, _ in cell.pipeline.limits]
-    assert all(limit >= cell.enough for limit in limits), limits
+    assert all(limit >= cell.least for limit in limits), limits
     assert cell.control.limit <= 1.25 * cell.enough, limits
     assert len(limits) <= 8, "it flaps"
 
@@ -61,6 +66,14 @@ def test_hiccups_cost_little_more_than_they_take(name: str) -> None:
     cell = Cell(name, HICCUPS)
     assert cell.of_limit(0, 75) >= 0.95
     assert cell.of_limit(75, 300) >= 0.965
+    assert len(cell.pipeline.limits) <= 16, "it flaps"
+
+
+@pytest.mark.parametrize("name", [name for name, (_, mbit, _) in CELLS.items() if mbit > 20])
+def test_lines_that_stand_still_for_a_moment_cost_the_stages_little(name: str) -> None:
+    cell = Cell(name, STANDSTILLS)
+    assert cell.of_limit(0, 75) >= 0.95
+    assert cell.of_limit(75, 300) >= 0.95
     assert len(cell.pipeline.limits) <= 16, "it flaps"
 
 

@@ -226,6 +226,7 @@ def test_the_rate_of_a_cluster(case: Case) -> None:
     assert cluster.period_seconds == close(period)
     assert cluster.samples_per_second == close(formula("cluster_rate", samples=16, period=period))
     waits = sum(formula("wait", compute=stage.compute_seconds, busiest=busiest) for stage in cluster.stages)
+    waits += 2 * sum(formula("wait_at_line", line=stage.line_seconds, busiest=busiest) for stage in cluster.stages)
     enough = formula("enough", round_trip=round_trip, waits=waits, busiest=busiest)
     assert cluster.enough_in_flight == math.ceil(enough - 1e-9)
 
