@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,6 +14,7 @@ import torch
 
 from ravnest.coordinator.checkpoints import CheckpointContents
 from ravnest.coordinator.feeder import Guard, first_batches
+from ravnest.coordinator.kept_costs import keep_costs, kept_costs, key_of
 from ravnest.coordinator.resuming import resumed_metadata
 from ravnest.engine.calibrate import calibrate
 from ravnest.engine.corrections.correction import DEFAULT as DEFAULT_CORRECTION
@@ -61,24 +63,35 @@ def prepare(
     restored: CheckpointContents | None,
     on_phase: Callable[[str], None],
     guard: Guard = contextlib.nullcontext,
+    kept: Path | None = None,
 ) -> Prepared:
     """Captures and profiles the job's model; CaptureError or JobError names what stands in the way.
 
-    Profiled is with so many threads, or, without a number, with as many as `choose_threads` says.
+    Profiled is with so many threads, or, without a number, with as many as `choose_threads` says; what was found is in
+    the file `kept`, if there is one, from then on.
     """
     on_phase("capturing the model")
     peeked = first_batches(job, guard)
     captured = capture(job.model, job.loss, job.metrics, peeked)
-    on_phase("profiling the model")
+    key = key_of(job, captured, threads)
+    costs = None if kept is None else kept_costs(kept, key)
+    if costs is None:
+        on_phase("profiling the model")
+        costs = _measured(job, captured, threads)
+        if kept is not None:
+            keep_costs(kept, key, costs)
+    return Prepared(job, captured, costs, peeked, restored)
+
+
+def _measured(job: Job, captured: Captured, threads: int | None) -> CostProfile:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads or 1)
         if threads is None:
             torch.set_num_threads(choose_threads(_forward_seconds(captured), os.cpu_count() or 1))
-        costs = measure_costs(job, captured)
+        return measure_costs(job, captured)
     finally:
         torch.set_num_threads(before)
-    return Prepared(job, captured, costs, peeked, restored)
 
 
 def choose_threads(forward_seconds: float, cores: int) -> int:

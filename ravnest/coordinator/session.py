@@ -159,7 +159,9 @@ class Session:
 
     def _prepare(self, threads: int | None) -> Prepared:
         restored: CheckpointContents | None = None if self._info is None else load_checkpoint(self._info)
-        prepared = prepare(self._job, threads, restored, self.coordinator.phase, self._interrupts.users_code)
+        prepared = prepare(
+            self._job, threads, restored, self.coordinator.phase, self._interrupts.users_code, self._run.profile_path
+        )
         possible = most_stages(prepared.captured.graph)
         self._events.emit(
             "captured", f"{len(prepared.captured.graph.nodes)} operators, at most {possible} stages", stages=possible

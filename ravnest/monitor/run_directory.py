@@ -61,6 +61,11 @@ class RunPaths:
         return self.path / "model.safetensors"
 
     @property
+    def profile_path(self) -> Path:
+        """What the model costs on the coordinator's machine, so that it is measured once."""
+        return self.path / "profile.json"
+
+    @property
     def static_path(self) -> Path:
         """Tensors of the model that no stage holds and training never changes."""
         return self.path / "static.safetensors"

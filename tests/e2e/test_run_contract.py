@@ -132,6 +132,7 @@ def test_nothing_unknown_lies_in_the_run_directory(run: Path) -> None:
         "updates.jsonl",
         "trace.json",
         "model.safetensors",
+        "profile.json",
         "static.safetensors",
     }
     assert {path.name for path in run.iterdir()} == known | {"checkpoints", "tensorboard", "lock"}
