@@ -95,7 +95,7 @@ CHANNEL_OPTIONS: Final = [
     # Whoever waits for a connection tries again by itself: a channel that is slower at it would hold that up.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 400),
 ]
 
 SERVER_OPTIONS: Final = [

@@ -31,7 +31,18 @@ _KEPT_BYTES: Final = 128
 """What a frame that is kept takes beyond its bytes, so that many small ones count too."""
 
 FIRST_BACKOFF_SECONDS: Final = 0.1
+SOON_BACKOFF_SECONDS: Final = 0.4
 LAST_BACKOFF_SECONDS: Final = 2.0
+_SOON_SECONDS: Final = 30.0
+
+
+def longer_pause(pause_seconds: float, away_seconds: float) -> float:
+    """How long to wait before the next try to reach somebody who has been away for so long.
+
+    Whoever was killed is started again soon, or not for long, and everybody waits for the last one to notice.
+    """
+    most = SOON_BACKOFF_SECONDS if away_seconds < _SOON_SECONDS else LAST_BACKOFF_SECONDS
+    return min(2 * pause_seconds, most)
 
 
 class Connection(Protocol):
@@ -245,7 +256,7 @@ class ResumableLink:
 
         Returns when the link is closed or has ended; raises PeerError when it has failed for good.
         """
-        pause = FIRST_BACKOFF_SECONDS
+        pause, since = FIRST_BACKOFF_SECONDS, time.monotonic()
         while not self.over:
             # Another connection may have come about: the other end dialled, or somebody found a better way.
             await self.until_disconnected()
@@ -260,10 +271,10 @@ class ResumableLink:
                 if self.over:
                     return
                 # A peer that takes connections and breaks them at once is not to be dialled without end.
-                lasted = time.monotonic() - began > LAST_BACKOFF_SECONDS
-                pause = FIRST_BACKOFF_SECONDS if lasted else pause
+                if time.monotonic() - began > LAST_BACKOFF_SECONDS:
+                    pause, since = FIRST_BACKOFF_SECONDS, time.monotonic()
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, LAST_BACKOFF_SECONDS)
+                pause = longer_pause(pause, time.monotonic() - since)
 
     @property
     def over(self) -> bool:

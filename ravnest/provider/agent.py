@@ -38,7 +38,7 @@ from ravnest.net.link import Link
 from ravnest.net.measuring import LinkSpeed
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.pinning import pin_authority
-from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, ResumableLink
+from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, ResumableLink, longer_pause
 from ravnest.net.server import ProviderServer
 from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.v1.control_pb2 import (
@@ -74,9 +74,6 @@ _PARENT_SECONDS = 2.0
 _HAND_OVER_SECONDS = 90.0
 """How long one that wants to leave waits for somebody to take its stage; the coordinator lets it go before that."""
 _PATIENCE_SECONDS = 600.0
-_SOON_SECONDS = 30.0
-_SOON_BACKOFF_SECONDS = 0.4
-"""The most between two tries to join again, for so long after a coordinator has vanished."""
 _LEFT_OVER_SECONDS = 120.0
 """How long a stage of a coordinator that is gone is kept for the next one to say what becomes of it."""
 _ROUND_ORDERS = frozenset({"average", "ring_begin", "ring_catch_up", "ring_commit", "ring_abort"})
@@ -228,9 +225,7 @@ class _Agent:
                     self._deployment.left_alone()
             if await self._asked_to_leave_within(pause):
                 return 0
-            # Whoever runs it starts it again soon, or not for long; and all stages wait for the last of them.
-            soon = time.monotonic() - since < _SOON_SECONDS
-            pause = min(2 * pause, _SOON_BACKOFF_SECONDS if soon else LAST_BACKOFF_SECONDS)
+            pause = longer_pause(pause, time.monotonic() - since)
 
     async def _asked_to_leave_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import PeerError
+from ravnest.net import resumable
 from ravnest.net.frames import Frame, FrameKind, decode, encode
-from ravnest.net.resumable import ResumableLink
+from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, ResumableLink, longer_pause
 
 
 class Pipe:
@@ -119,7 +121,9 @@ def test_every_frame_arrives_once_and_in_order_whatever_breaks(breaks: list[int]
         async with asyncio.timeout(60):
             return await _exchange(breaks, counts)
 
-    near, far = asyncio.run(main())
+    # How long it waits between two tries is not what this is about, and would be most of its time.
+    with mock.patch.multiple(resumable, FIRST_BACKOFF_SECONDS=0.001, SOON_BACKOFF_SECONDS=0.01):
+        near, far = asyncio.run(main())
     assert near == list(range(counts[1])) and far == list(range(counts[0]))
 
 
@@ -246,3 +250,13 @@ def test_a_link_that_the_other_end_has_ended_takes_nothing_more() -> None:
         await asyncio.gather(*carrying)
 
     asyncio.run(main())
+
+
+def test_who_is_away_is_tried_often_at_first_and_seldom_later() -> None:
+    pauses, away = [FIRST_BACKOFF_SECONDS], 0.0
+    while away < 60:
+        away += pauses[-1]
+        pauses.append(longer_pause(pauses[-1], away))
+    assert pauses[:4] == [0.1, 0.2, 0.4, 0.4]
+    assert max(pauses) == pauses[-1] == LAST_BACKOFF_SECONDS
+    assert len(pauses) < 100
