@@ -2,7 +2,8 @@
 
 A replica is announced with a microbatch, as a checkpoint is: every stage keeps its state right after applying that one,
 and sends it to its holder. Once all have said so it is complete, and what was fed up to it need not be kept any more.
-At most one is under way in a cluster.
+The microbatch of the next may be fed while one is under way, as it takes a while until its turn has come: so often that
+stages have sent one before they are to send another.
 """
 
 import math
@@ -22,6 +23,10 @@ from ravnest.net.v1.control_pb2 import Replicated
 MOST_RETAINED: Final = 3072
 """Microbatches, and those of one more update: fewer than a stage remembers of those that it has applied."""
 _GIVEN_UP_SECONDS: Final = 60.0
+_MOST_UNDER_WAY: Final = 2
+"""Providers keep the newest two of each stage, and the last that is complete."""
+_APART: Final = 1.1
+"""Times as long as a stage took to send one, until the next is announced."""
 _TELL_SECONDS: Final = 30.0
 """One is taken every few seconds; an event for each would be all that there is to read."""
 _SHARED_TIMES: Final = 20
@@ -54,6 +59,22 @@ class Replica:
 
 
 @dataclass
+class _UnderWay:
+    """One that was announced, and is not complete."""
+
+    place: Place
+    began: float
+    fed: int
+    """How many were fed between the last that is complete and it."""
+    nodes: dict[int, set[str]] = field(default_factory=dict)
+    hashes: dict[int, str] = field(default_factory=dict)
+    bytes: int = 0
+    """Of its largest part."""
+    seconds: float = 0.0
+    """What the slowest stage took to keep it."""
+
+
+@dataclass
 class _Kept:
     """The replicas of one cluster."""
 
@@ -61,21 +82,15 @@ class _Kept:
     holders: tuple[str, ...] = ()
     """Of each stage who keeps its parts beside its owner; empty: nobody."""
     complete: Replica | None = None
-    number: int = 0
-    """Of the one under way; 0: none is."""
-    fed: int = 0
-    """How many were fed between the one before and that."""
+    under_way: dict[int, _UnderWay] = field(default_factory=dict)
+    """By number, in order."""
     newest: int = 0
     """The highest that was announced."""
-    place: Place = field(default_factory=Place)
-    began: float = 0.0
-    nodes: dict[int, set[str]] = field(default_factory=dict)
-    hashes: dict[int, str] = field(default_factory=dict)
     last_began: float = field(default_factory=lambda: time.monotonic())
     last_seconds: float = 0.0
+    keeping_seconds: float = 0.0
+    """Of the last that is complete, what the slowest stage took to keep it."""
     last_bytes: int = 0
-    bytes: int = 0
-    """Of its largest part."""
     updates: int = 0
     waits: float = 0.0
     """After one that failed, the next is not tried for so long."""
@@ -107,7 +122,7 @@ class Replicas:
     def formed(self, cluster: ClusterRun, keys: tuple[str, ...], holders: Mapping[int, str]) -> None:
         """A cluster has been formed, and these keep its stages' parts; what was under way there is given up."""
         kept = self._kept.setdefault(cluster.id, _Kept(keys))
-        kept.keys, kept.number = keys, 0
+        kept.keys, kept.under_way = keys, {}
         # Others keep its parts from now on, and have none yet: until they do, one more loss may be one too many.
         kept.wanted = kept.wanted or kept.complete is not None
         kept.holders = tuple(holders.get(stage, "") for stage in range(len(keys)))
@@ -117,7 +132,7 @@ class Replicas:
         be whole."""
         kept = self._kept.get(cluster.id)
         if kept is not None:
-            kept.number = 0
+            kept.under_way = {}
 
     def gone(self, node_id: str) -> None:
         """What this node kept cannot be had any more."""
@@ -126,7 +141,7 @@ class Replicas:
                 nodes = tuple(nodes - {node_id} for nodes in kept.complete.nodes)
                 kept.complete = replace(kept.complete, nodes=nodes)
             if node_id in kept.holders:
-                kept.number = 0
+                kept.under_way = {}
 
     def returned(self, node_id: str, parts: Collection[tuple[str, int]]) -> None:
         """A node is back with these parts on its disk, by key and number."""
@@ -179,11 +194,13 @@ class Replicas:
             # What another cluster left is older than what was fed here before it: providers keep the highest numbers.
             return 0
         now = time.monotonic()
-        if kept.number:
-            if now - kept.began < max(_GIVEN_UP_SECONDS, 10 * kept.last_seconds):
+        if kept.under_way:
+            oldest = next(iter(kept.under_way.values()))
+            if now - oldest.began >= max(_GIVEN_UP_SECONDS, 10 * kept.last_seconds):
+                self._give_up(cluster.id, kept, f"not all of it was there after {now - oldest.began:.0f} s")
+            elif kept.complete is None or len(kept.under_way) >= _MOST_UNDER_WAY:
                 return 0
-            self._give_up(cluster.id, kept, f"not all of it was there after {now - kept.began:.0f} s")
-        if now - kept.last_began < kept.waits:
+        if now - kept.last_began < max(kept.waits, _APART * kept.keeping_seconds if kept.under_way else 0.0):
             return 0
         lines = [self._line(node) or _UNKNOWN_LINE for node in cluster.nodes]
         retained = len(cluster.retained)
@@ -201,17 +218,20 @@ class Replicas:
             due = False
         if not (due or kept.wanted):
             return 0
-        kept.number, kept.place, kept.began, kept.last_began = item.microbatch + 1, item.after, now, now
-        kept.newest, kept.fed = kept.number, cluster.dropped + len(cluster.retained)
-        kept.nodes, kept.hashes, kept.bytes, kept.wanted = {}, {}, 0, False
-        self._announced(cluster.id, kept.number, item.after)
-        return kept.number
+        number = item.microbatch + 1
+        kept.under_way[number] = _UnderWay(item.after, now, cluster.dropped + len(cluster.retained))
+        kept.newest, kept.last_began, kept.wanted = number, now, False
+        self._announced(cluster.id, number, item.after)
+        return number
 
     def heard(self, node_id: str, message: Replicated, clusters: Collection[ClusterRun]) -> None:
         """An owner says that its part is kept, or why it is not."""
         for cluster in clusters:
             kept = self._kept.get(cluster.id)
-            if kept is None or not kept.number or message.replica != kept.number or message.key not in kept.keys:
+            if kept is None or message.key not in kept.keys:
+                continue
+            found = kept.under_way.get(message.replica)
+            if found is None:
                 continue
             if cluster.forming:
                 # It is formed from the one before, and what was fed since then is to stay.
@@ -223,42 +243,48 @@ class Replicas:
                 self._give_up(cluster.id, kept, f"{node_id}: {printable(message.error)}")
                 return
             # Only whom it was told to give it to: nobody else is to be asked for it.
-            kept.nodes[stage] = {node_id, *([message.holder] if message.holder == kept.holders[stage] != "" else [])}
-            kept.hashes[stage] = message.sha256 if re.fullmatch("[0-9a-f]{64}", message.sha256) else ""
-            kept.bytes = max(kept.bytes, message.size_bytes)
-            if len(kept.nodes) == len(kept.keys):
-                self._complete(cluster, kept)
+            found.nodes[stage] = {node_id, *([message.holder] if message.holder == kept.holders[stage] != "" else [])}
+            found.hashes[stage] = message.sha256 if re.fullmatch("[0-9a-f]{64}", message.sha256) else ""
+            found.bytes = max(found.bytes, message.size_bytes)
+            # Not of what is no number.
+            found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _GIVEN_UP_SECONDS else 0.0)
+            if len(found.nodes) == len(kept.keys):
+                self._complete(cluster, kept, message.replica, found)
             return
 
-    def _complete(self, cluster: ClusterRun, kept: _Kept) -> None:
-        number = kept.number
-        nodes = tuple(frozenset(kept.nodes[stage]) for stage in range(len(kept.keys)))
-        hashes = tuple(kept.hashes[stage] for stage in range(len(kept.keys)))
-        kept.complete, kept.number, kept.waits = Replica(number, kept.place, nodes, hashes), 0, 0.0
-        kept.last_seconds = time.monotonic() - kept.began
-        kept.last_bytes, kept.updates = kept.bytes, kept.place.updates
+    def _complete(self, cluster: ClusterRun, kept: _Kept, number: int, done: _UnderWay) -> None:
+        nodes = tuple(frozenset(done.nodes[stage]) for stage in range(len(kept.keys)))
+        hashes = tuple(done.hashes[stage] for stage in range(len(kept.keys)))
+        kept.complete, kept.waits = Replica(number, done.place, nodes, hashes), 0.0
+        kept.last_seconds, kept.keeping_seconds = time.monotonic() - done.began, done.seconds
+        kept.last_bytes, kept.updates = done.bytes, done.place.updates
         # In the order in which they were fed, which is not that of their numbers after a cluster was lost.
-        dropped = min(cluster.dropped, kept.fed + 1)
+        dropped = min(cluster.dropped, done.fed + 1)
         cluster.dropped -= dropped
-        for microbatch in list(cluster.retained)[: kept.fed + 1 - dropped]:
+        for microbatch in list(cluster.retained)[: done.fed + 1 - dropped]:
             del cluster.retained[microbatch]
+        # What is older than it need not be waited for.
+        later = list(kept.under_way).index(number) + 1
+        kept.under_way = dict(list(kept.under_way.items())[later:])
+        for other in kept.under_way.values():
+            other.fed -= done.fed + 1
         if time.monotonic() - kept.told < _TELL_SECONDS:
             self._changed()
             return
         kept.told = time.monotonic()
         self._emit(
             "replica",
-            f"all stages as they were after {kept.place.updates} updates are kept by others",
+            f"all stages as they were after {done.place.updates} updates are kept by others",
             cluster=cluster.id,
             replica=number,
             seconds=kept.last_seconds,
-            bytes=kept.bytes,
+            bytes=done.bytes,
         )
         self._changed()
 
     def _give_up(self, cluster: int, kept: _Kept, why: str) -> None:
-        self._emit("replica_failed", why, cluster=cluster, replica=kept.number)
-        kept.number, kept.waits = 0, min(60.0, max(2.0, 2 * kept.waits))
+        self._emit("replica_failed", why, cluster=cluster, replica=next(iter(kept.under_way)))
+        kept.under_way, kept.waits = {}, min(60.0, max(2.0, 2 * kept.waits))
         kept.last_began = time.monotonic()
 
 

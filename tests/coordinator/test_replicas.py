@@ -1,5 +1,6 @@
 """When replicas are announced, when they are complete, and what is kept for feeding again until then."""
 
+import math
 from typing import Any, cast
 
 import pytest
@@ -41,8 +42,10 @@ class Bench:
         self.cluster.retained[microbatch] = Kept(item, True)
         return number
 
-    def says(self, node: str, stage: int, number: int, holder: str = "", error: str = "") -> None:
-        message = Replicated(key=KEYS[stage], replica=number, holder=holder, size_bytes=10, error=error)
+    def says(self, node: str, stage: int, number: int, holder: str = "", error: str = "", seconds: float = 0.0) -> None:
+        message = Replicated(
+            key=KEYS[stage], replica=number, holder=holder, size_bytes=10, error=error, seconds=seconds
+        )
         self.replicas.heard(node, message, [self.cluster])
 
 
@@ -66,7 +69,45 @@ def test_one_is_complete_once_every_stage_has_said_so_and_what_was_fed_up_to_it_
     assert [kind for kind, _ in bench.events] == ["replica"]
 
 
-def test_the_next_waits_for_the_one_under_way(bench: Bench) -> None:
+def test_the_next_is_announced_before_the_last_is_complete_once_stages_can_have_sent_that(bench: Bench) -> None:
+    bench.now += 10
+    assert bench.feed(0) == 1
+    bench.says("a", 0, 1, "b", seconds=4.0)
+    bench.says("b", 1, 1, "a", seconds=math.nan)
+    bench.now += 10
+    assert bench.feed(1) == 2
+    bench.now += 4.3
+    assert bench.feed(2) == 0, "they are still sending"
+    bench.now += 0.2
+    assert bench.feed(3) == 4
+    bench.now += 100 * 0.2
+    assert bench.feed(4) == 0, "two are under way"
+    for stage, (node, holder) in enumerate(("ab", "ba")):
+        bench.says(node, stage, 4, holder)
+    kept = bench.replicas.of(bench.cluster)
+    assert kept is not None and kept.number == 4
+    assert list(bench.cluster.retained) == [4]
+    bench.says("a", 0, 2, "b")
+    bench.says("b", 1, 2, "a")
+    assert bench.replicas.of(bench.cluster) == kept, "one that is older comes too late"
+
+
+def test_each_of_two_under_way_lets_go_what_was_fed_up_to_it(bench: Bench) -> None:
+    bench.now += 10
+    assert bench.feed(0) == 1
+    bench.says("a", 0, 1, "b")
+    bench.says("b", 1, 1, "a")
+    bench.now += 10
+    assert [bench.feed(1), bench.feed(2)] == [2, 0]
+    bench.now += 10
+    assert [bench.feed(3), bench.feed(4)] == [4, 0]
+    for number, left in ((2, [2, 3, 4]), (4, [4])):
+        bench.says("a", 0, number, "b")
+        bench.says("b", 1, number, "a")
+        assert list(bench.cluster.retained) == left
+
+
+def test_the_second_waits_for_the_first(bench: Bench) -> None:
     bench.now += 10
     assert bench.feed(0)
     bench.now += 10
