@@ -51,6 +51,9 @@ OPERATOR_SECONDS = 100e-6
 _AHEAD = 2
 _MOST_AHEAD = 32
 """More would wait at a stage than it may be told to keep."""
+_AWAY_SECONDS = 2.0
+_AWAY_BYTES = 8 << 20
+"""For so long a cluster can go on without its coordinator, if that is no more than so many bytes."""
 
 _MEASURED_PLANS = 8
 """How often it is planned anew with the lines that the plan before would have used. Where lines between machines are
@@ -211,8 +214,14 @@ def _cluster_plans(
 
 
 def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
-    """How many microbatches are fed beyond those in flight, at the planned rate."""
-    return ahead_of(feed_seconds(cluster, providers), cluster.period_seconds)
+    """How many microbatches are fed beyond those in flight, at the planned rate. Where the coordinator is on another
+    machine, enough to go on with for a while when it is gone, if they are small."""
+    needed = ahead_of(feed_seconds(cluster, providers), cluster.period_seconds)
+    fed = [stage for stage in cluster.stages if stage.fed_bytes]
+    if not any(providers[stage.provider].latency_seconds for stage in fed):
+        return needed
+    while_away = min(_AWAY_SECONDS / cluster.period_seconds, _AWAY_BYTES / max(stage.fed_bytes for stage in fed))
+    return max(needed, _AHEAD + math.ceil(min(_MOST_AHEAD, while_away)))
 
 
 def ahead_of(feed_seconds: float, period_seconds: float) -> int:
