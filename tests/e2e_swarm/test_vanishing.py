@@ -135,6 +135,29 @@ def test_who_is_asked_to_leave_hands_its_stage_over_first_and_goes_at_once_when_
     assert root not in [fault["provider"] for fault in summary["faults"]], "nothing was lost by it"
 
 
+def test_stages_whose_link_is_relayed_go_on_when_their_coordinator_was_killed(machines: Swarm) -> None:
+    """The relay is gone with it."""
+    run = an_endless_job(machines.folder)
+    serving, invite = machines.serve("--providers", "2", "--clusters", "1")
+    providers = [machines.join(invite, name, "--outbound-only") for name in ("anna", "ben")]
+    run.wait("first_update")
+    run.wait("replica")
+    while (before := summary_of(machines)["updates"]) < 20:
+        time.sleep(0.1)
+    routes = [link["route"] for stage in summary_of(machines)["clusters"][0]["stages"] for link in stage["links"]]
+    assert routes and set(routes) == {"relayed"}, routes
+    holders = run.stages()
+    serving.signal(signal.SIGKILL)
+    serving.to_the_end()
+    again, _ = machines.serve("--resume", port=None)
+    back = run.wait("resumed_swarm")
+    assert re.match(r"2 stages go on, after", back["reason"]) and back["updates"] >= before, back
+    run.wait("first_update")
+    assert run.stages() == holders
+    summary = finished(machines, again, providers)
+    assert summary["ledger"]["lost"] == 0 and summary["ledger"]["applied_twice"] == 0
+
+
 def test_a_swarm_that_has_grown_goes_on_as_it_is_when_its_coordinator_was_killed(machines: Swarm) -> None:
     run = an_endless_job(machines.folder)
     serving, invite = machines.serve("--clusters", "1")
