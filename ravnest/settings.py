@@ -21,7 +21,7 @@ OUTER_OPTIMIZERS: Final = ("mean", "nesterov")
 VERSION_POLICIES: Final = tuple(POLICIES)
 """Which weights a backward may see."""
 
-CORRECTIONS: Final = ("none", "discount", "predict", "nesterov", "foresight")
+CORRECTIONS: Final = ("none", "discount", "predict", "nesterov", "foresight", "cautious")
 """What may be done about staleness."""
 
 ACTIVATION_CODECS: Final = ("float32", "float16", "bfloat16", "int8")
@@ -65,8 +65,8 @@ class Pipeline:
     correction: str | None = None
     """What is done about staleness: "none", "discount" (a lower learning rate the staler an update is, at the
     beginning), "predict" (a forward uses weights as they are expected to be at its backward), "nesterov" (a step with
-    more momentum, that looks ahead) or "foresight" (both of these). None: what learns best, by
-    `python -m benchmarks.quality`."""
+    more momentum, that looks ahead), "foresight" (these two) or "cautious" (foresight with the discount). None: what
+    learns best, by `python -m benchmarks.quality`."""
 
     codec: str | None = None
     """In what activations and gradients travel between stages: float32, float16, bfloat16 or int8 (a scale for each

@@ -1,4 +1,7 @@
-"""Trains ways in all processes there are: every learning rate from one seed, then the best one from the others."""
+"""Trains ways in all processes there are: every learning rate from one seed, then the two best from the others too.
+
+One seed is not enough to tell two rates apart: the better mean over all seeds decides.
+"""
 
 import math
 import multiprocessing
@@ -6,10 +9,14 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Final
 
 from benchmarks.quality_parts.tasks import TASKS
 from benchmarks.quality_parts.trial import Outcome, Trial, Way, run_trial
 from benchmarks.report import say
+
+_FINALISTS: Final = 2
+"""Learning rates that are tried from every seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +66,11 @@ def study(
 ) -> dict[Way, Found]:
     """Trains them all; `rates` limits how many are tried, those in the middle first."""
     found: dict[Way, Found] = {}
-    first: dict[Way, dict[float, Outcome]] = {way: {} for way in ways}
-    others: dict[Way, list[tuple[int, Outcome]]] = {way: [] for way in ways}
-    best: dict[Way, float] = {}
-    wanted = {way: _middle(TASKS[way.task].rates, rates) for way in ways}
-    total, done = sum(len(each) + seeds - 1 for each in wanted.values()), 0
+    outcomes: dict[Way, dict[float, dict[int, Outcome]]] = {}
+    for way in ways:
+        outcomes[way] = {rate: {} for rate in _middle(TASKS[way.task].rates, rates)}
+    total = sum(len(each) + min(len(each), _FINALISTS) * (seeds - 1) for each in outcomes.values())
+    done = 0
     # Not forked: torch's threads do not survive it.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         running: dict[Future[Outcome], Trial] = {}
@@ -73,28 +80,33 @@ def study(
 
         # Those with more stages take longest, and must not be left to the end.
         for way in sorted(ways, key=lambda way: (way.task != "gpt", -way.stages)):
-            submit(Trial(way, rate, 1, epochs[way.task]) for rate in wanted[way])
+            submit(Trial(way, rate, 1, epochs[way.task]) for rate in outcomes[way])
         while running:
             ended, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in ended:
                 trial, outcome = running.pop(future), future.result()
                 done, way = done + 1, trial.way
+                outcomes[way][trial.rate][trial.seed] = outcome
+                finalists = _finalists(outcomes[way])
                 if trial.seed == 1:
-                    first[way][trial.rate] = outcome
-                else:
-                    others[way].append((trial.seed, outcome))
-                if trial.seed == 1 and len(first[way]) == len(wanted[way]):
-                    best[way] = min(first[way], key=lambda rate: first[way][rate].loss)
-                    submit(Trial(way, best[way], seed, epochs[way.task]) for seed in range(2, seeds + 1))
-                if way in best and len(others[way]) == seeds - 1:
-                    found[way] = _found(way, best[way], first[way], others[way])
-                    say(f"{done}/{total} {way.title}: {found[way].loss:.4f} at a rate of {best[way]:g}")
+                    submit(Trial(way, rate, n, epochs[way.task]) for rate in finalists for n in range(2, seeds + 1))
+                if finalists and all(len(outcomes[way][rate]) == seeds for rate in finalists):
+                    found[way] = _found(way, outcomes[way], finalists)
+                    say(f"{done}/{total} {way.title}: {found[way].loss:.4f} at a rate of {found[way].rate:g}")
     return {way: found[way] for way in ways}
 
 
-def _found(way: Way, rate: float, first: dict[float, Outcome], others: list[tuple[int, Outcome]]) -> Found:
-    outcomes = (first[rate], *(outcome for _, outcome in sorted(others, key=lambda each: each[0])))
-    return Found(way, rate, outcomes, tuple(sorted((tried, outcome.loss) for tried, outcome in first.items())))
+def _finalists(tried: dict[float, dict[int, Outcome]]) -> list[float]:
+    """The rates that are best with the first seed; none before all of them were tried."""
+    if not all(1 in seeds for seeds in tried.values()):
+        return []
+    return sorted(tried, key=lambda rate: tried[rate][1].loss)[:_FINALISTS]
+
+
+def _found(way: Way, tried: dict[float, dict[int, Outcome]], finalists: Sequence[float]) -> Found:
+    rate = min(finalists, key=lambda rate: statistics.mean(outcome.loss for outcome in tried[rate].values()))
+    outcomes = tuple(outcome for _, outcome in sorted(tried[rate].items()))
+    return Found(way, rate, outcomes, tuple(sorted((each, seeds[1].loss) for each, seeds in tried.items())))
 
 
 def _middle(rates: Sequence[float], count: int | None) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ import torch
 
 import ravnest
 from benchmarks.quality_parts.tasks import TASKS
-from benchmarks.quality_parts.virtual import VirtualPipeline, enough_in_flight
+from benchmarks.quality_parts.virtual import VirtualPipeline, in_flight_of_plan
 from ravnest.coordinator.data_order import begin_epoch, seed_everything
 from ravnest.coordinator.feeder import first_batches
 from ravnest.coordinator.prepare import stage_settings
@@ -39,7 +39,7 @@ class Way:
 
     @property
     def in_flight(self) -> int:
-        return enough_in_flight(self.stages, self.link)
+        return in_flight_of_plan(self.stages, self.link)
 
     @property
     def title(self) -> str:

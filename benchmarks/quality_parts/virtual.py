@@ -19,6 +19,7 @@ from ravnest.codecs.codec import codec_named
 from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.engine.stage import Stage
 from ravnest.net.frames import Frame, FrameKind
+from ravnest.planner.enough import enough_in_flight
 from ravnest.provider.coding import coded, decoded
 
 FORWARD: Final = 1.0
@@ -27,13 +28,13 @@ BACKWARD: Final = 2.0
 Values = Mapping[str, Any]
 
 
-def enough_in_flight(stages: int, link: float = 0.0, spare: int = 1) -> int:
-    """The smallest number in flight that keeps every stage busy, and the one more that a planner adds for turns that
-    are not even; 1 for a single stage."""
+def in_flight_of_plan(stages: int, link: float = 0.0) -> int:
+    """As many as a plan for so many equal stages begins with, if a link takes so long one way; 1 for a single stage."""
     if stages == 1:
         return 1
-    round_trip = stages * (FORWARD + BACKWARD) + 2 * (stages - 1) * link
-    return math.ceil(round_trip / (FORWARD + BACKWARD)) + spare
+    stage = FORWARD + BACKWARD
+    links = [link] * 2 * (stages - 1)
+    return enough_in_flight(stages * stage + sum(links), [stage] * stages, stage, links)
 
 
 class _Event(NamedTuple):

@@ -1,5 +1,6 @@
 """The benchmark of quality: its virtual pipeline must be as stale as theory says, and its sums must be right."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from benchmarks.quality_parts.rates import Rates, read_rates
 from benchmarks.quality_parts.study import Found, rows
 from benchmarks.quality_parts.tasks import TASKS, DigitsNet
 from benchmarks.quality_parts.trial import Outcome, Trial, Way, places, run_trial
-from benchmarks.quality_parts.virtual import VirtualPipeline, enough_in_flight
+from benchmarks.quality_parts.virtual import VirtualPipeline, in_flight_of_plan
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import RunError
@@ -72,20 +73,20 @@ def test_just_enough_in_flight_is_as_stale_as_there_are_stages_after_this_one(ca
 
 
 @pytest.mark.parametrize(("stages", "link"), [(2, 0.0), (4, 0.0), (4, 2.2)])
-def test_enough_in_flight_keeps_every_stage_busy_and_fewer_do_not(captured: Captured, stages: int, link: float) -> None:
-    enough = enough_in_flight(stages, link)
+def test_what_a_plan_begins_with_keeps_every_stage_busy(captured: Captured, stages: int, link: float) -> None:
+    just = math.ceil((3 * stages + 2 * (stages - 1) * link) / 3)
     took = {}
-    for in_flight in (enough - 2, enough):
+    for in_flight in (just - 1, in_flight_of_plan(stages, link)):
         pipeline = a_pipeline(captured, stages, in_flight, link)
         times = []
-        for count in (12, 32):
+        for count in (16, 36):
             began = pipeline.seconds
             pipeline.train(fed(captured, count))
             times.append(pipeline.seconds - began)
         # Filling and draining take the same for both counts: what is between them is steady.
         took[in_flight] = (times[1] - times[0]) / 20
-    assert took[enough] == pytest.approx(3.0), "a forward and a backward of the slowest stage, and no pause"
-    assert took[enough - 2] > 3.1
+    assert took[in_flight_of_plan(stages, link)] == pytest.approx(3.0), "what the slowest stage takes, and no pause"
+    assert took[just - 1] > 3.1
 
 
 def test_nothing_is_staler_than_what_is_in_flight(captured: Captured) -> None:

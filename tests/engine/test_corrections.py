@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ravnest.engine.corrections import nesterov
+from ravnest.engine.corrections.cautious import Cautious
 from ravnest.engine.corrections.correction import correction_named, correction_refusal
 from ravnest.engine.corrections.discount import Discount
 from ravnest.engine.corrections.nesterov import Nesterov, momentum
@@ -206,6 +207,28 @@ def test_weights_are_predicted_as_far_as_they_move_until_the_gradient_comes() ->
             parameter.grad = torch.tensor([0.5, -0.1, 2.0])
             correction.step()
         torch.testing.assert_close(predicted["w"].detach(), parameter.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_caution_looks_ahead_as_far_as_its_shorter_steps_will_go() -> None:
+    ahead: dict[float, float] = {}
+    for warm_up_updates in (0, 100):
+        parameter = torch.nn.Parameter(torch.tensor([1.0]))
+        correction = Cautious(
+            torch.optim.AdamW([parameter], lr=0.01, weight_decay=0), {"w": parameter}, warm_up_updates or 1
+        )
+        stepped = []
+        for version in range(50):
+            before = parameter.item()
+            parameter.grad = torch.tensor([0.5])
+            correction.begin_update(4, version)
+            correction.step()
+            stepped.append(before - parameter.item())
+        predicted = correction.forward_weights()
+        assert predicted is not None
+        ahead[warm_up_updates] = parameter.item() - predicted["w"].item()
+        discount = 5.0 ** -(0.51 if warm_up_updates else 0.0)
+        assert stepped[-1] == pytest.approx(0.01 * discount, rel=0.02)
+    assert ahead[100] == pytest.approx(ahead[0] * 5.0**-0.51, rel=0.02)
 
 
 def test_the_momentum_grows_with_staleness_from_the_job_s_own() -> None:

@@ -31,7 +31,7 @@ def forget(line: Line) -> None:
     line.sent.clear()
 
 
-@pytest.mark.parametrize("correction", ["none", "foresight"])
+@pytest.mark.parametrize("correction", ["none", "foresight", "cautious"])
 @pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("versions", POLICIES)
 def test_what_was_summed_or_in_flight_never_happened(versions: str, split_backward: bool, correction: str) -> None:
@@ -54,7 +54,7 @@ def test_what_was_summed_or_in_flight_never_happened(versions: str, split_backwa
     same(one, other)
 
 
-@pytest.mark.parametrize("correction", ["none", "predict", "foresight"])
+@pytest.mark.parametrize("correction", ["none", "predict", "foresight", "cautious"])
 @pytest.mark.parametrize("versions", ["stash", "recompute", "latest"])
 def test_versions_that_microbatches_held_are_let_go(versions: str, correction: str) -> None:
     options = {"versions": versions, "correction": correction}

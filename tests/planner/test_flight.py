@@ -168,7 +168,7 @@ def test_more_are_never_in_flight_than_memory_and_staleness_allow() -> None:
 
 def test_a_stage_that_waits_gets_as_many_as_are_enough_for_the_way() -> None:
     decided = decide_flight(measures(), FlightMemory(), MOST)
-    assert decided.limit == enough_in_flight(1.0, [0.1] * 4, 0.1) == 13
+    assert decided.limit == enough_in_flight(1.0, [0.1] * 4, 0.1) == 12
     assert "5 are too few for a way of 1 s" in decided.reason
     assert decided.memory.trial == Trial(5, 0.2, (0.2, 0.2, 0.2))
 
@@ -183,33 +183,33 @@ def test_a_stage_that_waits_although_there_are_enough_gets_an_eighth_more() -> N
 
 def test_many_that_only_queue_at_the_slowest_stage_are_taken_away_at_once_by_half() -> None:
     decided = decide_flight(measures(limit=20, period_seconds=0.1, flying=19.5), FlightMemory(), MOST)
-    assert decided.limit == 17, "of seven to spare"
+    assert decided.limit == 16, "of eight to spare"
     assert "10.0 of 20 wait for their turn" in decided.reason
-    alone = decide_flight(measures(limit=13, period_seconds=0.1, flying=12.5), FlightMemory(), MOST)
-    assert alone.limit == 13 and "no more than enough for a way of 1 s" in alone.reason
+    alone = decide_flight(measures(limit=12, period_seconds=0.1, flying=11.5), FlightMemory(), MOST)
+    assert alone.limit == 12 and "no more than enough for a way of 1 s" in alone.reason
 
 
 def test_one_more_than_enough_is_taken_away_only_after_a_while() -> None:
     memory, taken = FlightMemory(), []
     for second in range(60):
-        seen = measures(limit=14, period_seconds=0.1, flying=13.5, at_seconds=100.0 + second)
+        seen = measures(limit=13, period_seconds=0.1, flying=12.5, at_seconds=100.0 + second)
         decided = decide_flight(seen, memory, MOST)
-        if decided.limit == 13:
+        if decided.limit == 12:
             taken.append(second)
         else:
             memory = decided.memory
     assert taken[0] == PATIENCE_SECONDS
     # It has to be so all the while.
-    memory = decide_flight(measures(limit=14, period_seconds=0.1, at_seconds=100.0), FlightMemory(), MOST).memory
-    longer = measures(limit=14, period_seconds=0.1, at_seconds=110.0, delays=(0.25,) * 3)
+    memory = decide_flight(measures(limit=13, period_seconds=0.1, at_seconds=100.0), FlightMemory(), MOST).memory
+    longer = measures(limit=13, period_seconds=0.1, at_seconds=110.0, delays=(0.25,) * 3)
     memory = decide_flight(longer, memory, MOST).memory
-    assert decide_flight(replace(longer, at_seconds=125.0, delays=(0.2,) * 3), memory, MOST).limit == 14
+    assert decide_flight(replace(longer, at_seconds=125.0, delays=(0.2,) * 3), memory, MOST).limit == 13
 
 
 def test_fewer_that_cost_something_are_taken_back_and_not_tried_again_for_minutes() -> None:
     fewer = decide_flight(measures(limit=20, period_seconds=0.1, flying=19.5), FlightMemory(), MOST)
     cost = decide_flight(measures(limit=fewer.limit, period_seconds=0.11, flying=16.5), fewer.memory, MOST)
-    assert cost.limit == 20 and "17 in flight cost 9.1% of the rate" in cost.reason
+    assert cost.limit == 20 and "16 in flight cost 9.1% of the rate" in cost.reason
     memory, tried = cost.memory, []
     for second in range(300):
         seen = measures(limit=20, period_seconds=0.1, flying=19.5, at_seconds=float(second))
@@ -243,7 +243,7 @@ def test_where_the_plan_says_that_a_line_is_the_limit_more_are_tried_only_later(
     assert decide_flight(measures(limit=6, flying=5.6), memory, MOST).limit == 6
     assert decide_flight(measures(limit=6, flying=5.6, at_seconds=AGAIN_SECONDS), memory, MOST).limit == 7
     quicker = measures(limit=6, flying=5.6, period_seconds=0.15)
-    assert decide_flight(quicker, memory, MOST).limit == 13, "then the line is not what it was thought to be"
+    assert decide_flight(quicker, memory, MOST).limit == 12, "then the line is not what it was thought to be"
 
 
 def test_more_that_brought_nothing_are_taken_back_and_not_tried_again_soon() -> None:
@@ -263,7 +263,7 @@ def test_nothing_is_concluded_of_fewer_while_something_has_become_faster() -> No
     memory = FlightMemory(delays=(0.2,) * 3, trial=Trial(8, 0.4, (0.2, 1.2, 0.2)), more_useless=Finding(60.0, 0.4))
     decided = decide_flight(measures(limit=7, period_seconds=0.15, flying=6.6), memory, MOST)
     assert decided.limit == 7 and decided.memory.trial is None
-    assert decide_flight(measures(limit=7, period_seconds=0.15, flying=6.6), decided.memory, MOST).limit == 13
+    assert decide_flight(measures(limit=7, period_seconds=0.15, flying=6.6), decided.memory, MOST).limit == 12
 
 
 def test_a_limit_beyond_what_is_allowed_falls_at_once() -> None:

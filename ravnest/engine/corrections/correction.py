@@ -12,16 +12,16 @@ from typing import Final, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ravnest.engine.corrections import discount, foresight, nesterov, predict
+from ravnest.engine.corrections import cautious, discount, foresight, nesterov, predict
 from ravnest.engine.corrections.plain import Plain
 from ravnest.errors import GraphError
 from ravnest.settings import CORRECTIONS
 from ravnest.spec import OptimizerSpec
 
-DEFAULT: Final = "foresight"
+DEFAULT: Final = "cautious"
 """What learns best, by `python -m benchmarks.quality`."""
 
-PREDICTING: Final = ("predict", "foresight")
+PREDICTING: Final = ("predict", "foresight", "cautious")
 """Those that give forwards weights of their own: a stage takes memory for them."""
 
 
@@ -57,7 +57,9 @@ def correction_named(name: str, optimizer: Optimizer, parameters: Mapping[str, T
         return predict.Predict(optimizer, parameters)
     if name == "nesterov":
         return nesterov.Nesterov(optimizer)
-    return foresight.Foresight(optimizer, parameters)
+    if name == "foresight":
+        return foresight.Foresight(optimizer, parameters)
+    return cautious.Cautious(optimizer, parameters)
 
 
 def correction_refusal(name: str, spec: OptimizerSpec) -> str | None:
@@ -71,6 +73,7 @@ _REFUSALS: Final[Mapping[str, Callable[[Optimizer], str | None]]] = {
     "predict": predict.refusal,
     "nesterov": nesterov.refusal,
     "foresight": foresight.refusal,
+    "cautious": cautious.refusal,
 }
 
 

@@ -6,6 +6,8 @@ that nothing changes where nothing is stale. Early gradients change most from up
 staleness does harm.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Final
 
 from torch import Tensor
@@ -34,17 +36,22 @@ class Discount:
         self._factor = (1.0 + max(0, staleness)) ** -power
 
     def step(self) -> None:
-        if self._factor == 1.0:
+        with self.applied():
             self._optimizer.step()
-            return
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        for group in self._optimizer.param_groups:
-            group["lr"] *= self._factor
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The optimizer's rates are discounted meanwhile."""
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        if self._factor != 1.0:
+            for group in groups:
+                group["lr"] *= self._factor
         try:
-            self._optimizer.step()
+            yield
         finally:
             # The very rates, and not what dividing again would give: schedules go on from them.
-            for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
 
