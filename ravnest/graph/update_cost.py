@@ -15,8 +15,14 @@ from ravnest.spec import OptimizerSpec
 _REPETITIONS = 5
 _SMALL = (8, 8)
 _MANY = 9
-_LARGE = (2048, 2048)
-"""Large enough that it and the optimizer's state do not fit into a processor's cache, as those of a real model."""
+_SIDES = (256, 512, 1024, 2048)
+"""Of the square whose step tells what each byte costs. The last is large enough that it and the optimizer's state do
+not fit into a processor's cache, as those of a real model."""
+_AFFORDABLE_SECONDS = 0.2
+"""For one step: a square of twice the side is not tried where its step might take longer."""
+_GROWTH = 8
+"""Times as long a step takes at most on a square of twice the side: Muon multiplies matrices, in bfloat16, at a few
+billion operations a second where a processor has no instructions for that. 2048 would take it minutes there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +55,40 @@ class UpdateCost:
 
 def time_update(optimizer: OptimizerSpec, accumulate: int = 1) -> UpdateCost:
     """The cost of this optimizer's updates for each microbatch, where every `accumulate` of them make one."""
-    one, many, large = (_seconds(optimizer, shapes) for shapes in ([_SMALL], [_SMALL] * _MANY, [_LARGE]))
+    one, many = (_found(optimizer, shapes) for shapes in ([_SMALL], [_SMALL] * _MANY))
+    large = _large(optimizer)
     parameter = max(0.0, (many.step - one.step) / (_MANY - 1))
-    size = math.prod(_LARGE) * torch.float32.itemsize
     return UpdateCost(
         step_seconds=max(0.0, one.step - parameter) / accumulate,
         parameter_seconds=parameter / accumulate,
-        byte_seconds=max(0.0, large.step - one.step) / size / accumulate,
-        copy_byte_seconds=large.copy / size / accumulate,
-        state_bytes_per_byte=large.state_bytes / size,
+        byte_seconds=max(0.0, large.step - one.step) / large.size_bytes / accumulate,
+        copy_byte_seconds=_copy_byte_seconds() / accumulate,
+        state_bytes_per_byte=large.state_bytes / large.size_bytes,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     step: float
-    copy: float
+    size_bytes: int
     state_bytes: int
 
 
-def _seconds(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> _Found:
+def _large(optimizer: OptimizerSpec) -> _Found:
+    """Of the largest square that can be afforded."""
+    found = None
+    for side in _SIDES:
+        if found is not None and _GROWTH * found.step > _AFFORDABLE_SECONDS:
+            break
+        found = _found(optimizer, [(side, side)])
+    assert found is not None
+    return found
+
+
+def _found(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> _Found:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     made = optimizer.build(parameters)
-    step = copy = float("inf")
-    # Versions are held while the next one is made: each gets memory that nobody has had yet.
-    versions = []
+    step = math.inf
     clock = work_clock()
     for _ in range(_REPETITIONS):
         for parameter in parameters:
@@ -81,9 +96,20 @@ def _seconds(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> _Found:
         start = clock()
         made.step()
         step = min(step, clock() - start)
-        start = clock()
-        versions.append([parameter.data.clone() for parameter in parameters])
-        copy = min(copy, clock() - start)
     # A counter of steps is not of the parameter's size.
     kept = [value for state in made.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    return _Found(step, copy, sum(value.nbytes for value in kept if value.numel() > 1))
+    states = sum(value.nbytes for value in kept if value.numel() > 1)
+    return _Found(step, sum(parameter.nbytes for parameter in parameters), states)
+
+
+def _copy_byte_seconds() -> float:
+    weights = torch.ones(_SIDES[-1], _SIDES[-1])
+    seconds = math.inf
+    # Versions are held while the next one is made: each gets memory that nobody has had yet.
+    versions = []
+    clock = work_clock()
+    for _ in range(_REPETITIONS):
+        start = clock()
+        versions.append(weights.clone())
+        seconds = min(seconds, clock() - start)
+    return seconds / weights.nbytes

@@ -9,24 +9,37 @@ from ravnest.spec import OptimizerSpec
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon"])
 def test_every_part_of_an_update_costs_something(name: str) -> None:
     cost = time_update(OptimizerSpec(name, {"lr": 0.01}))
-    assert cost.byte_seconds > 0 and cost.step_seconds + cost.parameter_seconds > 0
-    # Nobody's optimizer takes a second for a megabyte, or a tenth of one for nothing.
-    assert cost.byte_seconds * 1e6 < 1 and cost.step_seconds + cost.parameter_seconds < 0.1
+    assert cost.byte_seconds > 0 and cost.copy_byte_seconds > 0 and cost.step_seconds + cost.parameter_seconds > 0
 
 
 def test_an_update_for_several_microbatches_costs_each_of_them_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {1: 3e-6, 9: 11e-6}
-    size = 2048 * 2048 * 4
 
-    def found(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> object:
-        large = shapes == [(2048, 2048)]
-        return _Found(3e-6 + size * 1e-9 if large else seconds[len(shapes)], size * 2e-9, size)
+    def found(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> _Found:
+        size = sum(4 * rows * columns for rows, columns in shapes)
+        return _Found(3e-6 + size * 1e-9 if shapes[0][0] > 8 else seconds[len(shapes)], size, size)
 
-    monkeypatch.setattr("ravnest.graph.update_cost._seconds", found)
+    monkeypatch.setattr("ravnest.graph.update_cost._found", found)
+    monkeypatch.setattr("ravnest.graph.update_cost._copy_byte_seconds", lambda: 2e-9)
     once, shared = (time_update(OptimizerSpec("SGD"), accumulate) for accumulate in (1, 4))
     approx = pytest.approx
     assert once == UpdateCost(approx(2e-6), approx(1e-6), approx(1e-9), approx(2e-9), approx(1.0))
     assert shared == UpdateCost(approx(0.5e-6), approx(0.25e-6), approx(0.25e-9), approx(0.5e-9), approx(1.0))
+
+
+@pytest.mark.parametrize(("cubic_seconds", "largest"), [(1e-12, 2048), (1e-9, 512), (1e-6, 256)])
+def test_a_slow_optimizer_is_measured_on_no_more_than_can_be_afforded(
+    monkeypatch: pytest.MonkeyPatch, cubic_seconds: float, largest: int
+) -> None:
+    sides = []
+
+    def found(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> _Found:
+        sides.append(shapes[0][0])
+        return _Found(cubic_seconds * sides[-1] ** 3, 4 * sides[-1] ** 2, 0)
+
+    monkeypatch.setattr("ravnest.graph.update_cost._found", found)
+    assert time_update(OptimizerSpec("Muon")).byte_seconds == pytest.approx(cubic_seconds * largest / 4, rel=1e-3)
+    assert max(sides) == largest
 
 
 @pytest.mark.parametrize(
