@@ -78,7 +78,7 @@ def test_the_root_is_told_and_the_change_is_an_event_with_its_reason() -> None:
     cluster = a_cluster()
     flights, course = flights_of(cluster)
     run(flights, cluster, 60)
-    assert cluster.in_flight == 12, cluster.flight_reason
+    assert cluster.in_flight == 11, cluster.flight_reason
     (kind, reason, values), *_ = course.events
     assert (kind, values["cluster"], values["old"]) == ("in_flight", 0, 4)
     assert reason.startswith(f"{values['new']} in flight instead of 4: the slowest stage works")
