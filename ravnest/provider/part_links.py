@@ -6,6 +6,7 @@ it from the coordinator, each at its own time, so an end that is refused tries a
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -13,7 +14,7 @@ from ravnest.errors import PeerError, RefusedError
 from ravnest.net.client import CoordinatorClient
 from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, ResumableLink
+from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, ResumableLink, longer_pause
 from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.stage_link import StageLink
 
@@ -96,7 +97,7 @@ class PartLink:
 
     async def connected(self, patience_seconds: float | None = CONNECT_SECONDS) -> ResumableLink:
         """The link once it has a connection, made anew if it had failed; PeerError after so long, None: never."""
-        pause, said = FIRST_BACKOFF_SECONDS, f"{self.node_id} has not come"
+        pause, since, said = FIRST_BACKOFF_SECONDS, time.monotonic(), f"{self.node_id} has not come"
         try:
             async with asyncio.timeout(patience_seconds):
                 while True:
@@ -114,7 +115,7 @@ class PartLink:
                         # It may not have heard of the link yet, or have made it anew as this end does now.
                         said = str(error)
                     await asyncio.sleep(pause)
-                    pause = min(2 * pause, LAST_BACKOFF_SECONDS)
+                    pause = longer_pause(pause, time.monotonic() - since)
         except TimeoutError:
             raise PeerError(f"there is no link to {self.node_id} after {patience_seconds:g} s: {said}") from None
 

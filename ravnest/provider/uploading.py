@@ -1,11 +1,12 @@
 """Uploads that begin again when the connection breaks."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.client import CoordinatorClient
-from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS
+from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, longer_pause
 
 
 async def upload(client: CoordinatorClient, name: str, chunks: Callable[[], AsyncIterator[bytes]]) -> None:
@@ -14,7 +15,7 @@ async def upload(client: CoordinatorClient, name: str, chunks: Callable[[], Asyn
     RefusedError when the coordinator does not want it. Whoever holds the connection to the coordinator gives up when
     that is gone for good, and cancels this.
     """
-    pause = FIRST_BACKOFF_SECONDS
+    pause, since = FIRST_BACKOFF_SECONDS, time.monotonic()
     while True:
         try:
             return await client.upload(name, chunks())
@@ -22,4 +23,4 @@ async def upload(client: CoordinatorClient, name: str, chunks: Callable[[], Asyn
             raise
         except PeerError:
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LAST_BACKOFF_SECONDS)
+            pause = longer_pause(pause, time.monotonic() - since)
