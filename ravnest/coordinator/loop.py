@@ -6,9 +6,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from ravnest.errors import RavnestError
+
+_END_SECONDS: Final = 5.0
 
 T = TypeVar("T")
 
@@ -27,8 +29,11 @@ class NetworkLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # What is left over, of gRPC say, would complain later that nobody has waited for it.
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_all_ended(), self._loop).result(_END_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(_END_SECONDS)
         if not self._thread.is_alive():
             self._loop.close()
 
@@ -63,6 +68,14 @@ class NetworkLoop:
 
 async def _started(work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
     return asyncio.create_task(work)
+
+
+async def _all_ended() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 async def _ended(task: "asyncio.Task[None]") -> None:
