@@ -9,10 +9,12 @@ end of the data, over TLS, with float32 on the links and with what it chooses it
 
 `of limit` is the share of what neither idle stages nor idle lines would make: 6.67 microbatches a second, or the line's
 rate over the bytes of a microbatch. Targets count what TCP's headers leave of a line, 0.965 of it: the rest is out of
-anybody's reach. `busy` is the share of the time that the slowest stage worked, `flight` the microbatches in flight,
-`stale` the largest staleness, `auto` the run whose codec Ravnest chose, and `idle` the share of the machine's processor
-that was left: where there is little, some of what is measured is waiting for it. Rows of "real" compute as fast as they
-can: a GPT of 10 million parameters on 2 stages.
+anybody's reach. Where the line is the limit, `of tcp` is the share of what one bare TCP connection carries over it,
+full both ways, in the same lab: what congestion control loses is lost to it as well. Such cells are measured from 20 s
+on and for 40, as the number in flight takes longer to settle there. `busy` is the share of the time that the slowest
+stage worked, `flight` the microbatches in flight, `stale` the largest staleness, `auto` the run whose codec Ravnest
+chose, and `idle` the share of the machine's processor that was left: where there is little, some of what is measured is
+waiting for it. Rows of "real" compute as fast as they can: a GPT of 10 million parameters on 2 stages.
 """
 
 import argparse
@@ -28,7 +30,14 @@ import psutil
 
 from benchmarks.pipeline_parts.cells import ALL, PACE, PAYLOAD_SHARE, QUICK, USUAL, Cell, chosen
 from benchmarks.pipeline_parts.models import CROSSING_BYTES, TASKS, cut_blocks
-from benchmarks.pipeline_parts.swarms import RavnestRate, RavnestSwarm, RunFailedError, TorchPipelines, TorchRate
+from benchmarks.pipeline_parts.swarms import (
+    BareLine,
+    RavnestRate,
+    RavnestSwarm,
+    RunFailedError,
+    TorchPipelines,
+    TorchRate,
+)
 from benchmarks.report import Row, Target, finish, say
 from tests.wan import Host, Lab
 
@@ -37,6 +46,10 @@ _BUSY_TARGET = 0.95
 _EQUAL_BYTES_TARGET = 3.0
 _DEFAULT_TARGET = 8.0
 _QUICK_SECONDS = 5.0
+_SETTLING_SECONDS = 20.0
+_SLOW_SECONDS = 40.0
+"""Where the line is the limit. BBR stands still about every ten seconds: less would see one of these, or none."""
+_BARE_SECONDS = 20.0
 _REAL_SECONDS = 20.0
 """Nobody knows beforehand how long a microbatch takes, but some are needed."""
 
@@ -53,6 +66,8 @@ class Measured:
     default: RavnestRate
     idle: float
     """Share of the processor that nobody used meanwhile: where there is none, waiting for it is measured too."""
+    tcp_bytes: float | None
+    """What bare TCP carries over the line in a second, where the line is the limit."""
 
 
 def main() -> int:
@@ -107,11 +122,16 @@ def _measured(cells: Sequence[Cell], paced: bool, given: argparse.Namespace) -> 
             say("the lab's switch has no real-time priority here: lines are less exact")
         ours = stack.enter_context(RavnestSwarm(lab, hosts, pace))
         theirs = stack.enter_context(TorchPipelines(lab, hosts, [cell.stages for cell in cells]))
+        bare: dict[str, float] = {}
         for number, cell in enumerate(cells):
             _set_lines(lab, hosts, cell)
             say(f"cell {number + 1} of {len(cells)}, {time.strftime('%H:%M:%S')}")
+            if not cell.computes and cell.line.name not in bare:
+                with BareLine(lab, hosts[0], hosts[1], _BARE_SECONDS) as line:
+                    bare[cell.line.name] = line.bytes_per_second()
+                say(f"{cell.line.name}: bare TCP, both ways at once: {bare[cell.line.name] * 8e-6:.2f} Mbit/s")
             try:
-                found.append(_cell(cell, ours, theirs, given))
+                found.append(_cell(cell, ours, theirs, given, bare.get(cell.line.name)))
             except RunFailedError as error:
                 say(f"{cell.name} is left out: {error}")
         if late := ours.overruns():
@@ -119,7 +139,9 @@ def _measured(cells: Sequence[Cell], paced: bool, given: argparse.Namespace) -> 
     return found
 
 
-def _cell(cell: Cell, ours: RavnestSwarm, theirs: TorchPipelines, given: argparse.Namespace) -> Measured:
+def _cell(
+    cell: Cell, ours: RavnestSwarm, theirs: TorchPipelines, given: argparse.Namespace, tcp_bytes: float | None
+) -> Measured:
     """The contenders take turns, so that what disturbs the machine for a while disturbs both."""
     steps = 2 if given.quick or (cell.line.mbps is not None and cell.line.mbps <= 100) else 3
     pace = PACE if cell.paced else None
@@ -131,7 +153,7 @@ def _cell(cell: Cell, ours: RavnestSwarm, theirs: TorchPipelines, given: argpars
         _say_torch(cell, schedule, torch[-1])
         ravnest.append(_ravnest(cell, ours, codec, given))
     idle = psutil.cpu_times_percent().idle / 100
-    return Measured(cell, torch[0], torch[1], ravnest[0], ravnest[1], idle)
+    return Measured(cell, torch[0], torch[1], ravnest[0], ravnest[1], idle, tcp_bytes)
 
 
 def _ravnest(cell: Cell, ours: RavnestSwarm, codec: str | None, given: argparse.Namespace) -> RavnestRate:
@@ -141,6 +163,8 @@ def _ravnest(cell: Cell, ours: RavnestSwarm, codec: str | None, given: argparse.
     pipeline: dict[str, Any] = {"in_flight": in_flight, "codec": codec}
     warm_seconds = (2.0 if given.quick else 3.0) + 2 * cell.round_trip_seconds()
     seconds = max(given.seconds, 35 * cell.period_seconds() if cell.paced else _REAL_SECONDS)
+    if not cell.computes:
+        warm_seconds, seconds = max(warm_seconds, _SETTLING_SECONDS), max(seconds, _SLOW_SECONDS)
     if given.quick:
         seconds = _QUICK_SECONDS
     try:
@@ -187,6 +211,7 @@ def _row(measured: Measured) -> Row:
         "1f1b": one_f_one_b,
         "float32": equal.microbatches_per_second,
         "of_limit": _of_limit(cell, equal, CROSSING_BYTES) if cell.paced else None,
+        "of_tcp": _of_tcp(equal, measured.tcp_bytes),
         "x_gpipe": equal.microbatches_per_second / gpipe,
         "x_1f1b": equal.microbatches_per_second / one_f_one_b,
         "busy": max(equal.busy, default=0.0),
@@ -204,6 +229,10 @@ def _row(measured: Measured) -> Row:
 
 def _of_limit(cell: Cell, rate: RavnestRate, crossing_bytes: float, payload_share: float = 1.0) -> float:
     return rate.microbatches_per_second / cell.limit(crossing_bytes, payload_share)
+
+
+def _of_tcp(rate: RavnestRate, tcp_bytes: float | None) -> float | None:
+    return None if tcp_bytes is None else rate.microbatches_per_second * rate.bytes_per_microbatch / tcp_bytes
 
 
 def _targets(found: Sequence[Measured]) -> list[Target]:

@@ -21,6 +21,7 @@ MICROBATCHES = 8
 """Of a step of GPipe or 1F1B."""
 
 _PARTS = "benchmarks.pipeline_parts"
+_BARE_PORT = 29400
 _END_SECONDS = 10.0
 _LOOK_SECONDS = 10.0
 
@@ -56,6 +57,23 @@ class _Processes:
             )
         self._undo.callback(_ended, process)
         return process
+
+
+class BareLine(_Processes):
+    """One TCP connection between two hosts, and nothing else."""
+
+    def __init__(self, lab: Lab, one: str, other: str, seconds: float) -> None:
+        super().__init__()
+        words = [f"{_PARTS}.tcp_line"]
+        where = f"{lab.host(one).address}:{_BARE_PORT}"
+        self._ends = [
+            self._start(lab, one, [*words, "listen", str(_BARE_PORT), str(seconds)]),
+            self._start(lab, other, [*words, "dial", where, str(seconds)]),
+        ]
+
+    def bytes_per_second(self) -> float:
+        """Of the direction that carried less."""
+        return min(float(_hear(end)) for end in self._ends)
 
 
 class TorchPipelines(_Processes):
@@ -121,7 +139,8 @@ class RavnestSwarm(_Processes):
         words = [f"{_PARTS}.requester", home, str(len(hosts)), str(self._folder)]
         self._requester = self._start(lab, "home", words)
         invite = _hear(self._requester)
-        join = ["ravnest", "join", invite, "--cache", "0"]
+        # As the other contenders: one that finds a GPU would compute on it.
+        join = ["ravnest", "join", invite, "--cache", "0", "--device", "cpu"]
         if pace is not None:
             join += ["--pretend-seconds", f"{pace.forward},{pace.backward}"]
         self._said = [self._folder / f"{host}.log" for host in hosts]
