@@ -12,6 +12,7 @@ import argparse
 import os
 import statistics
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from tests.wan import Host, Lab
 from tests.wan import Path as LabPath
 
 _MEMBERS = 4
+_PAUSES = (0.0, 0.5, 1.0, 2.0)
+"""Seconds before a turn over lines, in one repetition after the other."""
 _LOOPBACK_BYTES = 100_000_000
 _LINE_MBPS = 100.0
 _CODECS = ("float32", "float16", "bfloat16", "int8", "int4")
@@ -111,7 +114,7 @@ def _line_case(
     hosts = [Host(f"m{index}", up_mbps=_LINE_MBPS, down_mbps=_LINE_MBPS) for index in range(_MEMBERS)]
     with Lab(hosts, default=LabPath(delay_ms=round_trip_ms / 2)) as lab:
         sites = [Site(lab.host(host.name).address, lab.host(host.name).command) for host in hosts]
-        measured = _measured(case, contenders, sites, megabytes * 10**6, repetitions)
+        measured = _measured(case, contenders, sites, megabytes * 10**6, repetitions, pauses=True)
     bound = 2 * (_MEMBERS - 1) / _MEMBERS * megabytes * 8 / _LINE_MBPS
     rows: list[Row] = [
         {**_row(case, name, measured), "of_bound": bound / _seconds(took) if took else None}
@@ -150,10 +153,17 @@ def _training(given: argparse.Namespace) -> tuple[list[Row], list[Target]]:
 
 
 def _measured(
-    case: str, contenders: Iterable[Contender], sites: Sequence[Site], size_bytes: int, repetitions: int
+    case: str,
+    contenders: Iterable[Contender],
+    sites: Sequence[Site],
+    size_bytes: int,
+    repetitions: int,
+    pauses: bool = False,
 ) -> Measured:
     """Each contender averages once for nothing, which opens its connections, and then they take turns. None begins
-    before the others have prepared their next: gloo's members copy their vectors, which costs as much as averaging."""
+    before the others have prepared their next: gloo's members copy their vectors, which costs as much as averaging.
+    The pauses between turns differ: BBR stands still for 0.2 s every ten seconds of a connection's life, which a turn
+    that comes back every ten seconds would always meet at the same place, or never."""
     took: dict[str, list[Took]] = {}
     failures: dict[str, str] = {}
     with ExitStack() as stack:
@@ -166,6 +176,7 @@ def _measured(
             for members in everybody:
                 for each in everybody:
                     each.wait_until_ready()
+                time.sleep(_PAUSES[number % len(_PAUSES)] if pauses else 0.0)
                 result = None if members.has_given_up else members.average()
                 name = members.contender.name
                 if result is None:
