@@ -11,10 +11,11 @@ end of the data, over TLS, with float32 on the links and with what it chooses it
 rate over the bytes of a microbatch. Targets count what TCP's headers leave of a line, 0.965 of it: the rest is out of
 anybody's reach. Where the line is the limit they count what one bare TCP connection carries over it, full both ways, in
 the same lab, and `of tcp` is the share of that: acknowledgements and what congestion control loses are lost to it as
-well. Such cells are measured from 20 s on and for 40, as the number in flight takes longer to settle there. `busy` is the share of the time that the slowest
-stage worked, `flight` the microbatches in flight, `stale` the largest staleness, `auto` the run whose codec Ravnest
-chose, and `idle` the share of the machine's processor that was left: where there is little, some of what is measured is
-waiting for it. Rows of "real" compute as fast as they can: a GPT of 10 million parameters on 2 stages.
+well. Such cells are measured from 20 s on and for 40, as the number in flight takes longer to settle there. `busy` is
+the share of the time that the slowest stage worked, `flight` the microbatches in flight, `stale` the largest staleness,
+`auto` the run whose codec Ravnest chose, and `idle` the share of the machine's processor that was left: where there is
+little, some of what is measured is waiting for it. Rows of "real" compute as fast as they can: a GPT of 10 million
+parameters on 2 stages.
 """
 
 import argparse
@@ -246,7 +247,9 @@ def _targets(found: Sequence[Measured]) -> list[Target]:
     if not found:
         return []
     equal = {m.cell.name: _of_limit(m.cell, m.equal, CROSSING_BYTES, m.payload_share) for m in found}
-    default = {m.cell.name: _of_limit(m.cell, m.default, m.default.bytes_per_microbatch, m.payload_share) for m in found}
+    default = {
+        m.cell.name: _of_limit(m.cell, m.default, m.default.bytes_per_microbatch, m.payload_share) for m in found
+    }
     busy = {m.cell.name: max(m.equal.busy, default=0.0) for m in found if m.cell.computes}
     targets = [
         _least("float32, of the limit", equal, _LIMIT_TARGET),

@@ -138,6 +138,7 @@ def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, plan: RunPlan) -
         most_in_flight=plan.bound_in_flight,
         versions=plan.versions,
         split_backward=stage.split_backward,
+        clusters=len(plan.clusters),
     )
     factor = rate_factor(job, len(plan.clusters)).factor
     schedule = scaled_schedule(job.schedule_spec, factor)

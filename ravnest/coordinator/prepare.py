@@ -13,12 +13,14 @@ import psutil
 import torch
 
 from ravnest.coordinator.checkpoints import CheckpointContents
+from ravnest.coordinator.data_order import epoch_size
 from ravnest.coordinator.feeder import Guard, first_batches
 from ravnest.coordinator.kept_costs import keep_costs, kept_costs, key_of
 from ravnest.coordinator.resuming import resumed_metadata
 from ravnest.engine.calibrate import calibrate
 from ravnest.engine.corrections.correction import DEFAULT as DEFAULT_CORRECTION
 from ravnest.engine.corrections.correction import correction_refusal
+from ravnest.engine.corrections.discount import warm_up_updates
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.speed import measure_speed
 from ravnest.errors import RunError
@@ -134,8 +136,9 @@ def stage_settings(
     most_in_flight: int | None = None,
     versions: str = "stash",
     split_backward: bool = False,
+    clusters: int = 1,
 ) -> StageSettings:
-    """What the provider of one stage is told about training it."""
+    """What the provider of one stage is told about training it, where so many clusters share the run."""
     schedule = job.schedule_spec
     return StageSettings(
         optimizer=job.optimizer_spec.to_json(),
@@ -151,12 +154,21 @@ def stage_settings(
         max_staleness=job.pipeline.max_staleness,
         versions=versions,
         correction=choose_correction(job)[0],
+        warm_up_updates=warm_up_updates(_updates_of(job, clusters)),
         precision=job.pipeline.precision,
         compiled=job.pipeline.compiled,
         split_backward=split_backward,
         trace=job.pipeline.trace,
         record_updates=job.pipeline.record_updates,
     )
+
+
+def _updates_of(job: Job, clusters: int) -> int | None:
+    """How many updates each cluster makes in all of the run, as far as is known; None where the data does not tell."""
+    size = epoch_size(job.train_data, 1)
+    known = [] if size is None else [job.epochs * size[0] // job.pipeline.accumulate]
+    updates = min([*known, *([] if job.max_updates is None else [job.max_updates])], default=None)
+    return None if updates is None else updates // clusters
 
 
 def choose_correction(job: Job) -> tuple[str, str]:

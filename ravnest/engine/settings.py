@@ -33,6 +33,8 @@ class StageSettings:
     """No more updates than so many between a microbatch's forward and its backward. None: as many as there are."""
     versions: str = DEFAULT_POLICY
     correction: str = "none"
+    warm_up_updates: int = 500
+    """Of a correction that is careful at first: over so many updates it ceases to be."""
     precision: str = "float32"
     compiled: bool = False
     split_backward: bool = False
@@ -66,7 +68,7 @@ class StageSettings:
         for name, known in _NAMES.items():
             if data[name] not in known:
                 raise GraphError(f"the stage's setting {name} is {data[name][:80]!r}, which this version does not know")
-        least = {"most_in_flight": 1, "max_staleness": 0, "trace": 0}
+        least = {"most_in_flight": 1, "max_staleness": 0, "warm_up_updates": 1, "trace": 0}
         for name, number in least.items():
             if data[name] is not None and data[name] < number:
                 raise GraphError(f"the stage's setting {name} is {data[name]}, and cannot be below {number}")
@@ -95,6 +97,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "max_staleness": (int, type(None)),
     "versions": (str,),
     "correction": (str,),
+    "warm_up_updates": (int,),
     "precision": (str,),
     "compiled": (bool,),
     "split_backward": (bool,),

@@ -69,7 +69,9 @@ class Stage:
         self._versions = WeightVersions({p.name: weights[p.key].to(self.device) for p in graph.parameters})
         self._fixed = {c.name: weights[c.key].to(self.device) for c in (*graph.constants, *graph.states)}
         self._optimizer = settings.optimizer_spec().build(list(self._versions.masters.values()))
-        self._correction = correction_named(settings.correction, self._optimizer, self._versions.masters)
+        self._correction = correction_named(
+            settings.correction, self._optimizer, self._versions.masters, settings.warm_up_updates
+        )
         schedule = settings.schedule_spec()
         self._schedule = None if schedule is None else schedule.build(self._optimizer)
         self._passes = Passes(graph, self.device, self._versions, self._fixed, settings)

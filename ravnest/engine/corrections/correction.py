@@ -42,8 +42,14 @@ class Correction(Protocol):
         """Steps the parameters that have gradients: an update is made of one or more of these."""
 
 
-def correction_named(name: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> Correction:
-    """The correction of a stage with this optimizer of these parameters, as they are called in its graph.
+def correction_named(
+    name: str,
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    warm_up_updates: int = discount.WARM_UP_UPDATES,
+) -> Correction:
+    """The correction of a stage with this optimizer of these parameters, as they are called in its graph; over the
+    first `warm_up_updates`, those that discount the rate do so less and less.
 
     Where it has no meaning for the optimizer, that is none (`correction_refusal` says why). GraphError: no such name.
     """
@@ -52,14 +58,14 @@ def correction_named(name: str, optimizer: Optimizer, parameters: Mapping[str, T
     if name == "none" or _refusal(name, optimizer) is not None:
         return Plain(optimizer)
     if name == "discount":
-        return discount.Discount(optimizer)
+        return discount.Discount(optimizer, warm_up_updates)
     if name == "predict":
         return predict.Predict(optimizer, parameters)
     if name == "nesterov":
         return nesterov.Nesterov(optimizer)
     if name == "foresight":
         return foresight.Foresight(optimizer, parameters)
-    return cautious.Cautious(optimizer, parameters)
+    return cautious.Cautious(optimizer, parameters, warm_up_updates)
 
 
 def correction_refusal(name: str, spec: OptimizerSpec) -> str | None:

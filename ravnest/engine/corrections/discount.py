@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 WARM_UP_UPDATES: Final = 500
-"""Over so many updates the discount is lifted."""
+"""Over so many updates the discount is lifted, at most;"""
+WARM_UP_PART: Final = 6
+"""and over this part of a run whose length is known: one that ends before it is lifted has learnt too little."""
+
+
+def warm_up_updates(run_updates: int | None) -> int:
+    """Over how many updates the discount is lifted in a run of so many; None: nobody knows."""
+    return WARM_UP_UPDATES if run_updates is None else max(1, min(WARM_UP_UPDATES, run_updates // WARM_UP_PART))
 
 
 class Discount:
