@@ -1,5 +1,6 @@
 """What all tests share: one embedded swarm per worker, one thread for torch, one look at how fast the machine is."""
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,10 @@ PROVIDERS = 4
 
 # Two test workers and their providers share two cores; torch's own threads would only stand in one another's way.
 torch.set_num_threads(1)
+
+# A suite that was started in the background ignores Ctrl-C and the end of its terminal, and so would all its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class SharedSwarm:
