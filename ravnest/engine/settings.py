@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ravnest.engine.corrections.discount import WARM_UP_UPDATES
 from ravnest.errors import GraphError
 from ravnest.plain_json import read_json
 from ravnest.settings import CORRECTIONS, PRECISIONS, VERSION_POLICIES
@@ -33,7 +34,7 @@ class StageSettings:
     """No more updates than so many between a microbatch's forward and its backward. None: as many as there are."""
     versions: str = DEFAULT_POLICY
     correction: str = "none"
-    warm_up_updates: int = 500
+    warm_up_updates: int = WARM_UP_UPDATES
     """Of a correction that is careful at first: over so many updates it ceases to be."""
     precision: str = "float32"
     compiled: bool = False
