@@ -10,6 +10,8 @@ from ravnest.spec import OptimizerSpec
 def test_every_part_of_an_update_costs_something(name: str) -> None:
     cost = time_update(OptimizerSpec(name, {"lr": 0.01}))
     assert cost.byte_seconds > 0 and cost.copy_byte_seconds > 0 and cost.step_seconds + cost.parameter_seconds > 0
+    # Nobody's optimizer takes a second for a megabyte, or a tenth of one for nothing.
+    assert cost.byte_seconds * 1e6 < 1 and cost.step_seconds + cost.parameter_seconds < 0.1
 
 
 def test_an_update_for_several_microbatches_costs_each_of_them_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
