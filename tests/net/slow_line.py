@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 _PIECE_BYTES = 4096
+_LATE_SECONDS = 0.01
+"""So late a busy machine may wake the line without making it slower."""
 
 
 @asynccontextmanager
@@ -50,8 +52,8 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rat
     before: asyncio.Task[None] | None = None
     try:
         while data := await reader.read(_PIECE_BYTES):
-            free_at = max(free_at, time.monotonic()) + len(data) / rate
-            before = asyncio.create_task(deliver(data, free_at + delay_seconds, before))
+            free_at = max(free_at, time.monotonic() - _LATE_SECONDS) + len(data) / rate
+            before = asyncio.create_task(deliver(data, max(free_at, time.monotonic()) + delay_seconds, before))
             on_the_way.append(before)
             while on_the_way and on_the_way[0].done():
                 on_the_way.popleft()

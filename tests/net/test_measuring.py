@@ -16,6 +16,7 @@ from ravnest.net.measuring import (
     MESSAGE_BYTES,
     MOST_BYTES,
     Arrival,
+    LinkSpeed,
     MeasureService,
     measure_link,
     settled_rate,
@@ -36,16 +37,23 @@ def test_the_figures_are_those_of_the_line() -> None:
             client = CoordinatorClient(f"127.0.0.1:{port}", a_node(ends.admission, "far").tls_keys(), "far")
             try:
                 # A machine that is busy makes a line look slower now and then, and never faster.
-                speeds = [await client.measure() for _ in range(3)]
+                speeds: list[LinkSpeed] = []
+                while len(speeds) < CALLS_PER_MINUTE and not seen_whole(speeds):
+                    speeds.append(await client.measure())
             finally:
                 await client.close()
-            assert min(speed.round_trip_seconds for speed in speeds) < 0.12
+            assert seen_whole(speeds), speeds
             for speed in speeds:
                 assert speed.round_trip_seconds >= 0.06
                 # What TLS and HTTP/2 add is not counted.
                 assert speed.up_bytes_per_second < 520_000 and speed.down_bytes_per_second < 2_080_000
-            assert max(speed.up_bytes_per_second for speed in speeds) > 350_000
-            assert max(speed.down_bytes_per_second for speed in speeds) > 1_400_000
+
+    def seen_whole(speeds: list[LinkSpeed]) -> bool:
+        return (
+            min((speed.round_trip_seconds for speed in speeds), default=1.0) < 0.12
+            and max(speed.up_bytes_per_second for speed in speeds) > 350_000
+            and max(speed.down_bytes_per_second for speed in speeds) > 1_400_000
+        )
 
     run(test())
 
