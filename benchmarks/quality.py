@@ -17,8 +17,10 @@ The aim is on the defaults: at most 0.02 above synchronous training with 4 stage
 embedded swarm with real processes and links instead, and must agree with its virtual twin.
 
 The time to a fixed loss at 100 Mbit/s and 50 ms is the samples that ours needs to it, with the links' delay in virtual
-time, over the rate that `python -m benchmarks.pipeline` has measured (`--rates FILE`, its JSON). For 1F1B the samples
-are those of synchronous training with an update after every microbatch, although it makes one after eight.
+time, over the rate that `python -m benchmarks.pipeline` has measured (`--rates FILE`, its JSON). For 1F1B they are
+those of synchronous training with an update after every eight microbatches, as it was measured; with one after every
+microbatch it would be no faster than a single microbatch on its way through all stages. What it would be if it had
+both, that rate and an update after every microbatch, is in the row too.
 """
 
 import argparse
@@ -30,9 +32,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from benchmarks.quality_parts.rates import Rates, read_rates
+from benchmarks.quality_parts.rates import read_rates
 from benchmarks.quality_parts.study import Found, rows, study
 from benchmarks.quality_parts.tasks import TASKS
+from benchmarks.quality_parts.times import FLUSHED, times_to_loss
 from benchmarks.quality_parts.trial import Trial, Way, job_of
 from benchmarks.quality_parts.virtual import in_flight_of_plan
 from benchmarks.report import Row, Target, finish, say
@@ -46,13 +49,10 @@ _SEEDS: Final = 3
 _AIMS: Final = {4: 0.02, 8: 0.05}
 _LINK: Final = 2.2
 """How many forwards of 50 ms a link of 100 Mbit/s and 50 ms takes for 1 MiB, one way."""
-_FASTER: Final = 2.0
 _CODED: Final = 0.01
 """Nats that int8 on the links may cost."""
 _NOISE: Final = 0.03
 """Nats by which the swarm may differ from its twin, whose cuts and turns are not the same."""
-_FLUSHED: Final = 8
-"""Microbatches in a step of GPipe and 1F1B in benchmarks.pipeline."""
 
 
 def main() -> int:
@@ -70,7 +70,7 @@ def main() -> int:
     elif given.swarm:
         say("no row in a real swarm: the default with up to 4 stages is not among these ways")
     rates = None if given.rates is None else read_rates(given.rates, stages=4)
-    more, faster = _times(found, rates)
+    more, faster = times_to_loss(found, rates)
     return finish("quality", given, [*table, *more], [*targets, *faster])
 
 
@@ -111,7 +111,7 @@ def _ways(given: argparse.Namespace) -> list[Way]:
         # Every part needs what the others are compared with.
         found += [Way(task), *ways[part - 1 :: parts]]
         if not given.quick and part == 1:
-            found.append(Way(task, accumulate=_FLUSHED))
+            found.append(Way(task, accumulate=FLUSHED))
             if 4 in given.stages:
                 found.append(Way(task, 4, "stash", DEFAULT, link=_LINK))
             found += [Way(task, stages, "stash", DEFAULT, codec="int8") for stages in given.stages]
@@ -167,29 +167,6 @@ def _swarm(each: Found, epochs: dict[str, int]) -> tuple[Row, Target]:
         "in_flight": twin.in_flight,
     }
     return row, Target(f"{title}: off its virtual twin", abs(loss - each.loss), _NOISE, at_most=True)
-
-
-def _times(found: dict[Way, Found], rates: Rates | None) -> tuple[list[Row], list[Target]]:
-    """How long it takes to a fixed loss, ours against 1F1B."""
-    table: list[Row] = []
-    targets: list[Target] = []
-    for way, each in found.items():
-        if not way.link:
-            continue
-        task = TASKS[way.task]
-        case = f"{task.title}, {way.stages} stages, 100 Mbit/s 50 ms: a loss of {task.loss_to_reach:g}"
-        ours, theirs = each.samples_to(task.loss_to_reach), found[Way(way.task)].samples_to(task.loss_to_reach)
-        row: dict[str, object] = {"case": case, "our_samples": ours, "synchronous_samples": theirs}
-        if rates is None:
-            say(f"{case}: no time to it without --rates, the samples/s that benchmarks.pipeline measures")
-        elif ours is None or theirs is None:
-            say(f"{case}: it was not reached")
-        else:
-            faster = (theirs / rates.one_f_one_b) / (ours / rates.ours)
-            row |= {"our_rate": rates.ours, "rate_of_1f1b": rates.one_f_one_b, "times_faster": faster}
-            targets.append(Target(f"{case}: times as fast as 1F1B", faster, _FASTER))
-        table.append(row)
-    return table, targets
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from benchmarks.quality_parts.rates import Rates, read_rates
 from benchmarks.quality_parts.study import Found, rows
 from benchmarks.quality_parts.tasks import TASKS, DigitsNet
+from benchmarks.quality_parts.times import FLUSHED, times_to_loss
 from benchmarks.quality_parts.trial import Outcome, Trial, Way, places, run_trial
 from benchmarks.quality_parts.virtual import VirtualPipeline, in_flight_of_plan
 from ravnest.engine.settings import StageSettings
@@ -145,6 +146,18 @@ def test_samples_to_a_loss_are_read_off_between_evaluations() -> None:
     assert each.samples_to(2.0) == pytest.approx(25.0)
     assert each.samples_to(4.0) == pytest.approx(10.0)
     assert each.samples_to(1.0) is None
+
+
+def test_1f1b_updates_as_often_as_it_did_when_its_rate_was_measured() -> None:
+    to_reach = TASKS["gpt"].loss_to_reach
+    # They are there after 20 samples, 10 and 30.
+    ways = {Way("gpt", 4, link=2.2): -1.0, Way("gpt"): -2.0, Way("gpt", accumulate=FLUSHED): 0.0}
+    all_found = {way: found(way, to_reach + loss) for way, loss in ways.items()}
+    (row,), (target,) = times_to_loss(all_found, Rates(ours=6.0, one_f_one_b=1.5))
+    assert row["times_faster"] == target.value == pytest.approx(4 * 30 / 20)
+    assert row["times_faster_if_1f1b_updated_each_time"] == pytest.approx(4 * 10 / 20)
+    (row,), targets = times_to_loss(all_found, None)
+    assert not targets and row["our_samples"] == pytest.approx(20.0)
 
 
 def test_rates_are_read_from_what_the_benchmark_of_pipelines_writes(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""The time to a fixed loss: samples to it from the curves, over the rates that pipelines have on real links."""
+
+from typing import Final
+
+from benchmarks.quality_parts.rates import Rates
+from benchmarks.quality_parts.study import Found
+from benchmarks.quality_parts.tasks import TASKS
+from benchmarks.quality_parts.trial import Way
+from benchmarks.report import Row, Target, say
+
+FLUSHED: Final = 8
+"""Microbatches in a step of GPipe and 1F1B in benchmarks.pipeline."""
+_FASTER: Final = 2.0
+
+
+def times_to_loss(found: dict[Way, Found], rates: Rates | None) -> tuple[list[Row], list[Target]]:
+    """How long it takes to a fixed loss, ours against 1F1B."""
+    table: list[Row] = []
+    targets: list[Target] = []
+    for way in found:
+        if not way.link:
+            continue
+        task = TASKS[way.task]
+        case = f"{task.title}, {way.stages} stages, 100 Mbit/s 50 ms: a loss of {task.loss_to_reach:g}"
+        ours, synchronous, flushed = (
+            found[each].samples_to(task.loss_to_reach)
+            for each in (way, Way(way.task), Way(way.task, accumulate=FLUSHED))
+        )
+        row: dict[str, object] = {
+            "case": case,
+            "our_samples": ours,
+            "synchronous_samples": synchronous,
+            "samples_of_1f1b": flushed,
+        }
+        if rates is None:
+            say(f"{case}: no time to it without --rates, the samples/s that benchmarks.pipeline measures")
+        elif ours is None or synchronous is None or flushed is None:
+            say(f"{case}: it was not reached")
+        else:
+            gained = rates.ours / rates.one_f_one_b
+            row |= {
+                "our_rate": rates.ours,
+                "rate_of_1f1b": rates.one_f_one_b,
+                "times_faster": gained * flushed / ours,
+                "times_faster_if_1f1b_updated_each_time": gained * synchronous / ours,
+            }
+            targets.append(Target(f"{case}: times as fast as 1F1B", gained * flushed / ours, _FASTER))
+        table.append(row)
+    return table, targets
