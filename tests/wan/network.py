@@ -9,6 +9,10 @@ from tests.wan.packets import Frame, Nat, parse
 from tests.wan.shaping import Agenda, Line, chunk_bytes, survivors
 from tests.wan.topology import Host, Path, Topology
 
+_LATE_SHARE = 0.01
+"""Of a path's delay: so late a frame may come out, together with others. Being woken for each would keep the switch
+busy with little else."""
+
 Deliver = Callable[[bytes], None]
 _Settings = TypeVar("_Settings", Host, Path)
 
@@ -204,7 +208,8 @@ class _Way:
         if self._last_arrival <= now:
             self._arrive(now, frame)
         else:
-            self._agenda.at(self._last_arrival, self._arrive, frame, self.target.downlink.busy_seconds(frame))
+            unseen_seconds = max(self.target.downlink.busy_seconds(frame), _LATE_SHARE * self.delay_seconds)
+            self._agenda.at(self._last_arrival, self._arrive, frame, unseen_seconds)
 
     def _arrive(self, now: float, frame: Frame) -> None:
         if self.cut:

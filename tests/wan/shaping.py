@@ -19,6 +19,8 @@ Step = Callable[[float, Frame], None]
 _QUEUE_SECONDS: Final = 0.1
 _QUEUE_LEAST_BYTES: Final = 64 * 1024
 _CHUNK_SECONDS: Final = 0.001
+_CHUNK_LEAST_BYTES: Final = 3000
+"""Two segments: TCP sends no fewer at once, and to take them apart is twice the work for everybody."""
 
 
 def transmission_seconds(size_bytes: int, rate_mbps: float) -> float:
@@ -32,8 +34,9 @@ def default_queue_bytes(rate_mbps: float) -> int:
 
 
 def chunk_bytes(*rates_mbps: float | None) -> float:
-    """The largest burst that may cross lines of these rates in one piece: 1 ms of the slowest."""
-    return min((rate * 1e6 / 8 * _CHUNK_SECONDS for rate in rates_mbps if rate is not None), default=math.inf)
+    """The largest burst that may cross lines of these rates in one piece: 1 ms of the slowest, or two segments."""
+    slowest = min((rate for rate in rates_mbps if rate is not None), default=math.inf)
+    return max(slowest * 1e6 / 8 * _CHUNK_SECONDS, _CHUNK_LEAST_BYTES)
 
 
 def survivors(frame: Frame, loss: float, chance: random.Random) -> Iterator[Frame]:
