@@ -16,6 +16,10 @@ the share of the time that the slowest stage worked, `flight` the microbatches i
 `auto` the run whose codec Ravnest chose, and `idle` the share of the machine's processor that was left: where there is
 little, some of what is measured is waiting for it. Rows of "real" compute as fast as they can: a GPT of 10 million
 parameters on 2 stages.
+
+With `--slow-motion N` all of that happens N times slower: the pace, the rates of lines and their delays, for every
+contender, and what is reported is as if it had not been. Two cores have N times as long for a microbatch then. What TCP
+does by the clock of its own stays as it is, BBR's standing still for 0.2 s or a round trip every ten seconds for one.
 """
 
 import argparse
@@ -23,7 +27,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,7 @@ from benchmarks.pipeline_parts.swarms import (
     TorchRate,
 )
 from benchmarks.report import Row, Target, finish, say
+from ravnest.engine.pace import StageSeconds
 from tests.wan import Host, Lab
 
 _LIMIT_TARGET = 0.95
@@ -89,6 +94,9 @@ def main() -> int:
     except ValueError as error:
         say(f"--only: {error}")
         return 2
+    if given.slow_motion != 1.0:
+        cells = [cell for cell in cells if cell.paced]
+        say(f"{given.slow_motion:g} times slower, and reported as if it were not; without rows of real compute")
     found: list[Measured] = []
     for paced in (True, False):
         group = [cell for cell in cells if cell.paced == paced]
@@ -117,26 +125,36 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--codec", help="of Ravnest's second run in each cell (default: Ravnest's choice)")
     parser.add_argument("--seconds", type=float, default=10.0, help="that each run of Ravnest is measured for")
-    return parser.parse_args()
+    parser.add_argument(
+        "--slow-motion",
+        metavar="N",
+        type=float,
+        default=1.0,
+        help="everything N times slower, for machines with few cores",
+    )
+    given = parser.parse_args()
+    if not 1 <= given.slow_motion <= 10:
+        parser.error(f"--slow-motion is from 1 to 10, not {given.slow_motion:g}")
+    return given
 
 
 def _measured(cells: Sequence[Cell], paced: bool, given: argparse.Namespace) -> list[Measured]:
     """All cells in one lab, in which every process stays from the first cell to the last."""
     hosts = [f"p{number}" for number in range(max(cell.stages for cell in cells))]
-    pace = PACE if paced else None
+    slow: float = given.slow_motion
     found = []
     with Lab([Host("home"), *map(Host, hosts)]) as lab, ExitStack() as stack:
         if not lab.status()["real_time"]:
             say("the lab's switch has no real-time priority here: lines are less exact")
-        ours = stack.enter_context(RavnestSwarm(lab, hosts, pace))
+        ours = stack.enter_context(RavnestSwarm(lab, hosts, _pace(slow) if paced else None))
         theirs = stack.enter_context(TorchPipelines(lab, hosts, [cell.stages for cell in cells]))
         bare: dict[str, float] = {}
         for number, cell in enumerate(cells):
-            _set_lines(lab, hosts, cell)
+            _set_lines(lab, hosts, cell, slow)
             say(f"cell {number + 1} of {len(cells)}, {time.strftime('%H:%M:%S')}")
             if not cell.computes and cell.line.name not in bare:
                 with BareLine(lab, hosts[0], hosts[1], _BARE_SECONDS) as line:
-                    bare[cell.line.name] = line.bytes_per_second()
+                    bare[cell.line.name] = line.bytes_per_second() * slow
                 say(f"{cell.line.name}: bare TCP, both ways at once: {bare[cell.line.name] * 8e-6:.2f} Mbit/s")
             try:
                 found.append(_cell(cell, ours, theirs, given, bare.get(cell.line.name)))
@@ -152,12 +170,14 @@ def _cell(
 ) -> Measured:
     """The contenders take turns, so that what disturbs the machine for a while disturbs both."""
     steps = 2 if given.quick or (cell.line.mbps is not None and cell.line.mbps <= 100) else 3
-    pace = PACE if cell.paced else None
+    slow: float = given.slow_motion
+    pace = _pace(slow) if cell.paced else None
     psutil.cpu_times_percent()
     torch = []
     ravnest = []
     for schedule, codec in (("GPipe", "float32"), ("1F1B", given.codec)):
-        torch.append(theirs.rate(cell.task, cell.stages, schedule, steps, pace))
+        rate = theirs.rate(cell.task, cell.stages, schedule, steps, pace)
+        torch.append(replace(rate, microbatches_per_second=rate.microbatches_per_second * slow))
         _say_torch(cell, schedule, torch[-1])
         ravnest.append(_ravnest(cell, ours, codec, given))
     idle = psutil.cpu_times_percent().idle / 100
@@ -175,11 +195,13 @@ def _ravnest(cell: Cell, ours: RavnestSwarm, codec: str | None, given: argparse.
         warm_seconds, seconds = max(warm_seconds, _SETTLING_SECONDS), max(seconds, _SLOW_SECONDS)
     if given.quick:
         seconds = _QUICK_SECONDS
+    slow: float = given.slow_motion
     try:
-        rate = ours.rate(cell.task, cell.stages, warm_seconds, seconds, pipeline)
+        rate = ours.rate(cell.task, cell.stages, warm_seconds * slow, seconds * slow, pipeline)
     except RunFailedError as error:
         say(f"{cell.name}: once more, as a run failed: {error}")
-        rate = ours.rate(cell.task, cell.stages, warm_seconds, seconds, pipeline)
+        rate = ours.rate(cell.task, cell.stages, warm_seconds * slow, seconds * slow, pipeline)
+    rate = replace(rate, microbatches_per_second=rate.microbatches_per_second * slow, predicted=rate.predicted * slow)
     _check_cuts(cell, rate)
     say(
         f"{cell.name}: Ravnest, {codec or 'its own codec'}: {rate.microbatches_per_second:.2f} microbatches/s, "
@@ -203,10 +225,15 @@ def _check_cuts(cell: Cell, rate: RavnestRate) -> None:
     assert same, f"{cell.name}: stages begin with {rate.begins}, and not with {wanted}"
 
 
-def _set_lines(lab: Lab, hosts: Sequence[str], cell: Cell) -> None:
+def _pace(slow: float) -> StageSeconds:
+    return StageSeconds(PACE.forward * slow, PACE.backward * slow)
+
+
+def _set_lines(lab: Lab, hosts: Sequence[str], cell: Cell, slow: float) -> None:
+    rate_mbps = None if cell.line.mbps is None else cell.line.mbps / slow
     for number, one in enumerate(hosts):
         for other in hosts[number + 1 :]:
-            lab.pair(one, other).set(delay_ms=cell.line.round_trip_ms / 2, rate_mbps=cell.line.mbps)
+            lab.pair(one, other).set(delay_ms=cell.line.round_trip_ms / 2 * slow, rate_mbps=rate_mbps)
 
 
 def _row(measured: Measured) -> Row:
