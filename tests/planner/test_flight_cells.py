@@ -7,11 +7,13 @@ import pytest
 
 from ravnest.planner.enough import enough_in_flight
 from ravnest.planner.flight_control import FlightControl
+from ravnest.planner.providers import MOST_IN_FLIGHT
 from tests.planner.flying_pipeline import FlyingPipeline, Uneven
 
 STAGE_SECONDS = 0.15
 FRAME_BYTES = 1 << 20
-MOST = 32
+CODED_BYTES = 266_400
+"""The same with int8 on the links."""
 CELLS = {
     f"{stages} stages, {mbit:g}/{1000 * rtt:g}": (stages, mbit, rtt)
     for stages in (2, 3, 4, 8)
@@ -26,9 +28,9 @@ STANDSTILLS = Uneven(stage_share=0.04, late_seconds=0.008, still_every_seconds=1
 
 
 class Cell:
-    def __init__(self, name: str, uneven: Uneven, times: float = 1.0) -> None:
+    def __init__(self, name: str, uneven: Uneven, times: float = 1.0, frame_bytes: int = FRAME_BYTES) -> None:
         self.stages, mbit, rtt = CELLS[name]
-        crossing = FRAME_BYTES / (mbit * 125e3)
+        crossing = frame_bytes / (mbit * 125e3)
         self.is_line = crossing > STAGE_SECONDS
         way = self.stages * STAGE_SECONDS + (self.stages - 1) * (2 * crossing + rtt)
         mean = STAGE_SECONDS + 2 * uneven.hiccup_share * uneven.hiccup_seconds
@@ -38,9 +40,11 @@ class Cell:
         self.least = enough_in_flight(way, stages, max(STAGE_SECONDS, crossing))
         """Without what they wait at lines, of which the control knows nothing."""
         self.filled = 3.0 + 2 * way
-        start = min(MOST, round(times * self.enough))
-        self.control = FlightControl(self.stages, start, MOST, crossing if self.is_line else 0.0)
-        self.pipeline = FlyingPipeline(self.stages, mbit=mbit, round_trip_seconds=rtt, limit=start, uneven=uneven)
+        start = min(MOST_IN_FLIGHT, round(times * self.enough))
+        self.control = FlightControl(self.stages, start, MOST_IN_FLIGHT, crossing if self.is_line else 0.0)
+        self.pipeline = FlyingPipeline(
+            self.stages, mbit=mbit, round_trip_seconds=rtt, frame_bytes=frame_bytes, limit=start, uneven=uneven
+        )
         self.pipeline.controlled_by(self.control)
 
     def of_limit(self, since: float, until: float) -> float:
@@ -74,6 +78,14 @@ def test_lines_that_stand_still_for_a_moment_cost_the_stages_little(name: str) -
     cell = Cell(name, STANDSTILLS)
     assert cell.of_limit(0, 75) >= 0.95
     assert cell.of_limit(75, 300) >= 0.95
+    assert len(cell.pipeline.limits) <= 16, "it flaps"
+
+
+@pytest.mark.parametrize("name", [name for name, (_, mbit, _) in CELLS.items() if mbit == 20])
+def test_so_do_slow_lines_once_the_control_has_found_how_many_it_takes(name: str) -> None:
+    cell = Cell(name, STANDSTILLS, frame_bytes=CODED_BYTES)
+    assert cell.of_limit(0, 75) >= 0.95
+    assert cell.of_limit(75, 300) >= 0.97
     assert len(cell.pipeline.limits) <= 16, "it flaps"
 
 
