@@ -9,10 +9,11 @@ end of the data, over TLS, with float32 on the links and with what it chooses it
 
 `of limit` is the share of what neither idle stages nor idle lines would make: 6.67 microbatches a second, or the line's
 rate over the bytes of a microbatch. Targets count what TCP's headers leave of a line, 0.965 of it: the rest is out of
-anybody's reach. Where the line is the limit they count what one bare TCP connection carries over it, full both ways, in
-the same lab, and `of tcp` is the share of that: acknowledgements and what congestion control loses are lost to it as
-well. Such cells are measured from 20 s on and for 40, as the number in flight takes longer to settle there. `busy` is
-the share of the time that the slowest stage worked, `flight` the microbatches in flight, `stale` the largest staleness,
+anybody's reach. Where the line is the limit they count what bare TCP connections carry, one over each line of the
+pipeline, all of them full both ways, in the same lab: the slowest direction of the slowest counts, and `of tcp` is the
+share of that. Acknowledgements and what congestion control loses are lost to them as well. Such cells are measured for
+40 s, after 20 s or ten times the way of a microbatch: so long the number in flight takes to settle there. `busy` is the
+share of the time that the slowest stage worked, `flight` the microbatches in flight, `stale` the largest staleness,
 `auto` the run whose codec Ravnest chose, and `idle` the share of the machine's processor that was left: where there is
 little, some of what is measured is waiting for it. Rows of "real" compute as fast as they can: a GPT of 10 million
 parameters on 2 stages.
@@ -36,7 +37,7 @@ import psutil
 from benchmarks.pipeline_parts.cells import ALL, PACE, PAYLOAD_SHARE, QUICK, USUAL, Cell, chosen
 from benchmarks.pipeline_parts.models import CROSSING_BYTES, TASKS, cut_blocks
 from benchmarks.pipeline_parts.swarms import (
-    BareLine,
+    BareLines,
     RavnestRate,
     RavnestSwarm,
     RunFailedError,
@@ -53,6 +54,8 @@ _EQUAL_BYTES_TARGET = 3.0
 _DEFAULT_TARGET = 8.0
 _QUICK_SECONDS = 5.0
 _SETTLING_SECONDS = 20.0
+_SETTLING_WAYS = 10
+"""Where the line is the limit with float32: one decision on the number in flight takes some ways."""
 _SLOW_SECONDS = 40.0
 """Where the line is the limit. BBR stands still about every ten seconds: less would see one of these, or none."""
 _BARE_SECONDS = 20.0
@@ -148,16 +151,18 @@ def _measured(cells: Sequence[Cell], paced: bool, given: argparse.Namespace) -> 
             say("the lab's switch has no real-time priority here: lines are less exact")
         ours = stack.enter_context(RavnestSwarm(lab, hosts, _pace(slow) if paced else None))
         theirs = stack.enter_context(TorchPipelines(lab, hosts, [cell.stages for cell in cells]))
-        bare: dict[str, float] = {}
+        bare: dict[tuple[str, int], float] = {}
         for number, cell in enumerate(cells):
             _set_lines(lab, hosts, cell, slow)
             say(f"cell {number + 1} of {len(cells)}, {time.strftime('%H:%M:%S')}")
-            if not cell.computes and cell.line.name not in bare:
-                with BareLine(lab, hosts[0], hosts[1], _BARE_SECONDS) as line:
-                    bare[cell.line.name] = line.bytes_per_second() * slow
-                say(f"{cell.line.name}: bare TCP, both ways at once: {bare[cell.line.name] * 8e-6:.2f} Mbit/s")
+            lines = cell.line.name, cell.stages
+            if not cell.computes and lines not in bare:
+                with BareLines(lab, hosts[: cell.stages], _BARE_SECONDS * slow) as each:
+                    bare[lines] = each.bytes_per_second() * slow
+                mbps = bare[lines] * 8e-6
+                say(f"{cell.line.name}: bare TCP, both ways at once, slowest of {cell.stages - 1}: {mbps:.2f} Mbit/s")
             try:
-                found.append(_cell(cell, ours, theirs, given, bare.get(cell.line.name)))
+                found.append(_cell(cell, ours, theirs, given, bare.get(lines)))
             except RunFailedError as error:
                 say(f"{cell.name} is left out: {error}")
         if late := ours.overruns():
@@ -192,7 +197,8 @@ def _ravnest(cell: Cell, ours: RavnestSwarm, codec: str | None, given: argparse.
     warm_seconds = (2.0 if given.quick else 3.0) + 2 * cell.round_trip_seconds()
     seconds = max(given.seconds, 35 * cell.period_seconds() if cell.paced else _REAL_SECONDS)
     if not cell.computes:
-        warm_seconds, seconds = max(warm_seconds, _SETTLING_SECONDS), max(seconds, _SLOW_SECONDS)
+        warm_seconds = max(_SETTLING_SECONDS, _SETTLING_WAYS * cell.round_trip_seconds())
+        seconds = max(seconds, _SLOW_SECONDS)
     if given.quick:
         seconds = _QUICK_SECONDS
     slow: float = given.slow_motion

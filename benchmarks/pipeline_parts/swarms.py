@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -59,20 +60,19 @@ class _Processes:
         return process
 
 
-class BareLine(_Processes):
-    """One TCP connection between two hosts, and nothing else."""
+class BareLines(_Processes):
+    """One TCP connection between each two neighbours, all of them at once, and nothing else."""
 
-    def __init__(self, lab: Lab, one: str, other: str, seconds: float) -> None:
+    def __init__(self, lab: Lab, hosts: Sequence[str], seconds: float) -> None:
         super().__init__()
-        words = [f"{_PARTS}.tcp_line"]
-        where = f"{lab.host(one).address}:{_BARE_PORT}"
-        self._ends = [
-            self._start(lab, one, [*words, "listen", str(_BARE_PORT), str(seconds)]),
-            self._start(lab, other, [*words, "dial", where, str(seconds)]),
-        ]
+        self._ends = []
+        for one, other in pairwise(hosts):
+            where = f"{lab.host(one).address}:{_BARE_PORT}"
+            for host, words in ((one, ["listen", str(_BARE_PORT)]), (other, ["dial", where])):
+                self._ends.append(self._start(lab, host, [f"{_PARTS}.tcp_line", *words, str(seconds)]))
 
     def bytes_per_second(self) -> float:
-        """Of the direction that carried less."""
+        """Of the line and the direction that carried least: a pipeline is no faster."""
         return min(float(_hear(end)) for end in self._ends)
 
 
