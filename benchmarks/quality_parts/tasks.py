@@ -83,6 +83,6 @@ TASKS: Final = {
         "gpt", "character GPT", _characters, (2e-3, 4e-3, 8e-3, 1.6e-2), 12, 2, _CHARACTER_BATCHES, 1, loss_to_reach=2.2
     ),
     "digits": Task(
-        "digits", "digits CNN", _digits, (5e-4, 1e-3, 2e-3, 4e-3), 20, 6, _DIGITS_BATCHES, 4, loss_to_reach=0.1
+        "digits", "digits CNN", _digits, (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), 20, 6, _DIGITS_BATCHES, 4, loss_to_reach=0.1
     ),
 }
