@@ -11,12 +11,12 @@ end of the data, over TLS, with float32 on the links and with what it chooses it
 rate over the bytes of a microbatch. Targets count what TCP's headers leave of a line, 0.965 of it: the rest is out of
 anybody's reach. Where the line is the limit they count what bare TCP connections carry, one over each line of the
 pipeline, all of them full both ways, in the same lab: the slowest direction of the slowest counts, and `of tcp` is the
-share of that. Acknowledgements and what congestion control loses are lost to them as well. Such cells are measured for
-40 s, after 20 s or ten times the way of a microbatch: so long the number in flight takes to settle there. `busy` is the
-share of the time that the slowest stage worked, `flight` the microbatches in flight, `stale` the largest staleness,
-`auto` the run whose codec Ravnest chose, and `idle` the share of the machine's processor that was left: where there is
-little, some of what is measured is waiting for it. Rows of "real" compute as fast as they can: a GPT of 10 million
-parameters on 2 stages.
+share of that. Acknowledgements and what congestion control loses are lost to them as well; there is a target without
+that, too. Such cells are measured for 40 s, after 20 s or ten times the way of a microbatch: so long the number in
+flight takes to settle there. `busy` is the share of the time that the slowest stage worked, `flight` the microbatches
+in flight, `stale` the largest staleness, `auto` the run whose codec Ravnest chose, and `idle` the share of the
+machine's processor that was left: where there is little, some of what is measured is waiting for it. Rows of "real"
+compute as fast as they can: a GPT of 10 million parameters on 2 stages.
 
 With `--slow-motion N` all of that happens N times slower: the pace, the rates of lines and their delays, for every
 contender, and what is reported is as if it had not been. Two cores have N times as long for a microbatch then. What TCP
@@ -284,8 +284,10 @@ def _targets(found: Sequence[Measured]) -> list[Target]:
         m.cell.name: _of_limit(m.cell, m.default, m.default.bytes_per_microbatch, m.payload_share) for m in found
     }
     busy = {m.cell.name: max(m.equal.busy, default=0.0) for m in found if m.cell.computes}
+    headers = {m.cell.name: _of_limit(m.cell, m.equal, CROSSING_BYTES, PAYLOAD_SHARE) for m in found}
     targets = [
         _least("float32, of the limit", equal, _LIMIT_TARGET),
+        _least("float32, of the limit if TCP lost nothing but its headers", headers, _LIMIT_TARGET),
         _least("default codec, of the limit", default, _LIMIT_TARGET),
     ]
     if busy:

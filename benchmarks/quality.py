@@ -32,10 +32,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from benchmarks.pipeline_parts.swarms import MICROBATCHES
 from benchmarks.quality_parts.rates import read_rates
 from benchmarks.quality_parts.study import Found, rows, study
 from benchmarks.quality_parts.tasks import TASKS
-from benchmarks.quality_parts.times import FLUSHED, times_to_loss
+from benchmarks.quality_parts.times import times_to_loss
 from benchmarks.quality_parts.trial import Trial, Way, job_of
 from benchmarks.quality_parts.virtual import in_flight_of_plan
 from benchmarks.report import Row, Target, finish, say
@@ -111,7 +112,7 @@ def _ways(given: argparse.Namespace) -> list[Way]:
         # Every part needs what the others are compared with.
         found += [Way(task), *ways[part - 1 :: parts]]
         if not given.quick and part == 1:
-            found.append(Way(task, accumulate=FLUSHED))
+            found.append(Way(task, accumulate=MICROBATCHES))
             if 4 in given.stages:
                 found.append(Way(task, 4, "stash", DEFAULT, link=_LINK))
             found += [Way(task, stages, "stash", DEFAULT, codec="int8") for stages in given.stages]

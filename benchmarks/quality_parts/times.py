@@ -2,14 +2,13 @@
 
 from typing import Final
 
+from benchmarks.pipeline_parts.swarms import MICROBATCHES
 from benchmarks.quality_parts.rates import Rates
 from benchmarks.quality_parts.study import Found
 from benchmarks.quality_parts.tasks import TASKS
 from benchmarks.quality_parts.trial import Way
 from benchmarks.report import Row, Target, say
 
-FLUSHED: Final = 8
-"""Microbatches in a step of GPipe and 1F1B in benchmarks.pipeline."""
 _FASTER: Final = 2.0
 
 
@@ -24,7 +23,7 @@ def times_to_loss(found: dict[Way, Found], rates: Rates | None) -> tuple[list[Ro
         case = f"{task.title}, {way.stages} stages, 100 Mbit/s 50 ms: a loss of {task.loss_to_reach:g}"
         ours, synchronous, flushed = (
             found[each].samples_to(task.loss_to_reach)
-            for each in (way, Way(way.task), Way(way.task, accumulate=FLUSHED))
+            for each in (way, Way(way.task), Way(way.task, accumulate=MICROBATCHES))
         )
         row: dict[str, object] = {
             "case": case,

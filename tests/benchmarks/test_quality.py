@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.pipeline_parts.swarms import MICROBATCHES as IN_A_STEP
 from benchmarks.quality_parts.rates import Rates, read_rates
 from benchmarks.quality_parts.study import Found, rows
 from benchmarks.quality_parts.tasks import TASKS, DigitsNet
-from benchmarks.quality_parts.times import FLUSHED, times_to_loss
+from benchmarks.quality_parts.times import times_to_loss
 from benchmarks.quality_parts.trial import Outcome, Trial, Way, places, run_trial
 from benchmarks.quality_parts.virtual import VirtualPipeline, in_flight_of_plan
 from ravnest.engine.settings import StageSettings
@@ -151,7 +152,7 @@ def test_samples_to_a_loss_are_read_off_between_evaluations() -> None:
 def test_1f1b_updates_as_often_as_it_did_when_its_rate_was_measured() -> None:
     to_reach = TASKS["gpt"].loss_to_reach
     # They are there after 20 samples, 10 and 30.
-    ways = {Way("gpt", 4, link=2.2): -1.0, Way("gpt"): -2.0, Way("gpt", accumulate=FLUSHED): 0.0}
+    ways = {Way("gpt", 4, link=2.2): -1.0, Way("gpt"): -2.0, Way("gpt", accumulate=IN_A_STEP): 0.0}
     all_found = {way: found(way, to_reach + loss) for way, loss in ways.items()}
     (row,), (target,) = times_to_loss(all_found, Rates(ours=6.0, one_f_one_b=1.5))
     assert row["times_faster"] == target.value == pytest.approx(4 * 30 / 20)

@@ -20,7 +20,7 @@ _QUEUE_SECONDS: Final = 0.1
 _QUEUE_LEAST_BYTES: Final = 64 * 1024
 _CHUNK_SECONDS: Final = 0.001
 _CHUNK_LEAST_BYTES: Final = 3000
-"""Two segments: TCP sends no fewer at once, and to take them apart is twice the work for everybody."""
+"""Two segments: TCP sends so many at once while it has more to send, and to take them apart is twice the work."""
 
 
 def transmission_seconds(size_bytes: int, rate_mbps: float) -> float:
