@@ -11,7 +11,7 @@ from typing import Final
 from ravnest.errors import JobError
 from ravnest.version_policy import POLICIES
 
-AVERAGING_CODECS: Final = ("float32", "float16", "bfloat16", "int8", "int4")
+AVERAGING_CODECS: Final = ("float32", "lossless", "float16", "bfloat16", "int8", "int4")
 """In what the differences of parameters may travel between clusters."""
 
 OUTER_OPTIMIZERS: Final = ("mean", "nesterov")
@@ -24,7 +24,7 @@ VERSION_POLICIES: Final = tuple(POLICIES)
 CORRECTIONS: Final = ("none", "discount", "predict", "nesterov", "foresight", "cautious")
 """What may be done about staleness."""
 
-ACTIVATION_CODECS: Final = ("float32", "float16", "bfloat16", "int8")
+ACTIVATION_CODECS: Final = ("float32", "lossless", "float16", "bfloat16", "int8")
 """In what activations and gradients may travel between stages."""
 
 PRECISIONS: Final = ("float32", "bfloat16", "float16")

@@ -82,7 +82,7 @@ def test_a_wrong_averaging_value_names_its_field_and_the_value(field: str, value
 
 
 def test_an_unknown_codec_gets_the_list_of_those_there_are() -> None:
-    with pytest.raises(JobError, match="give one of float32, float16, bfloat16, int8, int4"):
+    with pytest.raises(JobError, match="give one of float32, lossless, float16, bfloat16, int8, int4"):
         Averaging(codec="gzip")
 
 

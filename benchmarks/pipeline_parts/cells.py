@@ -21,14 +21,10 @@ class Line:
     mbps: float | None
     round_trip_ms: float
 
-    def crossing_seconds(self, size_bytes: float, payload_share: float = 1.0) -> float:
-        """How long so much keeps the line busy, of whose rate this share is payload."""
-        return 0.0 if self.mbps is None else size_bytes * 8e-6 / (self.mbps * payload_share)
+    def crossing_seconds(self, size_bytes: float) -> float:
+        """How long so much keeps the line busy, if nothing else goes over it."""
+        return 0.0 if self.mbps is None else size_bytes * 8e-6 / self.mbps
 
-
-PAYLOAD_SHARE = 0.965
-"""Of a line's rate: the rest are the headers of TCP and IP (docs/wan-lab.md). What acknowledges the other direction
-takes another 0.02 of it, where both are full."""
 
 LINES = (Line("unshaped", None, 0.0), Line("500/10", 500, 10), Line("100/50", 100, 50), Line("20/100", 20, 100))
 
@@ -52,13 +48,13 @@ class Cell:
         """Whether the stages, and not the lines, are the limit when float32 travels."""
         return self.line.crossing_seconds(CROSSING_BYTES) < _STAGE_SECONDS
 
-    def period_seconds(self, crossing_bytes: float = CROSSING_BYTES, payload_share: float = 1.0) -> float:
+    def period_seconds(self, crossing_bytes: float = CROSSING_BYTES) -> float:
         """From one microbatch to the next, if neither stages nor lines are ever idle."""
-        return max(_STAGE_SECONDS, self.line.crossing_seconds(crossing_bytes, payload_share))
+        return max(_STAGE_SECONDS, self.line.crossing_seconds(crossing_bytes))
 
-    def limit(self, crossing_bytes: float = CROSSING_BYTES, payload_share: float = 1.0) -> float:
+    def limit(self, crossing_bytes: float = CROSSING_BYTES) -> float:
         """Microbatches a second, at most, if so much crosses between two stages for each, one way."""
-        return 1 / self.period_seconds(crossing_bytes, payload_share)
+        return 1 / self.period_seconds(crossing_bytes)
 
     def round_trip_seconds(self, crossing_bytes: float = CROSSING_BYTES) -> float:
         """Of one microbatch through all stages and back, when nothing else is under way."""

@@ -25,11 +25,9 @@ from torch import Tensor
 
 from ravnest.averaging.norms import allowed_norm, codec_error, squared_norm
 from ravnest.averaging.segments import Segments, Span
-from ravnest.codecs.codec import Codec
-from ravnest.codecs.float32 import Float32Codec
+from ravnest.codecs.codec import PLAIN, Codec
 from ravnest.errors import PeerError
 
-_PLAIN: Final = Float32Codec()
 _PER_HOP: Final = 1.001
 """Machines sum squares in different orders: what one lets pass, the next one lets pass with certainty."""
 
@@ -150,7 +148,7 @@ class RingReduce:
         if hop < self._members - 1:
             return None
         here = self._result[span.start : span.stop].view(torch.uint8)
-        if (span.coded and self._codec.lossy) or here.numel() != size_bytes:
+        if (span.coded and self._codec is not PLAIN) or here.numel() != size_bytes:
             return torch.empty(size_bytes, dtype=torch.uint8)
         return here
 
@@ -168,7 +166,7 @@ class RingReduce:
             if arrived.data_ptr() != here.data_ptr():
                 here.copy_(arrived)
             self._finish(piece, here)
-            data = piece.data if span.coded and self._codec.lossy else here.view(torch.uint8)
+            data = piece.data if span.coded and self._codec is not PLAIN else here.view(torch.uint8)
         else:
             torch.add(arrived, self._own[span.start : span.stop], alpha=self._shares[span.coded], out=here)
             if not span.coded and not math.isfinite(squared_norm(here)):
@@ -208,13 +206,14 @@ class RingReduce:
 
     def _decode(self, piece: Piece, span: Span) -> Tensor:
         count = span.stop - span.start
-        codec = self._codec if span.coded else _PLAIN
+        codec = self._codec if span.coded else PLAIN
         size = codec.size_bytes(count)
         data = piece.data
-        if data.dtype != torch.uint8 or data.dim() != 1 or data.numel() != size:
+        fits = data.numel() <= size if codec.varies else data.numel() == size
+        if data.dtype != torch.uint8 or data.dim() != 1 or not fits:
             raise PeerError(
                 f"piece {piece.chunk} of segment {piece.segment} has {data.numel()} bytes on hop {piece.hop}; "
-                f"{count} values in {codec.name} are {size}"
+                f"{count} values in {codec.name} are {'at most ' * codec.varies}{size}"
             )
         values = codec.decode(data, count)
         square = squared_norm(values)
@@ -239,7 +238,7 @@ class RingReduce:
     def _encode(self, here: Tensor, span: Span, final: bool = False) -> Tensor:
         """The values `here` as bytes. With `final`, `here` becomes what the others will decode."""
         if not span.coded:
-            return _PLAIN.encode(here)
+            return PLAIN.encode(here)
         if not self._codec.lossy:
             return self._codec.encode(here)
         if self._codec.feedback and self._residual is not None:

@@ -16,6 +16,7 @@ class BFloat16Codec:
 
     name = "bfloat16"
     lossy = True
+    varies = False
     feedback = False
     largest = _END
 

@@ -17,6 +17,7 @@ class Float16Codec:
 
     name = "float16"
     lossy = True
+    varies = False
     feedback = False
     largest = _END
 

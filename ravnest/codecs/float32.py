@@ -11,6 +11,7 @@ class Float32Codec:
 
     name = "float32"
     lossy = False
+    varies = False
     feedback = False
     largest = LARGEST
 

@@ -44,6 +44,7 @@ class Int4Codec:
 
     name = "int4"
     lossy = True
+    varies = False
     feedback = True
     largest = LARGEST
 

@@ -37,6 +37,7 @@ class Int8Codec:
 
     name = "int8"
     lossy = True
+    varies = False
     feedback = False
     largest = LARGEST
 

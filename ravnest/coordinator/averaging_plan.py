@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ravnest.codecs.codec import codec_named
 from ravnest.coordinator.run_plan import average_every
 from ravnest.errors import PlanError
 from ravnest.graph.layout import layout
 from ravnest.graph.portable import PortableGraph
 from ravnest.job import Job
+from ravnest.planner.link_codecs import share_of
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.providers import Goal, Network, Provider
@@ -71,9 +71,8 @@ def within_averaging(graph: PortableGraph, goal: Goal) -> Goal:
 
 def averaged_bytes(averaging: Averaging) -> float:
     """What a number of a parameter takes on the line in a round."""
-    some = 1 << 20
     moments = 8.0 if averaging.optimizer_state else 0.0
-    return codec_named(averaging.codec).size_bytes(some) / some + moments
+    return 4 * share_of(averaging.codec) + moments
 
 
 def averaging_memory(job: Job) -> float:

@@ -31,12 +31,14 @@ from ravnest.planner.cluster import Cluster
 from ravnest.planner.flight import most_in_flight
 from ravnest.planner.formation import form
 from ravnest.planner.laid_out import Layout, laid_out
+from ravnest.planner.link_codecs import CHOICES, EXACT
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Goal, Line, Network, Pair, Provider, Requester
 from ravnest.planner.split_choice import choose_split
 from ravnest.planner.stage_plan import stages_of
 from ravnest.planner.version_choice import choose_versions
+from ravnest.settings import Pipeline
 
 SPEEDS = (1e-5, 1e5)
 """How fast a machine may be against the one that measured the model, for what it says to be believed."""
@@ -90,13 +92,21 @@ def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
         average_share=averaged_bytes(averaging) / 4,
         average_memory=averaging_memory(job),
         blocking=averaging.blocking,
-        # One in flight is asked for by those who want what a plain loop gives: nothing is lost on the way then.
-        codec=pipeline.codec or ("float32" if pipeline.in_flight == 1 else None),
+        codecs=codecs_of(pipeline),
         least_clusters=clusters or 1,
         most_clusters=clusters,
         least_stages=max(1, everybody // (clusters or 1)),
         least_providers=everybody,
     )
+
+
+def codecs_of(pipeline: Pipeline) -> tuple[str, ...]:
+    """What activations and gradients may travel in."""
+    # One in flight is asked for by those who want what a plain loop gives: nothing is lost on the way then.
+    codec = pipeline.codec or ("float32" if pipeline.in_flight == 1 else None)
+    if codec is None:
+        return CHOICES
+    return EXACT if codec == "float32" else (codec,)
 
 
 def model_costs(prepared: Prepared) -> ModelCosts:

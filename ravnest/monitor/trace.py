@@ -24,6 +24,7 @@ MOST_SPANS: Final = 200_000
 _SESSION_PIDS: Final = 100_000
 _STAGE_TIDS: Final = 10
 _PAUSE_SECONDS: Final = 1.0
+_LONGEST_SECONDS: Final = 1e9
 """Between two sessions on the axis."""
 _VALUES_A_SPAN: Final = 16
 _TOGETHER: Final = 1e-6
@@ -203,4 +204,8 @@ def _number(value: object) -> int:
 def _seconds(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{str(value)[:40]!r} is not a time")
-    return float(value) / 1e6
+    seconds = float(value) / 1e6
+    # Of a NaN the comparison is false.
+    if not abs(seconds) <= _LONGEST_SECONDS:
+        raise ValueError(f"{str(value)[:40]!r} is not a time of a run")
+    return seconds

@@ -153,7 +153,7 @@ def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
     for name, coded in frame.coded.items():
         tensor, _ = on_host(name, coded.data)
         held.append(tensor)
-        specs += _spec_bytes(name, frame_pb2.DTYPE_FLOAT32, torch.Size(coded.shape), coded.order, coded.codec)
+        specs += _coded_spec_bytes(name, coded)
         size += _add_bytes(pieces, tensor)
     header = _header_bytes(frame) + specs
     if frame.scalars:
@@ -279,7 +279,7 @@ def _decode_tensors(
         if spec.codec:
             if dtype is not torch.float32:
                 raise PeerError(f"the tensor {name!r} of a frame is {dtype} in a codec, which only float32 may be")
-            nbytes = codec_named(spec.codec).size_bytes(nbytes // itemsize)
+            nbytes = _coded_bytes(spec, nbytes // itemsize)
         if offset + nbytes > available:
             raise PeerError(f"a frame is cut short inside its tensor {name!r}: {available} bytes of {offset + nbytes}")
         order = tuple(spec.order)
@@ -293,6 +293,20 @@ def _decode_tensors(
         offset += nbytes
         offset += -offset % ALIGNMENT_BYTES
     return tensors, coded, offset
+
+
+def _coded_bytes(spec: frame_pb2.TensorSpec, count: int) -> int:
+    """How many bytes the values of a coded tensor take."""
+    codec = codec_named(spec.codec)
+    most = codec.size_bytes(count)
+    if not codec.varies:
+        return most
+    if spec.coded_bytes > most:
+        raise PeerError(
+            f"the tensor {spec.name!r} of a frame has {spec.coded_bytes} bytes in {codec.name}, where {count} values "
+            f"are at most {most}"
+        )
+    return spec.coded_bytes
 
 
 def _decode_scalars(header: frame_pb2.FrameHeader, limits: FrameLimits) -> dict[str, int | float | bool]:
@@ -356,6 +370,21 @@ def _header_bytes(frame: Frame) -> bytes:
 def _spec_bytes(name: str, dtype: int, shape: torch.Size, order: tuple[int, ...], codec: str = "") -> bytes:
     _check_own_name(name)
     spec = frame_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, order=order, codec=codec)  # type: ignore[arg-type]
+    return frame_pb2.FrameHeader(tensors=[spec]).SerializeToString()
+
+
+def _coded_spec_bytes(name: str, coded: Coded) -> bytes:
+    if not codec_named(coded.codec).varies:
+        return _spec_bytes(name, frame_pb2.DTYPE_FLOAT32, torch.Size(coded.shape), coded.order, coded.codec)
+    _check_own_name(name)
+    spec = frame_pb2.TensorSpec(
+        name=name,
+        dtype=frame_pb2.DTYPE_FLOAT32,
+        shape=coded.shape,
+        order=coded.order,
+        codec=coded.codec,
+        coded_bytes=coded.data.numel(),
+    )
     return frame_pb2.FrameHeader(tensors=[spec]).SerializeToString()
 
 

@@ -114,8 +114,9 @@ class Goal:
     """Bytes that averaging takes for each byte of a parameter, on every provider of several clusters."""
     blocking: bool = False
     """Training waits for a round, instead of going on beside it."""
-    codec: str | None = "float32"
-    """Of activations and gradients on every link; None: chosen for each, from what its line carries."""
+    codecs: tuple[str, ...] = ("float32",)
+    """Of activations and gradients, the one that loses least first: one of them is chosen for each link, from what its
+    line carries. One alone: on every link."""
     least_clusters: int = 1
     most_clusters: int | None = None
     least_stages: int = 1

@@ -1,11 +1,14 @@
 """In what the tensors of a frame travel between two stages: as they are, or in the codec of their link.
 
-Only float32 tensors of a training microbatch are coded. What stays as it is, and why:
+Only float32 tensors are coded. What stays as it is, and why:
+
+- Tensors below LEAST_BYTES, numbers and truth values: they would save next to nothing.
+
+And where the codec loses something:
 
 - Evaluation: the model that a run leaves behind is used without a codec, and its loss and metrics are to be those.
 - A tensor with a value that is not finite, or that the codec would cut off: a loss that is not finite has to be found
   where it arises, and a codec would hide it.
-- Tensors below LEAST_BYTES, numbers and truth values: they would lose something and save next to nothing.
 """
 
 import math
@@ -14,7 +17,7 @@ from typing import Final
 
 import torch
 
-from ravnest.codecs.codec import Codec
+from ravnest.codecs.codec import PLAIN, Codec
 from ravnest.errors import PeerError
 from ravnest.net.frames import Coded, Frame
 from ravnest.net.tensors import dense, shaped
@@ -23,8 +26,8 @@ LEAST_BYTES: Final = 1024
 
 
 def coded(frame: Frame, codec: Codec) -> Frame:
-    """The frame as it travels on a link of this codec. Coded tensors are on the device where they were."""
-    if not codec.lossy or not frame.train:
+    """The frame as it travels on a link of this codec. Coded tensors are where they were, or on the CPU."""
+    if codec is PLAIN or (codec.lossy and not frame.train):
         return frame
     plain: dict[str, torch.Tensor] = {}
     packed: dict[str, Coded] = {}
@@ -46,7 +49,7 @@ def decoded(frame: Frame, codec: Codec) -> Frame:
         return frame
     tensors = dict(frame.tensors)
     for name, packed in frame.coded.items():
-        if packed.codec != codec.name or not codec.lossy:
+        if packed.codec != codec.name or codec is PLAIN:
             raise PeerError(f"the tensor {name[:80]!r} came in {packed.codec}, and this link is one of {codec.name}")
         values = codec.decode(packed.data, math.prod(packed.shape))
         tensors[name] = shaped(values, packed.shape, packed.order)
@@ -69,10 +72,11 @@ def _packed(name: str, tensor: torch.Tensor, codec: Codec) -> Coded | None:
         return None
     memory, order = dense(name, tensor)
     values = memory.view(-1)
-    least, most = (float(value) for value in torch.aminmax(values))
-    # Of a NaN the comparison is false.
-    if not max(-least, most) <= codec.largest or math.isnan(least):
-        return None
+    if codec.lossy:
+        least, most = (float(value) for value in torch.aminmax(values))
+        # Of a NaN the comparison is false.
+        if not max(-least, most) <= codec.largest or math.isnan(least):
+            return None
     return Coded(codec.name, tuple(tensor.shape), order, codec.encode(values))
 
 

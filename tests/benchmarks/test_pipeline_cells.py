@@ -36,7 +36,6 @@ def test_the_limit_is_the_slower_of_stages_and_lines() -> None:
     assert Cell("gpt", 4, UNSHAPED).limit() == pytest.approx(1 / 0.15)
     assert Cell("gpt", 4, MIDDLE).limit() == pytest.approx(1 / 0.15)
     assert Cell("gpt", 4, SLOW).limit() == pytest.approx(20e6 / 2**23)
-    assert Cell("gpt", 4, SLOW).limit(payload_share=0.5) == pytest.approx(20e6 / 2**24)
     assert Cell("gpt", 4, SLOW).limit(CROSSING_BYTES / 4) == pytest.approx(1 / 0.15)
     assert Cell("gpt", 4, MIDDLE).computes and not Cell("gpt", 4, SLOW).computes
 

@@ -108,6 +108,7 @@ def test_the_oldest_sessions_give_way_where_a_file_would_grow_too_large(monkeypa
         "{}",
         '{"traceEvents":[3]}',
         '{"traceEvents":[{"ph":"X","name":"forward","pid":0,"tid":0,"ts":"now","dur":1,"args":{"microbatch":1}}]}',
+        '{"traceEvents":[{"ph":"X","name":"forward","pid":0,"tid":0,"ts":0,"dur":1e308,"args":{"microbatch":1}}]}',
         '{"traceEvents":[{"ph":"X","name":"theft","pid":0,"tid":0,"ts":0,"dur":1,"args":{"microbatch":1}}]}',
         '{"traceEvents":[{"ph":"X","name":"forward","pid":0,"tid":0,"ts":0,"dur":-1,"args":{"microbatch":1}}]}',
         '{"traceEvents":[{"ph":"X","name":"forward","pid":0.5,"tid":0,"ts":0,"dur":1,"args":{"microbatch":1}}]}',

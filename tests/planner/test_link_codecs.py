@@ -8,12 +8,12 @@ import pytest
 from ravnest.planner.cluster import Cluster, cluster_of
 from ravnest.planner.cuts import best_cuts
 from ravnest.planner.formation import form
-from ravnest.planner.link_codecs import CHOICES, FREE_SHARE, share_of
+from ravnest.planner.link_codecs import CHOICES, EXACT, FREE_SHARE, share_of
 from ravnest.planner.providers import Goal, Line, Network, Provider
 from tests.planner.instances import random_model, random_providers
 from tests.planner.made_up import machine, model
 
-AUTOMATIC = Goal(codec=None)
+AUTOMATIC = Goal(codecs=CHOICES)
 MIB = 2.0**20
 
 
@@ -66,20 +66,36 @@ def test_links_that_share_a_machine_s_line_are_counted_together() -> None:
     # Its own line sends gradients to one side and activations to the other: 140 ms in float32.
     found = cluster_of(costs, AUTOMATIC, Network(), order, [4, 8], 16)
     assert found.stages[1].up_seconds <= FREE_SHARE * found.busiest_seconds
-    assert set(codecs(found)) <= {"float32", "bfloat16"} and "bfloat16" in codecs(found)
+    assert sorted(codecs(found)) == ["float32", "lossless"]
     two = cluster_of(costs, AUTOMATIC, Network(), order[:2], [6], 16)
     assert codecs(two) == ["float32"]
 
 
+def test_what_must_be_exact_is_packed_where_a_line_would_hold_the_cluster_back() -> None:
+    exact = Goal(codecs=EXACT)
+    # 100 Mbit/s carry a MiB in 84 ms: fast enough. At 55 Mbit/s float32 takes 153 ms of 160, too much to be safe.
+    assert codecs(cluster(100, 55, goal=exact)) == ["float32", "lossless"]
+    assert codecs(cluster(20, 500, goal=exact)) == ["lossless", "float32"]
+    reason = cluster(20, 500, goal=exact).stages[1].codec_reason
+    assert reason.startswith("lossless: ") and "with float32 for 419 ms" in reason and "nothing may be lost" in reason
+
+
+def test_packing_is_not_worth_it_on_a_fast_line() -> None:
+    # With one in flight every microbatch waits for its way, but to pack it takes longer than 300 Mbit/s do.
+    exact = Goal(codecs=EXACT)
+    assert codecs(cluster(300, goal=exact, in_flight=1)) == ["float32"]
+    assert codecs(cluster(150, goal=exact, in_flight=1)) == ["lossless"]
+
+
 def test_what_is_set_holds_for_every_link() -> None:
-    for codec in ("float32", "float16", "bfloat16", "int8"):
-        found = cluster(100, 50, goal=Goal(codec=codec))
+    for codec in ("float32", "lossless", "float16", "bfloat16", "int8"):
+        found = cluster(100, 50, goal=Goal(codecs=(codec,)))
         assert codecs(found) == [codec, codec]
         assert found.stages[1].codec_reason == f"{codec}, as pipeline.codec says"
 
 
 def test_coded_bytes_are_what_lines_carry() -> None:
-    plain, packed = (cluster(20, 20, goal=Goal(codec=codec)) for codec in ("float32", "int8"))
+    plain, packed = (cluster(20, 20, goal=Goal(codecs=(codec,))) for codec in ("float32", "int8"))
     for one, other in zip(plain.stages, packed.stages, strict=True):
         assert other.line_seconds == pytest.approx(share_of("int8") * one.line_seconds)
         assert other.compute_seconds == one.compute_seconds
@@ -103,7 +119,7 @@ def test_a_chosen_codec_never_costs_a_cluster_its_rate(seed: int) -> None:
     rng = np.random.default_rng(seed)
     costs, order = random_model(rng), random_providers(rng, int(rng.integers(2, 6)), gib=(30, 60))
     chosen = best_cuts(costs, AUTOMATIC, Network(), order)
-    smallest = best_cuts(costs, Goal(codec="int8"), Network(), order)
+    smallest = best_cuts(costs, Goal(codecs=("int8",)), Network(), order)
     assert chosen is not None and smallest is not None
     assert chosen.period_seconds == pytest.approx(smallest.period_seconds, rel=1e-6)
     assert set(codecs(chosen)) <= set(CHOICES)

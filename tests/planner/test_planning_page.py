@@ -18,7 +18,7 @@ from ravnest.coordinator.run_plan import LEAST_UPDATES, ROUND_SHARE
 from ravnest.planner import exhaustive, flight, flight_measures, order, ring_order
 from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
 from ravnest.planner.formation import expected_absent
-from ravnest.planner.link_codecs import FREE_SHARE, share_of
+from ravnest.planner.link_codecs import CHOICES, EXACT, FREE_SHARE, PACKED_BYTES_PER_SECOND, share_of
 from ravnest.planner.model_costs import MOST_PLACES, ModelCosts
 from ravnest.planner.providers import MOST_IN_FLIGHT, Goal, Line, Network, Provider, Requester
 from ravnest.planner.replan import DEPLOY_SECONDS, HORIZON_SECONDS
@@ -42,7 +42,7 @@ MEMORY = {
     "recompute": "memory_with_recompute",
     "latest": "memory_with_latest",
 }
-SHARES = {"float32": 1.0, "bfloat16": 0.5, "float16": 0.5, "int8": 0.25390625}
+SHARES = {"float32": 1.0, "lossless": share_of("lossless"), "bfloat16": 0.5, "float16": 0.5, "int8": 0.25390625}
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -121,7 +121,7 @@ class Case:
             versions=list(POLICIES)[seed % 4],
             accumulate=random.choice((1, 3)),
             average_memory=seed // 4 % 4,
-            codec=(None, "float32", "float16", "int8")[seed // 2 % 4],
+            codecs=(CHOICES, EXACT, ("float16",), ("int8",))[seed // 2 % 4],
         )
         self.order = [a_provider(random, name) for name in "abcd"[: random.randint(1, 4)]]
         measured = {}
@@ -337,7 +337,9 @@ def test_providers_on_one_host_share_its_cores() -> None:
 
 NUMBERS = [
     ("busy for more than {} of `slowest`", FREE_SHARE),
+    ("1 for float32, about {:.2f} for lossless", share_of("lossless")),
     ("0.5 for bfloat16 and float16, {:.3f} for int8", share_of("int8")),
+    ("on lines of at most {:.0f} Mbit/s", PACKED_BYTES_PER_SECOND / 125_000),
     ("all orders of up to {} machines", order.EXACT),
     ("Of up to {} machines every set", exhaustive.MOST),
     ("exactly for up to {} owners", ring_order.EXACT),
