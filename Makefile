@@ -11,7 +11,7 @@ demo: $(VENV)
 	@$(BIN)/ravnest train examples/digits/job.py --providers 3
 
 test: check
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests
 
 check: $(VENV)/.dev-installed
 	@$(BIN)/ruff format --check .

@@ -30,7 +30,7 @@ _PAUSES = (0.0, 0.5, 1.0, 2.0)
 """Seconds before a turn over lines, in one repetition after the other."""
 _LOOPBACK_BYTES = 100_000_000
 _LINE_MBPS = 100.0
-_CODECS = ("float32", "float16", "bfloat16", "int8", "int4")
+_CODECS = ("float32", "lossless", "float16", "bfloat16", "int8", "int4")
 _LOOPBACK_TARGET = 0.6
 _LOOPBACK_AIM = 1.0
 _BOUND_TARGET = 0.9

@@ -11,13 +11,12 @@ both ends; on slow lines Ravnest packs it without loss, and `kb` says what reall
 `of limit` is the share of what neither idle stages nor idle lines would make of the values as they are, without a byte
 for headers: 6.67 microbatches a second, or the line's rate over the bytes of a microbatch. Packed float32 may be above
 1 there: its limit is that of a MiB. `of tcp` is the share of the line that was used, where the line is the limit: the
-bytes that went, against what bare TCP connections carry, one over each line of the pipeline, all of them full both ways,
-in the same lab; the slowest direction of the slowest counts. Such cells are measured for 40 s, after 20 s or ten times
-the way of a microbatch: so long the number in
-flight takes to settle there. `busy` is the share of the time that the slowest stage worked, `flight` the microbatches
-in flight, `stale` the largest staleness, `auto` the run whose codec Ravnest chose, and `idle` the share of the
-machine's processor that was left: where there is little, some of what is measured is waiting for it. Rows of "real"
-compute as fast as they can: a GPT of 10 million parameters on 2 stages.
+bytes that went, against what bare TCP connections carry, one over each line of the pipeline, all of them full both
+ways, in the same lab; the slowest direction of the slowest counts. Such cells are measured for 40 s, after 20 s or ten
+times the way of a microbatch: so long the number in flight takes to settle there. `busy` is the share of the time that
+the slowest stage worked, `flight` the microbatches in flight, `stale` the largest staleness, `auto` the run whose codec
+Ravnest chose, and `idle` the share of the machine's processor that was left: where there is little, some of what is
+measured is waiting for it. Rows of "real" compute as fast as they can: a GPT of 10 million parameters on 2 stages.
 
 With `--slow-motion N` all of that happens N times slower: the pace, the rates of lines and their delays, for every
 contender, and what is reported is as if it had not been. Two cores have N times as long for a microbatch then. What TCP

@@ -1,8 +1,8 @@
 """lossless: float32 bit for bit in about five sixths of the bytes, because exponents repeat.
 
-The signs and exponents of trained values are far from evenly spread: a byte of them carries 2.7 bits or so of news. It is
-Huffman-coded; the lower bits of the mantissa are noise, and stay as they are (ZipNN, arXiv 2411.05239, reports the same of
-weights). The bytes, for `count` values:
+The signs and exponents of what a model computes are far from evenly spread: a byte of them carries 2.7 bits or so. It
+is Huffman-coded; the lower bits of the mantissa are noise, and stay as they are (ZipNN, arXiv 2411.05239, reports the
+same of weights). The bytes, for `count` values:
 
     2 * count    the lower 16 bits of each value, little-endian
     count        the 8 bits above those

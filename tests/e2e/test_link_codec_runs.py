@@ -76,6 +76,16 @@ def test_a_codec_takes_fewer_bytes_and_learns_as_well(
         assert uncoded["bytes_raw"] == uncoded["bytes_sent"]
 
 
+def test_lossless_takes_fewer_bytes_and_learns_the_same_to_the_bit(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
+    plain, packed = trained(swarm, tmp_path / "plain"), trained(swarm, tmp_path / "packed", codec="lossless")
+    assert packed["eval"]["loss"] == plain["eval"]["loss"]
+    weights, same = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "packed"))
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert [link["codec"] for link in links(packed)] == ["lossless"] * 4
+    for uncoded, coded in zip(links(plain), links(packed), strict=True):
+        assert coded["bytes_sent"] < 0.92 * uncoded["bytes_sent"], "less is saved of small tensors"
+
+
 def test_what_is_evaluated_is_the_model_as_it_is_used_without_a_codec(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
     summary = trained(swarm, tmp_path / "run", codec="int8")
     model = a_net()

@@ -236,9 +236,17 @@ def test_a_small_message_that_claims_much_allocates_little() -> None:
     assert peak < 100_000
 
 
-def coded_header(codec: str, dtype: int = frame_pb2.DTYPE_FLOAT32, kind: FrameKind = FrameKind.FORWARD) -> bytes:
+def coded_header(
+    codec: str, dtype: int = frame_pb2.DTYPE_FLOAT32, kind: FrameKind = FrameKind.FORWARD, coded_bytes: int = 0
+) -> bytes:
     """A frame that says it has 512 values in this codec."""
-    spec = frame_pb2.TensorSpec(name="x", dtype=dtype, shape=[512], codec=codec)  # type: ignore[arg-type]
+    spec = frame_pb2.TensorSpec(
+        name="x",
+        dtype=dtype,  # type: ignore[arg-type]
+        shape=[512],
+        codec=codec,
+        coded_bytes=coded_bytes,
+    )
     header = frame_pb2.FrameHeader(kind=int(kind), tensors=[spec]).SerializeToString()  # type: ignore[arg-type]
     head = struct.pack("<4sI", b"RVN\x01", len(header)) + header
     return head + bytes(-len(head) % 64)
@@ -258,11 +266,23 @@ def test_a_coded_tensor_comes_back_as_it_went() -> None:
         (coded_header("zip"), "no codec 'zip'"),
         (coded_header("int8", frame_pb2.DTYPE_INT64), "only float32"),
         (coded_header("int8", kind=FrameKind.FEED), "only FORWARD and BACKWARD"),
+        (coded_header("lossless", coded_bytes=2062), "has 2062 bytes in lossless, where 512 values are at most 2061"),
     ],
 )
 def test_a_codec_that_cannot_be_is_refused(header: bytes, reason: str) -> None:
     with pytest.raises(PeerError, match=reason):
         decode(header + bytes(4096))
+
+
+@pytest.mark.parametrize(("codec", "size"), [("int8", 520), ("bfloat16", 1024), ("float16", 1024)])
+def test_the_size_of_what_is_coded_travels_where_it_depends_on_the_values(codec: str, size: int) -> None:
+    """And is not believed where it does not."""
+    whole = -(-size // 64) * 64
+    assert decode(coded_header(codec, coded_bytes=77) + bytes(whole)).coded["x"].data.numel() == size
+    found = decode(coded_header("lossless", coded_bytes=1700) + bytes(1728)).coded["x"]
+    assert found.data.numel() == 1700 and found.raw_bytes == 2048
+    with pytest.raises(PeerError):
+        decode(coded_header("lossless", coded_bytes=1700) + bytes(1664))
 
 
 @pytest.mark.parametrize(("codec", "size"), [("int8", 520), ("bfloat16", 1024), ("float16", 1024)])

@@ -11,7 +11,7 @@ from ravnest.net.frames import Coded, Frame, FrameKind, decode, encode
 from ravnest.provider.coding import coded, decoded, raw_bytes, saved_bytes
 
 LOSSY = [CODECS[name] for name in ("float16", "bfloat16", "int8")]
-INT8, FLOAT32 = CODECS["int8"], CODECS["float32"]
+INT8, FLOAT32, LOSSLESS = CODECS["int8"], CODECS["float32"], CODECS["lossless"]
 
 
 def activations(*shape: int) -> torch.Tensor:
@@ -41,6 +41,17 @@ def test_int8_takes_about_a_quarter_of_the_bytes() -> None:
     assert len(encode(packed)) < 0.26 * len(encode(given))
     assert raw_bytes(packed) == raw_bytes(given) == 64 * 1024 * 4
     assert len(encode(given)) - len(encode(packed)) == pytest.approx(saved_bytes(packed), abs=64)
+
+
+def test_lossless_keeps_every_bit_of_whatever_is_computed_in_training_and_evaluation() -> None:
+    given = activations(4, 8, 16, 16).to(memory_format=torch.channels_last)
+    given[1, 2, 3, :3] = torch.tensor([math.nan, -math.inf, -0.0])
+    for train in (True, False):
+        packed = coded(frame(train, x=given), LOSSLESS)
+        assert len(encode(packed)) < 0.86 * given.nbytes and set(packed.coded) == {"x"}
+        found = over_the_wire(frame(train, x=given), LOSSLESS).tensors["x"]
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(found.view(torch.int32), given.view(torch.int32))
 
 
 def test_float32_changes_nothing() -> None:
