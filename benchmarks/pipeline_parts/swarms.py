@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -99,9 +100,15 @@ class TorchPipelines(_Processes):
         for process in self._processes:
             _tell(process, order)
         answers = [_hear(process) for process in self._processes][:stages]
-        # The slowest stage's; of several steps the fastest, as the first finds connections that have been idle.
         took = [max(each) for each in zip(*(answer["seconds"] for answer in answers), strict=True)]
-        return TorchRate(MICROBATCHES / min(took), sum(answer["overruns"] for answer in answers))
+        return TorchRate(MICROBATCHES / step_seconds(took, pace), sum(answer["overruns"] for answer in answers))
+
+
+def step_seconds(took: Sequence[float], pace: StageSeconds | None) -> float:
+    """What a step takes, of several, by the slowest stage of each. With a pace the fastest counts: all are to be alike,
+    but the first finds connections that have been idle. Without one the mean does, but for the first: how fast a
+    machine computes changes from moment to moment, and a run of Ravnest is not measured at its best moment either."""
+    return statistics.fmean(took[1:] or took) if pace is None else min(took)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from benchmarks.pipeline_parts.cells import ALL, LINES, Cell, chosen
+from benchmarks.pipeline_parts.cells import ALL, LINES, PACE, Cell, chosen
 from benchmarks.pipeline_parts.models import BLOCKS, CROSSING_BYTES, TASKS, cut_blocks, stage_module
 from benchmarks.pipeline_parts.steady import Moment, StageMoment, steady
+from benchmarks.pipeline_parts.swarms import step_seconds
 
 UNSHAPED, FAST, MIDDLE, SLOW = LINES
 
@@ -65,3 +66,9 @@ def test_steady_state_leaves_out_the_beginning_and_the_end() -> None:
     assert found.busy == pytest.approx((0.5, 0.9))
     with pytest.raises(ValueError, match=r"only 2 microbatches"):
         steady(moments, after=2, until=3)
+
+
+def test_a_step_counts_at_its_best_with_a_pace_and_on_average_without_one() -> None:
+    assert step_seconds([3.0, 1.0, 2.0], PACE) == 1.0
+    assert step_seconds([9.0, 1.0, 2.0], None) == 1.5
+    assert step_seconds([9.0], None) == 9.0
