@@ -86,7 +86,7 @@ def _trained(order: dict[str, Any], run: Path, swarm: Swarm, loop: NetworkLoop, 
         "busy": list(measured.busy),
         "in_flight": measured.in_flight or progress.plan.clusters[0].in_flight,
         "staleness_max": max(stage.staleness.max for stage in summary.clusters[0].stages),
-        "bytes_per_microbatch": max((link.bytes_sent for link in links), default=0) / summary.updates,
+        "bytes_per_microbatch": max((link.bytes_sent for link in links), default=0) / max(1, summary.ledger.completed),
         "predicted": (summary.predicted_samples_per_second or 0.0) / task.samples,
         "begins": begins,
     }

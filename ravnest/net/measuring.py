@@ -23,6 +23,10 @@ ROUND_TRIPS: Final = 5
 MOST_SECONDS: Final = 1.5
 MOST_BYTES: Final = 4 << 20
 """Each way; whichever of the two is reached first ends it."""
+SETTLING_TRIPS: Final = 15
+"""A connection doubles what it has on its way once in a round trip: on a long line MOST_SECONDS are over before it is
+up to speed, and so many round trips are taken in their place, MOST_LONG_SECONDS at most."""
+MOST_LONG_SECONDS: Final = 4.0
 
 MESSAGE_BYTES: Final = 128 << 10
 """The most that one message may carry or ask for."""
@@ -49,12 +53,15 @@ class Arrival:
 
 
 async def measure_link(
-    control: Control[MeasureRequest, MeasureReply], most_seconds: float = MOST_SECONDS, most_bytes: int = MOST_BYTES
+    control: Control[MeasureRequest, MeasureReply],
+    most_seconds: float | None = None,
+    most_bytes: int = MOST_BYTES,
 ) -> LinkSpeed:
     """Measures the connection behind the stream, and ends the stream.
 
-    Takes `most_seconds` each way, some round trips, and the time until others who measure there are through. PeerError
-    when the connection breaks, the other side refuses, or it is too slow to be measured.
+    Takes `most_seconds` each way (None: what its round trip needs), some round trips, and the time until others who
+    measure there are through. PeerError when the connection breaks, the other side refuses, or it is too slow to be
+    measured.
     """
     try:
         async with asyncio.timeout(_GIVE_UP_SECONDS):
@@ -62,7 +69,7 @@ async def measure_link(
             round_trip = statistics.median(trips)
             await control.send(MeasureRequest(turn=True))
             await _answer(control, "turn")
-            bounds = _Bounds(most_seconds, most_bytes, round_trip)
+            bounds = _Bounds(most_seconds or needed_seconds(round_trip), most_bytes, round_trip)
             up = await _throughput(control, lambda size: MeasureRequest(data=_NOISE[:size]), "taken_bytes", bounds)
             down = await _throughput(control, lambda size: MeasureRequest(want_bytes=size), "data", bounds)
             await control.close()
@@ -74,6 +81,11 @@ async def measure_link(
     finally:
         control.abort()
     return LinkSpeed(round_trip, up, down)
+
+
+def needed_seconds(round_trip_seconds: float) -> float:
+    """How long to measure each way, for a connection to get up to speed."""
+    return max(MOST_SECONDS, min(SETTLING_TRIPS * round_trip_seconds, MOST_LONG_SECONDS))
 
 
 def settled_rate(arrivals: Sequence[Arrival]) -> float:

@@ -15,10 +15,13 @@ from ravnest.net.measuring import (
     CALLS_PER_MINUTE,
     MESSAGE_BYTES,
     MOST_BYTES,
+    MOST_LONG_SECONDS,
+    MOST_SECONDS,
     Arrival,
     LinkSpeed,
     MeasureService,
     measure_link,
+    needed_seconds,
     settled_rate,
 )
 from ravnest.net.v1.control_pb2 import MeasureReply, MeasureRequest
@@ -261,3 +264,9 @@ def test_checking_an_invite_says_whether_it_is_good_and_uses_nothing_up() -> Non
             assert (await node.check(CheckRequest())).good
 
     run(test())
+
+
+def test_a_long_line_is_measured_for_longer_within_bounds() -> None:
+    assert needed_seconds(0.0) == needed_seconds(0.05) == MOST_SECONDS
+    assert needed_seconds(0.2) == pytest.approx(3.0)
+    assert needed_seconds(9.0) == MOST_LONG_SECONDS
