@@ -107,7 +107,7 @@ def _line_case(
     given: argparse.Namespace, megabytes: int, round_trip_ms: float, repetitions: int
 ) -> tuple[list[Row], list[Target]]:
     case = f"{_LINE_MBPS:g} Mbit/s, {round_trip_ms:g} ms, {megabytes} MB"
-    codecs = ("float32", "int8") if given.quick else _CODECS
+    codecs = ("float32", "lossless", "int8") if given.quick else _CODECS
     contenders = [_gloo("eth0"), *(_ours(codec, "tls") for codec in codecs)]
     if given.hivemind and not given.quick:
         contenders.append(_hivemind(given.hivemind))

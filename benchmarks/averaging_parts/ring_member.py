@@ -23,7 +23,7 @@ from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.ring_attempt import RingAttempt
 from ravnest.provider.ring_lines import RingLines
 
-_TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2, "int8": 5e-2, "int4": 0.5}
+_TOLERANCES = {"float32": 1e-5, "lossless": 1e-5, "float16": 2e-3, "bfloat16": 2e-2, "int8": 5e-2, "int4": 0.5}
 
 
 class RingMember:
