@@ -12,7 +12,8 @@ both ends; on slow lines Ravnest packs it without loss, and `kb` says what reall
 for headers: 6.67 microbatches a second, or the line's rate over the bytes of a microbatch. Packed float32 may be above
 1 there: its limit is that of a MiB. `of tcp` is the share of the line that was used, where the line is the limit: the
 bytes that went, against what bare TCP connections carry, one over each line of the pipeline, all of them full both
-ways, in the same lab; the slowest direction of the slowest counts. Such cells are measured for 40 s, after 20 s or ten
+ways, in the same lab; the slowest direction of the slowest counts. A target without congestion control and
+acknowledgements, what headers leave of the line, is there too. Such cells are measured for 40 s, after 20 s or ten
 times the way of a microbatch: so long the number in flight takes to settle there. `busy` is the share of the time that
 the slowest stage worked, `flight` the microbatches in flight, `stale` the largest staleness, `auto` the run whose codec
 Ravnest chose, and `idle` the share of the machine's processor that was left: where there is little, some of what is
@@ -36,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.pipeline_parts.cells import ALL, PACE, QUICK, USUAL, Cell, chosen
+from benchmarks.pipeline_parts.cells import ALL, PACE, PAYLOAD_SHARE, QUICK, USUAL, Cell, chosen
 from benchmarks.pipeline_parts.models import CROSSING_BYTES, TASKS, cut_blocks
 from benchmarks.pipeline_parts.swarms import (
     MICROBATCHES,
@@ -286,12 +287,18 @@ def _targets(found: Sequence[Measured]) -> list[Target]:
     default = {m.cell.name: _of_limit(m.cell, m.default, m.default.bytes_per_microbatch) for m in found}
     busy = {m.cell.name: max(m.equal.busy, default=0.0) for m in found if m.cell.computes}
     tcp = {m.cell.name: _of_tcp(m.equal, m.tcp_bytes) for m in found if m.tcp_bytes is not None}
+    line = {
+        m.cell.name: _of_tcp(m.equal, PAYLOAD_SHARE * m.cell.line.mbps * 125_000)
+        for m in found
+        if m.tcp_bytes is not None and m.cell.line.mbps is not None
+    }
     targets = [
         _least("float32, of the limit", equal, _LIMIT_TARGET),
         _least("default codec, of the limit", default, _LIMIT_TARGET),
     ]
     if tcp:
         targets.append(_least("float32, of what bare TCP carries, where the line is the limit", tcp, _LIMIT_TARGET))
+        targets.append(_least("float32, of the line but for headers, where it is the limit", line, _LIMIT_TARGET))
     if busy:
         targets.append(_least("busy share of the slowest stage, where stages are the limit", busy, _BUSY_TARGET))
     for each in found:

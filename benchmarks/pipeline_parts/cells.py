@@ -26,6 +26,10 @@ class Line:
         return 0.0 if self.mbps is None else size_bytes * 8e-6 / self.mbps
 
 
+PAYLOAD_SHARE = 0.965
+"""Of a line's rate: the rest are the headers of TCP and IP (docs/wan-lab.md). What acknowledges the other direction
+takes another 0.02 of it, where both are full."""
+
 LINES = (Line("unshaped", None, 0.0), Line("500/10", 500, 10), Line("100/50", 100, 50), Line("20/100", 20, 100))
 
 

@@ -20,7 +20,7 @@ from ravnest.planner.providers import Goal, Line, Network, Provider
 
 CHOICES: Final = ("float32", "lossless", "bfloat16", "int8")
 """What is chosen from where nothing is set, the one that loses and costs least first."""
-EXACT: Final = ("float32", "lossless")
+EXACT: Final = tuple(codec for codec in CHOICES if not CODECS[codec].lossy)
 """What is chosen from where nothing may be lost."""
 
 FREE_SHARE: Final = 0.8
