@@ -169,9 +169,9 @@ class PartArrivals(Generic[SinkT]):
             await self._take_data(replica, size, sink)
             await self._tell(replica, {KEPT: True})
             return sink
-        except PeerError:
-            raise
-        except RavnestError as error:
+        except _NotKeptError as error:
+            # Before the sender hears of it: the next part, or whoever looks, finds the room that this one took.
+            await in_thread(sink.discard)
             raise await self._not_taken(replica, str(error)) from None
         finally:
             # On a thread: it may have to wait for the disk.
@@ -189,16 +189,12 @@ class PartArrivals(Generic[SinkT]):
             if SHA256 in frame.tensors:
                 if received != size:
                     raise _BrokenRuleError(f"ended a part of {size} bytes after {received}")
-                sha256 = _bytes(frame, SHA256, 32).hex()
-                try:
-                    await in_thread(partial(sink.finish, sha256))
-                except PeerError as error:
-                    raise await self._not_taken(replica, str(error)) from None
+                await _by_sink(partial(sink.finish, _bytes(frame, SHA256, 32).hex()))
                 return
             data = _bytes(frame, DATA, None)
             if _integer(frame, OFFSET) != received or received + len(data) > size:
                 raise _BrokenRuleError(f"sent bytes of a part that do not follow on byte {received} of {size}")
-            await in_thread(partial(sink.feed, data))
+            await _by_sink(partial(sink.feed, data))
             received += len(data)
             if frame.scalars.get(ASKED):
                 await self._tell(replica, {RECEIVED: received})
@@ -227,6 +223,17 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 class _BrokenRuleError(Exception):
     """What the other side did that it may not."""
+
+
+class _NotKeptError(Exception):
+    """Why who takes a part does not take it any further."""
+
+
+async def _by_sink(work: Callable[[], object]) -> None:
+    try:
+        await in_thread(work)
+    except RavnestError as error:
+        raise _NotKeptError(str(error)) from None
 
 
 async def _answer(link: ResumableLink, replica: int, name: str) -> None:

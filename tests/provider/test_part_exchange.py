@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -497,6 +498,33 @@ def test_what_breaks_the_rules_is_refused_and_not_kept(tmp_path: Path, frames: l
             text = str(error) if refused is None else bytes(refused.numpy().data).decode()
             assert says in text
             assert not holder.files.held() and [*holder.folder.iterdir()] == []
+
+    run(test())
+
+
+def test_a_refused_part_is_gone_before_its_sender_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = threading.Event()
+    early: list[bool] = []
+    discard, send = part_files.PartWriter.discard, ResumableLink.send
+
+    def slow_disk(writer: part_files.PartWriter) -> None:
+        early.append(told.wait(0.1))
+        discard(writer)
+
+    async def noted(link: ResumableLink, frame: Frame) -> None:
+        if "refused" in frame.tensors:
+            told.set()
+        await send(link, frame)
+
+    async def test() -> None:
+        async with keepers(tmp_path, "owner", "holder") as (owner, holder):
+            holder.obey(hold=Hold(key=KEY, owner=holder.awaits(owner, "rep-1")))
+            monkeypatch.setattr(part_files.PartWriter, "discard", slow_disk)
+            monkeypatch.setattr(ResumableLink, "send", noted)
+            frames = [BEGIN, part_frame(data=b"12345678", offset=0), part_frame(data=bytes(32), name="sha256")]
+            answers, _ = await sends(owner, holder, frames)
+            assert "refused" in answers[-1].tensors
+            assert not early[0] and [*holder.folder.iterdir()] == []
 
     run(test())
 
