@@ -41,6 +41,9 @@ __all__ = [
 ]
 
 _PENDING: Final = ".pending-"
+_THROWN: Final = "-thrown"
+_TRIES: Final = 3
+"""To remove a folder: a thread that had found it by its name may still put a file there."""
 _REPLACED: Final = ".replaced-"
 
 
@@ -254,7 +257,16 @@ class PendingCheckpoint:
     def abort(self) -> None:
         """Throws away what was written; after `commit` it does nothing."""
         self._aborted = True
-        shutil.rmtree(self._folder, ignore_errors=True)
+        thrown = self._folder.with_name(f"{self._folder.name}{_THROWN}")
+        try:
+            # At once under another name: a thread that is about to write a part finds no folder to put it into.
+            os.rename(self._folder, thrown)
+        except OSError:
+            thrown = self._folder
+        for _ in range(_TRIES):
+            shutil.rmtree(thrown, ignore_errors=True)
+            if not thrown.exists():
+                return
 
 
 class _PartFile:

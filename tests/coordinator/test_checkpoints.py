@@ -6,8 +6,10 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -140,6 +142,28 @@ def test_what_was_not_committed_does_not_count_and_is_cleared_away(tmp_path: Pat
     assert info is not None and info.updates == 10
     CheckpointStore(tmp_path, keep=2)
     assert names(tmp_path) == ["0000000010"]
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_a_checkpoint_that_is_aborted_while_parts_begin_leaves_nothing(number: int, tmp_path: Path) -> None:
+    pending = CheckpointStore(tmp_path, keep=2).begin(number)
+    together = threading.Barrier(4)
+
+    def write(stage: int) -> None:
+        together.wait()
+        # What cannot be written any more is refused, or goes nowhere.
+        with suppress(RunError):
+            asyncio.run(pending.write_part(stage, chunked(stage_tensors(stage, 1.0))))
+
+    writing = [threading.Thread(target=write, args=(stage,)) for stage in range(3)]
+    for thread in writing:
+        thread.start()
+    together.wait()
+    time.sleep(0.0003 * (number % 10))
+    pending.abort()
+    for thread in writing:
+        thread.join()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_aborted_checkpoint_leaves_nothing(tmp_path: Path) -> None:
