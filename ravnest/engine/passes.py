@@ -203,7 +203,7 @@ class Passes:
         split = SplitBackward(computed.apart) if computed.apart else None
         found: list[torch.Tensor | None]
         if split is None:
-            found = list(self._precision.gradients(outputs, wanted, given))
+            found = list(self._precision.gradients(outputs, wanted, given, all_leaves=True))
         else:
             found = split.first(outputs, given, wanted)
         count = len(computed.received)

@@ -62,13 +62,21 @@ class Precision:
         }
 
     def gradients(
-        self, outputs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+        self,
+        outputs: Sequence[torch.Tensor],
+        wanted: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        *,
+        all_leaves: bool = False,
     ) -> Gradients:
-        """The gradients of what is wanted; None for what the outputs do not depend on.
+        """The gradients of what is wanted; None for what the outputs do not depend on. With `all_leaves` that is every
+        leaf there is which they do depend on, and none of these has a gradient.
 
         They are not finite only where they would not be in float32 either, as far as this can tell: with a factor of 1.
         """
         if not self.scales:
+            if all_leaves:
+                return _of_leaves(outputs, wanted, given)
             return torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         while True:
             factor = self._factor
@@ -85,6 +93,18 @@ class Precision:
             if self._good >= GROWS_AFTER:
                 self._factor, self._good = min(LARGEST_FACTOR, 2 * factor), 0
         return tuple(None if g is None else g / factor for g in found)
+
+
+def _of_leaves(
+    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> Gradients:
+    """As autograd.grad, and sooner: to ask for some of the gradients, autograd goes through the whole graph first."""
+    try:
+        torch.autograd.backward(outputs, given)
+        return tuple(leaf.grad for leaf in leaves)
+    finally:
+        for leaf in leaves:
+            leaf.grad = None
 
 
 def _all_finite(tensors: Gradients) -> bool:

@@ -14,14 +14,13 @@ import torch
 
 from ravnest.engine.corrections.correction import correction_named
 from ravnest.engine.passes import Passes
+from ravnest.engine.pieces import pieces
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.versions import WeightVersions
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
 from ravnest.plain_json import read_json
 
-_MOST_PIECES = 8
-_PIECE_BYTES = 8 << 20
 _MOST_STATE_VALUES = 4_000_000
 _MOST_SCHEDULE_STEPS = 10_000
 """Of a schedule at one update. More clusters than that do not train one model."""
@@ -75,7 +74,7 @@ class Stage:
         schedule = settings.schedule_spec()
         self._schedule = None if schedule is None else schedule.build(self._optimizer)
         self._passes = Passes(graph, self.device, self._versions, self._fixed, settings)
-        self._pieces = _pieces(self._versions.masters)
+        self._pieces = pieces(self._versions.masters)
         self._sent: list[torch.Tensor] | None = None
         """What the last backward found for the stage before, until its gradients of weights are added up."""
         self._sums: dict[str, torch.Tensor] = {}
@@ -314,7 +313,8 @@ class Stage:
             for name in piece:
                 masters[name].grad = self._sums.pop(name, None)
             self._correction.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            for name in piece:
+                masters[name].grad = None
         self._summed = 0
         self._passes.applied()
         self._versions.finish_update()
@@ -340,24 +340,6 @@ class Stage:
         if isinstance(value, torch.Tensor) and value.device != self.device:
             return value.to(self.device, non_blocking=True)
         return value
-
-
-def _pieces(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The parameters' names, small ones first, in a few pieces of about equal size.
-
-    An optimizer makes values as large as the parameter at hand, Adam two of them. Stepping piece by piece, and letting
-    the gradients of each piece go, makes room for those: the stage takes hardly more than at the end of a backward.
-    """
-    least = max(_PIECE_BYTES, sum(p.nbytes for p in parameters.values()) // _MOST_PIECES)
-    pieces: list[list[str]] = [[]]
-    size = 0
-    for name in sorted(parameters, key=lambda n: parameters[n].nbytes):
-        if size >= least:
-            pieces.append([])
-            size = 0
-        pieces[-1].append(name)
-        size += parameters[name].nbytes
-    return pieces
 
 
 def _is_plain(value: Any) -> bool:

@@ -11,6 +11,7 @@ and 7 updates of staleness g is 0.9875, about what the paper takes for 8 stages.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
+from ravnest.engine.pieces import batches
 
 MOST_MOMENTUM: Final = 0.99
 PRODUCT: Final = "momentum_product"
@@ -110,35 +112,51 @@ def _step_nadam(optimizer: Optimizer, group: dict[str, Any], staleness: float) -
 
 @torch.no_grad()
 def _step_adam(optimizer: Optimizer, group: dict[str, Any], staleness: float) -> None:
-    beta1, beta2 = group["betas"]
-    now = momentum(beta1, staleness)
-    rate, decay = group["lr"], group["weight_decay"]
-    for parameter in group["params"]:
-        if parameter.grad is None:
-            continue
-        state = optimizer.state[parameter]
-        if not state:
-            # Torch makes the state of a parameter at its first step, which is a plain one except where a parameter had
-            # no gradient before.
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            if group["amsgrad"]:
-                state["max_exp_avg_sq"] = torch.zeros_like(parameter)
-        gradient = -parameter.grad if group["maximize"] else parameter.grad
-        before = float(state["step"])
-        state["step"] += 1
-        if decay and group["decoupled_weight_decay"]:
-            parameter.mul_(1 - rate * decay)
-        elif decay:
-            gradient = gradient.add(parameter, alpha=decay)
-        mean, squares = state["exp_avg"], state["exp_avg_sq"]
-        mean.lerp_(gradient, 1 - now)
-        squares.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    now = momentum(group["betas"][0], staleness)
+    stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+    for batch in batches(stepped, lambda parameter: parameter):
+        _step_adam_of(batch, [_adam_state(optimizer, group, each) for each in batch], group, now)
+
+
+def _adam_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    state: dict[str, Any] = optimizer.state[parameter]
+    if not state:
+        # Torch makes the state of a parameter at its first step, which is a plain one except where a parameter had no
+        # gradient before.
+        state["step"] = torch.tensor(0.0)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         if group["amsgrad"]:
-            torch.maximum(state["max_exp_avg_sq"], squares, out=state["max_exp_avg_sq"])
-            squares = state["max_exp_avg_sq"]
-        product = state.get(PRODUCT, beta1**before) * now
+            state["max_exp_avg_sq"] = torch.zeros_like(parameter)
+    return state
+
+
+def _step_adam_of(parameters: list[Tensor], states: list[dict[str, Any]], group: Mapping[str, Any], now: float) -> None:
+    """The step of these parameters: each line is one call for all of them, which on a GPU is most of the time that
+    small ones take."""
+    beta1, beta2 = group["betas"]
+    rate, decay = group["lr"], group["weight_decay"]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if group["maximize"]:
+        gradients = list(torch._foreach_neg(gradients))
+    before = [float(state["step"]) for state in states]
+    torch._foreach_add_([state["step"] for state in states], 1)
+    if decay and group["decoupled_weight_decay"]:
+        torch._foreach_mul_(parameters, 1 - rate * decay)
+    elif decay:
+        gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))
+    means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    torch._foreach_lerp_(means, gradients, 1 - now)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+    if group["amsgrad"]:
+        largest = [state["max_exp_avg_sq"] for state in states]
+        torch._foreach_maximum_(largest, squares)
+        squares = largest
+    products = [state.get(PRODUCT, beta1**steps) * now for state, steps in zip(states, before, strict=True)]
+    for state, product in zip(states, products, strict=True):
         state[PRODUCT] = product
-        scale = (squares.sqrt() / math.sqrt(1 - beta2 ** (before + 1))).add_(group["eps"])
-        parameter.addcdiv_(gradient, scale, value=-rate * (1 - now) / (1 - product))
-        parameter.addcdiv_(mean, scale, value=-rate * now / (1 - product * now))
+    scales = torch._foreach_sqrt(squares)
+    torch._foreach_div_(scales, [math.sqrt(1 - beta2 ** (steps + 1)) for steps in before])
+    torch._foreach_add_(scales, group["eps"])
+    torch._foreach_addcdiv_(parameters, gradients, scales, [-rate * (1 - now) / (1 - p) for p in products])
+    torch._foreach_addcdiv_(parameters, means, scales, [-rate * now / (1 - p * now) for p in products])

@@ -6,7 +6,7 @@ predicted ones.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
 from ravnest.engine.corrections.nesterov import PRODUCT
+from ravnest.engine.pieces import batches
 
 _ADAMS: Final = ("Adam", "AdamW", "NAdam")
 
@@ -44,17 +45,18 @@ class Predict:
     def step(self) -> None:
         self._optimizer.step()
 
+    @torch.no_grad()
     def _predict(self, staleness: float) -> dict[str, Tensor]:
         [group] = self._optimizer.param_groups
-        found: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                velocity = _velocity(self._optimizer, group, self._optimizer.state.get(parameter, {}))
-                now = parameter.detach()
-                # A parameter that has never had a gradient does not move, and must not share memory with the master.
-                moved = now.clone() if velocity is None else now.sub(velocity, alpha=staleness * group["lr"])
-                found[name] = moved.requires_grad_()
-        return found
+        # A parameter that has never had a gradient does not move, and must not share memory with the master.
+        known = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
+        found = {name: p.detach().clone() for name, p in self._parameters.items() if not _moves(known[name])}
+        moving = [(name, p.detach()) for name, p in self._parameters.items() if name not in found]
+        for batch in batches(moving, lambda each: each[1]):
+            names, weights = [name for name, _ in batch], [weight for _, weight in batch]
+            moved = _moved(self._optimizer, group, weights, [known[name] for name in names], staleness * group["lr"])
+            found.update(zip(names, moved, strict=True))
+        return {name: found[name].requires_grad_() for name in self._parameters}
 
 
 def refusal(optimizer: Optimizer) -> str | None:
@@ -66,17 +68,31 @@ def refusal(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _velocity(optimizer: Optimizer, group: Mapping[str, Any], state: Mapping[str, Any]) -> Tensor | None:
-    """What the last step took from the weights for each unit of the learning rate, about; None before the first."""
+def _moves(state: Mapping[str, Any]) -> bool:
+    return "exp_avg" in state or state.get("momentum_buffer") is not None
+
+
+def _moved(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    weights: list[Tensor],
+    states: Sequence[Mapping[str, Any]],
+    far: float,
+) -> Sequence[Tensor]:
+    """The weights after updates of about the last velocity, at learning rates that are `far` together."""
     if type(optimizer).__name__ == "SGD":
-        momentum: Tensor | None = state.get("momentum_buffer")
-        return momentum if momentum is None or not group["maximize"] else -momentum
-    if "exp_avg" not in state:
-        return None
-    steps = float(state["step"])
+        momenta = [state["momentum_buffer"] for state in states]
+        return torch._foreach_add(weights, momenta, alpha=far if group["maximize"] else -far)
     beta1, beta2 = group["betas"]
+    steps = [float(state["step"]) for state in states]
     # What is missing of the mean, where the momentum was not always the same.
-    left = float(state.get("mu_product", state.get(PRODUCT, beta1**steps)))
-    squares = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    scale = (squares.sqrt() / math.sqrt(1 - beta2**steps)).add_(group["eps"]).mul_(1 - left)
-    return torch.div(state["exp_avg"], scale)
+    left = [
+        float(state.get("mu_product", state.get(PRODUCT, beta1**count)))
+        for state, count in zip(states, steps, strict=True)
+    ]
+    scales = torch._foreach_sqrt([state.get("max_exp_avg_sq", state["exp_avg_sq"]) for state in states])
+    torch._foreach_div_(scales, [math.sqrt(1 - beta2**count) for count in steps])
+    torch._foreach_add_(scales, group["eps"])
+    return torch._foreach_addcdiv(
+        weights, [state["exp_avg"] for state in states], scales, [-far / (1 - each) for each in left]
+    )
