@@ -17,9 +17,10 @@ from ravnest.coordinator.checkpoints import CheckpointStore, load_checkpoint
 from ravnest.coordinator.clusters import ClusterRun
 from ravnest.coordinator.deploying import stage_key
 from ravnest.coordinator.donors import Donors
-from ravnest.coordinator.formation import Borrowed, Formation, Surroundings
+from ravnest.coordinator.formation import Borrowed, Formation
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.replicas import Replica
+from ravnest.coordinator.surroundings import Surroundings
 from ravnest.graph.portable import PortableGraph
 
 AGAIN_SECONDS: Final = 60.0
@@ -70,7 +71,7 @@ class Borrowing:
         well = [other for other in formation.clusters.whole if other is not cluster and not other.forming]
         if well and all(formation.replicas.of(other) is None for other in well):
             # They have begun, or were taken over, a moment ago: there will be one soon.
-            await formation.keep_first(well[0])
+            await formation.keeping.keep_first(well[0])
         others = {other.id: (other, formation.replicas.of(other)) for other in well if not other.lost}
         present = {member.node_id for member in self._around.swarm.members.connected()}
         lost = self._lost(formation, cluster)

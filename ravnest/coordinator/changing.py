@@ -183,7 +183,7 @@ class Changing:
             self._course.spawn(self._reform(formation, f"{node_id} leaves"))
             await self._course.until(lambda: bool(cluster.lost) or self._waits())
             return
-        await formation.keep_first(cluster)
+        await formation.keeping.keep_first(cluster)
         # Where it is just being formed, once that is done.
         await self._course.until(is_formed)
         self._recovery.stage_left(node_id, f"{node_id} leaves")

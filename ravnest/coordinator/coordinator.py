@@ -23,7 +23,7 @@ from ravnest.coordinator.clusters import ClusterRun
 from ravnest.coordinator.course import Course
 from ravnest.coordinator.event_share import EventShare
 from ravnest.coordinator.feeder import Item
-from ravnest.coordinator.formation import Formation, Surroundings
+from ravnest.coordinator.formation import Formation
 from ravnest.coordinator.forming import Asked, Forming, position_of
 from ravnest.coordinator.items import Items
 from ravnest.coordinator.leases import Replacement
@@ -41,6 +41,7 @@ from ravnest.coordinator.slow_links import SlowLinks
 from ravnest.coordinator.slow_stages import SlowStages
 from ravnest.coordinator.stage_failures import StageFailures
 from ravnest.coordinator.standing_by import StandingBy
+from ravnest.coordinator.surroundings import Surroundings
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.tracing import Tracing
 from ravnest.coordinator.watching import Watch
@@ -390,7 +391,7 @@ class Coordinator:
             if is_back:
                 formation.replicas.returned(node_id, self._swarm.members[node_id].parts)
         elif formation is not None:
-            formation.forget_holder(node_id)
+            formation.keeping.forget_holder(node_id)
             if self._standing_by is not None:
                 self._standing_by.look()
         elif self._swarm.most is not None and self._swarm.most - len(self._lost) < self._least:
@@ -471,7 +472,7 @@ class Coordinator:
 
         feeding = self._now.feeding
         # What it is formed from need not go through here then: a little is fed again.
-        is_kept = len(before.clusters.all) == 1 and await before.keep_first(before.clusters.all[0])
+        is_kept = len(before.clusters.all) == 1 and await before.keeping.keep_first(before.clusters.all[0])
         feeding.paused = reason
         try:
             while before is self._now:

@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Final
 
 from ravnest.averaging.deadlines import Deadlines
@@ -18,7 +18,6 @@ from ravnest.coordinator.averaging_run import AveragingRun
 from ravnest.coordinator.checkpointing import Checkpointing
 from ravnest.coordinator.checkpoints import CheckpointStore
 from ravnest.coordinator.clusters import ClusterRun, Clusters, Kept
-from ravnest.coordinator.course import Course
 from ravnest.coordinator.deploying import (
     LinkOrder,
     Orders,
@@ -35,42 +34,34 @@ from ravnest.coordinator.donors import Donors
 from ravnest.coordinator.feeding import Feeding
 from ravnest.coordinator.flights import Flights
 from ravnest.coordinator.giving import BrokenOffError, Giving
-from ravnest.coordinator.ledger import Ledger, Place
+from ravnest.coordinator.keeping import Keeping
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared, constants_artifact, graph_artifact, weights_artifact
-from ravnest.coordinator.progress import Progress
-from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.replicas import Replica, Replicas
 from ravnest.coordinator.rounds import Rounds
 from ravnest.coordinator.run_plan import ClusterPlan, RunPlan, with_takers, without_owners
 from ravnest.coordinator.saving import Saver, saver_of
 from ravnest.coordinator.standing import Standing, Stood, digest_of
-from ravnest.coordinator.swarm import Swarm
+from ravnest.coordinator.surroundings import Surroundings
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     Deploy,
     Flight,
-    Forget,
     Give,
     Hold,
     Ready,
-    Replicate,
     RingPeers,
     Start,
     Threads,
 )
-from ravnest.planner.holders import choose_holders
 from ravnest.planner.laid_out import Layout
 from ravnest.planner.plan import Plan
 from ravnest.planner.providers import Provider
 from ravnest.planner.stage_plan import StagePlan
-from ravnest.planner.standbys import Warm
 
 _READY_SECONDS: Final = 300.0
 """How long a provider may take for its stage without getting any more of it: it reads it from a disk, or builds it."""
 _MOST_READY_SECONDS: Final = 3600.0
-_REPLICA_SECONDS: Final = 15.0
-"""How long a fresh replica is waited for, so that little is to be done again."""
 _LEAST_RATE: Final = 1e5
 """Bytes a second at which a part of a replica comes from another provider; of that nothing is heard meanwhile."""
 
@@ -98,26 +89,6 @@ class FormedAgain:
     replayed: int
     fetch_seconds: float
     """Until every stage was there."""
-
-
-@dataclass
-class Surroundings:
-    """What a formation works with, and what outlives it."""
-
-    course: Course
-    swarm: Swarm
-    ledger: Ledger
-    recorder: Recorder
-    progress: Progress
-    say: Callable[[str], None]
-    threads: int
-    """What each provider computes with that does not choose itself."""
-    lacking: Callable[[ClusterRun], Sequence[str]]
-    """Who of a cluster is gone, or has failed."""
-    overdue: Callable[[str, str], None]
-    """This provider is not waited for any longer, for this reason."""
-    placed: Callable[[str, int, Place, Sequence[int]], None] = field(default=lambda key, number, place, starts: None)
-    """Remembers where the data stands at a replica: of which stages, its number, the place, and where stages begin."""
 
 
 class Formation:
@@ -150,12 +121,8 @@ class Formation:
         course, swarm, job = around.course, around.swarm, prepared.job
         self._links: dict[str, tuple[LinkOrder, ...]] = {}
         """By what they are for."""
-        self._forgotten: dict[int, int] = {}
-        """By cluster, up to which replica those before it have been forgotten."""
         self._asked: dict[str, str] = {}
         """By who took a stage last, who was to have its part: another, or itself."""
-        self._keeping: dict[str, tuple[str, str]] = {}
-        """By a stage's key, who owns it and who holds its replicas."""
         swarm.generation += 1
         self._ring_generation = swarm.generation if standing is None else standing.ring_generation
         self._rings_name = deployment if standing is None else f"{deployment}-{swarm.generation}"
@@ -163,9 +130,8 @@ class Formation:
         does: of one that is gone, they are of no use."""
         for cluster in self.clusters.all:
             cluster.generation = swarm.generation
-        self.replicas = Replicas(
-            course.emit, self._replica_complete, self._line_rate, self._note_place, shared=not swarm.open_to_more
-        )
+        name_constants = partial(self._name_artifacts, constants=True)
+        self.keeping = Keeping(around, deployment, self.clusters, self.giving, self._allow, name_constants)
         self.flights = Flights(course, deployment, self.clusters.all, job.pipeline.in_flight is not None)
 
         def make_saver(cluster: ClusterPlan) -> Saver:
@@ -197,6 +163,10 @@ class Formation:
                 job.averaging.blocking,
                 around.say,
             )
+
+    @property
+    def replicas(self) -> Replicas:
+        return self.keeping.replicas
 
     @property
     def donors(self) -> Donors | None:
@@ -274,25 +244,7 @@ class Formation:
         them is gone."""
         around, course, swarm = self._around, self._around.course, self._around.swarm
         began = time.monotonic()
-        before = cluster.nodes
-        if takers:
-            cluster.taking |= takers.keys()
-            self.note()
-        self.plan = around.progress.plan = with_takers(self.plan, cluster.id, takers, known)
-        cluster.plan = self.plan.clusters[cluster.id]
-        self.clusters.replaced()
-        cluster.returned = set()
-        if self.averaging is not None:
-            # What was in flight is dropped, and word of a round with it: nobody waits for these in the one under way.
-            cluster.mark = None
-            for node_id in before:
-                self.averaging.rounds.gone(node_id, "its cluster is being formed anew")
-        swarm.generation += 1
-        cluster.generation, cluster.sent, cluster.resumed_at = swarm.generation, set(), None
-        self.replicas.broken_off(cluster)
-        for number, taker in takers.items():
-            if self.averaging is not None and before[number] != taker:
-                self.averaging.rounds.replace_owner(before[number], taker)
+        self._replace(cluster, takers, known)
         lent = borrowed.stages if borrowed is not None else frozenset()
         kept = {stage: taker for stage, taker in takers.items() if stage not in lent}
         givers = self.giving.givers(replica, kept, cluster)
@@ -312,49 +264,29 @@ class Formation:
         prefix = f"{self.id}-{cluster.generation}"
         links = stage_links(cluster.plan, members, reaches, prefix)
         ring_links = order_ring_links(self.plan, members, reaches, self._rings_name)
-        orders: dict[str, Deploy] = {}
+        orders = {
+            stage.node: self._order_again(cluster, stage, links, ring_links, takers, replica, borrowed)
+            for stage in stages
+        }
+        parts = {
+            stage: order_link(f"{prefix}-part-{stage}", members[giver], members[takers[stage]], reaches)
+            for stage, giver in givers.items()
+        }
         gives: list[tuple[str, Give]] = []
-        more: list[LinkOrder] = []
-        for stage in cluster.plan.stages:
-            order = stage_order(
-                self.prepared,
-                self.plan,
-                cluster.plan,
-                stage,
-                links,
-                ring_links,
-                self.id,
-                cluster.generation,
-                self._ring_generation,
+        for number, link in parts.items():
+            order = orders[takers[number]]
+            order.giver.CopyFrom(link.to_before)
+            gives.append(
+                (givers[number], Give(key=order.part_key, replica=order.part_replica, to=link.to_after)),
             )
-            orders[stage.node] = order
-            if stage.stage not in takers:
-                order.keep = True
-                continue
-            if borrowed is not None and stage.stage in lent:
-                self._name_artifacts(order, stage, constants=borrowed.donors is not None, prepared=borrowed.prepared)
-                continue
-            self._name_artifacts(order, stage, constants=replica is not None or self.giving.donors is not None)
-            if replica is None:
-                continue
-            order.part_key, order.part_replica = stage_key(self.id, stage), replica.number
-            order.part_sha256 = replica.sha256(stage.stage)
-            if giver := givers.get(stage.stage):
-                link = order_link(f"{prefix}-part-{stage.stage}", members[giver], members[stage.node], reaches)
-                more.append(link)
-                order.giver.CopyFrom(link.to_before)
-                gives.append(
-                    (giver, Give(key=order.part_key, replica=replica.number, to=link.to_after)),
-                )
         given, gift_links = self.giving.order(orders, sources, stages, members, reaches, cluster.generation)
-        gives += given
-        self._allow(f"cluster {cluster.id}", [*links.values(), *more, *gift_links])
+        self._allow(f"cluster {cluster.id}", [*links.values(), *parts.values(), *gift_links])
         self._allow("rings", ring_links)
         for node_id, order in orders.items():
             self._check_whole([cluster])
             self.ready.pop(node_id, None)
             await self._give_stage(members[node_id], order)
-        for node_id, give in gives:
+        for node_id, give in [*gives, *given]:
             await course.tell(node_id, CoordinatorMessage(give=give))
         await self._tell_ring_peers(ring_links, cluster)
         await self._until_ready([cluster])
@@ -440,55 +372,6 @@ class Formation:
         cluster.forming = ""
         self._around.course.notify()
 
-    async def keep_replicas(self, warm: Mapping[str, Warm], others: Sequence[str]) -> None:
-        """Sees to it that every stage has a holder: those who are kept warm for it first, then its neighbours, then
-        others."""
-        for cluster in self.clusters.whole:
-            if cluster.forming:
-                continue
-            standbys: dict[int, list[str]] = {}
-            for standby in warm.values():
-                if standby.cluster == cluster.id and standby.stage is not None:
-                    standbys.setdefault(standby.stage, []).append(standby.standby)
-            chosen = choose_holders(cluster.nodes, standbys, others)
-            holders = {stage: holder.node for stage, holder in chosen.items() if holder.node is not None}
-            if not holders:
-                # A stage alone: nobody else could go on with it.
-                continue
-            keys = tuple(stage_key(self.id, stage) for stage in cluster.plan.stages)
-            wanted = {
-                key: (stage.node, holders.get(stage.stage, ""))
-                for key, stage in zip(keys, cluster.plan.stages, strict=True)
-            }
-            changed = [
-                stage
-                for key, stage in zip(keys, cluster.plan.stages, strict=True)
-                if self._keeping.get(key) != wanted[key]
-            ]
-            if changed or self._keeping.keys().isdisjoint(keys):
-                self.replicas.formed(cluster, keys, holders)
-            self._keeping |= wanted
-            for stage in changed:
-                await self._order_replicas(stage, holders.get(stage.stage))
-
-    async def keep_first(self, cluster: ClusterRun) -> bool:
-        """Waits a little for a fresh replica of a cluster that is fed; whether there is one."""
-        kept = self.replicas.of(cluster)
-        self.replicas.want(cluster)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REPLICA_SECONDS):
-                await self._around.course.until(
-                    lambda: self.replicas.of(cluster) is not kept or cluster.forming != "" or bool(cluster.lost)
-                )
-        return self.replicas.of(cluster) is not kept
-
-    def forget_holder(self, node_id: str) -> None:
-        """Who is gone keeps nothing."""
-        self.replicas.gone(node_id)
-        for key, pair in list(self._keeping.items()):
-            if node_id in pair:
-                del self._keeping[key]
-
     def part_missing(self, node_id: str) -> str:
         """Whoever took a stage has not got its part: that who should have had it has not is known from now on. Who that
         is; empty where nobody was asked."""
@@ -506,13 +389,6 @@ class Formation:
         own.returned.add(node_id)
         return asked
 
-    async def forget_others(self, nodes: Sequence[str]) -> None:
-        """Parts of formations before this one are of no use any more."""
-        keys = [stage_key(self.id, stage) for stage in self.plan.stages]
-        keys += self.giving.donors.keys if self.giving.donors is not None else ()
-        for node_id in nodes:
-            await self._around.course.tell(node_id, CoordinatorMessage(forget=Forget(keep=keys)))
-
     def close(self) -> None:
         """Nothing of it counts any more."""
         self.over = True
@@ -523,22 +399,61 @@ class Formation:
         for cluster in self.clusters.all:
             cluster.lost = cluster.lost or "another formation has taken its place"
 
-    async def _order_replicas(self, stage: StagePlan, holder: str | None) -> None:
-        around, key = self._around, stage_key(self.id, stage)
-        order = Replicate(deployment=self.id, key=key)
-        members = around.swarm.members
-        if holder is not None and holder in members and stage.node in members:
-            ends = [members[stage.node], members[holder]]
-            reaches = await around.swarm.reaches(ends)
-            generation = self.clusters.all[stage.cluster].generation
-            name = f"{self.id}-{generation}-replica-{stage.cluster}-{stage.stage}-{around.swarm.next_number()}"
-            link = order_link(name, ends[0], ends[1], reaches)
-            self._allow(f"replica {key}", [link])
-            hold = Hold(key=key, owner=link.to_before)
-            self._name_artifacts(hold, stage, constants=True)
-            await around.course.tell(holder, CoordinatorMessage(hold=hold))
-            order.holder.CopyFrom(link.to_after)
-        await around.course.tell(stage.node, CoordinatorMessage(replicate=order))
+    def _replace(self, cluster: ClusterRun, takers: Mapping[int, str], known: Mapping[str, Provider]) -> None:
+        """From now on these have the stages, and nothing counts that comes of those who had them, or was under way."""
+        swarm, before = self._around.swarm, cluster.nodes
+        if takers:
+            cluster.taking |= takers.keys()
+            self.note()
+        self.plan = self._around.progress.plan = with_takers(self.plan, cluster.id, takers, known)
+        cluster.plan = self.plan.clusters[cluster.id]
+        self.clusters.replaced()
+        cluster.returned = set()
+        if self.averaging is not None:
+            # What was in flight is dropped, and word of a round with it: nobody waits for these in the one under way.
+            cluster.mark = None
+            for node_id in before:
+                self.averaging.rounds.gone(node_id, "its cluster is being formed anew")
+        swarm.generation += 1
+        cluster.generation, cluster.sent, cluster.resumed_at = swarm.generation, set(), None
+        self.replicas.broken_off(cluster)
+        for number, taker in takers.items():
+            if self.averaging is not None and before[number] != taker:
+                self.averaging.rounds.replace_owner(before[number], taker)
+
+    def _order_again(
+        self,
+        cluster: ClusterRun,
+        stage: StagePlan,
+        links: Mapping[tuple[str, str], LinkOrder],
+        ring_links: Sequence[LinkOrder],
+        takers: Collection[int],
+        replica: Replica | None,
+        borrowed: Borrowed | None,
+    ) -> Deploy:
+        """What a provider of a cluster that is formed anew is told: to keep its stage, or where to take one from."""
+        order = stage_order(
+            self.prepared,
+            self.plan,
+            cluster.plan,
+            stage,
+            links,
+            ring_links,
+            self.id,
+            cluster.generation,
+            self._ring_generation,
+        )
+        if stage.stage not in takers:
+            order.keep = True
+        elif borrowed is not None and stage.stage in borrowed.stages:
+            self._name_artifacts(order, stage, constants=borrowed.donors is not None, prepared=borrowed.prepared)
+        elif replica is None:
+            self._name_artifacts(order, stage, constants=self.giving.donors is not None)
+        else:
+            self._name_artifacts(order, stage, constants=True)
+            order.part_key, order.part_replica = stage_key(self.id, stage), replica.number
+            order.part_sha256 = replica.sha256(stage.stage)
+        return order
 
     def _name_artifacts(
         self, order: Deploy | Hold, stage: StagePlan, *, constants: bool = False, prepared: Prepared | None = None
@@ -640,32 +555,3 @@ class Formation:
             course.emit,
             course.notify,
         )
-
-    def _replica_complete(self) -> None:
-        """Older ones need not be kept any more, and this one is not to make room for one that fails."""
-        course = self._around.course
-        course.notify()
-        for cluster in self.clusters.whole:
-            replica = self.replicas.of(cluster)
-            if replica is None or self._forgotten.get(cluster.id) == replica.number:
-                continue
-            self._forgotten[cluster.id] = replica.number
-            keys = [stage_key(self.id, stage) for stage in cluster.plan.stages]
-            # Each cluster by itself: the numbers of one that is slower, or did not begin with them, are others.
-            forget = CoordinatorMessage(forget=Forget(of=keys, before=replica.number))
-            for node_id in {node for key in keys for node in self._keeping.get(key, ()) if node}:
-                course.spawn(course.tell(node_id, forget))
-        began = self.giving.donors is not None
-        if began and all(self.replicas.of(cluster) is not None for cluster in self.clusters.whole):
-            self.giving.donors = None
-            there = [member.node_id for member in self._around.swarm.members.connected()]
-            course.spawn(self.forget_others(there))
-
-    def _line_rate(self, node_id: str) -> float | None:
-        members = self._around.swarm.members
-        link = members[node_id].link if node_id in members else None
-        return None if link is None else link.up_bytes_per_second
-
-    def _note_place(self, cluster: int, number: int, place: Place) -> None:
-        stages = self.plan.clusters[cluster].stages
-        self._around.placed(f"{self.id}-{cluster}", number, place, [stage.start for stage in stages])

@@ -19,7 +19,7 @@ from ravnest.coordinator.clusters import ClusterRun, Kept
 from ravnest.coordinator.deploying import stage_key
 from ravnest.coordinator.donors import Donors
 from ravnest.coordinator.feeder import EvalBatch, TrainBatch
-from ravnest.coordinator.formation import Formation, Surroundings
+from ravnest.coordinator.formation import Formation
 from ravnest.coordinator.gathering import gather
 from ravnest.coordinator.giving import BrokenOffError
 from ravnest.coordinator.ledger import Ledger, Place
@@ -32,6 +32,7 @@ from ravnest.coordinator.run_plan import RunPlan
 from ravnest.coordinator.saving import place_of, saver_for
 from ravnest.coordinator.standing import Standing
 from ravnest.coordinator.state import Position
+from ravnest.coordinator.surroundings import Surroundings
 from ravnest.coordinator.taking_over import TakenOver, take_over, wait_for_those_of_before
 from ravnest.coordinator.telling import tell_plan
 from ravnest.errors import PlanError, TrainingError
@@ -448,7 +449,7 @@ class Forming:
         progress.devices = {**progress.devices, **{m.node_id: m.device for m in members}}
         progress.plan, progress.clusters = formation.plan, formation.clusters
         progress.rounds = None if formation.averaging is None else formation.averaging.rounds
-        await formation.forget_others([member.node_id for member in around.swarm.members.connected()])
+        await formation.keeping.forget_others([member.node_id for member in around.swarm.members.connected()])
 
     async def _feed_again(
         self,

@@ -106,7 +106,7 @@ class Recovery:
         self._broken.setdefault(cluster.id, set()).add(node_id)
         if not self._swarm.members.is_present(node_id):
             # One that is still there has on its disk what it kept.
-            formation.forget_holder(node_id)
+            formation.keeping.forget_holder(node_id)
         if cluster.forming:
             self._course.notify()
             return

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ravnest.coordinator.believed import Believed
-from ravnest.coordinator.formation import Formation, Surroundings
+from ravnest.coordinator.formation import Formation
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.planning import Machine, provider_of
 from ravnest.coordinator.reachability import Reach
+from ravnest.coordinator.surroundings import Surroundings
 from ravnest.planner.providers import Provider
 from ravnest.planner.standbys import Warm, assign_standbys
 
@@ -102,7 +103,7 @@ class StandingBy:
                 if formation is None:
                     return
                 free = [name for name, each in self._warm.items() if each.stage is None]
-                await formation.keep_replicas(self._warm, [*formation.stage_of, *free])
+                await formation.keeping.keep(self._warm, [*formation.stage_of, *free])
         finally:
             self._ordering = False
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from ravnest.coordinator.clusters import ClusterRun
-from ravnest.coordinator.formation import Formation, Surroundings
+from ravnest.coordinator.formation import Formation
 from ravnest.coordinator.giving import BrokenOffError
 from ravnest.coordinator.members import Held
 from ravnest.coordinator.run_plan import RunPlan
 from ravnest.coordinator.standing import Standing, claims_of
+from ravnest.coordinator.surroundings import Surroundings
 from ravnest.errors import PlanError
 from ravnest.net.v1.control_pb2 import Ready
 from ravnest.planner.laid_out import Layout, filled

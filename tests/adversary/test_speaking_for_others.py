@@ -93,7 +93,7 @@ def trains(coordinator: Coordinator, swarm: SwarmUnderAttack, folder: Path, *nod
         feeding=Feeding(course, swarm.swarm, clusters, ledger, coordinator._recorder, coordinator.progress),
         checkpointing=Checkpointing(course, swarm.swarm, lambda _: saver, clusters.all[0], "d1", ledger),
         averaging=None,
-        forget_holder=lambda node_id: None,
+        keeping=SimpleNamespace(forget_holder=lambda node_id: None),
         close=lambda: None,
     )
     coordinator._formation = cast(Formation, formation)
