@@ -57,6 +57,8 @@ def _compare(case: Case, loop: PlainLoop, swarm: EmbeddedSwarm, folder: Path, qu
         plain = loop.measure(steps)
         run = Path(f"{folder}-{number}")
         summary = swarm.train(case.job(steps), providers=case.providers, run=run, display=False).summary
+        if summary.status != "finished":
+            sys.exit(f"{case.title}: {summary.status}, {summary.reason}")
         ours = summary.samples_per_second
         pairs.append((plain, ours))
         predicted.append(summary.predicted_samples_per_second or 0.0)

@@ -50,6 +50,7 @@ _SEEDS: Final = 3
 _AIMS: Final = {4: 0.02, 8: 0.05}
 _LINK: Final = 2.2
 """How many forwards of 50 ms a link of 100 Mbit/s and 50 ms takes for 1 MiB, one way."""
+_MOST_LINK: Final = 100.0
 _CODED: Final = 0.01
 """Nats that int8 on the links may cost."""
 _NOISE: Final = 0.03
@@ -91,11 +92,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--correction", choices=CORRECTIONS, action="append", help="this correction alone; may be repeated"
     )
+    parser.add_argument(
+        "--link",
+        metavar="FORWARDS",
+        type=float,
+        action="append",
+        help="the default with links that take so long one way, and no rows with int8 and others; may be repeated",
+    )
     parser.add_argument("--epochs", type=int, help="of every run, in place of the tasks' own")
     parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th way alone, from the I-th on")
     parser.add_argument("--rates", metavar="FILE", type=Path, help="what benchmarks.pipeline --json wrote")
     parser.add_argument("--no-swarm", dest="swarm", action="store_false", help="leave out the row in a real swarm")
     given = parser.parse_args()
+    if given.link is not None and not all(0 < link <= _MOST_LINK for link in given.link):
+        parser.error(f"--link is more than 0 forwards, and at most {_MOST_LINK:g}")
     given.task = given.task or (["digits"] if given.quick else list(TASKS))
     given.stages = given.stages or ([4] if given.quick else list(_STAGES))
     given.swarm = given.swarm and not given.quick
@@ -111,11 +121,15 @@ def _ways(given: argparse.Namespace) -> list[Way]:
         ways = [way for way in ways if given.correction is None or way.correction in given.correction]
         # Every part needs what the others are compared with.
         found += [Way(task), *ways[part - 1 :: parts]]
-        if not given.quick and part == 1:
+        defaults = [way for way in ways if way.versions == "stash" and way.correction == DEFAULT]
+        if given.link and not defaults:
+            say(f"no rows with --link: stash with {DEFAULT}, the default, is not among these ways")
+        if given.link:
+            found += [replace(way, link=link) for way in defaults for link in given.link]
+        elif not given.quick and part == 1 and defaults:
             found.append(Way(task, accumulate=MICROBATCHES))
-            if 4 in given.stages:
-                found.append(Way(task, 4, "stash", DEFAULT, link=_LINK))
-            found += [Way(task, stages, "stash", DEFAULT, codec="int8") for stages in given.stages]
+            found += [replace(way, link=_LINK) for way in defaults if way.stages == 4]
+            found += [replace(way, codec="int8") for way in defaults]
     return found
 
 

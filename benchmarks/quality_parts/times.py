@@ -17,13 +17,13 @@ def times_to_loss(found: dict[Way, Found], rates: Rates | None) -> tuple[list[Ro
     table: list[Row] = []
     targets: list[Target] = []
     for way in found:
-        if not way.link:
+        flushing = Way(way.task, accumulate=MICROBATCHES)
+        if not way.link or flushing not in found:
             continue
         task = TASKS[way.task]
         case = f"{task.title}, {way.stages} stages, 100 Mbit/s 50 ms: a loss of {task.loss_to_reach:g}"
         ours, synchronous, flushed = (
-            found[each].samples_to(task.loss_to_reach)
-            for each in (way, Way(way.task), Way(way.task, accumulate=MICROBATCHES))
+            found[each].samples_to(task.loss_to_reach) for each in (way, Way(way.task), flushing)
         )
         row: dict[str, object] = {
             "case": case,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import quality
 from benchmarks.pipeline_parts.swarms import MICROBATCHES as IN_A_STEP
 from benchmarks.quality_parts.rates import Rates, read_rates
 from benchmarks.quality_parts.study import Found, rows
@@ -16,6 +17,7 @@ from benchmarks.quality_parts.tasks import TASKS, DigitsNet
 from benchmarks.quality_parts.times import times_to_loss
 from benchmarks.quality_parts.trial import Outcome, Trial, Way, places, run_trial
 from benchmarks.quality_parts.virtual import VirtualPipeline, in_flight_of_plan
+from ravnest.engine.corrections.correction import DEFAULT
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import RunError
@@ -173,3 +175,30 @@ def test_a_file_without_rates_is_refused(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(RunError, match="has no rates"):
         read_rates(file, 4)
+
+
+def ways(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[Way]:
+    monkeypatch.setattr("sys.argv", ["quality", "--task", "gpt", *words])
+    return quality._ways(quality._arguments())
+
+
+def test_rows_of_the_default_come_with_the_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--stages", "4", "--correction", DEFAULT)
+    latest = Way("gpt", 4, "latest", DEFAULT)
+    assert ways(monkeypatch, *asked, "--versions", "latest") == [Way("gpt"), latest]
+    found = ways(monkeypatch, *asked, "--versions", "stash")
+    assert Way("gpt", 4, "stash", DEFAULT, codec="int8") in found
+    assert Way("gpt", accumulate=IN_A_STEP) in found and any(way.link for way in found)
+
+
+def test_links_that_are_asked_for_come_in_place_of_other_rows_and_without_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    default = Way("gpt", 8, "stash", DEFAULT)
+    slow = Way("gpt", 8, "stash", DEFAULT, link=4.0)
+    given = ("--stages", "8", "--versions", "stash", "--correction", DEFAULT, "--link")
+    assert ways(monkeypatch, *given, "4") == [Way("gpt"), default, slow]
+    assert slow.in_flight == 40
+    assert times_to_loss({way: found(way, 2.0, 1.0) for way in (Way("gpt"), slow)}, None) == ([], [])
+    with pytest.raises(SystemExit):
+        ways(monkeypatch, *given, "0")
