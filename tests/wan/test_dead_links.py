@@ -17,7 +17,7 @@ from tests.wan.lab import LabHost
 from tests.wan.link_end import make_ends
 from tests.wan.needs import need_lab
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.xdist_group("wan-swarm")]
+pytestmark = pytest.mark.timeout(200)
 
 NOTICED_SECONDS = PING_SECONDS + PING_ANSWER_SECONDS + 2.0
 BACK_SECONDS = 6.0

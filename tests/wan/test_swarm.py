@@ -1,7 +1,6 @@
 """A swarm across the internet, as far as this machine can be one: a coordinator and five providers on hosts of their
 own, at 100 Mbit/s and 20 to 60 ms of each other, two of them behind routers that let nobody in."""
 
-import json
 import signal
 import threading
 import time
@@ -14,13 +13,12 @@ import pytest
 
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.jobfile import load_job
-from ravnest.monitor.events import read_events
-from ravnest.net.swarm_invite import SwarmInvite
-from tests.e2e.command import Running, ravnest
+from tests.e2e.command import ravnest
 from tests.wan import Host, Lab, Path
+from tests.wan.internet import Internet, ended_well, stages
 from tests.wan.needs import need_lab
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("wan-swarm")]
+pytestmark = pytest.mark.timeout(400)
 
 ROOT = FilePath(__file__).resolve().parents[2]
 PROVIDERS = ("p1", "p2", "p3", "p4", "p5")
@@ -61,45 +59,6 @@ job = ravnest.Job(
 """
 
 
-class Internet:
-    """The hosts, and the commands that run on them."""
-
-    def __init__(self, lab: Lab, folder: FilePath, stack: ExitStack) -> None:
-        self.lab = lab
-        self.folder = folder
-        self._stack = stack
-
-    def train(self, job: str) -> tuple[Running, list[Running]]:
-        """`ravnest serve` on its host and a `ravnest join` on each of the others."""
-        home = self.lab.host("home")
-        (self.folder / "job.py").write_text(job)
-        size = ("--providers", "5", "--clusters", "1")
-        words = ("serve", "job.py", "--listen", f"{home.address}:7700", *size, "--run", "run")
-        serving = self._stack.enter_context(Running(*words, folder=self.folder, on=home.command, warm=True))
-        assert serving.process.stdout is not None
-        line = serving.process.stdout.readline().decode()
-        invite = SwarmInvite.parse(line.removeprefix("invite: ravnest join "))
-        joined = []
-        for name in PROVIDERS:
-            host = self.lab.host(name)
-            data = {"XDG_DATA_HOME": str(self.folder / name), "XDG_CACHE_HOME": str(self.folder / name)}
-            command = Running(
-                "join", invite.line, "--name", name, folder=self.folder, on=host.command, warm=True, **data
-            )
-            joined.append(self._stack.enter_context(command))
-        return serving, joined
-
-    def summary(self) -> dict[str, Any]:
-        shown = ravnest("status", "run", "--json", folder=self.folder)
-        assert shown.returncode == 0, shown.stderr
-        summary = json.loads(shown.stdout)
-        assert isinstance(summary, dict)
-        return summary
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in read_events(self.folder / "run/events.jsonl") if event["kind"] == kind]
-
-
 @pytest.fixture
 def internet(tmp_path: FilePath, request: pytest.FixtureRequest) -> Iterator[Internet]:
     """Providers behind routers are BEHIND_A_ROUTER, or those that the test's parameter names."""
@@ -109,19 +68,13 @@ def internet(tmp_path: FilePath, request: pytest.FixtureRequest) -> Iterator[Int
     away = {("home", name): Path(delay_ms=10 + 5 * number) for number, name in enumerate(PROVIDERS)}
     back = {(name, "home"): path for (_, name), path in away.items()}
     with Lab(hosts, default=Path(delay_ms=20), paths={**away, **back}) as lab, ExitStack() as stack:
-        yield Internet(lab, tmp_path, stack)
+        yield Internet(lab, PROVIDERS, tmp_path, stack)
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     # Six processes import torch at once here.
     monkeypatch.setattr("tests.e2e.command.PATIENCE_SECONDS", 200.0)
-
-
-def stages(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    found = summary["clusters"][0]["stages"]
-    assert isinstance(found, list)
-    return found
 
 
 def routes(summary: dict[str, Any]) -> dict[tuple[str, str], str]:
@@ -138,13 +91,6 @@ def routes_once_linked(internet: Internet) -> dict[tuple[str, str], str]:
             return found
         pause.wait(0.2)
     raise AssertionError(f"some links are not there after 20 s: {found}")
-
-
-def ended_well(running: Running) -> str:
-    said = running.to_the_end()
-    assert running.process.returncode == 0, said
-    assert "Traceback" not in said, said
-    return said
 
 
 def test_five_providers_two_behind_routers_train_digits_to_the_loss_of_the_embedded_swarm(
