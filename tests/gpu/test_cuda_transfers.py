@@ -93,7 +93,7 @@ def test_the_thread_that_computes_does_not_wait_for_the_copy() -> None:
     assert mark.query()
 
 
-@pytest.mark.parametrize("codec", ["float32", "int8"])
+@pytest.mark.parametrize("codec", ["float32", "lossless", "int8"])
 def test_a_run_on_a_gpu_with_a_codec_learns_as_one_on_processors(codec: str, tmp_path: Path) -> None:
     with EmbeddedSwarm(3, devices=("cuda:0",)) as gpu:
         on_gpu = trained(gpu, tmp_path / "gpu", codec=codec)
