@@ -13,8 +13,8 @@ from typing import Final
 
 import pytest
 
-REAL: Final = ("tests/chaos/", "tests/e2e/", "tests/e2e_swarm/", "tests/net/", "tests/soak/", "tests/wan/")
-"""Where tests have processes or lines of their own."""
+from tests.order import REAL
+
 MOST: Final = 3
 """More than so many failures are no accident."""
 
@@ -37,7 +37,7 @@ def once_more(failed: Sequence[str]) -> list[str]:
 
 def main() -> int:
     failures = _Failures()
-    ended = int(pytest.main(["-n", "2"], plugins=[failures]))
+    ended = int(pytest.main(["-n", "2", "--dist", "worksteal"], plugins=[failures]))
     again = once_more(failures.found)
     if ended != pytest.ExitCode.TESTS_FAILED or not again:
         return ended

@@ -1,27 +1,41 @@
 """What all tests share: one embedded swarm per worker, one thread for torch, one look at how fast the machine is."""
 
 import signal
+import subprocess
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from hypothesis import settings
 
-from ravnest.coordinator import prepare
+from ravnest.coordinator import prepare, processes
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.engine.speed import Speed
 from ravnest.graph.update_cost import UpdateCost
 from ravnest.spec import OptimizerSpec
+from tests.embedded import providers_of
+from tests.order import waiting_first
+from tests.warm import started
 
 PROVIDERS = 4
 
 # Two test workers and their providers share two cores; torch's own threads would only stand in one another's way.
 torch.set_num_threads(1)
 
+# How long an example takes says how busy the machine is.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
+
 # A suite that was started in the background ignores Ctrl-C and the end of its terminal, and so would all its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    waiting_first(items)
 
 
 class SharedSwarm:
@@ -38,9 +52,8 @@ class SharedSwarm:
         if self._swarm is not None and not all(_is_running(p) for p in self._providers):
             self.close()
         if self._swarm is None:
-            before = set(psutil.Process().children())
             self._swarm = EmbeddedSwarm(PROVIDERS)
-            self._providers = [p for p in psutil.Process().children() if p not in before]
+            self._providers = providers_of(self._swarm)
         return self._swarm
 
     def close(self) -> None:
@@ -75,6 +88,15 @@ def one_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "measure_speed", speed)
         patch.setattr(prepare, "time_update", update)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_providers() -> Iterator[None]:
+    """Providers of swarms that a test starts in its own process have their imports done (tests/warm.py)."""
+    with pytest.MonkeyPatch.context() as patch:
+        parts = {"Popen": started, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
+        patch.setattr(processes, "subprocess", SimpleNamespace(**parts))
         yield
 
 

@@ -2,8 +2,8 @@
 
 Importing torch takes two seconds of a core, in each of the hundreds of processes that the tests start: on two cores
 that was several minutes of nothing else. What is started here is a process of its own, with its own memory, files,
-signals and network; only how it came to its imports is different. Tests of the command line itself (tests/e2e) start it
-anew.
+signals and network; only how it came to its imports is different. So are the providers of embedded swarms that tests
+start themselves (tests/conftest.py). Tests of the command line itself (tests/e2e) start it anew.
 """
 
 import atexit
@@ -57,6 +57,7 @@ class WarmProcess:
         self.stdout: IO[Any] | None = None
         self.stderr: IO[Any] | None = None
         self._ended, told = os.pipe()
+        self._looking = threading.Lock()
         given, closed_after = [], [told]
         for number, (name, wanted) in enumerate((("stdin", stdin), ("stdout", stdout), ("stderr", stderr))):
             if wanted is None:
@@ -109,15 +110,15 @@ class WarmProcess:
         self.send_signal(signal.SIGTERM)
 
     def __del__(self) -> None:
-        if self.returncode is None:
-            os.close(self._ended)
+        os.close(self._ended)
 
     def _look(self, timeout_seconds: float | None) -> int | None:
         if self.returncode is None and select.select([self._ended], [], [], timeout_seconds)[0]:
-            said = os.read(self._ended, 16)
-            os.close(self._ended)
-            # Nothing is said where the mother is gone: then its children are, too.
-            self.returncode = int(said) if said else -signal.SIGKILL
+            with self._looking:
+                if self.returncode is None:
+                    said = os.read(self._ended, 16)
+                    # Nothing is said where the mother is gone: then its children are, too.
+                    self.returncode = int(said) if said else -signal.SIGKILL
         return self.returncode
 
 

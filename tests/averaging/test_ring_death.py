@@ -163,7 +163,7 @@ def test_survivors_agree_bit_for_bit_with_lossy_codecs_too(codec: Codec) -> None
 
 
 @given(st.integers(2, 5), st.integers(0, 2**31), st.integers(0, 120), st.booleans(), st.booleans(), st.data())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_whatever_the_order_of_messages_and_however_often_they_come(
     count: int, seed: int, at: int, told: bool, repeat: bool, data: st.DataObject
 ) -> None:
@@ -178,7 +178,7 @@ def test_whatever_the_order_of_messages_and_however_often_they_come(
 
 
 @given(st.integers(0, 2**31), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 150)), max_size=4), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_several_deaths_in_one_round(seed: int, deaths: list[tuple[int, int]], told: bool) -> None:
     swarm = swarm_of(5)
     swarm.shuffle = random.Random(seed)

@@ -64,7 +64,7 @@ def rings(draw: st.DrawFn) -> tuple[list[Tensor], int, list[float], int, int]:
 
 
 @given(rings())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_all_members_hold_the_weighted_mean_bit_for_bit(case: tuple[list[Tensor], int, list[float], int, int]) -> None:
     vectors, coded, weights, piece_values, seed = case
     members = ring(vectors, coded, weights, FLOAT32, piece_values)
@@ -85,7 +85,7 @@ def test_all_members_hold_the_weighted_mean_bit_for_bit(case: tuple[list[Tensor]
 
 @pytest.mark.parametrize("codec", LOSSY, ids=by_name)
 @given(rings())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_lossy_codecs_agree_bit_for_bit_and_stay_within_their_error(
     codec: Codec, case: tuple[list[Tensor], int, list[float], int, int]
 ) -> None:
@@ -294,7 +294,7 @@ def test_the_error_allowed_for_a_codec_is_no_less_than_the_worst_there_is(codec:
     ),
     st.integers(0, 2**31),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_a_member_is_sent_it_is_refused_or_harmless(
     codec: Codec, sent: list[tuple[int, int, int, bytes | None]], seed: int
 ) -> None:

@@ -249,7 +249,7 @@ def cut_models(draw: st.DrawFn) -> tuple[list[Entry], list[set[int]], list[int],
 
 @pytest.mark.parametrize("background", [True, False], ids=["in the background", "blocking"])
 @given(cut_models())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_the_cuts_every_cluster_ends_with_the_weighted_mean(
     background: bool, case: tuple[list[Entry], list[set[int]], list[int], int]
 ) -> None:

@@ -12,7 +12,7 @@ from tests.chaos.chaos import run_chaos
 from tests.chaos.schedule import cases
 from tests.wan.needs import need_lab
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("chaos")]
+pytestmark = pytest.mark.timeout(900)
 
 SEED = 7
 

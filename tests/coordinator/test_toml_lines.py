@@ -73,7 +73,7 @@ def test_what_is_missing_is_told_at_the_table_it_is_missing_in() -> None:
     assert Lines("").of(()) == 1
 
 
-@settings(max_examples=150, derandomize=True, deadline=None, database=None)
+@settings(max_examples=150, derandomize=True, database=None)
 @given(
     tables=st.lists(
         st.dictionaries(

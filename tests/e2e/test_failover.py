@@ -20,7 +20,7 @@ from tests.e2e.disturbing import HELD_OUT, POOL, RATE, Disturbed, Endless, Suppl
 from tests.e2e.jobs import Batch, a_job, every_updates
 from tests.e2e.watching import adds_up
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("failover")]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from ravnest.monitor.events import read_events
 from ravnest.monitor.summary import Summary
 from tests.e2e.command import Running, ravnest, still_there, within
 from tests.e2e.jobs import Batch, a_job, a_job_file, batches, every_updates
+from tests.embedded import providers_of
 
 WITH_WORKERS = """
 class Endless(torch.utils.data.IterableDataset):
@@ -56,14 +56,9 @@ def test_providers_end_by_themselves_when_the_coordinator_is_killed(tmp_path: Pa
     assert "interrupted  its process is gone; continue it with --resume" in shown
 
 
-def provider_processes() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "--embedded" in child.cmdline()]
-
-
 def test_a_run_that_loses_all_its_providers_ends_with_a_sentence_at_once(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
-    shared = set(provider_processes())
     with EmbeddedSwarm(2) as own:
-        victims = set(provider_processes()) - shared
+        victims = providers_of(own)
 
         def killing() -> Iterator[Batch]:
             yield from batches([8] * 5)

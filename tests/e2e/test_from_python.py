@@ -13,7 +13,7 @@ import pytest
 from ravnest import RunError, TrainResult
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from tests.e2e.jobs import Batch, a_job, batches
-from tests.e2e.test_faults import provider_processes
+from tests.embedded import providers_of
 
 
 def test_inside_a_running_event_loop_as_a_notebook_has_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -55,18 +55,18 @@ def test_a_provider_that_waits_for_data_leaves_the_machine_alone(swarm: Embedded
     def slow() -> Iterator[Batch]:
         yield from batches([8] * 5)
         threading.Event().wait(0.5)  # What came with the last batch is done by then.
-        before, started = cpu_seconds(), time.monotonic()
+        before, started = cpu_seconds(swarm), time.monotonic()
         threading.Event().wait(3)
         took = time.monotonic() - started
-        used.extend((after - start) / took for start, after in zip(before, cpu_seconds(), strict=True))
+        used.extend((after - start) / took for start, after in zip(before, cpu_seconds(swarm), strict=True))
         yield from batches([8])
 
     swarm.train(a_job(slow), providers=3, run=tmp_path / "run", display=False)
     # With the model captured on the first two batches, the data is walked once.
-    assert len(used) == len(provider_processes())
+    assert len(used) == len(providers_of(swarm))
     assert max(used) < 0.02, used
 
 
-def cpu_seconds() -> list[float]:
-    times = [process.cpu_times() for process in sorted(provider_processes(), key=lambda process: process.pid)]
+def cpu_seconds(swarm: EmbeddedSwarm) -> list[float]:
+    times = [process.cpu_times() for process in providers_of(swarm)]
     return [found.user + found.system for found in times]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from ravnest import Job, Pipeline, TrainingError
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from tests.e2e.jobs import Batch, a_job, batches, every_updates
+from tests.embedded import providers_of
 
 DAY_SECONDS = 86400.0
 
@@ -45,16 +45,11 @@ def test_a_clock_that_is_set_by_a_day_while_a_run_goes_on_is_not_noticed(
     assert {"lost", "disconnected", "checkpoint_damaged"}.isdisjoint(event["kind"] for event in events)
 
 
-def provider_processes() -> set[psutil.Process]:
-    return {child for child in psutil.Process().children() if "--embedded" in child.cmdline()}
-
-
 def test_a_provider_without_the_memory_that_it_said_is_evicted_with_the_reason(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8))
-    before = provider_processes()
     with EmbeddedSwarm(2) as own:
-        victims = provider_processes() - before
+        victims = providers_of(own)
 
         def data() -> Iterator[Batch]:
             for number in range(200):

@@ -17,6 +17,7 @@ from ravnest.coordinator import slow_stages
 from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from tests.e2e.jobs import Batch, a_job, batches, every_updates
+from tests.embedded import providers_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -36,10 +37,8 @@ def test_a_stopped_provider_is_lost_and_joins_again_when_it_goes_on(tmp_path: Pa
             yield from batches([8])
             threading.Event().wait(0.05)
 
-    others = psutil.Process().children()
     with EmbeddedSwarm(3) as own:
-        processes = [p for p in psutil.Process().children() if p not in others]
-        [victim] = [p for p in processes if "--embedded" in p.cmdline() and "provider-1" in p.cmdline()]
+        victim = providers_of(own)[1]
 
         def stopping() -> Iterator[Batch]:
             # Not a checkpoint: to go back to one, the data would have to be walked again.
@@ -102,7 +101,7 @@ def test_a_provider_that_becomes_slow_is_done_without_where_another_is_faster(
             threading.Event().wait(0.02)
         # Who was the last to join stands by, and whoever that is.
         victims.append(trained("provider")[-1])
-        [victim] = [p for p in own if victims[0] in p.cmdline()]
+        victim = own[int(victims[0].removeprefix("provider-"))]
         hindering = threading.Thread(target=hinder, args=[victim])
         hindering.start()
         try:
@@ -116,9 +115,8 @@ def test_a_provider_that_becomes_slow_is_done_without_where_another_is_faster(
         for _ in range(20):
             yield batch()
 
-    others = psutil.Process().children()
     with EmbeddedSwarm(3) as swarm:
-        own = [p for p in psutil.Process().children() if p not in others and "--embedded" in p.cmdline()]
+        own = providers_of(swarm)
         # Some milliseconds for a microbatch: of less, most of what hinders a machine falls between two of them.
         layers = [nn.Linear(512, 512) for _ in range(12)]
         job = a_job(data, model=nn.Sequential(*layers), checkpoint=every_updates(100_000))

@@ -235,7 +235,7 @@ def test_where_all_stages_forget_the_same_the_replay_is_bit_for_bit_the_undistur
             assert torch.equal(tensor, other.state_tensors()[name]), name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.sets(st.integers(0, len(BATCHES) - 1)),
     st.sets(st.integers(0, len(BATCHES) - 1)),

@@ -18,7 +18,7 @@ BOMB_BYTES = 300 << 20
 
 every_target = pytest.mark.parametrize("target", TARGETS, ids=[target.name for target in TARGETS])
 # The same cases in every run, so that a red build is red for everybody; `make fuzz` looks further.
-fixed = settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
+fixed = settings(max_examples=EXAMPLES, derandomize=True, database=None)
 
 
 @every_target

@@ -149,19 +149,19 @@ _FIELDS = list(json.loads(SMALL.to_json()))
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200) | _JSON.map(json.dumps))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_text_gives_a_graph_or_a_graph_error(text: str | bytes) -> None:
     _read(text)
 
 
 @given(st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_field_may_hold_anything_and_gives_a_graph_or_a_graph_error(fields: dict[str, Any]) -> None:
     _read(json.dumps({**json.loads(SMALL.to_json()), **fields}))
 
 
 @given(st.randoms(use_true_random=False), _JSON)
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 def test_a_graph_with_anything_in_any_place_gives_a_graph_or_a_graph_error(chooser: random.Random, junk: Any) -> None:
     data = json.loads(SMALL.to_json())
     place: Any = data

@@ -67,7 +67,7 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
         )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(tensors=tensor_maps(), chunk_bytes=st.integers(1, 200))
 def test_the_library_reads_what_we_stream(tensors: dict[str, torch.Tensor], chunk_bytes: int) -> None:
     chunks = list(stream_tensors(tensors, {"step": "3"}, chunk_bytes))
@@ -77,7 +77,7 @@ def test_the_library_reads_what_we_stream(tensors: dict[str, torch.Tensor], chun
     assert_same(load(data), tensors)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(tensors=tensor_maps(), chunk_bytes=st.integers(1, 200))
 def test_we_read_what_the_library_writes(tensors: dict[str, torch.Tensor], chunk_bytes: int) -> None:
     loaded, metadata = read(save(tensors, {"step": "3"}), chunk_bytes)
@@ -85,7 +85,7 @@ def test_we_read_what_the_library_writes(tensors: dict[str, torch.Tensor], chunk
     assert metadata == {"step": "3"}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(tensors=tensor_maps(), share=st.floats(0, 1), chunk_bytes=st.integers(1, 200))
 def test_the_stream_goes_on_from_any_byte(tensors: dict[str, torch.Tensor], share: float, chunk_bytes: int) -> None:
     whole = b"".join(stream_tensors(tensors, {"step": "3"}))
@@ -210,7 +210,7 @@ def test_a_stream_that_goes_on_is_refused() -> None:
         reader.feed(b"\x00")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(position=st.integers(0, 150), value=st.integers(0, 255))
 def test_a_flipped_byte_never_does_worse_than_a_graph_error(position: int, value: int) -> None:
     data = bytearray(b"".join(stream_tensors({"w": torch.randn(2, 3), "m": torch.ones(2, dtype=torch.bool)})))

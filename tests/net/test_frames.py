@@ -68,7 +68,7 @@ def assert_same(left: Frame, right: Frame) -> None:
         assert value == other_value or (math.isnan(value) and math.isnan(other_value))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(frames())
 def test_a_frame_comes_back_as_it_went(frame: Frame) -> None:
     data = encode(frame)
@@ -76,7 +76,7 @@ def test_a_frame_comes_back_as_it_went(frame: Frame) -> None:
     assert_same(decode(data), frame)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(frames(), min_size=1, max_size=4))
 def test_frames_joined_together_come_apart_in_order(several: list[Frame]) -> None:
     data = b"".join(encode(frame) for frame in several)
@@ -87,7 +87,7 @@ def test_frames_joined_together_come_apart_in_order(several: list[Frame]) -> Non
     assert offset == len(data)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.binary(max_size=400))
 def test_any_bytes_raise_nothing_but_peer_error(data: bytes) -> None:
     for candidate in (data, b"RVN\x01" + data, b"RVN\x01" + struct.pack("<I", max(len(data) - 4, 0)) + data):
@@ -95,7 +95,7 @@ def test_any_bytes_raise_nothing_but_peer_error(data: bytes) -> None:
             decode(candidate)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(frames(), st.data())
 def test_a_damaged_frame_raises_nothing_but_peer_error(frame: Frame, data: st.DataObject) -> None:
     damaged = bytearray(encode(frame))
@@ -105,7 +105,7 @@ def test_a_damaged_frame_raises_nothing_but_peer_error(frame: Frame, data: st.Da
         decode(bytes(damaged))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(frames(), st.data())
 def test_a_truncated_frame_is_refused(frame: Frame, data: st.DataObject) -> None:
     whole = encode(frame)

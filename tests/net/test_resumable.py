@@ -114,7 +114,7 @@ async def _quietly(work: Callable[[], Awaitable[None]]) -> None:
         return
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(breaks=st.lists(st.integers(1, 30), max_size=6), counts=st.tuples(st.integers(0, 40), st.integers(0, 40)))
 def test_every_frame_arrives_once_and_in_order_whatever_breaks(breaks: list[int], counts: tuple[int, int]) -> None:
     async def main() -> tuple[list[int], list[int]]:

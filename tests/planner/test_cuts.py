@@ -51,7 +51,7 @@ def listed(
     return best
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 4), goal=st.sampled_from(GOALS))
 def test_cuts_for_an_order_are_the_best_of_all_cuts_and_numbers_in_flight(seed: int, count: int, goal: Goal) -> None:
     rng = np.random.default_rng(seed)
@@ -62,7 +62,7 @@ def test_cuts_for_an_order_are_the_best_of_all_cuts_and_numbers_in_flight(seed: 
         assert score(goal, found) == pytest.approx(score(goal, best), rel=1e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), seconds=st.floats(1.0, 200.0))
 def test_cuts_keep_to_the_time_that_averaging_may_take(seed: int, seconds: float) -> None:
     rng = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def test_cuts_keep_to_the_time_that_averaging_may_take(seed: int, seconds: float
         assert score(goal, found) == pytest.approx(score(goal, best), rel=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 6), goal=st.sampled_from(GOALS))
 def test_stages_cover_the_model_each_owns_a_parameter_and_fits(seed: int, count: int, goal: Goal) -> None:
     rng = np.random.default_rng(seed)
@@ -91,7 +91,7 @@ def test_stages_cover_the_model_each_owns_a_parameter_and_fits(seed: int, count:
     assert found.in_flight <= goal.most_in_flight
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 5))
 def test_a_plan_begins_with_as_many_in_flight_as_are_enough(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)

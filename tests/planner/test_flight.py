@@ -270,7 +270,7 @@ def test_a_limit_beyond_what_is_allowed_falls_at_once() -> None:
     assert decide_flight(measures(limit=9), FlightMemory(), 6).limit == 6
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_whatever_is_measured_the_decision_is_a_number_that_may_be(data: st.DataObject) -> None:
     stages = data.draw(st.integers(2, 6))

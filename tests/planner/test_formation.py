@@ -38,7 +38,7 @@ def check(plan: Plan, model: ModelCosts, providers: list[Provider]) -> None:
     assert plan.score > 0
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 6), every=st.sampled_from([100, 1000]))
 def test_every_provider_has_one_place_and_every_parameter_one_owner_in_each_cluster(
     seed: int, count: int, every: int
@@ -69,7 +69,7 @@ def test_the_same_seed_gives_the_same_plan_in_whatever_order_providers_are_given
     assert form(model, OFTEN, Network(), providers, seed=4) == form(model, OFTEN, Network(), providers[::-1], seed=4)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), reliability=st.sampled_from([1.0, 1.0, 0.8]))
 def test_one_more_machine_never_makes_the_prediction_of_few_worse(seed: int, reliability: float) -> None:
     rng = np.random.default_rng(seed)
@@ -140,7 +140,7 @@ def test_one_cluster_of_everybody_has_a_stage_for_each(count: int) -> None:
     check(plan, model, providers)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 8), data=st.data())
 def test_so_many_clusters_are_made_of_all_few_providers(seed: int, count: int, data: st.DataObject) -> None:
     rng = np.random.default_rng(seed)
@@ -353,7 +353,7 @@ def test_like_machines_come_together() -> None:
     assert likeness(by_name, plan.clusters[0]).line == 1.0
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 5), every=st.sampled_from([100, 1000]))
 def test_no_plan_exceeds_the_upper_bound(seed: int, count: int, every: int) -> None:
     rng = np.random.default_rng(seed)

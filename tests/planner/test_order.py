@@ -15,7 +15,7 @@ from ravnest.planner.providers import Goal, Line, Network, Provider, Requester
 from tests.planner.instances import random_model, random_providers
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 4))
 def test_the_best_order_is_nearly_the_best_of_all_orders(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
@@ -61,7 +61,7 @@ def test_machines_that_only_the_coordinator_connects_are_not_made_neighbours() -
     assert found.providers[1] == "c"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10**6), seconds=st.sampled_from([math.inf, 30.0]), hosts=st.booleans())
 def test_an_estimate_is_at_most_the_rate_of_the_best_cuts_and_near_it(seed: int, seconds: float, hosts: bool) -> None:
     rng = np.random.default_rng(seed)

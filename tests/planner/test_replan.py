@@ -215,7 +215,7 @@ def swarms(draw: st.DrawFn) -> tuple[dict[str, Provider], Plan]:
     return nodes, planned(COSTS, GOAL, NETWORK, nodes, *clusters)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(swarms(), st.lists(st.tuples(speeds, lines), min_size=1, max_size=2))
 def test_more_machines_never_make_a_plan_worse(
     swarm: tuple[dict[str, Provider], Plan], new: list[tuple[float, float]]
@@ -226,7 +226,7 @@ def test_more_machines_never_make_a_plan_worse(
     assert found == after(swarm, Joined(newcomers))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(swarms(), st.data())
 def test_whoever_is_lost_the_rest_goes_on_if_anybody_can(
     swarm: tuple[dict[str, Provider], Plan], data: st.DataObject

@@ -122,7 +122,7 @@ def drawn_rings(draw: st.DrawFn) -> list[tuple[Ring, RingTensors]]:
     return rings
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(drawn_rings(), st.integers(1, 6))
 def test_every_tensor_is_in_exactly_one_fragment(rings: list[tuple[Ring, RingTensors]], count: int) -> None:
     parts = fragments(rings, count)
@@ -141,7 +141,7 @@ def test_every_tensor_is_in_exactly_one_fragment(rings: list[tuple[Ring, RingTen
     assert all(part.tensors.all for part in parts)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 6))
 def test_fragments_of_one_ring_differ_by_no_more_than_the_largest_tensor(sizes: list[int], count: int) -> None:
     specs = tuple(WeightSpec(f"t{i}", f"t{i}", torch.float32, (size,)) for i, size in enumerate(sizes))

@@ -59,7 +59,7 @@ def owner(cluster: Cluster, place: int) -> str:
     return next(stage.provider for stage in cluster.stages if stage.start <= place < stage.end)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans())
 def test_every_place_is_in_exactly_one_ring_of_its_owners(drawn: Drawn) -> None:
     rings = rings_of(drawn.plan, COSTS, drawn.network, drawn.providers)
@@ -71,7 +71,7 @@ def test_every_place_is_in_exactly_one_ring_of_its_owners(drawn: Drawn) -> None:
     assert sum(ring.parameter_bytes for ring in rings) == pytest.approx(COSTS.parameter_bytes[-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans(most_clusters=5))
 def test_no_order_has_a_faster_slowest_line(drawn: Drawn) -> None:
     for ring in rings_of(drawn.plan, COSTS, drawn.network, drawn.providers):
@@ -88,7 +88,7 @@ def _slowest(drawn: Drawn, way: tuple[str, ...]) -> float:
     return min(drawn.network.line(nodes[a], nodes[b]).bytes_per_second for a, b in itertools.pairwise(way))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans(measured=False, reachable=False))
 def test_a_round_takes_what_the_search_estimates_where_lines_are_those_of_their_ends(drawn: Drawn) -> None:
     rings = rings_of(drawn.plan, COSTS, drawn.network, drawn.providers)

@@ -88,7 +88,7 @@ def test_without_clusters_nobody_is_kept_warm() -> None:
     assert found["gus"].stage is None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), max_size=6),
     st.lists(st.floats(0, 1), min_size=3, max_size=3),

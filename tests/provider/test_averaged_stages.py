@@ -67,7 +67,7 @@ def _parameters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name.startswith("param:")}
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(CUTS, COUNTS, st.sampled_from([1, 3]))
 def test_after_a_round_with_nothing_in_flight_all_hold_the_weighted_mean(
     cuts: list[tuple[int, ...]], counts: list[int], parts: int
@@ -79,7 +79,7 @@ def test_after_a_round_with_nothing_in_flight_all_hold_the_weighted_mean(
     run(test())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(CUTS, COUNTS, st.sampled_from([1, 3]))
 def test_after_a_round_in_the_background_all_hold_the_weighted_mean_and_what_they_learnt_since(
     cuts: list[tuple[int, ...]], counts: list[int], parts: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.wan.network import Network
@@ -19,7 +19,6 @@ from tests.wan.topology import Host, Path, Topology, read_topology
 A, B, C = (socket.inet_aton(f"10.0.0.{number}") for number in (1, 2, 3))
 SYN, ACK = 0x02, 0x10
 
-unhurried = settings(deadline=None)  # the machine may be busy with other tests
 rates = st.floats(0.5, 2000)
 offers = st.lists(st.tuples(st.floats(0, 0.1), st.integers(21, 9000)), min_size=1, max_size=30)
 """Frames by their size and the time since the one before."""
@@ -81,7 +80,6 @@ def through_line(
     return recorder, line, offered
 
 
-@unhurried
 @given(rates, st.integers(1, 100_000), offers)
 def test_a_line_is_never_faster_than_its_rate_and_keeps_the_order(
     rate_mbps: float, queue_bytes: int, sizes: list[tuple[float, int]]
@@ -96,7 +94,6 @@ def test_a_line_is_never_faster_than_its_rate_and_keeps_the_order(
         free_at = moment
 
 
-@unhurried
 @given(rates, st.integers(1, 100_000), offers)
 def test_a_switch_that_wakes_late_shifts_nothing(
     rate_mbps: float, queue_bytes: int, sizes: list[tuple[float, int]]
@@ -135,7 +132,6 @@ def test_queues_hold_a_tenth_of_a_second_but_never_less_than_64_kib() -> None:
     assert default_queue_bytes(1) == 65536
 
 
-@unhurried
 @given(st.integers(2, 44), st.integers(1, 100), st.data())
 def test_the_parts_of_a_burst_are_what_the_sender_would_have_sent(
     segments: int, last_bytes: int, data: st.DataObject
@@ -167,7 +163,6 @@ def test_only_the_last_part_ends_the_stream() -> None:
     assert flags == [ACK, ACK, ACK | fin_psh]
 
 
-@unhurried
 @given(rates, st.integers(2, 44))
 def test_a_chunk_takes_a_millisecond_or_is_two_segments(rate_mbps: float, segments: int) -> None:
     whole = burst(segments, segment_bytes=1448, last_bytes=700)
@@ -233,7 +228,6 @@ def test_what_comes_within_a_hundredth_of_the_delay_comes_together() -> None:
     assert [moment for moment, _ in there.came["b"]] == pytest.approx([0.0505, 0.0505, 0.0511])
 
 
-@unhurried
 @given(any_path, any_path, lines, lines, st.lists(st.tuples(st.floats(0, 0.05), st.sampled_from("ab")), max_size=30))
 def test_frames_to_one_host_come_in_order_never_early_and_all_are_accounted_for(
     from_a: Path, from_b: Path, up: float | None, down: float | None, sends: list[tuple[float, str]]
