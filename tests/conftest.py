@@ -2,7 +2,7 @@
 
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,14 +70,15 @@ class SharedSwarm:
 def one_machine() -> Iterator[None]:
     """What runs measure of the machine itself before they plan is measured once: it takes longer than what most of them
     train. Those measures have tests of their own, which call them where they are made."""
-    speeds: dict[str, Speed] = {}
+    speeds: dict[tuple[str, tuple[str, ...]], Speed] = {}
     updates: dict[tuple[str, int, int], UpdateCost] = {}
     measure_speed, time_update = prepare.measure_speed, prepare.time_update
 
-    def speed(device: torch.device, *more: Any) -> Speed:
-        if str(device) not in speeds:
-            speeds[str(device)] = measure_speed(device, *more)
-        return speeds[str(device)]
+    def speed(device: torch.device, *more: Any, halves: Sequence[str]) -> Speed:
+        key = str(device), tuple(halves)
+        if key not in speeds:
+            speeds[key] = measure_speed(device, *more, halves=halves)
+        return speeds[key]
 
     def update(optimizer: OptimizerSpec, accumulate: int) -> UpdateCost:
         key = optimizer.to_json(), accumulate, torch.get_num_threads()

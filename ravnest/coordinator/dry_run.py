@@ -85,7 +85,7 @@ def dry_run(
     interrupts.check()
     prepared = prepare(job, None, None, tell, interrupts.users_code)
     costs, captured = prepared.costs, prepared.captured
-    providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second)
+    providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second, costs.precision_speed)
     tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
     model = model_costs(prepared)
     goal = replace(goal_of(job, None, None), least_stages=least_stages, most_clusters=most_clusters)

@@ -27,7 +27,8 @@ def key_of(job: Job, captured: Captured, threads: int | None) -> str:
     """Of all on which the costs hang."""
     shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in sorted(captured.sample.items())}
     machine = [platform.node(), platform.machine(), os.cpu_count(), torch.__version__]
-    told = [captured.graph.to_json(), job.optimizer_spec.to_json(), job.pipeline.accumulate, shapes, machine, threads]
+    pipeline = [job.pipeline.accumulate, job.pipeline.precision, job.pipeline.compiled]
+    told = [captured.graph.to_json(), job.optimizer_spec.to_json(), pipeline, shapes, machine, threads]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
@@ -52,4 +53,12 @@ def keep_costs(path: Path, key: str, costs: CostProfile) -> None:
         write_atomic(path, json.dumps(told))
 
 
-_FIGURES = ("samples", "threads", "flops_per_second", "memory_bytes_per_second", "stage_seconds")
+_FIGURES = (
+    "samples",
+    "threads",
+    "flops_per_second",
+    "memory_bytes_per_second",
+    "precision",
+    "precision_speed",
+    "stage_seconds",
+)

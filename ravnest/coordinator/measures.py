@@ -132,6 +132,8 @@ def figures(member: "Member") -> dict[str, object]:
         "memory_bytes": member.memory_bytes,
         "cores": member.cores,
         "flops_per_second": member.flops_per_second,
+        "bfloat16_flops_per_second": member.bfloat16_flops_per_second,
+        "float16_flops_per_second": member.float16_flops_per_second,
         "memory_bytes_per_second": member.memory_bytes_per_second,
         "device_name": member.device_name,
         "link_error": member.link_error,

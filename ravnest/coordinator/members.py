@@ -10,6 +10,7 @@ from ravnest import __version__
 from ravnest.coordinator.measures import PairAnswers, positive
 from ravnest.coordinator.reachability import Reach
 from ravnest.coordinator.waiting import Changes
+from ravnest.engine.speed import Speed
 from ravnest.errors import PeerError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.control_link import ControlLink
@@ -59,6 +60,8 @@ class Member:
     cores: int = 0
     flops_per_second: float = 0.0
     """As it measured itself; 0 where it did not, as in the embedded swarm, where all machines are one."""
+    bfloat16_flops_per_second: float = 0.0
+    float16_flops_per_second: float = 0.0
     memory_bytes_per_second: float = 0.0
     slower: float = 1.0
     """It computes so many times slower than its machine could. A speed that it measured is told as if it had to."""
@@ -90,6 +93,8 @@ class Member:
             seen_host,
             cores=request.cores,
             flops_per_second=positive(request.flops_per_second),
+            bfloat16_flops_per_second=positive(request.bfloat16_flops_per_second),
+            float16_flops_per_second=positive(request.float16_flops_per_second),
             memory_bytes_per_second=positive(request.memory_bytes_per_second),
             slower=max(1.0, positive(request.slower)),
             stage_seconds=positive(request.stage_seconds),
@@ -104,6 +109,16 @@ class Member:
         self.feed = ResumableLink(self.node_id)
         self.control: ControlLink[CoordinatorMessage, ProviderMessage] = ControlLink(
             ResumableLink(self.node_id), ProviderMessage
+        )
+
+    @property
+    def speed(self) -> Speed:
+        """How fast it measured itself to be; zeros where it did not."""
+        return Speed(
+            self.flops_per_second,
+            self.memory_bytes_per_second,
+            self.bfloat16_flops_per_second,
+            self.float16_flops_per_second,
         )
 
     @property

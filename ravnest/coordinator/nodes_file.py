@@ -56,8 +56,11 @@ class NodesFile:
         """What each machine is, by its name, where that was said."""
         return {node.provider.name: node.device for node in self.nodes if node.device}
 
-    def providers(self, flops_per_second: float, memory_bytes_per_second: float) -> tuple[Provider, ...]:
+    def providers(
+        self, flops_per_second: float, memory_bytes_per_second: float, precision_speed: float = 1.0
+    ) -> tuple[Provider, ...]:
         """The machines, with speeds relative to one of these figures: those measured where the model was; 0: not known.
+        What is said against this machine is in the precision of the job, in which it is so many times as fast.
 
         What the file says of that machine goes first. PlanError where a node has figures and there are none to hold
         them against.
@@ -67,6 +70,7 @@ class NodesFile:
         found = []
         for node in self.nodes:
             provider = node.provider
+            provider = replace(provider, compute_speed=provider.compute_speed * precision_speed)
             if node.flops_per_second is not None:
                 if not flops:
                     raise PlanError(

@@ -342,11 +342,12 @@ def provider_of(
     on_processor = member.device.startswith("cpu")
     # One that was not measured is as fast as the machine that measured the model, or pretends not to be.
     unmeasured = 1.0 / max(1.0, member.slower)
+    flops = member.speed.flops_in(costs.precision)
     slowness = 1.0 if believed is None else believed.slowness(member.node_id)
     provider = Provider(
         name=member.node_id,
         memory_bytes=member.memory_bytes if believed is None else believed.memory_bytes(member),
-        compute_speed=_relative(member.flops_per_second, costs.flops_per_second, unmeasured) / slowness,
+        compute_speed=_relative(flops, costs.flops_per_second, unmeasured * costs.precision_speed) / slowness,
         memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second, unmeasured) / slowness,
         operator_seconds=0.0 if on_processor else slowness * OPERATOR_SECONDS,
         least_stage_seconds=slowness * min(member.stage_seconds, MOST_STAGE_SECONDS),

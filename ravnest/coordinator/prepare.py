@@ -17,7 +17,7 @@ from ravnest.coordinator.data_order import epoch_size
 from ravnest.coordinator.feeder import Guard, first_batches
 from ravnest.coordinator.kept_costs import keep_costs, kept_costs, key_of
 from ravnest.coordinator.resuming import resumed_metadata
-from ravnest.engine.calibrate import calibrate
+from ravnest.engine.calibrate import calibrate, products_speed
 from ravnest.engine.corrections.correction import DEFAULT as DEFAULT_CORRECTION
 from ravnest.engine.corrections.correction import correction_refusal
 from ravnest.engine.corrections.discount import warm_up_updates
@@ -120,8 +120,13 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
     available_bytes = psutil.virtual_memory().available
     # Without the schedule: it costs nothing to speak of, and may be made for no more steps than the job has.
     settings = replace(stage_settings(job, 0, 1, 1), schedule=None)
-    costs = calibrate(costs, graph, weights, sample, settings, available_bytes)
-    speed = measure_speed(torch.device("cpu"), available_bytes, _SPEED_SECONDS)
+    exact = replace(settings, precision="float32")
+    costs = calibrate(costs, graph, weights, sample, exact, available_bytes)
+    if settings.precision != exact.precision:
+        # It changes the products alone, by another factor on every machine.
+        faster = products_speed(costs, graph, weights, sample, settings, available_bytes)
+        costs = replace(costs, precision=settings.precision, precision_speed=faster)
+    speed = measure_speed(torch.device("cpu"), available_bytes, _SPEED_SECONDS, halves=())
     return replace(
         costs, flops_per_second=speed.flops_per_second, memory_bytes_per_second=speed.memory_bytes_per_second
     )

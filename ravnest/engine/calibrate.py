@@ -33,6 +33,8 @@ _CACHE_BYTES: Final = 32 << 20
 """Copied from one place to another, this leaves nothing else in the cache of an ordinary processor."""
 _MOST_COLD_SECONDS: Final = 3e-3
 """Filling the cache again takes no longer: more than that is how long steps differ from one to the next."""
+_MOST_FASTER: Final = 20.0
+"""What mixed precision gains on a processor, at most: steps differ, and what is left of them may be next to nothing."""
 _COPIES: Final = 4
 """Of the parameters in a step: the stage's own, gradients, and the two moments that most optimizers keep."""
 
@@ -65,6 +67,29 @@ def calibrate(
     if step_bytes(costs, graph) > available_bytes:
         return costs
     return scaled(costs, graph, time_steps(graph, weights, sample, settings, budget_seconds))
+
+
+def products_speed(
+    costs: CostProfile,
+    graph: PortableGraph,
+    weights: Mapping[str, torch.Tensor],
+    sample: Mapping[str, torch.Tensor],
+    settings: StageSettings,
+    available_bytes: int,
+    budget_seconds: float = BUDGET_SECONDS,
+) -> float:
+    """How many times as fast as the calibrated costs say this machine computes products in the settings' precision:
+    the time that steps of the whole model take in it, less what is no product, which it does not change.
+
+    1 where a step does not fit into the memory that is available.
+    """
+    if step_bytes(costs, graph) > available_bytes:
+        return 1.0
+    measured = time_steps(graph, weights, sample, settings, budget_seconds)
+    heavy = sum(cost.seconds for cost in costs.nodes.values() if cost.heavy)
+    light = sum(cost.seconds for cost in costs.nodes.values() if not cost.heavy)
+    left = measured.forward + measured.backward - light
+    return heavy / max(left, heavy / _MOST_FASTER) if heavy else 1.0
 
 
 def step_bytes(costs: CostProfile, graph: PortableGraph) -> int:

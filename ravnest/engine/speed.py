@@ -5,19 +5,24 @@ measured with a small block, a large GPU with a large one. What is counted is th
 what is timed is the whole step, with the optimizer. So the figure is one that training reaches. On a processor the time
 is what the computing thread got of it, where there is one: others that are busy at that moment do not make the machine
 slow.
+
+The same block in bfloat16 and float16, as stages compute it in mixed precision, tells what that gains: several times on
+a GPU, and on a processor that has no instructions for it the contrary. A small block is tried first there.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
 from typing import Final
 
 import torch
 import torch.nn.functional as F
 
+from ravnest.engine.precision import Precision
 from ravnest.graph.clock import work_clock
 
-MEASUREMENT_VERSION: Final = 2
+MEASUREMENT_VERSION: Final = 3
 """Of what is measured here and how; figures of another version are not comparable."""
 
 MOST_SECONDS: Final = 1.0
@@ -25,14 +30,22 @@ MOST_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a device does in a second: operations on float32, and bytes read and written in its memory."""
+    """What a device does in a second: operations on float32, bytes read and written in its memory, and operations in
+    each mixed precision, which are those on float32 where it has none; 0: not measured."""
 
     flops_per_second: float
     memory_bytes_per_second: float
+    bfloat16_flops_per_second: float = 0.0
+    float16_flops_per_second: float = 0.0
 
     def divided(self, slower: float) -> "Speed":
         """Of a device that is so many times slower."""
-        return Speed(self.flops_per_second / slower, self.memory_bytes_per_second / slower)
+        return Speed(*(figure / slower for figure in astuple(self)))
+
+    def flops_in(self, precision: str) -> float:
+        """Operations in one of settings.PRECISIONS; those on float32 where that was not measured."""
+        halves = {"bfloat16": self.bfloat16_flops_per_second, "float16": self.float16_flops_per_second}
+        return halves.get(precision, 0.0) or self.flops_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +76,33 @@ class BlockSize:
 SIZES: Final = (BlockSize(384, 4, 128), BlockSize(768, 8, 128), BlockSize(1024, 16, 256), BlockSize(2048, 32, 256))
 """All but large processors stay with the first: figures of different sizes of the block differ by up to a third."""
 
+HALVES: Final = ("bfloat16", "float16")
+
+SMALL: Final = BlockSize(192, 2, 64)
+"""In bfloat16 or float16, a step of a larger one can take seconds."""
+
 
 def measure_speed(
     device: torch.device,
     memory_bytes: int,
     most_seconds: float = MOST_SECONDS,
     clock: Callable[[], float] | None = None,
+    halves: Sequence[str] = HALVES,
 ) -> Speed:
-    """Measures for about `most_seconds`, on a very slow machine for as long as two steps take.
+    """Measures for at most about `most_seconds`, and again in each of these mixed precisions; on a very slow machine
+    for as long as two steps take.
 
     The first step wakes the device up, and may take some seconds more. `clock` replaces every clock that is looked at.
     """
     elapsed = clock or time.perf_counter
     worked = clock or (work_clock() if device.type == "cpu" else time.perf_counter)
-    deadline = float("inf")
-    flops_per_second = 0.0
-    for size in SIZES:
-        if flops_per_second and 2 * size.memory_bytes > memory_bytes:
-            break
-        steps = _steps(size, device)
-        # It builds what later ones use again, and does not count.
-        next(steps)
-        deadline = min(deadline, elapsed() + most_seconds)
-        step_seconds = _fastest(steps, deadline, elapsed, worked)
-        flops_per_second = max(flops_per_second, size.flops / step_seconds)
-        larger_takes = step_seconds * _growth(size)
-        if step_seconds >= _LONG_ENOUGH_SECONDS or elapsed() + 3 * larger_takes > deadline:
-            break
-    return Speed(flops_per_second, _memory_rate(device, min(_COPY_BYTES, memory_bytes // 8), worked))
+    flops, largest = _flops(SIZES, device, "float32", memory_bytes, most_seconds, elapsed, worked)
+    moved = _memory_rate(device, min(_COPY_BYTES, memory_bytes // 8), worked)
+    found = dict.fromkeys(halves, flops)
+    if torch.amp.is_autocast_available(device.type):
+        for half in halves:
+            found[half], _ = _flops((SMALL, largest), device, half, memory_bytes, most_seconds, elapsed, worked)
+    return Speed(flops, moved, found.get("bfloat16", 0.0), found.get("float16", 0.0))
 
 
 _LONG_ENOUGH_SECONDS: Final = 0.02
@@ -101,9 +113,31 @@ _COPIES: Final = 8
 _SHORTEST_SECONDS: Final = 1e-9
 
 
-def _growth(size: BlockSize) -> float:
-    place = SIZES.index(size)
-    return SIZES[min(place + 1, len(SIZES) - 1)].flops / size.flops
+def _flops(
+    sizes: Sequence[BlockSize],
+    device: torch.device,
+    precision: str,
+    memory_bytes: int,
+    most_seconds: float,
+    elapsed: Callable[[], float],
+    worked: Callable[[], float],
+) -> tuple[float, BlockSize]:
+    """Operations in a second with a block that grows while there are memory and time for it, and its last size."""
+    deadline = float("inf")
+    found, last = 0.0, sizes[0]
+    for size, larger in itertools.pairwise((*sizes, sizes[-1])):
+        if found and 2 * size.memory_bytes > memory_bytes:
+            break
+        steps, last = _steps(size, device, precision), size
+        # It builds what later ones use again, and does not count.
+        next(steps)
+        deadline = min(deadline, elapsed() + most_seconds)
+        step_seconds = _fastest(steps, deadline, elapsed, worked)
+        found = max(found, size.flops / step_seconds)
+        larger_takes = step_seconds * larger.flops / size.flops
+        if step_seconds >= _LONG_ENOUGH_SECONDS or elapsed() + 3 * larger_takes > deadline:
+            break
+    return found, last
 
 
 def _fastest(
@@ -120,8 +154,9 @@ def _fastest(
     return max(best, _SHORTEST_SECONDS)
 
 
-def _steps(size: BlockSize, device: torch.device) -> Iterator[None]:
+def _steps(size: BlockSize, device: torch.device, precision: str) -> Iterator[None]:
     """Trains the block, a step at each turn."""
+    computing = Precision(precision, device).computing
     generator = torch.Generator(device).manual_seed(0)
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -135,12 +170,13 @@ def _steps(size: BlockSize, device: torch.device) -> Iterator[None]:
     optimizer = torch.optim.AdamW([project, merge, widen, narrow], lr=1e-4)
     inputs = tensor(size.sequences, size.length, width)
     while True:
-        parts = F.linear(inputs, project).view(size.sequences, size.length, 3, _HEADS, width // _HEADS)
-        query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
-        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(inputs.shape)
-        hidden = F.layer_norm(inputs + F.linear(attended, merge), (width,))
-        outputs = hidden + F.linear(F.gelu(F.linear(hidden, widen)), narrow)
-        torch.autograd.backward(outputs.square().mean())
+        with computing():
+            parts = F.linear(inputs, project).view(size.sequences, size.length, 3, _HEADS, width // _HEADS)
+            query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
+            attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(inputs.shape)
+            hidden = F.layer_norm(inputs + F.linear(attended, merge), (width,))
+            outputs = hidden + F.linear(F.gelu(F.linear(hidden, widen)), narrow)
+        torch.autograd.backward(outputs.float().square().mean())
         optimizer.step()
         optimizer.zero_grad()
         wait_for(device)

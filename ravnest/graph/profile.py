@@ -50,6 +50,10 @@ class CostProfile:
     """Of the machine that measured, with so many threads: what a provider's own figure is held against. 0: not
     known."""
     memory_bytes_per_second: float = 0.0
+    precision: str = "float32"
+    """In which providers compute products; the costs are those of float32 in any case."""
+    precision_speed: float = 1.0
+    """How many times as fast the machine that measured computes products in that."""
     stage_seconds: float = 0.0
     """What each stage takes for a microbatch beside its nodes and its update, however it is cut: between two of its
     tasks the processor does other things, and each task finds little in the cache of what it needs."""

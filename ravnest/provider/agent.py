@@ -282,6 +282,8 @@ class _Agent:
         speed = self._speed.divided(self._pretence.slower)
         about_us.flops_per_second = speed.flops_per_second
         about_us.memory_bytes_per_second = speed.memory_bytes_per_second
+        about_us.bfloat16_flops_per_second = speed.bfloat16_flops_per_second
+        about_us.float16_flops_per_second = speed.float16_flops_per_second
         about_us.cores = core_count()
         about_us.device_name = device_name(self._device)
         about_us.measures_link = not self._embedded

@@ -121,6 +121,7 @@ async def _examine(wanted: Wanted, tell: Tell) -> None:
 
 
 async def _look_at_device(wanted: Wanted, tell: Tell) -> None:
+    from ravnest.engine.speed import HALVES
     from ravnest.provider.device import choose_device
     from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
     from ravnest.provider.measuring import core_count, device_name, machine_speed
@@ -142,7 +143,8 @@ async def _look_at_device(wanted: Wanted, tell: Tell) -> None:
         # Out of memory, a driver that does not fit: a stage would fail in the same way.
         reason = str(error).strip().splitlines()[0]
         return tell(Finding("speed", "problem", f"{device} fails when it computes: {reason}", "use another --device"))
-    tell(judge_speed(speed.flops_per_second, speed.memory_bytes_per_second))
+    halves = {half: speed.flops_in(half) for half in HALVES}
+    tell(judge_speed(speed.flops_per_second, speed.memory_bytes_per_second, halves))
 
 
 def _look_at_disk() -> Finding:

@@ -1,6 +1,6 @@
 """What `ravnest doctor` makes of what it sees: each check is a function from facts to a finding. No I/O, no torch."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,9 +98,13 @@ def judge_memory(available_bytes: int, cap_bytes: int | None) -> Finding:
     return Finding("memory", "ok", f"{free} free" + ("" if lent == available_bytes else f", {_lent(lent)}"))
 
 
-def judge_speed(flops_per_second: float, memory_bytes_per_second: float) -> Finding:
+def judge_speed(
+    flops_per_second: float, memory_bytes_per_second: float, half_flops_per_second: Mapping[str, float]
+) -> Finding:
+    """The last by the name of a mixed precision."""
     moved = f"{memory_bytes_per_second / 1e9:.3g} GB/s in memory"
-    what = f"{amounts.flops(flops_per_second)} in training, {moved}"
+    halves = ", ".join(f"{amounts.flops(figure)} in {name}" for name, figure in half_flops_per_second.items())
+    what = f"{amounts.flops(flops_per_second)} in training ({halves}), {moved}"
     if flops_per_second < SLOW_FLOPS_PER_SECOND:
         return Finding("speed", "warning", f"{what}: this is slow", "end other programs that compute, or use a GPU")
     return Finding("speed", "ok", what)

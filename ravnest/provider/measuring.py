@@ -17,7 +17,7 @@ import secrets
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final
 
@@ -71,7 +71,7 @@ class Load:
 
 
 async def machine_speed(device: torch.device, memory_bytes: int, *, fresh: bool = False) -> Speed:
-    """The speed of the device: as it was kept, or measured now, which takes about a second. `fresh` measures anew."""
+    """The speed of the device: as it was kept, or measured now, which takes a few seconds. `fresh` measures anew."""
     setup = Setup.here(device)
     kept = None if fresh else read_kept(setup)
     if kept is not None:
@@ -108,7 +108,7 @@ def read_kept(setup: Setup, now: float | None = None) -> Speed | None:
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RuntimeError):
         record = json.loads(_file(setup).read_bytes())
         age_seconds = (time.time() if now is None else now) - float(record["measured_at"])
-        speed = Speed(float(record["flops_per_second"]), float(record["memory_bytes_per_second"]))
+        speed = Speed(**{each.name: float(record[each.name]) for each in fields(Speed)})
         sound = all(math.isfinite(figure) and figure > 0 for figure in asdict(speed).values())
         if sound and record["setup"] == asdict(setup) and 0 <= age_seconds < KEPT_SECONDS:
             return speed

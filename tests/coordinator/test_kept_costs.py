@@ -24,13 +24,19 @@ def test_it_is_measured_once(tmp_path: Path) -> None:
     assert again.costs == first.costs
 
 
-@pytest.mark.parametrize("other", ["threads", "accumulate"])
-def test_something_else_is_measured_anew(tmp_path: Path, other: str) -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "threads"),
+    [(Pipeline(), 2), (Pipeline(accumulate=2), 1), (Pipeline(precision="bfloat16"), 1), (Pipeline(compiled=True), 1)],
+    ids=["threads", "accumulate", "precision", "compiled"],
+)
+def test_something_else_is_measured_anew(tmp_path: Path, pipeline: Pipeline, threads: int) -> None:
     kept = tmp_path / "profile.json"
     prepared(a_job(), kept)
-    job = a_job(pipeline=Pipeline(accumulate=2)) if other == "accumulate" else a_job()
-    _, phases = prepared(job, kept, 2 if other == "threads" else 1)
+    kept_job = a_job(pipeline=pipeline)
+    _, phases = prepared(kept_job, kept, threads)
     assert "profiling the model" in phases
+    _, phases = prepared(kept_job, kept, threads)
+    assert "profiling the model" not in phases
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[]", "{}", '{"key": 1}'])

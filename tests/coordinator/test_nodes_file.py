@@ -84,6 +84,13 @@ def test_a_figure_is_held_against_what_was_measured_unless_the_file_says_it() ->
     assert (said[1].compute_speed, said[1].memory_speed) == (1.0, 2.0)
 
 
+def test_a_speed_against_this_machine_is_one_in_the_precision_of_the_job() -> None:
+    anna, office, *_ = read_nodes(changed("gflops = 50\n", "")).providers(100e9, 10e9, 4.0)
+    assert (anna.compute_speed, anna.memory_speed) == (8.0, 2.0)
+    # Figures are what `ravnest doctor` shows there for it.
+    assert office.compute_speed == 0.25
+
+
 def test_a_figure_without_anything_to_hold_it_against_is_refused() -> None:
     with pytest.raises(PlanError, match="office-1 has its gflops"):
         read_nodes(changed("gflops = 50\n", "")).providers(0.0, 0.0)

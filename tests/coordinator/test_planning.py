@@ -71,6 +71,25 @@ def test_what_was_not_measured_is_taken_to_be_as_fast() -> None:
     assert provider_of(member(flops_per_second=5.0), replace(COSTS, flops_per_second=0.0), REACHED, HERE) == provider
 
 
+def test_in_mixed_precision_a_machine_is_as_fast_as_it_measured_in_that() -> None:
+    costs = replace(COSTS, precision="bfloat16", precision_speed=0.25)
+    gpu = member(flops_per_second=500e9, bfloat16_flops_per_second=2000e9, memory_bytes_per_second=30e9)
+    assert provider_of(gpu, COSTS, REACHED, HERE).compute_speed == 5.0
+    assert provider_of(gpu, costs, REACHED, HERE).compute_speed == 20.0
+    assert provider_of(gpu, costs, REACHED, HERE).memory_speed == 3.0
+    # One that has not measured it is believed to gain nothing by it; one that is this machine, what this one does.
+    assert provider_of(member(flops_per_second=500e9), costs, REACHED, HERE).compute_speed == 5.0
+    assert provider_of(member(), costs, REACHED, HERE).compute_speed == 0.25
+    assert provider_of(member(slower=5.0), costs, REACHED, HERE).compute_speed == 0.05
+
+
+def test_products_in_mixed_precision_are_measured_against_float32(prepared: Prepared) -> None:
+    job = replace(prepared.job, pipeline=Pipeline(precision="bfloat16"))
+    half = prepare(job, 1, None, lambda phase: None).costs
+    assert half.precision == "bfloat16" and half.precision_speed > 0 and half.precision_speed != 1.0
+    assert prepared.costs.precision == "float32" and prepared.costs.precision_speed == 1.0
+
+
 def test_figures_that_cannot_be_are_not_believed() -> None:
     absurd = member(flops_per_second=1e-300, memory_bytes_per_second=1e300, link=LinkSpeed(1e9, 1e-300, 1e300))
     provider = provider_of(absurd, COSTS, REACHED, HERE)

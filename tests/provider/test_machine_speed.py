@@ -1,4 +1,4 @@
-"""A machine measures itself once, in about a second, and remembers it as long as that is worth something."""
+"""A machine measures itself once, in a few seconds, and remembers it as long as that is worth something."""
 
 import asyncio
 import dataclasses
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ravnest.engine import speed
-from ravnest.engine.speed import SIZES, BlockSize, Speed, measure_speed
+from ravnest.engine.speed import SIZES, SMALL, BlockSize, Speed, measure_speed
 from ravnest.provider import measuring
 from ravnest.provider.measuring import (
     KEPT_SECONDS,
@@ -26,7 +26,7 @@ from ravnest.provider.measuring import (
 from ravnest.provider.memory import forget_peak, group_bytes, lent_bytes, peak_bytes, resident_bytes
 
 CPU = torch.device("cpu")
-FIGURES = Speed(95e9, 30e9)
+FIGURES = Speed(95e9, 30e9, 190e9, 9e9)
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "ravnest" / "speed"
 
 
-def test_a_machine_is_measured_in_about_a_second() -> None:
+def test_a_machine_is_measured_in_a_few_seconds() -> None:
     began = time.perf_counter()
     found = measure_speed(CPU, 4 << 30)
-    assert time.perf_counter() - began < 5
+    assert time.perf_counter() - began < 15
     # From a weak core to a large server: anything else is a mistake in the counting.
     assert 1e8 < found.flops_per_second < 1e14
     assert 1e8 < found.memory_bytes_per_second < 1e13
@@ -48,7 +48,7 @@ def test_a_slow_machine_does_two_steps_of_the_smallest_block_and_no_more(monkeyp
     steps: list[BlockSize] = []
     now = 0.0
 
-    def steps_of(size: BlockSize, device: torch.device) -> object:
+    def steps_of(size: BlockSize, device: torch.device, precision: str) -> object:
         nonlocal now
         while True:
             steps.append(size)
@@ -57,7 +57,7 @@ def test_a_slow_machine_does_two_steps_of_the_smallest_block_and_no_more(monkeyp
 
     monkeypatch.setattr(speed, "_steps", steps_of)
     found = measure_speed(CPU, 1 << 20, clock=lambda: now)
-    assert steps == [SIZES[0], SIZES[0]]
+    assert steps == [SIZES[0], SIZES[0], SMALL, SMALL, SMALL, SMALL]
     assert found.flops_per_second == pytest.approx(SIZES[0].flops / 5)
 
 
@@ -65,9 +65,10 @@ def test_a_fast_device_gets_a_large_block_unless_its_memory_is_small(monkeypatch
     largest: list[BlockSize] = []
     now = 0.0
 
-    def steps_of(size: BlockSize, device: torch.device) -> object:
+    def steps_of(size: BlockSize, device: torch.device, precision: str) -> object:
         nonlocal now
-        largest.append(size)
+        if precision == "float32":
+            largest.append(size)
         while True:
             now += 100e-6 + size.flops / 30e12
             yield
@@ -77,6 +78,36 @@ def test_a_fast_device_gets_a_large_block_unless_its_memory_is_small(monkeypatch
     assert largest[-1] == SIZES[-1] and fast.flops_per_second == pytest.approx(30e12, rel=0.05)
     measure_speed(CPU, 1 << 30, clock=lambda: now)
     assert 2 * largest[-1].memory_bytes <= 1 << 30
+
+
+def test_mixed_precision_is_measured_with_the_same_block_unless_it_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: dict[str, list[BlockSize]] = {"float32": [], "bfloat16": [], "float16": []}
+    rates = {"float32": 30e12, "bfloat16": 120e12, "float16": 5e9}
+    now = 0.0
+
+    def steps_of(size: BlockSize, device: torch.device, precision: str) -> object:
+        nonlocal now
+        blocks[precision].append(size)
+        while True:
+            now += size.flops / rates[precision]
+            yield
+
+    monkeypatch.setattr(speed, "_steps", steps_of)
+    found = measure_speed(CPU, 80 << 30, clock=lambda: now)
+    assert blocks["bfloat16"] == [SMALL, blocks["float32"][-1]] and blocks["float16"] == [SMALL]
+    assert {name: found.flops_in(name) for name in rates} == pytest.approx(rates)
+    assert found.divided(4).flops_in("bfloat16") == pytest.approx(30e12)
+
+
+def test_where_there_is_no_mixed_precision_it_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device_type: False)
+    found = measure_speed(CPU, 1 << 20, 0.01)
+    assert found.bfloat16_flops_per_second == found.float16_flops_per_second == found.flops_per_second
+
+
+def test_what_nobody_asks_for_is_not_measured() -> None:
+    found = measure_speed(CPU, 1 << 20, 0.01, halves=())
+    assert found.bfloat16_flops_per_second == 0 and found.flops_in("bfloat16") == found.flops_per_second
 
 
 def test_the_second_time_nothing_is_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +147,7 @@ def test_an_old_figure_is_measured_again(cache: Path) -> None:
         lambda text: json.dumps({**json.loads(text), "flops_per_second": "fast"}),
         lambda text: json.dumps({**json.loads(text), "flops_per_second": -1}),
         lambda text: json.dumps({**json.loads(text), "memory_bytes_per_second": float("nan")}),
+        lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "bfloat16_flops_per_second"}),
         lambda text: json.dumps({**json.loads(text), "setup": {}}),
         lambda text: "\udcff",
     ],
