@@ -47,10 +47,16 @@ class Found:
     def samples_to(self, loss: float) -> float | None:
         """Samples until the mean curve of all seeds first is at most so high, between two evaluations in proportion;
         None: never."""
+        return self._to(loss, [samples for samples, _ in self.outcomes[0].curve])
+
+    def full_samples_to(self, loss: float) -> float | None:
+        """The same counted by time: how many samples a pipeline whose stages are never idle trains on until then."""
+        return self._to(loss, self.outcomes[0].full)
+
+    def _to(self, loss: float, places: Sequence[float]) -> float | None:
         curves = [outcome.curve for outcome in self.outcomes]
-        points: list[tuple[float, float]] = [
-            (at[0][0], statistics.mean(loss for _, loss in at)) for at in zip(*curves, strict=False)
-        ]
+        means = [statistics.mean(loss for _, loss in at) for at in zip(*curves, strict=False)]
+        points: list[tuple[float, float]] = list(zip(places, means, strict=False))
         before: tuple[float, float] | None = None
         for samples, here in points:
             if here <= loss:

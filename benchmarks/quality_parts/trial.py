@@ -2,18 +2,19 @@
 
 import statistics
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 import ravnest
 from benchmarks.quality_parts.tasks import TASKS
-from benchmarks.quality_parts.virtual import VirtualPipeline, in_flight_of_plan
+from benchmarks.quality_parts.virtual import BACKWARD, FORWARD, VirtualPipeline, in_flight_of_plan
 from ravnest.coordinator.data_order import begin_epoch, seed_everything
 from ravnest.coordinator.feeder import first_batches
 from ravnest.coordinator.prepare import stage_settings
+from ravnest.coordinator.rate_course import rate_course_of
 from ravnest.engine.stage import Stage
 from ravnest.graph.batch import samples_in
 from ravnest.graph.capture import Captured, capture
@@ -68,6 +69,8 @@ class Outcome:
     """The mean of the last evaluations; infinite where training failed."""
     staleness: float
     """Mean of the root's updates."""
+    full: tuple[float, ...] = ()
+    """At each evaluation, how many samples a pipeline whose stages are never idle trains on in the time so far."""
 
 
 def run_trial(trial: Trial) -> Outcome:
@@ -92,9 +95,11 @@ def run_trial(trial: Trial) -> Outcome:
         way.in_flight,
         way.link,
         way.codec,
+        allowed(job, way),
     )
     held_out = [(batch, samples_in(batch)) for batch in map(captured.structure.flatten, job.eval_batches())]
     curve: list[tuple[int, float]] = []
+    full: list[float] = []
     samples = 0
     try:
         for epoch in range(trial.epochs):
@@ -105,10 +110,12 @@ def run_trial(trial: Trial) -> Outcome:
             last = trial.epochs * len(batches) - 1
             pipeline.train(batches, last=last)
             curve.append((samples, pipeline.evaluate(held_out)))
+            microbatches = pipeline.seconds / (FORWARD + BACKWARD)
+            full.append(microbatches * samples / ((epoch + 1) * len(batches)))
     except FloatingPointError:
-        return Outcome(tuple(curve), float("inf"), _mean_staleness(pipeline))
+        return Outcome(tuple(curve), float("inf"), _mean_staleness(pipeline), tuple(full))
     loss = statistics.mean(loss for _, loss in curve[-task.evaluations :])
-    return Outcome(tuple(curve), loss, _mean_staleness(pipeline))
+    return Outcome(tuple(curve), loss, _mean_staleness(pipeline), tuple(full))
 
 
 def job_of(trial: Trial) -> ravnest.Job:
@@ -123,6 +130,12 @@ def job_of(trial: Trial) -> ravnest.Job:
         codec=way.codec,
     )
     return replace(job, pipeline=pipeline)
+
+
+def allowed(job: ravnest.Job, way: Way) -> Callable[[int], int] | None:
+    """After so many updates, how many may be in flight, as the coordinator says where the number is its to choose."""
+    course = rate_course_of(replace(job, pipeline=replace(job.pipeline, in_flight=None)))
+    return None if course is None else partial(course.allowed, way.stages)
 
 
 def places(graph: PortableGraph, stages: int) -> list[int]:

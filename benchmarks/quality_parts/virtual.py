@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -50,11 +50,20 @@ class _Event(NamedTuple):
 class VirtualPipeline:
     """Trains stages, root first, with at most so many microbatches in flight."""
 
-    def __init__(self, stages: Sequence[Stage], in_flight: int, link: float = 0.0, codec: str = "float32") -> None:
-        """What crosses between two stages does so in the codec, as a provider's links carry it."""
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        in_flight: int,
+        link: float = 0.0,
+        codec: str = "float32",
+        allowed: Callable[[int], int] | None = None,
+    ) -> None:
+        """What crosses between two stages does so in the codec, as a provider's links carry it. `allowed` says how many
+        may be in flight after so many updates, where that is less."""
         self._stages = stages
         self._codec = codec_named(codec)
-        self._in_flight = in_flight
+        self._most = in_flight
+        self._allowed = allowed
         self._link = link
         self._forwards: list[deque[tuple[int, Values]]] = [deque() for _ in stages]
         self._backwards: list[deque[tuple[int, Values]]] = [deque() for _ in stages]
@@ -94,6 +103,10 @@ class VirtualPipeline:
             total += float(values[str(self._stages[-1].graph.loss)]) * count
             samples += count
         return total / samples
+
+    @property
+    def _in_flight(self) -> int:
+        return self._most if self._allowed is None else min(self._most, self._allowed(self._stages[0].version))
 
     def _start(self, waiting: Any, last: int | None) -> None:
         if not self._forwards[0] and self._stages[0].in_flight < self._in_flight:

@@ -1,8 +1,9 @@
 """How many microbatches each cluster has in flight while a run goes on: what its stages report decides, the root is
-told, and the feeding follows. A stage whose memory is nearly exhausted sets a bound."""
+told, and the feeding follows. A stage whose memory is nearly exhausted sets a bound, and so does a high learning
+rate."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ravnest.coordinator.clusters import ClusterRun
@@ -13,6 +14,7 @@ from ravnest.net.v1.control_pb2 import CoordinatorMessage, Flight, Report, Strai
 from ravnest.planner.flight_control import FlightControl, StageCounts
 
 _MOST_BOUND: Final = 1 << 16
+_AT_THIS_RATE: Final = " at the learning rate of now"
 _BELIEVED: Final = 1e12
 """Seconds, or microbatches: more than that nobody has counted."""
 
@@ -21,9 +23,20 @@ class Flights:
     """Of all clusters of a run. One with a single stage has nothing to decide, and where the job says how many are in
     flight, it stays at that."""
 
-    def __init__(self, course: Course, deployment: str, clusters: Sequence[ClusterRun], fixed: bool) -> None:
+    def __init__(
+        self,
+        course: Course,
+        deployment: str,
+        clusters: Sequence[ClusterRun],
+        fixed: bool,
+        allowed: Callable[[int], int] | None = None,
+    ) -> None:
+        """`allowed` says how many may be in flight in a cluster of so many stages at the learning rate of the moment;
+        None: as many as are enough."""
         self._course = course
         self._deployment = deployment
+        self._clusters = clusters
+        self._allowed = allowed
         self._bounds: dict[str, int] = {}
         """What stages whose memory is short have asked for, by provider."""
         self._controls = {
@@ -33,12 +46,21 @@ class Flights:
             for cluster in clusters
             if not fixed and len(cluster.plan.stages) > 1
         }
+        for cluster in clusters:
+            self._allow(cluster)
+
+    def began(self) -> None:
+        """The stages have begun, with as many in flight as was planned."""
+        for cluster in self._clusters:
+            if cluster.in_flight != cluster.plan.in_flight:
+                self._tell(cluster, cluster.plan.in_flight, cluster.flight_reason)
 
     def formed(self, cluster: ClusterRun) -> None:
         """This one has been formed anew: its stages count from another beginning, and one of them is another."""
         if cluster.id in self._controls:
             stages, most = len(cluster.plan.stages), cluster.plan.most_in_flight
-            self._controls[cluster.id] = FlightControl(stages, cluster.in_flight, most)
+            self._controls[cluster.id] = FlightControl(stages, self._controls[cluster.id].wanted, most)
+            self._allow(cluster)
 
     def restart(self) -> None:
         """Training stands still for a moment, or did: what was counted up to now says nothing of how fast it is."""
@@ -50,9 +72,13 @@ class Flights:
         control, counts = self._controls.get(cluster.id), counts_of(report)
         if control is None or counts is None:
             return
+        if stage == 0:
+            before = cluster.in_flight
+            if why := self._allow(cluster):
+                self._tell(cluster, before, why)
         decision = control.take(stage, counts)
         if control.reason:
-            cluster.flight_reason = control.reason
+            cluster.flight_reason = f"{control.reason}{_AT_THIS_RATE if control.is_held else ''}"
         if stage == 0 and control.period_seconds:
             self._feed_ahead(cluster, control)
         if decision is None:
@@ -79,8 +105,24 @@ class Flights:
             # Where the job sets a number, it is kept to as far as memory lasts.
             self._set(cluster, most, reason)
 
+    def _allow(self, cluster: ClusterRun) -> str:
+        """Has as many in flight as the learning rate allows; why, where that makes another number of it."""
+        control = self._controls.get(cluster.id)
+        if control is None or self._allowed is None:
+            return ""
+        most = self._allowed(len(cluster.plan.stages))
+        if not control.allow(most):
+            return ""
+        cluster.in_flight = control.limit
+        cluster.flight_reason = f"no more than {most} may be in flight{_AT_THIS_RATE}"
+        return cluster.flight_reason
+
     def _set(self, cluster: ClusterRun, limit: int, reason: str) -> None:
         before, cluster.in_flight = cluster.in_flight, limit
+        self._tell(cluster, before, reason)
+
+    def _tell(self, cluster: ClusterRun, before: int, reason: str) -> None:
+        limit = cluster.in_flight
         self._course.emit(
             "in_flight", f"{limit} in flight instead of {before}: {reason}", cluster=cluster.id, old=before, new=limit
         )

@@ -37,6 +37,7 @@ from ravnest.coordinator.giving import BrokenOffError, Giving
 from ravnest.coordinator.keeping import Keeping
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared, constants_artifact, graph_artifact, weights_artifact
+from ravnest.coordinator.rate_course import rate_course_of
 from ravnest.coordinator.replicas import Replica, Replicas
 from ravnest.coordinator.rounds import Rounds
 from ravnest.coordinator.run_plan import ClusterPlan, RunPlan, with_takers, without_owners
@@ -132,7 +133,9 @@ class Formation:
             cluster.generation = swarm.generation
         name_constants = partial(self._name_artifacts, constants=True)
         self.keeping = Keeping(around, deployment, self.clusters, self.giving, self._allow, name_constants)
-        self.flights = Flights(course, deployment, self.clusters.all, job.pipeline.in_flight is not None)
+        fixed, rates, ledger = job.pipeline.in_flight is not None, rate_course_of(job), around.ledger
+        allowed = None if rates is None else lambda stages: rates.allowed(stages, ledger.updates)
+        self.flights = Flights(course, deployment, self.clusters.all, fixed, allowed)
 
         def make_saver(cluster: ClusterPlan) -> Saver:
             return saver_of(store, prepared, cluster, around.ledger.updates)
@@ -227,6 +230,7 @@ class Formation:
         # Only now: a stage dials its neighbours, which must be there by then.
         for node_id in orders.by_node:
             await course.tell(node_id, CoordinatorMessage(start=Start(deployment=self.id)))
+        self.flights.began()
         several = f" in {len(self.plan.clusters)} clusters" if len(self.plan.clusters) > 1 else ""
         course.emit("deployed", f"{len(self.plan.stages)} stages{several} are ready")
 

@@ -17,6 +17,7 @@ from ravnest.coordinator.believed import Believed
 from ravnest.coordinator.measures import measure_pairs
 from ravnest.coordinator.members import Member
 from ravnest.coordinator.prepare import Prepared, choose_correction
+from ravnest.coordinator.rate_course import allowed_in_run
 from ravnest.coordinator.reachability import Reach
 from ravnest.coordinator.run_plan import Basis, ClusterPlan, RingPlan, RunPlan, flight_reason, split_reason
 from ravnest.coordinator.starting import check_clusters
@@ -27,6 +28,7 @@ from ravnest.graph.portable import PortableGraph
 from ravnest.graph.profile import CostProfile
 from ravnest.job import Job
 from ravnest.net.measuring import LinkSpeed
+from ravnest.planner.cautious_flight import slowed_by_caution
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.flight import most_in_flight
 from ravnest.planner.formation import form
@@ -151,11 +153,14 @@ def plan_members(
     plan, goal = chosen.plan, chosen.goal
     basis = Basis(model, goal, network, by_name)
     asked = prepared.job.pipeline.split_backward
+    slowed = slowed_over_run(prepared.job, plan)
+    fewer = ", with fewer in flight while the learning rate is high" if slowed < 1 else ""
     if len(plan.clusters) == 1:
         cluster = plan.clusters[0]
         reason = (
             f"{counted(len(cluster.stages), 'stage')}, {counted(cluster.in_flight, 'microbatch', 'microbatches')} in "
-            f"flight; {plan.predicted_samples_per_second:.1f} samples/s, limited by {plan.limit or cluster.limit}"
+            f"flight; {slowed * plan.predicted_samples_per_second:.1f} samples/s, limited by "
+            f"{plan.limit or cluster.limit}{fewer}"
         )
         # A cluster alone keeps nothing for averaging.
         alone = replace(goal, least_clusters=1, most_clusters=1)
@@ -167,13 +172,14 @@ def plan_members(
             versions_reason=chosen.reason,
             bound_in_flight=goal.bound_in_flight,
             basis=basis,
+            slowed=slowed,
         )
     found = averaging_of(prepared.job.averaging, graph, model, goal, network, by_name, plan)
     plan = found.plan
     reason = (
         f"{len(plan.clusters)} clusters of {_and([str(len(c.stages)) for c in plan.clusters])} stages; "
-        f"{plan.predicted_samples_per_second:.1f} samples/s together"
-        f"{', limited by ' if plan.limit else ''}{plan.limit}; {found.reason}"
+        f"{slowed * plan.predicted_samples_per_second:.1f} samples/s together"
+        f"{', limited by ' if plan.limit else ''}{plan.limit}{fewer}; {found.reason}"
     )
     return RunPlan(
         plan,
@@ -187,7 +193,19 @@ def plan_members(
         average_every=found.every,
         average_reason=found.reason,
         basis=basis,
+        slowed=slowed,
     )
+
+
+def slowed_over_run(job: Job, plan: Plan) -> float:
+    """Which part of a plan's rate is left over a whole run that has fewer in flight while its learning rate is high."""
+    allowed = {stages: allowed_in_run(job, stages) for stages in {len(cluster.stages) for cluster in plan.clusters}}
+    left = [
+        rate * slowed_by_caution(cluster, allowed[len(cluster.stages)])
+        for cluster, rate in zip(plan.clusters, plan.rates, strict=True)
+    ]
+    together = sum(plan.rates)
+    return sum(left) / together if together else 1.0
 
 
 def _cluster_plans(

@@ -159,7 +159,7 @@ def stage_settings(
         max_staleness=job.pipeline.max_staleness,
         versions=versions,
         correction=choose_correction(job)[0],
-        warm_up_updates=warm_up_updates(_updates_of(job, clusters)),
+        warm_up_updates=warm_up_updates(updates_of(job, clusters)),
         precision=job.pipeline.precision,
         compiled=job.pipeline.compiled,
         split_backward=split_backward,
@@ -168,7 +168,7 @@ def stage_settings(
     )
 
 
-def _updates_of(job: Job, clusters: int) -> int | None:
+def updates_of(job: Job, clusters: int) -> int | None:
     """How many updates each cluster makes in all of the run, as far as is known; None where the data does not tell."""
     size = epoch_size(job.train_data, 1)
     known = [] if size is None else [job.epochs * size[0] // job.pipeline.accumulate]

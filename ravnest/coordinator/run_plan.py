@@ -86,10 +86,12 @@ class RunPlan:
     """As many as may ever be in flight in a cluster; None where nothing bounds them."""
     basis: "Basis | None" = None
     """What it was made from."""
+    slowed: float = 1.0
+    """The part of the plan's rate that is left over the whole run, where fewer are in flight at high learning rates."""
 
     @property
     def predicted_samples_per_second(self) -> float:
-        return self.plan.predicted_samples_per_second
+        return self.slowed * self.plan.predicted_samples_per_second
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:

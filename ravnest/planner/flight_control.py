@@ -57,6 +57,9 @@ class FlightControl:
         self.is_starved = False
         """Whether the root is not fed as fast as it could go on."""
         self._most = most
+        self._allowed: int | None = None
+        self.wanted = limit
+        """What the limit would be if as many were allowed."""
         self._memory = when_planned(line_seconds)
         self._has_decided = False
         self._settled: int | None = None
@@ -68,11 +71,30 @@ class FlightControl:
     def hold(self, most: int) -> bool:
         """From now on there are at most so many, whatever is measured; whether that makes the limit lower."""
         self._most = max(1, most)
+        self.wanted = min(self.wanted, self._most)
         if self.limit <= self._most:
             return False
-        self._flying, self.limit = self.limit, self._most
+        self.limit = self._most
         self.restart()
         return True
+
+    def allow(self, most: int) -> bool:
+        """For now there may be so many, however many are enough; whether that changes the limit.
+
+        It says nothing of this cluster: as more are allowed, there are as many again as there were.
+        """
+        self._allowed, before = max(1, most), self.limit
+        self.limit = min(self.wanted, self._allowed)
+        if self.limit == before:
+            return False
+        self._memory = replace(self._memory, trial=None)
+        self.restart()
+        return True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether more might be in flight, and are not allowed."""
+        return self._allowed is not None and self._allowed <= self.limit < self._most
 
     def restart(self) -> None:
         """Training stood still, or will: what was counted so far says nothing of how fast it is."""
@@ -110,7 +132,8 @@ class FlightControl:
             return None
         self._has_decided = True
         self.period_seconds, self.is_starved = seen.period_seconds, seen.is_starved
-        decided = decide_flight(seen, self._memory, self._most)
+        most = self._most if self._allowed is None else min(self._most, self._allowed)
+        decided = decide_flight(seen, self._memory, most)
         self._memory, self.reason = decided.memory, decided.reason
         if decided.afresh:
             self._counts = [deque(list(each)[-1:]) for each in self._counts]
@@ -119,7 +142,7 @@ class FlightControl:
         self.restart()
         # Those that were in flight before have to come back before the limit of now shows.
         self._settled = counts.backwards + max(self.limit, decided.limit) + 1
-        self.limit = decided.limit
+        self.limit = self.wanted = decided.limit
         return decided
 
     def _note_delay(self, stage: int, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """The benchmark of quality: its virtual pipeline must be as stale as theory says, and its sums must be right."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from benchmarks.quality_parts.rates import Rates, read_rates
 from benchmarks.quality_parts.study import Found, rows
 from benchmarks.quality_parts.tasks import TASKS, DigitsNet
 from benchmarks.quality_parts.times import times_to_loss
-from benchmarks.quality_parts.trial import Outcome, Trial, Way, places, run_trial
+from benchmarks.quality_parts.trial import Outcome, Trial, Way, allowed, job_of, places, run_trial
 from benchmarks.quality_parts.virtual import VirtualPipeline, in_flight_of_plan
 from ravnest.engine.corrections.correction import DEFAULT
 from ravnest.engine.settings import StageSettings
@@ -42,7 +42,14 @@ def captured() -> Captured:
     return capture(DigitsNet(), F.cross_entropy, {}, some_batches(2))
 
 
-def a_pipeline(captured: Captured, stages: int, in_flight: int, link: float = 0.0, **settings: Any) -> VirtualPipeline:
+def a_pipeline(
+    captured: Captured,
+    stages: int,
+    in_flight: int,
+    link: float = 0.0,
+    allowed: Callable[[int], int] | None = None,
+    **settings: Any,
+) -> VirtualPipeline:
     told = [
         StageSettings(
             optimizer=OptimizerSpec("SGD", {"lr": 0.01}).to_json(),
@@ -58,7 +65,7 @@ def a_pipeline(captured: Captured, stages: int, in_flight: int, link: float = 0.
         Stage(graph, {spec.key: captured.weights[spec.key].clone() for spec in graph.weights}, each)
         for graph, each in zip(graphs, told, strict=True)
     ]
-    return VirtualPipeline(made, in_flight, link)
+    return VirtualPipeline(made, in_flight, link, allowed=allowed)
 
 
 def fed(captured: Captured, count: int = MICROBATCHES) -> list[Mapping[str, torch.Tensor]]:
@@ -101,6 +108,22 @@ def test_nothing_is_staler_than_what_is_in_flight(captured: Captured) -> None:
     assert pipeline.staleness[-1] == {0: MICROBATCHES}
 
 
+def test_no_more_are_in_flight_than_are_allowed_after_so_many_updates(captured: Captured) -> None:
+    pipeline = a_pipeline(captured, 4, in_flight=7, link=3.0, allowed=lambda updates: 2 if updates < 10 else 9)
+    pipeline.train(fed(captured, 10))
+    assert max(pipeline.staleness[0]) == 1
+    pipeline.train(fed(captured))
+    assert max(pipeline.staleness[0]) == 6
+
+
+def test_the_default_has_fewer_in_flight_while_its_rate_is_high() -> None:
+    ways = {correction: Way("gpt", 8, "stash", correction, link=4.0) for correction in ("foresight", DEFAULT)}
+    bounds = {name: allowed(job_of(Trial(way, 4e-3, 1, 12)), way) for name, way in ways.items()}
+    assert bounds["foresight"] is None
+    bound = bounds[DEFAULT]
+    assert bound is not None and bound(300) == 8 < ways[DEFAULT].in_flight <= bound(2900)
+
+
 def test_one_in_flight_is_one_stage(captured: Captured) -> None:
     losses = []
     for stages in (1, 4):
@@ -131,7 +154,8 @@ def test_the_gpt_can_be_cut_into_eight_stages() -> None:
 
 
 def found(way: Way, *losses: float) -> Found:
-    outcomes = tuple(Outcome(((10, loss + 2), (20, loss + 1), (30, loss)), loss, 1.0) for loss in losses)
+    curves = [((10, loss + 2), (20, loss + 1), (30, loss)) for loss in losses]
+    outcomes = tuple(Outcome(curve, curve[-1][1], 1.0, full=(15.0, 35.0, 45.0)) for curve in curves)
     return Found(way, 0.1, outcomes, ((0.1, losses[0]), (0.2, losses[0])))
 
 
@@ -149,6 +173,8 @@ def test_samples_to_a_loss_are_read_off_between_evaluations() -> None:
     assert each.samples_to(2.0) == pytest.approx(25.0)
     assert each.samples_to(4.0) == pytest.approx(10.0)
     assert each.samples_to(1.0) is None
+    assert each.full_samples_to(2.0) == pytest.approx(40.0)
+    assert each.full_samples_to(1.0) is None
 
 
 def test_1f1b_updates_as_often_as_it_did_when_its_rate_was_measured() -> None:
@@ -157,8 +183,9 @@ def test_1f1b_updates_as_often_as_it_did_when_its_rate_was_measured() -> None:
     ways = {Way("gpt", 4, link=2.2): -1.0, Way("gpt"): -2.0, Way("gpt", accumulate=IN_A_STEP): 0.0}
     all_found = {way: found(way, to_reach + loss) for way, loss in ways.items()}
     (row,), (target,) = times_to_loss(all_found, Rates(ours=6.0, one_f_one_b=1.5))
-    assert row["times_faster"] == target.value == pytest.approx(4 * 30 / 20)
-    assert row["times_faster_if_1f1b_updated_each_time"] == pytest.approx(4 * 10 / 20)
+    # For ours it is time that counts: in that of 20 samples, 35 might have been trained on.
+    assert row["times_faster"] == target.value == pytest.approx(4 * 30 / 35)
+    assert row["times_faster_if_1f1b_updated_each_time"] == pytest.approx(4 * 10 / 35)
     (row,), targets = times_to_loss(all_found, None)
     assert not targets and row["our_samples"] == pytest.approx(20.0)
 

@@ -226,3 +226,62 @@ def test_a_cluster_of_one_stage_has_nothing_to_take_away() -> None:
     flights, course = flights_of(cluster)
     flights.strained(cluster, "p0", Strained(in_flight=0, recomputes=True, reason="short"))
     assert cluster.in_flight == 1 and [kind for kind, _, _ in course.events] == ["strained"] and not course.told
+
+
+def allowing(cluster: ClusterRun, allowed: list[int]) -> tuple[Flights, FakeCourse]:
+    course: Any = FakeCourse()
+    return Flights(course, "d1", [cluster], False, lambda stages: allowed[0]), course
+
+
+def test_at_a_high_learning_rate_a_run_begins_with_fewer_and_its_root_is_told_when_it_has_begun() -> None:
+    cluster = a_cluster(in_flight=8)
+    flights, course = allowing(cluster, [3])
+    assert cluster.in_flight == 3 and not course.events
+    flights.began()
+    [(kind, reason, values)] = course.events
+    assert (kind, values["old"], values["new"]) == ("in_flight", 8, 3)
+    assert reason == "3 in flight instead of 8: no more than 3 may be in flight at the learning rate of now"
+    assert [message.flight.in_flight for _, message in course.told] == [3]
+
+
+def test_a_run_that_is_not_held_begins_as_planned_and_nothing_is_said() -> None:
+    cluster = a_cluster(in_flight=8)
+    flights, course = allowing(cluster, [8])
+    flights.began()
+    assert (cluster.in_flight, course.events, course.told) == (8, [], [])
+
+
+def test_as_the_rate_falls_there_are_as_many_again_as_were_planned_and_as_are_enough() -> None:
+    cluster, allowed = a_cluster(in_flight=8), [3]
+    flights, course = allowing(cluster, allowed)
+    run(flights, cluster, 30)
+    assert cluster.in_flight == 3 and "no more than 3 may be in flight at the learning rate of now" in (
+        cluster.flight_reason
+    )
+    allowed[0] = 6
+    run(flights, cluster, 1, begin=30)
+    assert cluster.in_flight == 6
+    allowed[0] = 30
+    run(flights, cluster, 1, begin=31)
+    assert cluster.in_flight == 8
+    run(flights, cluster, 60, begin=32)
+    assert cluster.in_flight == 11, "what is enough, as without a bound"
+    numbers = [values["new"] for kind, _, values in course.events if kind == "in_flight"]
+    assert numbers[:2] == [6, 8]
+
+
+def test_a_cluster_that_is_formed_anew_is_held_as_before_and_knows_what_was_planned() -> None:
+    cluster, allowed = a_cluster(in_flight=8), [3]
+    flights, _ = allowing(cluster, allowed)
+    flights.formed(cluster)
+    assert cluster.in_flight == 3
+    allowed[0] = 20
+    run(flights, cluster, 1)
+    assert cluster.in_flight == 8
+
+
+def test_a_number_that_the_job_sets_is_not_held() -> None:
+    cluster = a_cluster(in_flight=8)
+    course: Any = FakeCourse()
+    Flights(course, "d1", [cluster], True, lambda stages: 3).began()
+    assert (cluster.in_flight, course.events) == (8, [])

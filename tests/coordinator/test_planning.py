@@ -1,6 +1,7 @@
 """What members said of themselves becomes what the planner takes; what it needs to know of lines is measured."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from ravnest.coordinator.run_plan import LEAST_UPDATES, ROUND_SHARE, RingPlan, R
 from ravnest.errors import PeerError, PlanError
 from ravnest.graph.profile import CostProfile
 from ravnest.net.measuring import LinkSpeed
+from ravnest.planner.cautious_flight import CAUTIOUS_STALENESS
 from ravnest.planner.cluster import memory_bytes
 from ravnest.planner.plan import plan_of
 from ravnest.planner.providers import Goal, Line, Network, Provider
@@ -88,6 +90,27 @@ def test_products_in_mixed_precision_are_measured_against_float32(prepared: Prep
     half = prepare(job, 1, None, lambda phase: None).costs
     assert half.precision == "bfloat16" and half.precision_speed > 0 and half.precision_speed != 1.0
     assert prepared.costs.precision == "float32" and prepared.costs.precision_speed == 1.0
+
+
+def test_a_run_with_fewer_in_flight_at_first_is_predicted_with_them(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = [
+        Provider(name=name, memory_bytes=8 << 30, latency_seconds=0.05, up_bytes_per_second=1e8, cores=1)
+        for name in ("anna", "ben", "cleo")
+    ]
+    goal = Goal(least_stages=3, most_clusters=1)
+    plain = plan_members(prepared, far, Network(), goal)
+    assert plain.slowed == 1.0 and "fewer in flight" not in plain.reason
+    adam = partial(torch.optim.AdamW, lr=1e-3)
+    cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=2)
+    job = replace(prepared.job, optimizer=adam, schedule=cosine, epochs=1)
+    slower = plan_members(replace(prepared, job=job), far, Network(), goal)
+    assert slower.plan.predicted_samples_per_second == plain.plan.predicted_samples_per_second
+    assert slower.clusters[0].in_flight == plain.clusters[0].in_flight > 1 + CAUTIOUS_STALENESS
+    assert 0 < slower.slowed < 1 and "with fewer in flight while the learning rate is high" in slower.reason
+    assert slower.predicted_samples_per_second < plain.predicted_samples_per_second
+    assert f"{slower.predicted_samples_per_second:.1f} samples/s" in slower.reason
 
 
 def test_figures_that_cannot_be_are_not_believed() -> None:

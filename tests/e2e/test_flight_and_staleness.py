@@ -3,9 +3,11 @@
 import argparse
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from ravnest import Pipeline
 from ravnest.cli import status
@@ -13,6 +15,7 @@ from ravnest.coordinator.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from ravnest.monitor.metrics import read_metrics
 from ravnest.monitor.summary import Summary
+from ravnest.planner import cautious_flight
 from tests.e2e.jobs import a_job, batches
 
 
@@ -47,6 +50,26 @@ def test_status_tells_how_many_are_in_flight_and_why(
     assert "ms there and back" in shown
     status.run(argparse.Namespace(path=run, json=True))
     assert json.loads(capsys.readouterr().out)["clusters"][0]["in_flight"] == cluster.in_flight
+
+
+def test_fewer_are_in_flight_while_the_learning_rate_is_high(
+    swarm: EmbeddedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr(cautious_flight, "CAUTIOUS_STALENESS", 1)
+    # High for a third of the run.
+    steps = partial(torch.optim.lr_scheduler.StepLR, step_size=100, gamma=0.1)
+    adam = partial(torch.optim.AdamW, lr=1e-3)
+    job = a_job(batches([8] * 300), pipeline=Pipeline(), optimizer=adam, schedule=steps)
+    swarm.train(job, providers=3, run=run, display=False)
+    first, held, *more = [event for event in read_events(run / "events.jsonl") if event["kind"] == "in_flight"]
+    assert first["new"] > held["new"] == 3
+    assert held["reason"].endswith("no more than 3 may be in flight at the learning rate of now")
+    assert more[0]["old"] == 3 and more[0]["new"] == first["new"], "as planned, once the rate has fallen"
+    curves = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "stage" and line["stage"] == 0]
+    while_high = [line["staleness_max"] for line in curves if line["updates"] <= 100]
+    later = [line["staleness_max"] for line in curves if line["updates"] > 150]
+    assert max(while_high, default=0) <= 2 < max(later)
 
 
 def test_a_number_that_is_set_stays(swarm: EmbeddedSwarm, tmp_path: Path) -> None:

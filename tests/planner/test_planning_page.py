@@ -16,6 +16,7 @@ import pytest
 from ravnest.coordinator.dry_run import MOST_SEARCHED
 from ravnest.coordinator.run_plan import LEAST_UPDATES, ROUND_SHARE
 from ravnest.planner import exhaustive, flight, flight_measures, order, ring_order
+from ravnest.planner.cautious_flight import cautious_flight
 from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
 from ravnest.planner.formation import expected_absent
 from ravnest.planner.link_codecs import CHOICES, EXACT, FREE_SHARE, PACKED_BYTES_PER_SECOND, share_of
@@ -229,6 +230,12 @@ def test_the_rate_of_a_cluster(case: Case) -> None:
     waits += 2 * sum(formula("wait_at_line", line=stage.line_seconds, busiest=busiest) for stage in cluster.stages)
     enough = formula("enough", round_trip=round_trip, waits=waits, busiest=busiest)
     assert cluster.enough_in_flight == math.ceil(enough - 1e-9)
+
+
+@pytest.mark.parametrize(("stages", "accumulate", "share"), [(2, 1, 1.0), (8, 1, 0.9), (8, 1, 0.3), (3, 16, 0.7)])
+def test_how_many_the_learning_rate_allows(stages: int, accumulate: int, share: float) -> None:
+    allowed = formula("allowed", stages=stages, accumulate=accumulate, rate_share=share)
+    assert cautious_flight(stages, accumulate, share) == math.floor(allowed)
 
 
 def test_a_line_that_was_not_measured() -> None:

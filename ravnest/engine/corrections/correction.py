@@ -18,7 +18,11 @@ from ravnest.errors import GraphError
 from ravnest.settings import CORRECTIONS
 from ravnest.spec import OptimizerSpec
 
-DEFAULT: Final = "cautious"
+CAUTIOUS: Final = "cautious"
+"""The one that is careful in other ways too: with it, the number in flight follows the learning rate
+(planner/cautious_flight.py)."""
+
+DEFAULT: Final = CAUTIOUS
 """What learns best, by `python -m benchmarks.quality`."""
 
 PREDICTING: Final = ("predict", "foresight", "cautious")
