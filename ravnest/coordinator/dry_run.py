@@ -8,7 +8,7 @@ from ravnest.coordinator.averaging_plan import averaging_of, within_averaging
 from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.nodes_file import NodesFile
 from ravnest.coordinator.plan_parts import Parts
-from ravnest.coordinator.planning import goal_of, model_costs
+from ravnest.coordinator.planning import goal_of, model_costs, slowed_over_run
 from ravnest.coordinator.prepare import prepare
 from ravnest.jobfile import load_job
 from ravnest.overrides import apply_overrides
@@ -44,6 +44,8 @@ class DryRun:
     """What the machines are, for the reader."""
     versions_reason: str = ""
     """Why weights and activations are kept as they are."""
+    slowed: float = 1.0
+    """The part of the plan's rate that is left over a whole run, where fewer are in flight at high learning rates."""
 
     def line_before(self, cluster: Cluster, stage: int) -> tuple[Line, Line] | None:
         """The line from the stage before, and the one back; None for the first stage."""
@@ -121,4 +123,5 @@ def dry_run(
         explanation=explain(model, goal, nodes.network, by_name, plan, search if few else None),
         devices=nodes.devices,
         versions_reason=chosen.reason,
+        slowed=slowed_over_run(job, plan),
     )

@@ -21,6 +21,7 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
         "format": FORMAT,
         "job": dry.title,
         "predicted_samples_per_second": plan.predicted_samples_per_second,
+        "run_samples_per_second": dry.slowed * plan.predicted_samples_per_second,
         "score": plan.score,
         "limit": plan.limit,
         "averaging_seconds": plan.averaging_seconds,

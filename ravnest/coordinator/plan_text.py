@@ -28,6 +28,8 @@ SHOWN_RINGS: Final = 6
 SHOWN_OWNERS: Final = 6
 SHOWN_LINKS: Final = 6
 _NAME: Final = 16
+_AS_FAST: Final = 0.995
+"""A rate that is less slowed down is shown with the same digits."""
 
 
 def print_plan(dry: DryRun, console: Console) -> None:
@@ -147,6 +149,9 @@ def _headline(dry: DryRun) -> Text:
     )
     parameters, size = words.short_count(dry.parts.count), words.size(float(dry.model.parameter_bytes[-1]))
     text.append(f"\n{parameters} parameters, {size}; microbatches of {dry.model.samples} samples")
+    if dry.slowed < _AS_FAST:
+        over = words.rate(dry.slowed * plan.predicted_samples_per_second)
+        text.append(f"\n{over} samples/s over the whole run: fewer are in flight while the learning rate is high")
     if dry.goal.versions != DEFAULT_POLICY:
         text.append(f"\n{dry.versions_reason}")
     return text

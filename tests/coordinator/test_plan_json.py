@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def test_the_stages_of_every_cluster_cover_the_model_once() -> None:
 def test_its_numbers_are_those_of_the_plan() -> None:
     told = plan_json(DRY)
     assert told["predicted_samples_per_second"] == DRY.plan.predicted_samples_per_second
+    assert told["run_samples_per_second"] == DRY.plan.predicted_samples_per_second
+    assert plan_json(replace(DRY, slowed=0.5))["run_samples_per_second"] == told["run_samples_per_second"] / 2
     assert [c["samples_per_second"] for c in told["clusters"]] == list(DRY.plan.rates)
     assert told["standbys"] == ["dora"]
     first = told["clusters"][0]

@@ -2,6 +2,7 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
@@ -10,6 +11,7 @@ from rich.console import Console
 from ravnest.coordinator.dry_run import DryRun
 from ravnest.coordinator.plan_picture import PLAIN, picture, rate
 from ravnest.coordinator.plan_text import SHOWN_ROWS, limit_word, print_plan
+from ravnest.monitor import words
 from ravnest.planner.providers import Network, Provider
 from tests.coordinator.planned import dry_run_of, fast_line, machines
 
@@ -46,6 +48,13 @@ def test_boxes_are_closed_and_stand_under_one_another(dry: DryRun, width: int) -
 
 def _cell(line: str, index: int) -> int:
     return cell_len(line[:index])
+
+
+def test_where_fewer_are_in_flight_at_first_the_rate_of_the_whole_run_is_shown_too() -> None:
+    assert "over the whole run" not in shown(THREE, 120)
+    slowed = shown(replace(THREE, slowed=0.5), 120).splitlines()
+    half = words.rate(THREE.plan.predicted_samples_per_second / 2)
+    assert any(line.startswith(f"{half} samples/s over the whole run: fewer are in flight") for line in slowed)
 
 
 def test_a_link_shows_what_it_carries_each_way_and_its_round_trip() -> None:
