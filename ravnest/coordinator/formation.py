@@ -545,10 +545,12 @@ class Formation:
 
     def _rounds(self) -> Rounds:
         plan, course = self.plan, self._around.course
-        # A round reaches a cluster's stages when all that was fed before it has gone through.
+        # A round reaches a cluster's stages when all that was fed before it has gone through, at the rate of as many as
+        # are in flight at first.
+        begin = [replace(c, in_flight=r.in_flight) for r, c in zip(self.clusters.all, plan.plan.clusters, strict=True)]
         waits = [
-            (running.in_flight + running.ahead) * planned.period_seconds + planned.round_trip_seconds
-            for running, planned in zip(plan.clusters, plan.plan.clusters, strict=True)
+            (running.in_flight + running.ahead) * cluster.period_seconds + cluster.round_trip_seconds
+            for running, cluster in zip(self.clusters.all, begin, strict=True)
         ]
         return Rounds(
             plan,
