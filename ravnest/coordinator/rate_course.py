@@ -16,6 +16,8 @@ from ravnest.spec import OptimizerSpec, ScheduleSpec
 MOST_STEPS: Final = 20_000
 """At one look: more would keep the network waiting. Whoever is further on is caught up with at the next ones."""
 
+_FALLEN: Final = 0.5
+
 
 class RateCourse:
     """It goes on and never back."""
@@ -53,12 +55,25 @@ class RateCourse:
 
 
 def rate_course_of(job: Job) -> RateCourse | None:
-    """Of a job whose number in flight follows its learning rate: one that has a schedule, says nothing of how many are
-    in flight, and has the correction that is cautious. None for others."""
+    """Of a job whose number in flight follows its learning rate: one that has a schedule which lowers it, says nothing
+    of how many are in flight, and has the correction that is cautious. None for others."""
     schedule = job.schedule_spec
     if schedule is None or job.pipeline.in_flight is not None or choose_correction(job)[0] != CAUTIOUS:
         return None
-    return RateCourse(job.optimizer_spec, schedule, job.pipeline.accumulate)
+    # A rate that stays high would never let lines be full: then it is as without a schedule.
+    return RateCourse(job.optimizer_spec, schedule, job.pipeline.accumulate) if _falls(job, schedule) else None
+
+
+def _falls(job: Job, schedule: ScheduleSpec) -> bool:
+    """Whether the rate is at most half of its highest by the end of the run; where that is too far to step to, or not
+    known, whether the schedule is one that lowers it at all."""
+    updates = updates_of(job, 1)
+    if updates is not None and updates <= MOST_STEPS:
+        return RateCourse(job.optimizer_spec, schedule).share(updates) <= _FALLEN
+    given = schedule.arguments
+    if schedule.name == "LinearLR":
+        return float(given.get("end_factor", 1.0) or 0.0) <= _FALLEN  # type: ignore[arg-type]
+    return schedule.name != "ConstantLR"
 
 
 def allowed_in_run(job: Job, stages: int) -> Mapping[int, int]:

@@ -1,6 +1,7 @@
 """The learning rate is followed through a job's own schedule, where nothing else says how many are in flight."""
 
 import warnings
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -12,13 +13,20 @@ from ravnest.coordinator import rate_course
 from ravnest.coordinator.rate_course import RateCourse, allowed_in_run, rate_course_of
 from ravnest.planner.cautious_flight import CAUTIOUS_STALENESS, cautious_flight
 from ravnest.spec import OptimizerSpec, ScheduleSpec
-from tests.e2e.jobs import a_job, batches
+from tests.e2e.jobs import Batch, a_job, batches
 
 ADAM = OptimizerSpec("AdamW", {"lr": 0.01})
 
 
 def course(name: str, **arguments: float) -> RateCourse:
     return RateCourse(ADAM, ScheduleSpec(name, arguments))
+
+
+class Unending:
+    """Data of which nobody knows how much there is."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(batches([8] * 3))
 
 
 def scheduled(updates: int = 100, **more: object) -> Job:
@@ -71,12 +79,33 @@ def test_the_number_follows_the_rate_of_a_job_with_a_schedule_alone() -> None:
     assert rate_course_of(a_job(batches([8] * 5), pipeline=Pipeline())) is None
 
 
+@pytest.mark.parametrize(
+    ("schedule", "updates", "follows"),
+    [
+        (partial(lr_scheduler.LinearLR, start_factor=0.1, total_iters=10), 100, False),
+        (partial(lr_scheduler.LinearLR, start_factor=0.1, total_iters=10), None, False),
+        (partial(lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=100), 100, True),
+        (partial(lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.0, total_iters=100), None, True),
+        (partial(lr_scheduler.ConstantLR, factor=0.1, total_iters=10), 100, False),
+        (partial(lr_scheduler.ConstantLR, factor=0.1, total_iters=10), None, False),
+        (partial(lr_scheduler.StepLR, step_size=200), 100, False),
+        (partial(lr_scheduler.StepLR, step_size=50), 100, True),
+        (partial(lr_scheduler.CosineAnnealingLR, T_max=10**9), None, True),
+    ],
+)
+def test_a_rate_that_never_falls_bounds_nothing(schedule: object, updates: int | None, follows: bool) -> None:
+    data = Unending() if updates is None else batches([8] * updates)
+    adam = partial(torch.optim.AdamW, lr=1e-3)
+    job = a_job(data, optimizer=adam, schedule=schedule, pipeline=Pipeline())
+    assert (rate_course_of(job) is not None) == follows
+
+
 def test_over_a_run_it_is_counted_how_often_how_many_are_allowed() -> None:
     allowed = allowed_in_run(scheduled(200), stages=8)
     assert sum(allowed.values()) == 200 and min(allowed) == 8
     assert allowed[8] > 40 and max(allowed) > 100
-    followed = rate_course_of(scheduled(200, pipeline=Pipeline(accumulate=9)))
-    assert followed is not None and followed.allowed(8, 0) == cautious_flight(8, 9, 1.0) == 10 > 1 + CAUTIOUS_STALENESS
+    nine = RateCourse(ADAM, ScheduleSpec("StepLR", {"step_size": 3}), accumulate=9)
+    assert nine.allowed(8, 0) == cautious_flight(8, 9, 1.0) == 10 > 1 + CAUTIOUS_STALENESS
 
 
 def test_of_a_run_whose_length_nobody_knows_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
