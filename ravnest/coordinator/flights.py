@@ -47,7 +47,8 @@ class Flights:
             if not fixed and len(cluster.plan.stages) > 1
         }
         for cluster in clusters:
-            self._allow(cluster)
+            if why := self._allow(cluster):
+                cluster.in_flight, cluster.flight_reason = self._controls[cluster.id].limit, why
 
     def began(self) -> None:
         """The stages have begun, with as many in flight as was planned."""
@@ -60,7 +61,7 @@ class Flights:
         if cluster.id in self._controls:
             stages, most = len(cluster.plan.stages), cluster.plan.most_in_flight
             self._controls[cluster.id] = FlightControl(stages, self._controls[cluster.id].wanted, most)
-            self._allow(cluster)
+            self._follow_rate(cluster)
 
     def restart(self) -> None:
         """Training stands still for a moment, or did: what was counted up to now says nothing of how fast it is."""
@@ -73,9 +74,7 @@ class Flights:
         if control is None or counts is None:
             return
         if stage == 0:
-            before = cluster.in_flight
-            if why := self._allow(cluster):
-                self._tell(cluster, before, why)
+            self._follow_rate(cluster)
         decision = control.take(stage, counts)
         if control.reason:
             cluster.flight_reason = f"{control.reason}{_AT_THIS_RATE if control.is_held else ''}"
@@ -105,17 +104,20 @@ class Flights:
             # Where the job sets a number, it is kept to as far as memory lasts.
             self._set(cluster, most, reason)
 
+    def _follow_rate(self, cluster: ClusterRun) -> None:
+        """As many are in flight as the learning rate allows."""
+        if why := self._allow(cluster):
+            cluster.flight_reason = why
+            self._set(cluster, self._controls[cluster.id].limit, why)
+
     def _allow(self, cluster: ClusterRun) -> str:
-        """Has as many in flight as the learning rate allows; why, where that makes another number of it."""
+        """Allows as many as the learning rate does; why, where that makes another number of what the cluster has."""
         control = self._controls.get(cluster.id)
         if control is None or self._allowed is None:
             return ""
         most = self._allowed(len(cluster.plan.stages))
-        if not control.allow(most):
-            return ""
-        cluster.in_flight = control.limit
-        cluster.flight_reason = f"no more than {most} may be in flight{_AT_THIS_RATE}"
-        return cluster.flight_reason
+        control.allow(most)
+        return "" if control.limit == cluster.in_flight else f"no more than {most} may be in flight{_AT_THIS_RATE}"
 
     def _set(self, cluster: ClusterRun, limit: int, reason: str) -> None:
         before, cluster.in_flight = cluster.in_flight, limit

@@ -272,12 +272,16 @@ def test_as_the_rate_falls_there_are_as_many_again_as_were_planned_and_as_are_en
 
 def test_a_cluster_that_is_formed_anew_is_held_as_before_and_knows_what_was_planned() -> None:
     cluster, allowed = a_cluster(in_flight=8), [3]
-    flights, _ = allowing(cluster, allowed)
+    flights, course = allowing(cluster, allowed)
     flights.formed(cluster)
-    assert cluster.in_flight == 3
+    assert cluster.in_flight == 3 and not course.told
+    allowed[0] = 5
+    flights.formed(cluster)
+    assert cluster.in_flight == 5
     allowed[0] = 20
-    run(flights, cluster, 1)
+    flights.formed(cluster)
     assert cluster.in_flight == 8
+    assert [message.flight.in_flight for _, message in course.told] == [5, 8], "the root has what is counted with"
 
 
 def test_a_number_that_the_job_sets_is_not_held() -> None:
