@@ -152,6 +152,9 @@ class Ends:
             await provider.break_off()
         for client in self._clients:
             await client.close()
+        # A coordinator gives its members a second to go; these are gone, and would not say so.
+        for node_id in self.swarm.members.node_ids():
+            self.swarm.members.remove(node_id, "the test is over")
         await self.swarm.stop("the test is over")
 
     def _client(self, client: CoordinatorClient) -> CoordinatorClient:
