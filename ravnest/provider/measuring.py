@@ -123,6 +123,8 @@ def keep(setup: Setup, speed: Speed, now: float | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
+            # As all that a provider keeps: nobody else's business.
+            temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(record, indent=2) + "\n")
             os.replace(temporary, path)
         finally:

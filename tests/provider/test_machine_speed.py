@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -115,6 +116,7 @@ def test_the_second_time_nothing_is_measured(cache: Path, monkeypatch: pytest.Mo
     assert asyncio.run(machine_speed(CPU, 1 << 30)) == FIGURES
     monkeypatch.setattr(measuring, "measure_speed", None)
     assert asyncio.run(machine_speed(CPU, 1 << 30)) == FIGURES
+    assert [stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()] == [0o600]
     with pytest.raises(TypeError):
         asyncio.run(machine_speed(CPU, 1 << 30, fresh=True))
 
