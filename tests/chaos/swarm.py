@@ -18,6 +18,7 @@ from typing import IO, Self
 from ravnest.net.swarm_invite import SwarmInvite
 from tests import warm
 from tests.chaos.watching import Mark, Watch
+from tests.known_speed import speed_is_known
 from tests.wan import Host, Lab, LabHost, Path
 
 HOME = "home"
@@ -44,6 +45,7 @@ class Machine:
         self.process: warm.Process | None = None
         self.stopped = False
         folder.mkdir()
+        speed_is_known(folder / "cache")
 
     @property
     def runs(self) -> bool:

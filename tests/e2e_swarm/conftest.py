@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.e2e_swarm.machines import Swarm
+from tests.known_speed import speed_is_known
 
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    speed_is_known(tmp_path / "cache")
     # Six processes may be importing torch at once here.
     monkeypatch.setattr("tests.e2e.command.PATIENCE_SECONDS", 150.0)
     with ExitStack() as stack:

@@ -11,6 +11,7 @@ from swarm_ends import run
 from test_watching import Watched, watched
 
 from tests.e2e.command import Running
+from tests.known_speed import speed_is_known
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -34,6 +35,8 @@ def test_a_process_that_was_stopped_joins_again_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    speed_is_known(tmp_path)
 
     async def test() -> None:
         async with watched() as swarm:
@@ -63,6 +66,8 @@ def test_a_process_that_was_cut_off_joins_again_when_the_line_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    speed_is_known(tmp_path)
 
     async def test() -> None:
         async with watched() as swarm, frozen_line(swarm.ends.port) as line:

@@ -29,6 +29,7 @@ from ravnest.net.v1.control_pb2 import (
 from ravnest.spec import OptimizerSpec
 from tests.adversary.strangers import SwarmUnderAttack, run
 from tests.e2e.command import Running
+from tests.known_speed import speed_is_known
 from tests.provider.test_kept_stage import BATCHES, captured, graphs
 
 NAMES = ("one", "two", "three")
@@ -120,6 +121,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        speed_is_known(folder / "cache")
         machines = Machines(stack, folder)
         try:
             yield machines

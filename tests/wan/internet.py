@@ -9,6 +9,7 @@ from typing import Any
 from ravnest.monitor.events import read_events
 from ravnest.net.swarm_invite import SwarmInvite
 from tests.e2e.command import Running, ravnest
+from tests.known_speed import speed_is_known
 from tests.wan import Lab
 
 
@@ -35,6 +36,7 @@ class Internet:
         for name in self._providers:
             host = self.lab.host(name)
             data = {"XDG_DATA_HOME": str(self.folder / name), "XDG_CACHE_HOME": str(self.folder / name)}
+            speed_is_known(self.folder / name)
             command = Running(
                 "join", invite.line, "--name", name, folder=self.folder, on=host.command, warm=True, **data
             )
