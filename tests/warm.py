@@ -2,8 +2,9 @@
 
 Importing torch takes two seconds of a core, in each of the hundreds of processes that the tests start: on two cores
 that was several minutes of nothing else. What is started here is a process of its own, with its own memory, files,
-signals and network; only how it came to its imports is different. So are the providers of embedded swarms that tests
-start themselves (tests/conftest.py). Tests of the command line itself (tests/e2e) start it anew.
+signals and network; only how it came to its imports is different. So are the providers of embedded swarms, of those
+that tests start themselves (tests/conftest.py) and of a warm `ravnest train` (tests/warm_children.py). Tests of the
+command line itself (tests/e2e) start it anew.
 """
 
 import atexit
@@ -22,14 +23,15 @@ from typing import IO, Any, Final
 ROOT: Final = Path(__file__).parent.parent
 COMMAND: Final = [sys.executable, "-m", "ravnest"]
 _THREADS: Final = "1"
+_ROOM: Final = 4096
 _ENTERING: Final = ["ip", "netns", "exec"]
 
 
 def can_start(command: Sequence[str], environment: Mapping[str, str] | None) -> bool:
-    """Whether a command is one of `ravnest`, here or in a network namespace, and computes with as many threads as the
-    mother of these processes."""
+    """Whether a command is one of `ravnest`, here or in a network namespace, that is told with how many threads to
+    compute."""
     words = list(command)[4:] if list(command[:3]) == _ENTERING else list(command)
-    return words[:3] == COMMAND and (environment or os.environ).get("OMP_NUM_THREADS") == _THREADS
+    return words[:3] == COMMAND and (environment or os.environ).get("OMP_NUM_THREADS", "").isdecimal()
 
 
 class WarmProcess:
@@ -128,7 +130,7 @@ class _Mother:
     def __init__(self) -> None:
         self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {**os.environ, "OMP_NUM_THREADS": _THREADS, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.warm_mother", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.warm_mother", str(theirs.fileno()), " " * _ROOM]
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
         )

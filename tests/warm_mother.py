@@ -1,6 +1,7 @@
 """A process that has imported what `ravnest` needs, and forks one that runs it whenever it is asked to (tests/warm.py).
 
-`python -m tests.warm_mother FD`, with a socket to whoever asks: it ends, and all it has started, when that is closed.
+`python -m tests.warm_mother FD ROOM`, with a socket to whoever asks: it ends, and all it has started, when that is
+closed. ROOM is nothing but room for the words of those that it becomes.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import selectors
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any, Final
 
 _MOST_BYTES: Final = 1 << 20
@@ -96,20 +98,43 @@ def become(order: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
     sys.argv = ["ravnest", *order["words"]]
+    _show([sys.executable, "-m", *sys.argv])
+    _compute_with(int(order["environment"]["OMP_NUM_THREADS"]))
     # What a process that was started anew has first there.
     sys.path[0] = order["folder"]
 
 
+def _show(words: list[str]) -> None:
+    """What others see as this process's command, in place of its mother's: tests tell processes apart by it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    # The 48th and 49th of all fields; these begin with the third.
+    start, end = int(fields[45]), int(fields[46])
+    shown = "".join(f"{word}\0" for word in words).encode()[: end - start - 1]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
+def _compute_with(threads: int) -> None:
+    import torch
+
+    # Read from the environment when torch is imported, which was before.
+    torch.set_num_threads(threads)
+
+
 def main() -> int:
     import torch._dynamo
-    import torch.export  # noqa: F401
+    import torch.export
 
     import ravnest.coordinator.embedded
     import ravnest.coordinator.session
     import ravnest.provider.agent  # noqa: F401
     from ravnest.cli import join, serve, train  # noqa: F401
     from ravnest.cli.main import main as ravnest_main
+    from tests.warm_children import children_are_forked
 
+    # The first capture of a process imports more than any other part of a run.
+    torch.export.export(
+        torch.nn.ReLU(), (torch.ones(2, 2),), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False
+    )
     with open("/proc/self/status") as status:
         [threads] = [int(line.split()[1]) for line in status if line.startswith("Threads:")]
     assert threads == 1, f"{threads} threads: a process that forks must have one alone"
@@ -124,6 +149,7 @@ def main() -> int:
         return 0
     assert len(order["descriptors"]) == _STANDARD
     become(order)
+    children_are_forked()
     return ravnest_main()
 
 

@@ -1,8 +1,6 @@
 """A run that is disturbed on purpose, from its first fault to the comparison with one that was not: `run_chaos`."""
 
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +12,7 @@ from tests.chaos.report import Outcome, Report
 from tests.chaos.schedule import ANY_CLUSTERS, BETWEEN_CLUSTERS, Case, for_roles, schedule
 from tests.chaos.swarm import ROOT, BrokenError, ChaosSwarm
 from tests.chaos.watching import Watch
-from tests.e2e.command import environment
+from tests.e2e.command import Running
 
 MOST_LOSS_APART: Final = 0.05
 END_SECONDS: Final = 120.0
@@ -178,19 +176,13 @@ class _Run:
         for path in (swarm.folder / "job.py", swarm.folder / "form", *swarm.folder.glob("epoch-*.length")):
             shutil.copy(path, folder / path.name)
         size = ("--providers", str(swarm.clusters * swarm.stages), "--clusters", str(swarm.clusters))
-        words = [sys.executable, "-m", "ravnest", "train", "job.py", *size, "--run", "run", "--no-display"]
+        words = ("train", "job.py", *size, "--run", "run", "--no-display")
         began = time.monotonic()
-        done = subprocess.run(
-            words,
-            cwd=folder,
-            env=environment(PYTHONPATH=str(ROOT)),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=ALONE_SECONDS,
-        )
-        if done.returncode != 0:
-            raise BrokenError(f"the run without faults ended with code {done.returncode}:\n{done.stderr}")
+        with Running(*words, folder=folder, warm=True, PYTHONPATH=str(ROOT)) as alone:
+            alone.patience_seconds = ALONE_SECONDS
+            said = alone.to_the_end()
+        if alone.process.returncode != 0:
+            raise BrokenError(f"the run without faults ended with code {alone.process.returncode}:\n{said}")
         self._tell(f"the same without faults took {time.monotonic() - began:.0f} s")
         without, ours = Watch(folder / "run").evaluations(), swarm.watch.evaluations()
         for samples, loss in without.items():
