@@ -1,5 +1,6 @@
 """What all tests share: one embedded swarm per worker, one thread for torch, one look at how fast the machine is."""
 
+import gc
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,12 @@ from hypothesis import settings
 
 from ravnest.coordinator import prepare, processes
 from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.kept_costs import key_of
 from ravnest.engine.speed import Speed
+from ravnest.graph.capture import Captured
+from ravnest.graph.profile import CostProfile
 from ravnest.graph.update_cost import UpdateCost
+from ravnest.job import Job
 from ravnest.spec import OptimizerSpec
 from tests.embedded import providers_of
 from tests.order import waiting_first
@@ -36,6 +41,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     waiting_first(items)
+
+
+def pytest_collection_finish() -> None:
+    # What was imported and collected stays to the end: to look through it again and again took a tenth of all the time.
+    gc.collect()
+    gc.freeze()
 
 
 class SharedSwarm:
@@ -68,11 +79,12 @@ class SharedSwarm:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_machine() -> Iterator[None]:
-    """What runs measure of the machine itself before they plan is measured once: it takes longer than what most of them
-    train. Those measures have tests of their own, which call them where they are made."""
+    """What runs measure before they plan, of the machine and of a model on it, is measured once: it takes longer than
+    what most of them train. Those measures have tests of their own, which call them where they are made."""
     speeds: dict[tuple[str, tuple[str, ...]], Speed] = {}
     updates: dict[tuple[str, int, int], UpdateCost] = {}
-    measure_speed, time_update = prepare.measure_speed, prepare.time_update
+    models: dict[str, CostProfile] = {}
+    measure_speed, time_update, measure_costs = prepare.measure_speed, prepare.time_update, prepare.measure_costs
 
     def speed(device: torch.device, *more: Any, halves: Sequence[str]) -> Speed:
         key = str(device), tuple(halves)
@@ -86,9 +98,16 @@ def one_machine() -> Iterator[None]:
             updates[key] = time_update(optimizer, accumulate)
         return updates[key]
 
+    def costs(job: Job, captured: Captured) -> CostProfile:
+        key = key_of(job, captured, torch.get_num_threads())
+        if key not in models:
+            models[key] = measure_costs(job, captured)
+        return models[key]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "measure_speed", speed)
         patch.setattr(prepare, "time_update", update)
+        patch.setattr(prepare, "measure_costs", costs)
         yield
 
 
