@@ -1,4 +1,6 @@
-"""The whole suite, as `make test` runs it: two workers, and for a test of real processes a second try with no other.
+"""The whole suite, as `make test` runs it: three workers, and for a test of real processes a second try with no other.
+
+A core each for two of them is what the suite is made for: while one waits for processes and lines the others compute.
 
 A test that starts processes, stops them, kills them or slows their lines shares its cores with all others, and with
 whatever else the machine does: what it waits for may come later than it allows. Such a test is run once more alone, and
@@ -14,6 +16,8 @@ from typing import Final
 import pytest
 
 from tests.order import REAL
+
+WORKERS: Final = 3
 
 MOST: Final = 3
 """More than so many failures are no accident."""
@@ -37,7 +41,7 @@ def once_more(failed: Sequence[str]) -> list[str]:
 
 def main() -> int:
     failures = _Failures()
-    ended = int(pytest.main(["-n", "2", "--dist", "worksteal"], plugins=[failures]))
+    ended = int(pytest.main(["-n", str(WORKERS), "--dist", "worksteal"], plugins=[failures]))
     again = once_more(failures.found)
     if ended != pytest.ExitCode.TESTS_FAILED or not again:
         return ended

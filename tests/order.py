@@ -1,8 +1,8 @@
 """In which order the suite runs: tests that wait for processes and lines first, those that compute alone after them.
 
-With `--dist worksteal` one of two workers begins with the first half and the other with the second: so what waits and
-what computes go on side by side, two that wait do not leave the cores idle, and none that needs its turn in time shares
-them with another of its kind for long.
+With `--dist worksteal` each of three workers begins with a third of them, the first with all that wait: so what waits
+and what computes go on side by side, those that wait do not leave the cores idle, and none that needs its turn in time
+shares them with another of its kind for long.
 """
 
 from typing import Final
