@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ravnest import Pipeline
-from ravnest.coordinator import changing, formation, replicas, watching
+from ravnest.coordinator import changing, formation, keeping, replicas, watching
 from ravnest.coordinator.feeder import EvalBatch, EvalEnd
 from ravnest.coordinator.prepare import Prepared, prepare
 from ravnest.errors import TrainingError
@@ -594,8 +594,12 @@ def test_a_run_is_formed_anew_between_two_updates(play: Play, accumulating: Prep
     play(scene, 0, accumulating)
 
 
-def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(play: Play, accumulating: Prepared) -> None:
+def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(
+    play: Play, accumulating: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does whoever waits for that end to form the run anew keep it waiting."""
+    # No replica comes here, however long it is waited for.
+    monkeypatch.setattr(keeping, "_REPLICA_SECONDS", 0.3)
 
     async def scene(run: Run) -> None:
         for name in "abc":
