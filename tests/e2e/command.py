@@ -24,9 +24,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **more}
 
 
-def ravnest(*words: str | Path, folder: Path) -> "subprocess.CompletedProcess[str]":
+def ravnest(*words: str | Path, folder: Path, warm: bool = False) -> "subprocess.CompletedProcess[str]":
     """Runs the command to its end; none of the processes it started is there afterwards."""
-    with Running(*words, folder=folder) as running:
+    with Running(*words, folder=folder, warm=warm) as running:
         output = running.to_the_end()
     assert running.process.returncode is not None
     return subprocess.CompletedProcess(running.words, running.process.returncode, running.out, output)

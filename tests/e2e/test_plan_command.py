@@ -51,7 +51,7 @@ def test_the_example_is_planned_and_shown(tmp_path: Path) -> None:
 
 
 def test_json_is_all_there_is_on_stdout_whatever_the_job_prints(folder: Path) -> None:
-    done = ravnest("plan", "job.py", "--nodes", "nodes.toml", "--json", folder=folder)
+    done = ravnest("plan", "job.py", "--nodes", "nodes.toml", "--json", folder=folder, warm=True)
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert "the job file prints" in done.stderr

@@ -34,7 +34,7 @@ class Swarm:
         return self._stack.enter_context(Running(*words, *options, folder=self.folder, warm=True))
 
     def new_invite(self, *words: str) -> SwarmInvite:
-        made = ravnest("invite", "run", "--new", *words, folder=self.folder)
+        made = ravnest("invite", "run", "--new", *words, folder=self.folder, warm=True)
         assert made.returncode == 0, made.stderr
         return SwarmInvite.parse(made.stdout.removeprefix("invite: ravnest join "))
 

@@ -153,7 +153,7 @@ def test_a_node_that_is_kicked_is_out_and_the_swarm_goes_on_without_it(machines:
         assert "taking stage" in ended_well(other)
     summary = json.loads((machines.folder / "run/summary.json").read_text())
     assert {s["provider"] for s in summary["clusters"][0]["stages"]} == {"anna", "cid"}
-    nobody = ravnest("kick", "run", "dora", folder=machines.folder)
+    nobody = ravnest("kick", "run", "dora", folder=machines.folder, warm=True)
     assert (nobody.returncode, nobody.stdout) == (2, "")
     assert nobody.stderr.startswith("ravnest: error: there is no node dora in this run")
 
@@ -172,7 +172,8 @@ def test_a_coordinator_that_is_started_again_knows_its_swarm(machines: Swarm) ->
     said = serving.to_the_end()
     assert serving.process.returncode == 130 and "continue with --resume" in said, said
     assert "ended: the run has stopped" in ended_well(anna)
-    assert ravnest("invite", "run", "--revoke", invite.token.id, folder=machines.folder).returncode == 0
+    revoking = ravnest("invite", "run", "--revoke", invite.token.id, folder=machines.folder, warm=True)
+    assert revoking.returncode == 0
 
     again, fresh = machines.serve("--resume", "--set", "max_updates=1000000", port=invite.port)
     assert fresh.fingerprint == invite.fingerprint and fresh.address == invite.address
@@ -234,6 +235,6 @@ def test_a_run_that_was_never_served_has_no_invites(tmp_path: Path, command: tup
         ("run", "run has no invites: it was not begun with `ravnest serve`"),
         ("nowhere", "no run at"),
     ):
-        done = ravnest(name, place, *rest, folder=tmp_path)
+        done = ravnest(name, place, *rest, folder=tmp_path, warm=place == "nowhere")
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
