@@ -194,8 +194,8 @@ class StageWorker:
                 self._condition.notify()
 
     def save(self, checkpoint: int, instead: Tensors | None = None) -> None:
-        """Save the stage's state under this number once nothing else is ready, with these tensors in place of its own
-        of the same names, or beside them."""
+        """Save the stage's state under this number before the next task, with these tensors in place of its own of the
+        same names, or beside them."""
         with self._condition:
             self._saves.append((checkpoint, instead or {}))
             self._condition.notify()
@@ -251,6 +251,9 @@ class StageWorker:
                         return
                     waiting = Waiting(len(self._backwards), len(self._forwards), len(self._evaluations))
                     task = next_task(waiting, self._stage.in_flight, self._limit, self._bound(), self._after).task
+                    if self._saves:
+                        # Not once nothing else is ready: a stage that is never idle would never save.
+                        task = Task.WAIT
                     if task is not Task.WAIT or self._saves or self._between:
                         break
                     held_up = self._limit is not None and self._stage.in_flight >= self._limit

@@ -1,6 +1,7 @@
 """A pipeline of workers in one process, without a network: what comes out of one is given to the next by hand."""
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -306,6 +307,19 @@ def test_a_loss_that_is_not_finite_stops_the_worker_and_applies_nothing(make: Ma
     assert box.updates == []
     worker.feed(message(5, batches([8])[0]))
     assert box.nothing(), "it takes no more work"
+
+
+def test_a_stage_that_is_never_idle_saves_before_its_next_task(make: Make) -> None:
+    [(worker, box)] = make(1)
+    held = threading.Event()
+    worker.between(lambda: held.wait(PATIENCE_SECONDS) and None)
+    for number, batch in enumerate(batches([8] * 4)):
+        worker.feed(message(number, batch))
+    worker.save(7)
+    held.set()
+    assert box.next("saved") == 7
+    for number in range(4):
+        assert box.next("done").microbatch == number
 
 
 def test_parameters_that_are_not_finite_are_not_saved(make: Make) -> None:
