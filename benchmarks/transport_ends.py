@@ -22,10 +22,14 @@ import torch
 from grpc import aio
 
 from ravnest.errors import PeerError
-from ravnest.net import Frame, FrameKind, Link, NodeIdentity, ProviderServer, dial_link
 from ravnest.net.certificates import read_certificate
+from ravnest.net.client import dial_link
+from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import node_host
+from ravnest.net.link import Link
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.resumable import ResumableLink
+from ravnest.net.server import ProviderServer
 from ravnest.net.tls import channel_credentials, expecting, server_credentials
 
 SENDER, RECEIVER, AUTHORITY = "sender", "receiver", "authority.pem"

@@ -178,6 +178,11 @@ def test_status_does_not_wait_for_torch(run: RunDirectory) -> None:
     subprocess.run([sys.executable, "-c", script, str(run.path)], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_invites_are_made_and_members_thrown_out_without_waiting_for_torch() -> None:
+    script = "import sys, ravnest.coordinator.admission; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_export_writes_the_newest_checkpoint_under_the_users_names(
     run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,8 @@ from ravnest.graph.portable import FORMAT_VERSION, PortableGraph
 from ravnest.jobfile import load_job
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import ClusterSummary, Ledger, StageSummary, Summary
-from ravnest.net import Frame, FrameKind, SwarmInvite, encode
+from ravnest.net.frames import Frame, FrameKind, encode
+from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.tensors import WIRE_DTYPES
 from ravnest.net.v1 import control_pb2
 from ravnest.net.version import PROTOCOL_VERSION
@@ -217,8 +218,8 @@ _UNITS = {
 
 
 def _limit(constant: str) -> float:
-    """The value behind `net.frames.DEFAULT_LIMITS.frame_bytes` or `net.connection.SERVER_OPTIONS[NAME_OF_OPTION]`, in
-    bytes or seconds."""
+    """The value behind `net.frame_limits.DEFAULT_LIMITS.frame_bytes` or
+    `net.connection.SERVER_OPTIONS[NAME_OF_OPTION]`, in bytes or seconds."""
     path, _, option = constant.rstrip("]").partition("[")
     room, module, *names = path.split(".")
     value: Any = importlib.import_module(f"ravnest.{room}.{module}")

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from ravnest.coordinator.admission import Admission
-from ravnest.net import NodeIdentity
 from ravnest.net.certificates import certificate_pem, read_certificate
 from ravnest.net.identity import Identity
+from ravnest.net.node_identity import NodeIdentity
 
 _AUTHORITY = "authority.pem"
 

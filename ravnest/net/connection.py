@@ -8,7 +8,7 @@ from grpc import aio
 
 from ravnest.errors import RunError
 from ravnest.net.address import join_address
-from ravnest.net.frames import DEFAULT_LIMITS
+from ravnest.net.frame_limits import DEFAULT_LIMITS
 
 CHUNK_BYTES: Final = 1 << 20
 """How much of an artifact or an upload one message carries."""

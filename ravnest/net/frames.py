@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from ravnest.codecs.codec import codec_named
 from ravnest.errors import PeerError
+from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
 from ravnest.net.tensors import TORCH_DTYPES, WIRE_DTYPES, on_host, tensor_bytes, tensor_view
 from ravnest.net.v1 import frame_pb2
 
@@ -117,21 +118,6 @@ class Frame:
     """Of a BACKWARD frame: how long its sender has had the microbatch, since its activations came; 0: not told."""
     replica: int = 0
     """Not 0: every stage keeps its state after this microbatch as its part of this replica."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrameLimits:
-    """How large a frame may be; checked on both sides, before anything is allocated."""
-
-    frame_bytes: int = 1 << 30
-    header_bytes: int = 1 << 18
-    tensors: int = 1024
-    scalars: int = 1024
-    dimensions: int = 16
-    name_characters: int = 256
-
-
-DEFAULT_LIMITS: Final = FrameLimits()
 
 
 def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:

@@ -6,7 +6,8 @@ from typing import Final, Generic, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from ravnest.errors import PeerError, RefusedError
-from ravnest.net.frames import DEFAULT_LIMITS, Frame, FrameLimits, decode_at, encode
+from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
+from ravnest.net.frames import Frame, decode_at, encode
 from ravnest.net.stream import ByteStream
 from ravnest.net.wire import Wire
 

@@ -17,14 +17,15 @@ from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.tokens import TokenStore
 from ravnest.coordinator.waiting import Changes
 from ravnest.graph.portable import FORMAT_VERSION
-from ravnest.net import CoordinatorClient, Frame, FrameKind, NodeIdentity, SwarmInvite
 from ravnest.net.authority import SwarmAuthority
 from ravnest.net.calls import LINK_KEY
+from ravnest.net.client import CoordinatorClient
 from ravnest.net.control_link import ControlLink
-from ravnest.net.frames import MAGIC, encode
+from ravnest.net.frames import MAGIC, Frame, FrameKind, encode
 from ravnest.net.identity import COORDINATOR_HOST
-from ravnest.net.node_identity import joiner_keys
+from ravnest.net.node_identity import NodeIdentity, joiner_keys
 from ravnest.net.resumable import ResumableLink
+from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.tls import TlsKeys, open_secure_channel
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION

@@ -8,7 +8,8 @@ import torch
 
 from ravnest.errors import PeerError
 from ravnest.graph.portable import ValueSpec
-from ravnest.net.frames import Frame, FrameKind, FrameLimits, decode, encode
+from ravnest.net.frame_limits import FrameLimits
+from ravnest.net.frames import Frame, FrameKind, decode, encode
 from ravnest.provider.frame_check import check_frame
 
 SPECS = {

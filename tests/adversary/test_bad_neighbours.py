@@ -21,9 +21,13 @@ from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.weights import stream_tensors
-from ravnest.net import Frame, FrameKind, Link, NodeIdentity, ProviderServer, dial_link
+from ravnest.net.client import dial_link
+from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
+from ravnest.net.link import Link
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.resumable import ResumableLink
+from ravnest.net.server import ProviderServer
 from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, ArtifactRef, Deploy, Neighbour, ProviderMessage
 from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.deployment import Deployment

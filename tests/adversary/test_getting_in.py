@@ -15,12 +15,14 @@ from grpc import aio
 from ravnest.coordinator.reception import remember
 from ravnest.coordinator.state import SwarmState
 from ravnest.errors import PeerError, RefusedError
-from ravnest.net import NodeIdentity, SwarmInvite, certificates
+from ravnest.net import certificates
 from ravnest.net.calls import REQUEST_KEY
 from ravnest.net.connection import CHANNEL_OPTIONS
 from ravnest.net.identity import COORDINATOR_HOST, COORDINATOR_NAME, Identity, node_common_name
 from ravnest.net.invite_key import InviteToken
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.pinning import pin_authority
+from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.tls import TlsKeys, expecting, open_secure_channel
 from tests.adversary.strangers import A_PICKLE, SwarmUnderAttack, a_request, attacked, run
 

@@ -36,10 +36,10 @@ from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.events import Event, EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
-from ravnest.net import Frame, FrameKind, ProviderServer
 from ravnest.net.client import dial_link
-from ravnest.net.frames import encode
+from ravnest.net.frames import Frame, FrameKind, encode
 from ravnest.net.link import CONTROL_BYTES, Link
+from ravnest.net.server import ProviderServer
 from ravnest.net.v1.control_pb2 import Chunk, CoordinatorMessage, Deploy, ProviderMessage, UploadHeader
 from ravnest.planner.stage_plan import StagePlan
 from ravnest.provider.uploading import upload

@@ -9,20 +9,13 @@ from secure_ends import run
 
 from ravnest.coordinator.admission import Admission
 from ravnest.errors import PeerError
-from ravnest.net import (
-    CoordinatorClient,
-    CoordinatorServer,
-    Frame,
-    FrameKind,
-    Link,
-    NodeIdentity,
-    ProviderServer,
-    SwarmInvite,
-    dial_link,
-)
+from ravnest.net.client import CoordinatorClient, dial_link
+from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
-from ravnest.net.link import RelayEnd
-from ravnest.net.node_identity import joiner_keys
+from ravnest.net.link import Link, RelayEnd
+from ravnest.net.node_identity import NodeIdentity, joiner_keys
+from ravnest.net.server import CoordinatorServer, ProviderServer
+from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.tls import TlsKeys
 from ravnest.net.v1.control_pb2 import CheckReply, CheckRequest, JoinReply, JoinRequest
 

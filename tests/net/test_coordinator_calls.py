@@ -15,10 +15,11 @@ from swarm_ends import BEFORE, Coordinator, a_node, coordinator, echo, provider,
 
 from ravnest.coordinator.admission import Admission
 from ravnest.errors import PeerError, RunError
-from ravnest.net import CoordinatorClient, Frame, FrameKind, NodeIdentity, dial_link
 from ravnest.net.calls import REQUEST_KEY
+from ravnest.net.client import CoordinatorClient, dial_link
+from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import COORDINATOR_HOST
-from ravnest.net.node_identity import joiner_keys
+from ravnest.net.node_identity import NodeIdentity, joiner_keys
 from ravnest.net.tls import open_secure_channel
 from ravnest.net.v1.control_pb2 import JoinRequest
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import PeerError
-from ravnest.net import Frame, FrameKind, FrameLimits, decode, encode
-from ravnest.net.frames import Coded, decode_at
+from ravnest.net.frame_limits import FrameLimits
+from ravnest.net.frames import Coded, Frame, FrameKind, decode, decode_at, encode
 from ravnest.net.tensors import WIRE_DTYPES
 from ravnest.net.v1 import frame_pb2
 
@@ -151,7 +151,7 @@ def test_tensors_that_are_strided_or_need_gradients_are_sent_by_value() -> None:
 
 def test_reading_a_frame_warns_of_nothing() -> None:
     program = (
-        "import torch; from ravnest.net import *; "
+        "import torch; from ravnest.net.frames import *; "
         "decode(encode(Frame(FrameKind.FEED, 1, tensors={'x': torch.ones(3)})))"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)

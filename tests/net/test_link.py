@@ -14,8 +14,10 @@ from swarm_ends import BEFORE, CALLED, OTHER, SWARM, a_node, echo, linked, provi
 
 from ravnest.coordinator.admission import Admission
 from ravnest.errors import PeerError, RefusedError
-from ravnest.net import Frame, FrameKind, Link, dial_link, encode
+from ravnest.net.client import dial_link
+from ravnest.net.frames import Frame, FrameKind, encode
 from ravnest.net.identity import node_host
+from ravnest.net.link import Link
 from ravnest.net.node_identity import joiner_keys
 from ravnest.net.private_files import write_private
 from ravnest.net.tls import channel_credentials, expecting, open_secure_channel
@@ -280,7 +282,9 @@ def test_a_server_that_stops_breaks_its_links_on_both_sides() -> None:
 
 CALLER = """
 import asyncio, os, pathlib, sys
-from ravnest.net import Frame, FrameKind, NodeIdentity, dial_link
+from ravnest.net.client import dial_link
+from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.certificates import read_certificate
 
 async def main():
@@ -313,7 +317,8 @@ def test_a_caller_killed_in_mid_stream_is_noticed(tmp_path: Path) -> None:
 
 CALLED_SIDE = """
 import asyncio, os, pathlib, sys
-from ravnest.net import NodeIdentity, ProviderServer
+from ravnest.net.node_identity import NodeIdentity
+from ravnest.net.server import ProviderServer
 from ravnest.net.certificates import read_certificate
 
 class Dying:

@@ -13,8 +13,11 @@ from ravnest.coordinator.members import Member
 from ravnest.coordinator.reachability import Reach
 from ravnest.coordinator.reception import announce
 from ravnest.errors import PeerError
-from ravnest.net import CoordinatorClient, Link, NodeIdentity, ProviderServer
+from ravnest.net.client import CoordinatorClient
+from ravnest.net.link import Link
 from ravnest.net.measuring import LinkSpeed
+from ravnest.net.node_identity import NodeIdentity
+from ravnest.net.server import ProviderServer
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinRequest, Measured, PeerMeasured, ProviderMessage
 from ravnest.provider.links import PeerMeasuring, report_link
 from ravnest.provider.stay import Stay

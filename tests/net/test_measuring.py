@@ -9,8 +9,8 @@ from slow_line import slow_line
 from swarm_ends import BEFORE, CALLED, OTHER, a_node, coordinator, echo, provider, run
 
 from ravnest.errors import PeerError
-from ravnest.net import Control, CoordinatorClient, NodeIdentity
-from ravnest.net.client import measure_peer
+from ravnest.net.client import CoordinatorClient, measure_peer
+from ravnest.net.link import Control
 from ravnest.net.measuring import (
     CALLS_PER_MINUTE,
     MESSAGE_BYTES,
@@ -24,6 +24,7 @@ from ravnest.net.measuring import (
     needed_seconds,
     settled_rate,
 )
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import MeasureReply, MeasureRequest
 
 

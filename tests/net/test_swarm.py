@@ -17,12 +17,14 @@ from ravnest.coordinator.swarm import Swarm, silence_seconds
 from ravnest.coordinator.waiting import Changes
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import FORMAT_VERSION
-from ravnest.net import CoordinatorClient, Frame, FrameKind, NodeIdentity, SwarmInvite
 from ravnest.net.certificates import Certificate
+from ravnest.net.client import CoordinatorClient
 from ravnest.net.control_link import ControlLink
+from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.measuring import LinkSpeed
-from ravnest.net.node_identity import joiner_keys
+from ravnest.net.node_identity import NodeIdentity, joiner_keys
 from ravnest.net.resumable import ResumableLink
+from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
 from ravnest.provider.stay import Stay

@@ -14,7 +14,11 @@ from ravnest.coordinator import leases, watching
 from ravnest.coordinator.leases import Replacement
 from ravnest.coordinator.watching import Watch
 from ravnest.errors import PeerError, RefusedError
-from ravnest.net import CoordinatorClient, Frame, FrameKind, Link, NodeIdentity, ProviderServer
+from ravnest.net.client import CoordinatorClient
+from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.link import Link
+from ravnest.net.node_identity import NodeIdentity
+from ravnest.net.server import ProviderServer
 from ravnest.net.v1.control_pb2 import LinkState, ProviderMessage, Report
 from ravnest.provider.stay import Stay
 

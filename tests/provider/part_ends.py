@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ravnest.coordinator.admission import Admission
 from ravnest.errors import PeerError, RefusedError
-from ravnest.net import NodeIdentity
 from ravnest.net.identity import Identity
 from ravnest.net.link import Link
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.server import ProviderServer
 from ravnest.net.v1.control_pb2 import (
     DIALLING_AWAIT,

@@ -17,8 +17,8 @@ from ravnest.graph.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.weights import stream_tensors
-from ravnest.net import NodeIdentity
 from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
 from ravnest.provider import deployment as deployment_module
 from ravnest.provider.artifacts import Artifacts

@@ -12,8 +12,8 @@ from ravnest.coordinator.deploying import ring_order
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.engine.worker import StageWorker
-from ravnest.net import NodeIdentity
 from ravnest.net.frames import Frame, RingPlace
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import Deploy, Neighbour, ProviderMessage
 from ravnest.provider.ring_lines import RingLines, ring_generation
 from ravnest.provider.rings import Rings

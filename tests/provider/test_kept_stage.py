@@ -19,8 +19,8 @@ from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.weights import stream_tensors
-from ravnest.net import NodeIdentity
 from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, ProviderMessage
 from ravnest.provider.artifacts import Artifacts
 from ravnest.provider.deployment import Deployment

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ravnest.coordinator.admission import Admission
-from ravnest.net import NodeIdentity
 from ravnest.net.direct_line import DirectLine, DirectServer
 from ravnest.net.frames import Frame, RingPlace
 from ravnest.net.identity import Identity
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider import direct_tries
 from ravnest.provider.direct_tries import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, DirectTries

@@ -17,11 +17,15 @@ import torch
 
 from ravnest.coordinator.admission import Admission
 from ravnest.errors import PeerError
-from ravnest.net import Frame, FrameKind, Link, NodeIdentity, ProviderServer, dial_link
 from ravnest.net.address import split_address
 from ravnest.net.certificates import certificate_pem, read_certificate
+from ravnest.net.client import dial_link
+from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
+from ravnest.net.link import Link
+from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.resumable import ResumableLink
+from ravnest.net.server import ProviderServer
 
 
 def make_ends(folder: Path) -> None:
