@@ -121,6 +121,7 @@ class SwarmUnderAttack:
         self.port = 0
         self._clients: list[CoordinatorClient] = []
         self._nodes: list[Joined] = []
+        self._admitted: set[str] = set()
 
     @property
     def address(self) -> str:
@@ -144,6 +145,7 @@ class SwarmUnderAttack:
         reply = await self.holder(invite or self.invite()).join(a_request(node.request(), name))
         node.adopt(reply.certificate, self.admission.authority.certificate)
         client = self.client(node.tls_keys())
+        self._admitted.add(node.node_id)
         return Joined(node, client, reply.session, Stay(client, reply.session))
 
     async def join(self, name: str, invite: SwarmInvite | None = None, node: NodeIdentity | None = None) -> Joined:
@@ -191,8 +193,9 @@ class SwarmUnderAttack:
             await joined.break_off()
         for client in self._clients:
             await client.close()
-        # A coordinator gives its members a second to go; these are gone, and would not say so.
-        for node_id in self.swarm.members.node_ids():
+        # A coordinator gives its members a second to go. These are gone, and would not say so; others, in processes of
+        # their own, are told that it is over, and end by themselves.
+        for node_id in self._admitted.intersection(self.swarm.members.node_ids()):
             self.swarm.members.remove(node_id, "the test is over")
         await self.swarm.stop("the test is over")
 
