@@ -70,9 +70,9 @@ def _falls(job: Job, schedule: ScheduleSpec) -> bool:
     updates = updates_of(job, 1)
     if updates is not None and updates <= MOST_STEPS:
         return RateCourse(job.optimizer_spec, schedule).share(updates) <= _FALLEN
-    given = schedule.arguments
     if schedule.name == "LinearLR":
-        return float(given.get("end_factor", 1.0) or 0.0) <= _FALLEN  # type: ignore[arg-type]
+        end = schedule.arguments.get("end_factor", 1.0)
+        return isinstance(end, int | float) and end <= _FALLEN
     return schedule.name != "ConstantLR"
 
 

@@ -36,4 +36,5 @@ def slowed_by_caution(cluster: Cluster, allowed: Mapping[int, float]) -> float:
     if not together or not planned:
         return 1.0
     rates = {most: replace(cluster, in_flight=min(most, cluster.in_flight)).samples_per_second for most in allowed}
-    return together / sum(share * planned / rates[most] for most, share in allowed.items())
+    # Exactly 1 where no rate is another.
+    return together / sum(share * (planned / rates[most]) for most, share in allowed.items())

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shutil
 import signal
 import stat
 from dataclasses import replace
@@ -34,6 +35,8 @@ def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
     path = a_job_file(tmp_path, eval_data="batches", epochs="3", pipeline="ravnest.Pipeline(in_flight=1)")
     alone = swarm.train(load_job(str(path)), providers=3, run=tmp_path / "embedded", display=False)
 
+    # These have never joined anybody: they measure themselves.
+    shutil.rmtree(tmp_path / "cache")
     serving, invite = machines.serve("--providers", "3", "--clusters", "1")
     # So much slower that no measuring on a busy machine could be wrong by as much.
     providers = [machines.join(invite, "Anna's PC", "--pretend-slower", "20")]
@@ -57,6 +60,8 @@ def test_three_machines_train_to_the_same_result_as_the_embedded_swarm(
     assert joined.keys() == {"anna-s-pc", "ben", "ben-2"}
     assert re.fullmatch(f"ben joined with {machine}", joined["ben"]["reason"]), joined
     assert joined["anna-s-pc"]["flops_per_second"] < joined["ben"]["flops_per_second"] / 2
+    for half in ("bfloat16_flops_per_second", "float16_flops_per_second"):
+        assert joined["ben"][half] > 1e7 and joined["anna-s-pc"][half] < joined["ben"][half]
     assert joined["ben"]["flops_per_second"] > 1e8 and 0 < joined["ben"]["round_trip_seconds"] < 5
     assert invite.token.encode() not in said
 

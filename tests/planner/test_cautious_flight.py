@@ -35,6 +35,7 @@ def test_a_run_is_slower_by_the_time_that_it_has_too_few_in_flight() -> None:
     cluster = cluster_of(model(), Goal(), Network(), far, [6], 10)
     assert 2 < cluster.round_trip_seconds / cluster.busiest_seconds < 10
     assert slowed_by_caution(cluster, {}) == slowed_by_caution(cluster, {10: 1, 50: 1}) == 1.0
+    assert all(slowed_by_caution(cluster, {10: first, 99: 7}) == 1.0 for first in range(1, 200))
     # Half of the microbatches take as long as two in flight do.
     slow = replace(cluster, in_flight=2).samples_per_second / cluster.samples_per_second
     assert slowed_by_caution(cluster, {2: 30, 20: 30}) == pytest.approx(2 / (1 / slow + 1))
