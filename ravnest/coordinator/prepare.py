@@ -17,7 +17,7 @@ from ravnest.coordinator.data_order import epoch_size
 from ravnest.coordinator.feeder import Guard, first_batches
 from ravnest.coordinator.kept_costs import keep_costs, kept_costs, key_of
 from ravnest.coordinator.resuming import resumed_metadata
-from ravnest.engine.calibrate import calibrate, products_speed
+from ravnest.engine.calibrate import calibrate, products_speed, step_bytes, time_steps
 from ravnest.engine.corrections.correction import DEFAULT as DEFAULT_CORRECTION
 from ravnest.engine.corrections.correction import correction_refusal
 from ravnest.engine.corrections.discount import warm_up_updates
@@ -124,7 +124,8 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
     costs = calibrate(costs, graph, weights, sample, exact, available_bytes)
     if settings.precision != exact.precision:
         # It changes the products alone, by another factor on every machine.
-        faster = products_speed(costs, graph, weights, sample, settings, available_bytes)
+        fits = step_bytes(costs, graph) <= available_bytes
+        faster = products_speed(costs, time_steps(graph, weights, sample, settings)) if fits else 1.0
         costs = replace(costs, precision=settings.precision, precision_speed=faster)
     speed = measure_speed(torch.device("cpu"), available_bytes, _SPEED_SECONDS, halves=())
     return replace(

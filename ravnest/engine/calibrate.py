@@ -69,23 +69,9 @@ def calibrate(
     return scaled(costs, graph, time_steps(graph, weights, sample, settings, budget_seconds))
 
 
-def products_speed(
-    costs: CostProfile,
-    graph: PortableGraph,
-    weights: Mapping[str, torch.Tensor],
-    sample: Mapping[str, torch.Tensor],
-    settings: StageSettings,
-    available_bytes: int,
-    budget_seconds: float = BUDGET_SECONDS,
-) -> float:
-    """How many times as fast as the calibrated costs say this machine computes products in the settings' precision:
-    the time that steps of the whole model take in it, less what is no product, which it does not change.
-
-    1 where a step does not fit into the memory that is available.
-    """
-    if step_bytes(costs, graph) > available_bytes:
-        return 1.0
-    measured = time_steps(graph, weights, sample, settings, budget_seconds)
+def products_speed(costs: CostProfile, measured: StepSeconds) -> float:
+    """How many times as fast as the calibrated costs say products are computed in the precision that was measured: by
+    the time that steps of the whole model take in it, less what is no product, which it does not change."""
     heavy = sum(cost.seconds for cost in costs.nodes.values() if cost.heavy)
     light = sum(cost.seconds for cost in costs.nodes.values() if not cost.heavy)
     left = measured.forward + measured.backward - light

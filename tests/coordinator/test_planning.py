@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,6 +91,16 @@ def test_products_in_mixed_precision_are_measured_against_float32(prepared: Prep
     half = prepare(job, 1, None, lambda phase: None).costs
     assert half.precision == "bfloat16" and half.precision_speed > 0 and half.precision_speed != 1.0
     assert prepared.costs.precision == "float32" and prepared.costs.precision_speed == 1.0
+
+
+def test_a_model_too_large_for_a_whole_step_is_taken_to_gain_nothing_by_mixed_precision(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
+    # Another optimizer: nothing of it has been measured.
+    job = replace(prepared.job, optimizer=torch.optim.Adagrad, pipeline=Pipeline(precision="bfloat16"))
+    costs = prepare(job, 1, None, lambda phase: None).costs
+    assert (costs.precision, costs.precision_speed) == ("bfloat16", 1.0)
 
 
 def test_a_run_with_fewer_in_flight_at_first_is_predicted_with_them(
