@@ -74,8 +74,13 @@ class ClusterRun:
 
     @property
     def inputs_of(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Which values of a batch go to which of its providers."""
-        return [(s.node, tuple(v.name for v in s.graph.inputs)) for s in self.plan.stages if s.graph.inputs]
+        """Which values of a batch go to which of its providers. The root is fed in any case: where it needs nothing of
+        the batch (it computes on weights alone), the frame still tells it that there is a microbatch."""
+        return [
+            (stage.node, tuple(v.name for v in stage.graph.inputs))
+            for stage in self.plan.stages
+            if stage.graph.inputs or not stage.graph.receives
+        ]
 
     @property
     def room(self) -> int:

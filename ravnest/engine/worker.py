@@ -68,9 +68,10 @@ class StageWorker:
         self._stage = stage
         self._outbox = outbox
         graph = stage.graph
-        self._needs_feed = bool(graph.inputs)
-        self._needs_forward = bool(graph.receives)
         self._is_root = not graph.receives
+        self._needs_forward = not self._is_root
+        # A root is fed even where it needs nothing of the batch: the empty frame says that there is a microbatch.
+        self._needs_feed = self._is_root or bool(graph.inputs)
         self._is_leaf = graph.loss is not None
         settings = stage.settings
         most = settings.most_in_flight
