@@ -72,10 +72,10 @@ class Passes:
         graph: PortableGraph,
         device: torch.device,
         versions: WeightVersions,
-        fixed: Mapping[str, torch.Tensor],
+        fixed: dict[str, torch.Tensor],
         settings: StageSettings,
     ) -> None:
-        """`fixed` are the constants and states, by name in the graph; states are written by the forward."""
+        """`fixed` are the constants and states, by name in the graph; each training forward puts new states there."""
         self._program = Program(graph, device, compiled=settings.compiled)
         self._precision = Precision(settings.precision, device)
         self._sent_types = {v.name: v.dtype for v in graph.sends}
@@ -157,16 +157,19 @@ class Passes:
             )
         number = self._versions.current.number
         leaves = self._versions.current.leaves if instead is None else instead
-        before = {} if again else self._copied_states()
-        fixed = {**self._fixed, **self._copied_states()} if again else self._fixed
+        # Each forward writes states of its own: autograd may have saved those of a microbatch still in flight.
+        before = {name: self._fixed[name] for name in self._states}
+        states = self._copied_states()
+        fixed = {**self._fixed, **states}
         if self._keeps_activations:
             computed, results = self._compute(microbatch, given, leaves, fixed)
             pending = _Pending(number, None, computed, {}, {}, again)
         else:
-            pending = _Pending(number, None, None, given, self._copied_states(), again)
+            pending = _Pending(number, None, None, given, before, again)
             first = {**given, **{name: given[name].clone() for name in self._written}}
             _, results = self._compute(microbatch, first, leaves, fixed)
-        if before and not again:
+        if states and not again:
+            self._fixed.update(states)
             self._before[microbatch] = before
         if self._keeps_weights:
             pending.version = self._versions.acquire(instead)
@@ -185,7 +188,7 @@ class Passes:
         computed = pending.computed
         if computed is None:
             version = pending.version or self._versions.current
-            fixed = {**self._fixed, **pending.states}
+            fixed = {**self._fixed, **{name: state.clone() for name, state in pending.states.items()}}
             computed, _ = self._compute(microbatch, pending.given, version.leaves, fixed)
         if gradients is None:
             outputs = list(computed.outputs.values())
@@ -234,8 +237,7 @@ class Passes:
             self._release(self._unfinished.version)
         self._pending.clear()
         self._unfinished = None
-        for name, state in self.settled_states.items():
-            self._fixed[name].copy_(state)
+        self._fixed.update(self.settled_states)
         self._before.clear()
         self._summed.clear()
 
@@ -244,7 +246,9 @@ class Passes:
         write."""
         for before in self._before.values():
             for name, state in before.items():
-                shift(name, state)
+                # In memory of its own: autograd may have saved the other.
+                before[name] = state.clone()
+                shift(name, before[name])
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch whose backward will never come."""

@@ -238,11 +238,14 @@ class Stage:
                 tensor.clamp_(min=0)
 
         self._versions.begin_update()
+        names = {spec.name: f"buffer:{spec.key}" for spec in self.graph.states if f"buffer:{spec.key}" in adds}
+        for name in names:
+            # In memory of its own: what it was may be part of a microbatch in flight.
+            self._fixed[name] = self._fixed[name].clone()
         own = self.state_tensors()
         for name in adds:
             if name in own:
                 write(name, own[name])
-        names = {spec.name: f"buffer:{spec.key}" for spec in self.graph.states if f"buffer:{spec.key}" in adds}
         if names:
             self._passes.shift_settled(lambda state, tensor: write(names[state], tensor) if state in names else None)
         self._versions.finish_change()
