@@ -32,10 +32,11 @@ class OptimizerSpec:
     arguments: Mapping[str, Plain] = field(default_factory=dict)
 
     def build(self, parameters: Iterable[torch.Tensor]) -> Optimizer:
-        """The optimizer over `parameters`; raises GraphError when torch refuses it."""
+        """The optimizer over `parameters`, of which there may be none; raises GraphError when torch refuses it."""
         _raise_refusal("optimizer", _refused_name("optimizer", self.name))
         try:
-            made = _class("optimizer", self.name)(parameters, **self.arguments)
+            # As a group: torch refuses an empty list, and a stage may have nothing to train.
+            made = _class("optimizer", self.name)([{"params": list(parameters)}], **self.arguments)
         except _CONSTRUCTION_ERRORS as error:
             raise GraphError(f"optimizer {self.name} cannot be built: {str(error)[:300]}") from error
         assert isinstance(made, Optimizer)

@@ -181,6 +181,17 @@ class HiddenViews(ThreeLayers):
         return self.c(pieces[0] * pieces[1])
 
 
+class FilledIn(ThreeLayers):
+    """What two layers yield is written into one tensor of zeros, which needs no gradient until then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        filled = x.new_zeros(x.shape[0], 8)
+        filled[:, :4] = self.a(x)[:, :4]
+        filled[:, 4:] = self.b(x)[:, 4:]
+        kept = torch.tanh(self.a(x))
+        return self.c(filled + kept)
+
+
 class SameGradientTwice(ThreeLayers):
     """Two parameters whose gradient autograd gives as one tensor, and one whose gradient repeats a single number."""
 
@@ -239,7 +250,7 @@ ODD: dict[str, Kind] = {
         kind.__name__: _odd(kind, _vectors, F.mse_loss)
         for kind in (
             *(NormedWeights, OldSpectralNorm, GradInsideNoGrad, WritesByKeyword, OneNormTwice, ViewOfBuffer, Norms),
-            *(Checkpointed, HiddenViews, SameGradientTwice, ComplexMiddle),
+            *(Checkpointed, HiddenViews, FilledIn, SameGradientTwice, ComplexMiddle),
         )
     },
     "ParameterAsMetric": _odd(ParameterAsMetric, _vectors, _first, {"scale": _second}),

@@ -74,6 +74,9 @@ class Precision:
 
         They are not finite only where they would not be in float32 either, as far as this can tell: with a factor of 1.
         """
+        if not wanted:
+            # A stage may have nothing to train and nothing before it that is trained; torch refuses to be asked.
+            return ()
         if not self.scales:
             if all_leaves:
                 return _of_leaves(outputs, wanted, given)

@@ -4,10 +4,11 @@ Its nodes fall in two kinds. *Shared* nodes are cheap functions of the batch alo
 stage that needs one computes it again from the inputs, so none of them ever crosses a link. The others, the *line*,
 run in order; a cut is a place between two of them. What was computed before a cut and is needed after it crosses the
 cut: activations, and also a trained parameter that both sides use, which is how tied weights stay one weight wherever
-the cut falls.
+the cut falls. Something has to cross it, whether or not a gradient comes back for it: a stage that nothing leaves has
+no part in a microbatch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ravnest.graph import ops
 from ravnest.graph.aliasing import Aliases, written_names
@@ -23,7 +24,7 @@ class Layout:
     shared: dict[str, Node]
     cuts: tuple[int, ...]
     crossing: dict[int, tuple[ValueSpec, ...]]
-    """For every cut, the values that cross it."""
+    """For every cut, the values that cross it; at least one."""
     first_use: dict[str, int]
     """For every trained parameter (by name), the place of the first node that uses it: the stage there owns it."""
     state_use: dict[str, int]
@@ -35,7 +36,8 @@ def layout(graph: PortableGraph) -> Layout:
     shared = _shared(graph)
     line = tuple(n for n in graph.nodes if n.name not in shared)
     place = {n.name: i for i, n in enumerate(line)}
-    specs = {n.name: n.output for n in line}
+    aliases = Aliases(graph)
+    specs = _specs(line, aliases)
     first_use: dict[str, int] = {}
     last_use: dict[str, int] = {}
     parameters = {p.name: ValueSpec(p.name, p.dtype, tuple(p.shape), True) for p in graph.parameters}
@@ -51,7 +53,6 @@ def layout(graph: PortableGraph) -> Layout:
             last_use[name] = len(line)
         if name in parameters:
             first_use.setdefault(name, len(line) - 1)
-    aliases = Aliases(graph)
     state_uses = _state_uses(graph, line, aliases)
     forbidden = _forbidden(graph, line, place, last_use, aliases, state_uses)
     if graph.loss in place:
@@ -73,11 +74,32 @@ def layout(graph: PortableGraph) -> Layout:
             continue
         values = [v for v in open_now.values() if v is not None]
         sendable = len(values) == len(open_now) and not any(v.dtype is not None and v.dtype.is_complex for v in values)
-        if sendable and any(v.needs_grad for v in values):
+        if sendable and values:
             cuts.append(cut)
             crossing[cut] = tuple(values)
     state_use = {s.name: min(state_uses[group]) for s in graph.states if (group := aliases.group(s.name)) in state_uses}
     return Layout(line, shared, tuple(cuts), crossing, first_use, state_use)
+
+
+def _specs(line: tuple[Node, ...], aliases: Aliases) -> dict[str, ValueSpec | None]:
+    """What each value is where it can cross: behind all that is written into it. A tensor of zeros needs no gradient
+    when it is made, and does once something trained has been written into it or into a view of it."""
+    trained = {
+        aliases.group(name)
+        for node in line
+        if node.output is not None and node.output.needs_grad
+        for name in written_names(node)
+    }
+    return {
+        node.name: replace(node.output, needs_grad=True)
+        if node.output is not None and _is_real(node.output) and aliases.group(node.name) in trained
+        else node.output
+        for node in line
+    }
+
+
+def _is_real(value: ValueSpec) -> bool:
+    return value.dtype is not None and value.dtype.is_floating_point
 
 
 def _shared(graph: PortableGraph) -> dict[str, Node]:

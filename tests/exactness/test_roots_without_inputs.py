@@ -1,4 +1,4 @@
-"""A stage may need nothing of the batch: a root that computes on weights alone is told of each microbatch all the same."""
+"""A root that computes on weights alone needs nothing of the batch, and is told of each microbatch all the same."""
 
 import copy
 from collections.abc import Callable

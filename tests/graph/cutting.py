@@ -121,6 +121,8 @@ class _Ran:
     def backward(self, back: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         leaves = {v.name: self.given[v.name] for v in self.graph.receives if v.needs_grad}
         leaves.update({p.name: self.weights[p.name] for p in self.graph.parameters})
+        if not leaves:
+            return {}
         found = torch.autograd.grad(
             [self.results[name] for name in back], list(leaves.values()), list(back.values()), allow_unused=True
         )
