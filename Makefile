@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 PROTOS := $(wildcard proto/ravnest/v1/*.proto)
 
-.PHONY: demo test check fuzz chaos kills soak bench format proto screenshot clean $(VENV)
+.PHONY: demo test check fuzz cuts chaos kills soak bench format proto screenshot clean $(VENV)
 
 demo: $(VENV)
 	@$(BIN)/ravnest train examples/digits/job.py --providers 3
@@ -22,6 +22,10 @@ check: $(VENV)/.dev-installed
 # Every decoder of foreign bytes against what a coverage-guided fuzzer makes of valid inputs; a few minutes.
 fuzz: $(VENV)/.fuzz-installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
+
+# Every way to cut 300 random graphs, or GRAPHS=N, against each graph in one piece; SEED=N begins with another graph.
+cuts: $(VENV)/.dev-installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuts --graphs $(or $(GRAPHS),300) $(if $(SEED),--seed $(SEED))
 
 # A whole run killed 20 times at random moments and continued each time, other moments each time; a few minutes.
 kills: $(VENV)/.dev-installed
