@@ -192,6 +192,16 @@ class FilledIn(ThreeLayers):
         return self.c(filled + kept)
 
 
+class ChangedUnderNoGrad(ThreeLayers):
+    """What no_grad changes in place, or hands back as it is, still depends on what was trained before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        with torch.no_grad():
+            changed = hidden.mul_(0.5).contiguous()
+        return self.c(torch.tanh(self.b(changed)))
+
+
 class SameGradientTwice(ThreeLayers):
     """Two parameters whose gradient autograd gives as one tensor, and one whose gradient repeats a single number."""
 
@@ -250,7 +260,7 @@ ODD: dict[str, Kind] = {
         kind.__name__: _odd(kind, _vectors, F.mse_loss)
         for kind in (
             *(NormedWeights, OldSpectralNorm, GradInsideNoGrad, WritesByKeyword, OneNormTwice, ViewOfBuffer, Norms),
-            *(Checkpointed, HiddenViews, FilledIn, SameGradientTwice, ComplexMiddle),
+            *(Checkpointed, HiddenViews, FilledIn, ChangedUnderNoGrad, SameGradientTwice, ComplexMiddle),
         )
     },
     "ParameterAsMetric": _odd(ParameterAsMetric, _vectors, _first, {"scale": _second}),

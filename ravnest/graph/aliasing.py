@@ -14,9 +14,8 @@ class Aliases:
     def __init__(self, graph: PortableGraph) -> None:
         self._parent: dict[str, str] = {}
         for node in graph.nodes:
-            for position in ops.aliased_arguments(node.op):
-                for reference in _references_at(node, position):
-                    self._parent[self.group(node.name)] = self.group(reference)
+            for reference in aliased_names(node):
+                self._parent[self.group(node.name)] = self.group(reference)
 
     def group(self, name: str) -> str:
         while (parent := self._parent.get(name, name)) != name:
@@ -28,6 +27,11 @@ class Aliases:
 def written_names(node: Node) -> list[str]:
     """Names of the values this node changes in place."""
     return [name for position in ops.written_arguments(node.op) for name in _references_at(node, position)]
+
+
+def aliased_names(node: Node) -> list[str]:
+    """Names of the values whose memory this node's result may share."""
+    return [name for position in ops.aliased_arguments(node.op) for name in _references_at(node, position)]
 
 
 def _references_at(node: Node, position: int) -> list[str]:

@@ -11,7 +11,7 @@ no part in a microbatch.
 from dataclasses import dataclass, replace
 
 from ravnest.graph import ops
-from ravnest.graph.aliasing import Aliases, written_names
+from ravnest.graph.aliasing import Aliases, aliased_names, written_names
 from ravnest.graph.portable import Node, PortableGraph, ValueSpec
 from ravnest.graph.switch import draws_random_numbers
 
@@ -37,7 +37,7 @@ def layout(graph: PortableGraph) -> Layout:
     line = tuple(n for n in graph.nodes if n.name not in shared)
     place = {n.name: i for i, n in enumerate(line)}
     aliases = Aliases(graph)
-    specs = _specs(line, aliases)
+    specs = _specs(graph, line, aliases)
     first_use: dict[str, int] = {}
     last_use: dict[str, int] = {}
     parameters = {p.name: ValueSpec(p.name, p.dtype, tuple(p.shape), True) for p in graph.parameters}
@@ -81,21 +81,34 @@ def layout(graph: PortableGraph) -> Layout:
     return Layout(line, shared, tuple(cuts), crossing, first_use, state_use)
 
 
-def _specs(line: tuple[Node, ...], aliases: Aliases) -> dict[str, ValueSpec | None]:
+def _specs(graph: PortableGraph, line: tuple[Node, ...], aliases: Aliases) -> dict[str, ValueSpec | None]:
     """What each value is where it can cross: behind all that is written into it. A tensor of zeros needs no gradient
     when it is made, and does once something trained has been written into it or into a view of it."""
-    trained = {
-        aliases.group(name)
-        for node in line
-        if node.output is not None and node.output.needs_grad
-        for name in written_names(node)
-    }
+    needing = _needing(graph, line)
+    trained = {aliases.group(name) for node in line if node.name in needing for name in written_names(node)}
     return {
         node.name: replace(node.output, needs_grad=True)
-        if node.output is not None and _is_real(node.output) and aliases.group(node.name) in trained
+        if node.output is not None
+        and _is_real(node.output)
+        and (node.name in needing or aliases.group(node.name) in trained)
         else node.output
         for node in line
     }
+
+
+def _needing(graph: PortableGraph, line: tuple[Node, ...]) -> set[str]:
+    """Values that a gradient leads back from. Under no_grad too, an operator that hands back its argument (a write in
+    place, `contiguous`) hands it back with all that it depends on."""
+    needing = {p.name for p in graph.parameters}
+    for node in line:
+        handed_on = not node.grad and not _detaches(node) and needing.intersection(aliased_names(node))
+        if handed_on or (node.output is not None and node.output.needs_grad):
+            needing.add(node.name)
+    return needing
+
+
+def _detaches(node: Node) -> bool:
+    return not ops.is_python(node.op) and ops.short_name(node.op) in ("detach", "detach_")
 
 
 def _is_real(value: ValueSpec) -> bool:
