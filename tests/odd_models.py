@@ -198,8 +198,8 @@ class ChangedUnderNoGrad(ThreeLayers):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.a(x)
         with torch.no_grad():
-            changed = hidden.mul_(0.5).contiguous()
-        return self.c(torch.tanh(self.b(changed)))
+            changed, view = hidden.mul_(0.5).contiguous(), hidden.view(-1, 8)
+        return self.c(torch.tanh(self.b(changed)) + view)
 
 
 class SameGradientTwice(ThreeLayers):

@@ -9,7 +9,7 @@ kernels for some operators, and then the two would differ in the last digit, or 
 as much memory, so the peak of a stage is none the higher.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -278,7 +278,8 @@ class Passes:
                 apart=apart if self.splits else None,
             )
             results = self._precision.as_told(results, self._sent_types)
-        outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and r.requires_grad}
+        ends = {id(tensor) for tensor in (*received.values(), *leaves.values())}
+        outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and _leads_back(r, ends)}
         return _Computed(received, leaves, outputs, apart), results
 
     def _copied_states(self) -> dict[str, torch.Tensor]:
@@ -296,3 +297,9 @@ class Passes:
             n: r.clone() if isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in own else r
             for n, r in results.items()
         }
+
+
+def _leads_back(tensor: torch.Tensor, ends: Container[int]) -> bool:
+    """Whether a gradient can go back from here to what was received or to a weight, or is one of these, by identity. A
+    view that was taken under no_grad says that it requires a gradient, and has nothing to hand it to."""
+    return tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in ends)

@@ -123,8 +123,11 @@ class _Ran:
         leaves.update({p.name: self.weights[p.name] for p in self.graph.parameters})
         if not leaves:
             return {}
+        # A view taken under no_grad says that it requires a gradient, and nothing leads back from it.
+        ends = {id(leaf) for leaf in leaves.values()}
+        led = {n: g for n, g in back.items() if self.results[n].grad_fn is not None or id(self.results[n]) in ends}
         found = torch.autograd.grad(
-            [self.results[name] for name in back], list(leaves.values()), list(back.values()), allow_unused=True
+            [self.results[name] for name in led], list(leaves.values()), list(led.values()), allow_unused=True
         )
         by_name = {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
         for parameter in self.graph.parameters:
