@@ -24,7 +24,16 @@ LEAST_GAIN: Final = 0.1
 """By which share more must be trained on until the planner's horizon: forming anew is not for a few per cent."""
 
 _LEAVE_SECONDS: Final = 60.0
-"""How long one that wants to leave is kept at most."""
+"""How long one that wants to leave is kept, beyond what its stage takes on its line."""
+_LINE_TIMES: Final = 2.0
+"""Other traffic shares the line."""
+
+
+def leave_seconds(part_bytes: int, line_bytes_per_second: float) -> float:
+    """How long a provider that wants to leave is kept at most, for its stage of so many bytes to reach another over its
+    line (0: not known)."""
+    sending = part_bytes / line_bytes_per_second if line_bytes_per_second > 0 else 0.0
+    return _LEAVE_SECONDS + _LINE_TIMES * sending
 
 
 def worth_it(replanned: Replanned) -> tuple[bool, str]:
@@ -64,10 +73,12 @@ class Changing:
         may_grow: bool,
         present: Callable[[], Collection[str]],
         waits: Callable[[], bool],
+        line_rate: Callable[[str], float | None] = lambda node_id: None,
     ) -> None:
         """`reform` brings training to rest and forms the run anew from there, in the place of this formation. With
         `may_grow`, those who come may be used; without, only in the place of those who are lost. `present` are all who
-        are there; `waits` says whether they are too few, and all that was learnt is saved until others come."""
+        are there; `waits` says whether they are too few, and all that was learnt is saved until others come.
+        `line_rate` is what a provider can send in a second, as it was measured."""
         self._course = course
         self._formation = formation
         self._recovery = recovery
@@ -78,6 +89,7 @@ class Changing:
         self._asked: set[str] = set()
         """Who wants to leave, of those who are not counted upon."""
         self._waits = waits
+        self._line_rate = line_rate
         self._let_go: set[str] = set()
         """Who was told to go and is still there."""
         self._growing = False
@@ -153,7 +165,7 @@ class Changing:
 
     async def _hand_over(self, node_id: str) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LEAVE_SECONDS):
+            async with asyncio.timeout(self._leave_seconds(node_id)):
                 while (held := self._held_by(node_id)) is not None and not self._waits():
                     await self._give_away(node_id, *held)
         if node_id not in self._present():
@@ -171,6 +183,10 @@ class Changing:
             self._course.emit("handed_over", f"{node_id} holds nothing any more and goes", provider=node_id)
         stop = Stop(reason="it was asked to leave, and nothing is lost by it")
         await self._course.tell(node_id, CoordinatorMessage(stop=stop))
+
+    def _leave_seconds(self, node_id: str) -> float:
+        formation, rate = self._formation(), self._line_rate(node_id)
+        return leave_seconds(0 if formation is None else formation.replicas.largest_bytes, rate or 0.0)
 
     async def _give_away(self, node_id: str, formation: Formation, cluster: ClusterRun) -> None:
         """Returns when another has its stage, when the run is formed anew, or when it waits for others."""

@@ -209,6 +209,7 @@ class Coordinator:
             may_grow=providers is None,
             present=lambda: [member.node_id for member in self._swarm.members.connected()],
             waits=lambda: self._forming is not None and self._forming.waits,
+            line_rate=self._swarm.members.line_rate,
         )
         self._watch = Watch(
             self._swarm,

@@ -47,7 +47,7 @@ class Keeping:
         self.replicas = Replicas(
             around.course.emit,
             self._complete,
-            self._line_rate,
+            around.swarm.members.line_rate,
             self._note_place,
             shared=not around.swarm.open_to_more,
         )
@@ -144,11 +144,6 @@ class Keeping:
             self._giving.donors = None
             there = [member.node_id for member in self._around.swarm.members.connected()]
             course.spawn(self.forget_others(there))
-
-    def _line_rate(self, node_id: str) -> float | None:
-        members = self._around.swarm.members
-        link = members[node_id].link if node_id in members else None
-        return None if link is None else link.up_bytes_per_second
 
     def _note_place(self, cluster: int, number: int, place: Place) -> None:
         stages = self._clusters.all[cluster].plan.stages

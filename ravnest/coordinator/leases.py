@@ -43,7 +43,10 @@ _DIALLING_TRIPS: Final = 6
 """Round trips that a new connection takes: TCP, TLS, HTTP/2, the call and the counts of its link."""
 _DEVIATIONS: Final = 4.0
 _BUFFERED_BYTES: Final = 2 << 20
-"""What may be on its way out of a machine before a word gets its turn."""
+"""What is usually on its way out of a machine before a word gets its turn. State that is uploaded is no reason for more:
+it is heard itself."""
+_MOST_BUFFERED_BYTES: Final = 16 << 20
+"""The same at its worst, for the end of a stay in a swarm that no run watches."""
 _MOST_LINE_SECONDS: Final = 5.0
 _MOST_GAP_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.05
@@ -100,6 +103,11 @@ class Line:
         if self.up_bytes_per_second <= 0:
             return 0.0
         return min(_MOST_LINE_SECONDS, _BUFFERED_BYTES / self.up_bytes_per_second)
+
+    @property
+    def most_waiting_seconds(self) -> float:
+        """The same at its worst."""
+        return _MOST_BUFFERED_BYTES / self.up_bytes_per_second if self.up_bytes_per_second > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

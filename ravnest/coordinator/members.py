@@ -9,6 +9,7 @@ from typing import Self
 from ravnest import __version__
 from ravnest.coordinator.measures import PairAnswers, positive
 from ravnest.coordinator.reachability import Reach
+from ravnest.coordinator.state_traffic import Uploads
 from ravnest.coordinator.waiting import Changes
 from ravnest.engine.speed import Speed
 from ravnest.errors import PeerError, RefusedError, printable
@@ -73,6 +74,8 @@ class Member:
     """Of replicas that it has kept, by key and number."""
     held: Held | None = None
     """The stage that it has of a coordinator that was before this one."""
+    uploads: Uploads = field(default_factory=Uploads)
+    """What it uploads at the moment, as the coordinator sees it."""
     device_name: str = ""
     measures_link: bool = False
     """Whether it measures its connection: it is present once it has said what it found."""
@@ -212,6 +215,11 @@ class Members:
         if member is not None:
             member.fail(RefusedError(why))
         self.changes.notify()
+
+    def line_rate(self, node_id: str) -> float | None:
+        """Bytes a second that this one can send, as it measured its connection; None where that is not known."""
+        link = self._members[node_id].link if node_id in self._members else None
+        return None if link is None else link.up_bytes_per_second
 
     def node_ids(self) -> list[str]:
         return list(self._members)

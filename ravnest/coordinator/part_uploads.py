@@ -8,6 +8,7 @@ goes on from another.
 import asyncio
 import contextlib
 import re
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -22,7 +23,7 @@ from ravnest.errors import DiskFullError, RefusedError, RunError
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, UploadPart
 
 _SECONDS: Final = 300.0
-"""How long somebody is waited for."""
+"""How long somebody is waited for of whom nothing comes: a large part over a thin line takes as long as it takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class PartUploads:
         self._number = 0
         self._wanted: dict[int, Wanted] = {}
         """By stage, what has not come yet, from those who have not been asked in vain; the first is asked now."""
+        self._heard_at: dict[int, float] = {}
+        """By stage, when somebody was asked for its part, or some of it last came."""
         self._info: CheckpointInfo | None = None
 
     async def gather(
@@ -59,6 +62,7 @@ class PartUploads:
             self._course.emit("disk_full", f"replica {number} cannot be made a checkpoint: {error}")
             return None
         self._saver, self._number, self._wanted, self._info = saver, number, dict(wanted), None
+        self._heard_at = dict.fromkeys(wanted, time.monotonic())
         self._course.emit("checkpoint_begun", f"of replica {number}", microbatch=number - 1)
         try:
             for stage in wanted:
@@ -86,7 +90,7 @@ class PartUploads:
         if wanted is None or wanted.nodes[:1] != (node_id,):
             raise RefusedError(f"{node_id} may not upload {name[:80]!r}")
         try:
-            info = await saver.part(self._number, stage, chunks)
+            info = await saver.part(self._number, stage, self._heard(stage, chunks))
         except BadPartError as error:
             self._course.emit("upload_refused", f"{node_id} uploaded a bad part: {error}", provider=node_id)
             self.cannot_give(node_id, wanted.key)
@@ -108,6 +112,11 @@ class PartUploads:
                 self._next(stage)
         self._course.notify()
 
+    async def _heard(self, stage: int, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        async for data in chunks:
+            yield data
+            self._heard_at[stage] = time.monotonic()
+
     def _begin(self, saver: Saver, mark: Mark) -> None:
         try:
             saver.begin(mark)
@@ -120,6 +129,7 @@ class PartUploads:
     async def _ask(self, stage: int) -> None:
         wanted = self._wanted.get(stage)
         if wanted is not None and wanted.nodes:
+            self._heard_at[stage] = time.monotonic()
             order = UploadPart(key=wanted.key, replica=self._number, name=f"part-{self._number}-{stage}")
             await self._course.tell(wanted.nodes[0], CoordinatorMessage(upload_part=order))
 
@@ -127,15 +137,20 @@ class PartUploads:
         """Asks the next who may have the part of a stage."""
         wanted = self._wanted[stage]
         self._wanted[stage] = Wanted(wanted.key, wanted.nodes[1:])
+        self._heard_at[stage] = time.monotonic()
         self._course.spawn(self._ask(stage))
 
     async def _wait_for_those_asked(self) -> None:
         """Until it is all there or cannot be; or until somebody is gone, or has been waited for long enough, and the
         next is asked."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SECONDS):
+            due = min((self._heard_at[stage] for stage in self._wanted), default=time.monotonic()) + _SECONDS
+            async with asyncio.timeout(max(0.0, due - time.monotonic())):
                 await self._course.until(lambda: self._info is not None or not self._may_come() or bool(self._gone()))
-        late = list(self._wanted) if self._info is None and self._may_come() and not self._gone() else self._gone()
+        late = self._gone()
+        if self._info is None and self._may_come() and not late:
+            now = time.monotonic()
+            late = [stage for stage in self._wanted if now - self._heard_at[stage] >= _SECONDS]
         for stage in late:
             self._next(stage)
 

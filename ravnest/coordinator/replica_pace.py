@@ -8,10 +8,24 @@ from ravnest.amounts import counted, gibibytes
 LEAST_SECONDS: Final = 2.0
 LINE_SHARE: Final = 0.20
 """Of a line's time that sending replicas may take."""
+SENDING_SHARE: Final = 0.25
+"""Of a line's time that a part takes while it is sent (`provider.part_transfer.SHARE`)."""
+LEAST_PATIENCE_SECONDS: Final = 60.0
+_TIMES_LAST: Final = 10
+_TIMES_PREDICTED: Final = 4
 COPY_SHARE: Final = 0.02
 """Of a stage's time that taking copies may take."""
 MOST_RETAINED_BYTES: Final = 256 << 20
 MOST_RETAINED_MICROBATCHES: Final = 512
+
+
+def patience_seconds(part_bytes: int, line_bytes_per_second: float, last_seconds: float) -> float:
+    """How long a replica may take whose largest part has so many bytes, over the slowest of its lines (0: not known),
+    where the last one took so long.
+
+    A part gets a quarter of the line, less where other state is sent over it."""
+    sending = part_bytes / (SENDING_SHARE * line_bytes_per_second) if line_bytes_per_second > 0 else 0.0
+    return max(LEAST_PATIENCE_SECONDS, _TIMES_LAST * last_seconds, _TIMES_PREDICTED * sending)
 
 
 def replica_due(

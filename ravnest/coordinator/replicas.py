@@ -16,13 +16,16 @@ from typing import Final
 from ravnest.coordinator.clusters import ClusterRun
 from ravnest.coordinator.feeder import TrainBatch
 from ravnest.coordinator.ledger import Place
-from ravnest.coordinator.replica_pace import replica_due
+from ravnest.coordinator.replica_pace import patience_seconds, replica_due
 from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import Replicated
 
 MOST_RETAINED: Final = 3072
 """Microbatches, and those of one more update: fewer than a stage remembers of those that it has applied."""
-_GIVEN_UP_SECONDS: Final = 60.0
+_STATE_BYTES: Final = 12
+"""A part has about so many for each parameter, as far as none has come: most optimizers keep two moments."""
+_MOST_SECONDS: Final = 1e6
+"""That a provider may say it took to keep a part."""
 _MOST_UNDER_WAY: Final = 2
 """Providers keep the newest two of each stage, and the last that is complete."""
 _APART: Final = 1.1
@@ -196,19 +199,19 @@ class Replicas:
         now = time.monotonic()
         if kept.under_way:
             oldest = next(iter(kept.under_way.values()))
-            if now - oldest.began >= max(_GIVEN_UP_SECONDS, 10 * kept.last_seconds):
+            part_bytes = max(kept.last_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
+            if now - oldest.began >= patience_seconds(part_bytes, self._slowest(cluster), kept.last_seconds):
                 self._give_up(cluster.id, kept, f"not all of it was there after {now - oldest.began:.0f} s")
             elif kept.complete is None or len(kept.under_way) >= _MOST_UNDER_WAY:
                 return 0
         if now - kept.last_began < max(kept.waits, _APART * kept.keeping_seconds if kept.under_way else 0.0):
             return 0
-        lines = [self._line(node) or _UNKNOWN_LINE for node in cluster.nodes]
         retained = len(cluster.retained)
         due, _ = replica_due(
             seconds_since_last=now - kept.last_began,
             last_seconds=kept.last_seconds,
             last_bytes=kept.last_bytes,
-            line_bytes_per_second=min(lines),
+            line_bytes_per_second=self._slowest(cluster),
             retained_microbatches=retained,
             retained_bytes=retained * size,
             updates_since=item.after.updates - kept.updates,
@@ -247,10 +250,14 @@ class Replicas:
             found.hashes[stage] = message.sha256 if re.fullmatch("[0-9a-f]{64}", message.sha256) else ""
             found.bytes = max(found.bytes, message.size_bytes)
             # Not of what is no number.
-            found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _GIVEN_UP_SECONDS else 0.0)
+            found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _MOST_SECONDS else 0.0)
             if len(found.nodes) == len(kept.keys):
                 self._complete(cluster, kept, message.replica, found)
             return
+
+    def _slowest(self, cluster: ClusterRun) -> float:
+        """Bytes a second of the slowest line that carries a part."""
+        return min(self._line(node) or _UNKNOWN_LINE for node in cluster.nodes)
 
     def _complete(self, cluster: ClusterRun, kept: _Kept, number: int, done: _UnderWay) -> None:
         nodes = tuple(frozenset(done.nodes[stage]) for stage in range(len(kept.keys)))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from ravnest.coordinator.state_traffic import sends_its_state
 from ravnest.net.v1.control_pb2 import Report
 
 SLOW: Final = 2.0
@@ -80,6 +81,9 @@ class SlowLinks:
 
     def reported(self, node_id: str, report: Report) -> None:
         """What a stage says of its links; that to the next stage has a delay."""
+        if sends_its_state(report):
+            # Its line is full of that, for a while.
+            return
         for link in report.links:
             # Of microbatches that hardly waited for the line: how many wait for it is our own doing.
             delay = link.delay_seconds

@@ -38,6 +38,9 @@ class StageView:
     ready: int = 0
     """Pieces of work that lie there while it works on one."""
     links: tuple[LinkView, ...] = ()
+    sends: str = ""
+    """What it says that it uploads of its state, and what has come of that. One that really sends does not stand still:
+    see `state_traffic.is_at_work`."""
 
 
 class Blame(NamedTuple):
@@ -71,6 +74,8 @@ def who_blocks(stages: Sequence[StageView]) -> Blame:
     if busy:
         # It was at work before those that it gave something to do.
         first = max(busy, key=lambda stage: stage.still_seconds)
+        if first.sends:
+            return Blame((first.node_id,), f"{first.node_id} {first.sends}")
         many = "a piece" if first.ready == 1 else f"{first.ready} pieces"
         return Blame((first.node_id,), f"{first.node_id} has had {many} of work for {first.still_seconds:.0f} s")
     return Blame((), "no stage has anything to do")

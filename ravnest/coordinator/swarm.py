@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ravnest import __version__
 from ravnest.coordinator.admission import Admission
-from ravnest.coordinator.leases import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENCE_SECONDS
+from ravnest.coordinator.leases import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENCE_SECONDS, Line
 from ravnest.coordinator.measures import hear
 from ravnest.coordinator.members import Member, Members, check_machine, check_version
 from ravnest.coordinator.prepare import Artifact
@@ -43,8 +43,6 @@ from ravnest.net.v1.control_pb2 import (
 )
 from ravnest.net.version import PROTOCOL_VERSION
 
-_BUFFERED_BYTES = 16 << 20
-"""What may be on its way out of a machine before a report gets its turn."""
 _STOP_SECONDS = 1.0
 
 
@@ -264,8 +262,15 @@ class Swarm:
         """What a provider says next. One that holds a stage says something every second: silence ends its stay."""
         seconds = silence_seconds(member.link)
         try:
-            async with asyncio.timeout(seconds if member.reports else None):
-                return await member.control.receive()
+            while True:
+                began = time.monotonic()
+                try:
+                    async with asyncio.timeout(seconds if member.reports else None):
+                        return await member.control.receive()
+                except TimeoutError:
+                    # One that uploads is there, whatever its report waits behind.
+                    if member.uploads.heard_at < began:
+                        raise
         except TimeoutError:
             why = RefusedError(f"{member.node_id} is connected and has said nothing for {seconds:.0f} s")
             member.fail(why)
@@ -348,14 +353,15 @@ class Swarm:
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         if self.events is None:
             raise RefusedError("there is no run to upload to")
-        await self.events.uploaded(node_id, name, chunks)
+        with self.members[node_id].uploads.taking(name) as upload:
+            await self.events.uploaded(node_id, name, upload.counted(chunks))
 
 
 def silence_seconds(link: LinkSpeed | None) -> float:
     """How long a provider that reports may be silent: longer over a slow line, where a report waits for what else is
     being sent."""
-    waiting = _BUFFERED_BYTES / link.up_bytes_per_second if link is not None and link.up_bytes_per_second > 0 else 0.0
-    return SILENCE_SECONDS + waiting
+    line = Line() if link is None else Line(link.round_trip_seconds, link.up_bytes_per_second)
+    return SILENCE_SECONDS + line.most_waiting_seconds
 
 
 def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, str]:

@@ -57,6 +57,8 @@ class _Watched:
     moved_at: float = 0.0
     """When what it has done was last seen to grow."""
     report: Report | None = None
+    sends: str = ""
+    """What of its state it says that it uploads, and what comes of that."""
     stalls: bool = False
 
 
@@ -88,6 +90,8 @@ class Watch:
     - A provider that is not heard is told of once, as the event `suspected`, and again when it is well.
     - One that is lost is handed to `on_lost`, and its stay is ended: whatever it still sends is refused, and when it is
       told so it joins again.
+    - A provider whose state is coming is heard by that, and a stage that uploads its state is at work as long as it
+      really comes.
     - When nobody at all is heard, or the watch itself was stopped, it is not the providers that are gone: all of them
       get time to come back.
     """
@@ -180,13 +184,14 @@ class Watch:
 
     def _update(self, member: Member, seen: _Seen) -> _Watched:
         links = (member.control.link, member.feed)
-        received = max(link.last_received_at for link in links)
+        received = max(*(link.last_received_at for link in links), member.uploads.heard_at)
         entry = self._watched.get(member.node_id)
         if entry is None or entry.session != member.session:
             self._forget(member.node_id)
             entry = self._watched[member.node_id] = _Watched(member.session, Lease(seen.now), moved_at=seen.now)
         elif seen.late_seconds:
             entry.lease = after_a_stop(entry.lease, seen.late_seconds, seen.now)
+        self._see_uploads(member, entry, seen.now)
         broken = [link.broken_at for link in links if link.broken_at is not None]
         entry.lease = entry.lease.seen(received, min(broken, default=None))
         if not broken:
@@ -195,6 +200,18 @@ class Watch:
             address = "" if member.reach is None else member.reach.address
             entry.knocking = asyncio.create_task(self._knock(address, entry)) if address else None
         return entry
+
+    def _see_uploads(self, member: Member, entry: _Watched, now: float) -> None:
+        """A stage that does nothing but upload its state moves as that does."""
+        entry.sends = ""
+        if entry.report is None or entry.report.activity.kind != "save":
+            return
+        rate = self._swarm.members.line_rate(member.node_id) or 0.0
+        working_until = member.uploads.working_until(rate, now)
+        entry.moved_at = max(entry.moved_at, working_until or 0.0)
+        claims = [claim for claim in entry.report.transfers if claim.kind == "checkpoint"]
+        if claims:
+            entry.sends = member.uploads.judged(claims[0], rate, now)
 
     def _evidence(self, member: Member, entry: _Watched, now: float) -> Evidence:
         link = member.link
@@ -310,4 +327,4 @@ def _stage_view(node_id: str, entry: _Watched, still_seconds: float) -> StageVie
     links = (
         LinkView(link.node, bool(link.route) or not link.connections, link.unconfirmed) for link in entry.report.links
     )
-    return StageView(node_id, max(0.0, still_seconds), entry.report.ready, tuple(links))
+    return StageView(node_id, max(0.0, still_seconds), entry.report.ready, tuple(links), entry.sends)

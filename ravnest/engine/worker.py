@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 
+from ravnest.engine.activity import Activity, what_is_missing
 from ravnest.engine.applied import Applied
 from ravnest.engine.early_number import asked_for
 from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, LossRecord, Message, Outbox, Snapshot, Span
@@ -99,6 +100,8 @@ class StageWorker:
         self._between: deque[Callable[[], None]] = deque()
         self._idle = True
         """Whether it waits for something to do."""
+        self._doing = ("wait", -1, time.perf_counter())
+        """What the thread does, with which microbatch, and since when."""
         self._most_held = 0
         self._running: dict[int, Message] = {}
         self._flown = (counters.flight_seconds, 0, time.perf_counter())
@@ -179,6 +182,22 @@ class StageWorker:
         """How many pieces of work lie here while it works on one, that one included; 0 while it waits for some. From
         any thread, also while the one that works is stuck: nothing is waited for."""
         return 0 if self._idle else 1 + len(self._backwards) + len(self._forwards) + len(self._evaluations)
+
+    def activity(self) -> Activity:
+        """What the stage does, or what it waits for. From any thread, also while the one that works is stuck."""
+        kind, microbatch, since = self._doing
+        seconds = time.perf_counter() - since
+        if kind != "wait":
+            return Activity(kind, microbatch, seconds)
+        with self._condition:
+            missing = what_is_missing(
+                fed=self._fed,
+                received=self._received,
+                awaited=self._awaited,
+                needs_feed=self._needs_feed,
+                needs_forward=self._needs_forward,
+            )
+        return Activity(kind, microbatch, seconds, missing)
 
     @property
     def limit(self) -> int | None:
@@ -261,6 +280,8 @@ class StageWorker:
                     why = WAIT_LIMIT if held_up else WAIT_NOTHING
                     if not waits or waits[-1][0] != why:
                         waits.append((why, time.perf_counter()))
+                    if not self._idle:
+                        self._doing = ("wait", self._latest, time.perf_counter())
                     self._idle = True
                     self._condition.wait()
                 self._idle = False
@@ -403,6 +424,7 @@ class StageWorker:
     @contextlib.contextmanager
     def _timed(self, kind: str, microbatch: int) -> Iterator[None]:
         began = time.perf_counter()
+        self._doing = (kind, microbatch, began)
         yield
         ended = time.perf_counter()
         spent = self.counters.seconds

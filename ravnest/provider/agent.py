@@ -65,6 +65,7 @@ from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
 from ravnest.provider.part_files import PartFiles
 from ravnest.provider.parts import ORDERS, Parts
 from ravnest.provider.stage_part import joined
+from ravnest.provider.state_transfers import StateTransfers
 from ravnest.provider.stay import Stay
 from ravnest.provider.warming import warm_up
 
@@ -72,7 +73,9 @@ _FIRST_TELL_SECONDS = 2.0
 _TELL_SECONDS = 10.0
 _PARENT_SECONDS = 2.0
 _HAND_OVER_SECONDS = 90.0
-"""How long one that wants to leave waits for somebody to take its stage; the coordinator lets it go before that."""
+"""How long one that wants to leave waits for somebody to take its stage, and for as long after that as it is sending
+it; the coordinator lets it go before that."""
+_LOOK_SECONDS = 5.0
 _PATIENCE_SECONDS = 600.0
 _LEFT_OVER_SECONDS = 120.0
 """How long a stage of a coordinator that is gone is kept for the next one to say what becomes of it."""
@@ -173,6 +176,7 @@ class _Agent:
         self._stays = False
         """Whether there is a coordinator now."""
         self._parts: Parts | None = None
+        self._sending = StateTransfers()
         self._generation = 0
         self._deployed = asyncio.Condition()
         self._speed: Speed | None = None
@@ -267,7 +271,9 @@ class _Agent:
         self._baseline = self._baseline or resident_bytes()
         stay = Stay(client, reply.session)
         artifacts = Artifacts(client, self._cache, self._say)
-        parts = Parts(self._files, self._node, client, artifacts, stay.control.send, self._allow, self._say)
+        parts = Parts(
+            self._files, self._node, client, artifacts, stay.control.send, self._allow, self._say, self._sending
+        )
         self._parts = parts
         try:
             return await self._work(stay, reply.heartbeat_seconds)
@@ -493,6 +499,7 @@ class _Agent:
             return await Deployment.make(
                 *(order, stay.client, self._node, self._device, self._baseline, artifacts, progress, self._pretence),
                 part=part,
+                sending=self._sending,
             )
 
     async def _keep_stage(self, order: Deploy, stay: Stay) -> Deployment:
@@ -591,6 +598,8 @@ class _Agent:
         self._say("handing the stage over to somebody else; press Ctrl-C again to leave at once")
         await stay.control.send(ProviderMessage(leave=Leave(reason=self._reason)))
         await asyncio.sleep(_HAND_OVER_SECONDS)
+        while self._sending.moved_within(_HAND_OVER_SECONDS):
+            await asyncio.sleep(_LOOK_SECONDS)
         self._finished.set()
         await asyncio.Event().wait()
 

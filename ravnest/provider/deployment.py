@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from ravnest.engine.activity import Activity as EngineActivity
 from ravnest.engine.applied import Applied
 from ravnest.engine.messages import Message
 from ravnest.engine.pace import NO_PRETENCE, Pretence
@@ -28,11 +29,13 @@ from ravnest.net.link import Link
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import (
+    Activity,
     CoordinatorMessage,
     Deploy,
     HeldStage,
     LinkState,
     LossRecord,
+    Missing,
     Neighbour,
     ProviderMessage,
     Ready,
@@ -52,6 +55,7 @@ from ravnest.provider.rings import Rings
 from ravnest.provider.spans import SpanRecorder
 from ravnest.provider.stage_link import StageLink, link_of
 from ravnest.provider.stage_part import Restored, with_part
+from ravnest.provider.state_transfers import StateTransfers
 from ravnest.provider.strain import MemoryReading, MemoryStrain
 from ravnest.provider.transfers import Transfers
 from ravnest.provider.uploading import upload
@@ -80,8 +84,10 @@ class Deployment:
         *,
         applied: Applied | None = None,
         before: "Deployment | None" = None,
+        sending: StateTransfers | None = None,
     ) -> None:
-        """`applied`: what is in the stage already; `before`: the deployment that had the stage until now."""
+        """`applied`: what is in the stage already; `before`: the deployment that had the stage until now; `sending`:
+        where all transfers of state are told of that this provider makes."""
         self.name = order.deployment
         self.generation = order.generation
         self.on_keep: Keep = _keep_nothing if before is None else before.on_keep
@@ -113,6 +119,8 @@ class Deployment:
         self._past_bytes = (0, 0) if before is None else before._bytes
         self._past_overruns = 0 if before is None else before.overruns
         outbox.on_keep = self._keep
+        self._sending = sending or StateTransfers()
+        outbox.transfers = self._sending
         self._spans = outbox.spans
         for end in links:
             self._spans.watch(end.link)
@@ -135,6 +143,7 @@ class Deployment:
         progress: FetchProgress,
         pretence: Pretence = NO_PRETENCE,
         part: tuple[dict[str, torch.Tensor], dict[str, str]] | None = None,
+        sending: StateTransfers | None = None,
     ) -> "Deployment":
         """Fetches what the order names and builds the stage; GraphError or PeerError says why it cannot be.
 
@@ -176,7 +185,11 @@ class Deployment:
             generation, take = ring_generation(order), rings.take
             lines = RingLines(order.ring_peers, generation, node, client, take, rings.is_wanted, rings.line_broke)
         links = _links(order, node, client)
-        return cls(order, stage, outbox, links, baseline_memory_bytes, pretence, rings, lines, applied=restored.applied)
+        return cls(
+            *(order, stage, outbox, links, baseline_memory_bytes, pretence, rings, lines),
+            applied=restored.applied,
+            sending=sending,
+        )
 
     async def renewed(self, order: Deploy, client: CoordinatorClient, node: NodeIdentity) -> "Deployment":
         """The next deployment of the same stage, between the neighbours of this order and in its generation: all that
@@ -204,6 +217,7 @@ class Deployment:
             self._rings,
             self._ring_lines,
             before=self,
+            sending=self._sending,
         )
         limit = StageSettings.from_json(order.settings_json).in_flight if order.settings_json else self._worker.limit
         if limit is not None:
@@ -366,6 +380,8 @@ class Deployment:
             in_flight=self._worker.limit or 0,
             flight_seconds=self._worker.flight_seconds,
             ready=self._worker.ready,
+            activity=_told(self._worker.activity()),
+            transfers=self._sending.told(),
             forwards=counters.forwards,
             backwards=counters.backwards,
             losses=[LossRecord(microbatch=r.microbatch, loss=r.loss, samples=r.samples) for r in losses],
@@ -514,6 +530,11 @@ def staleness_counts(counts: Mapping[int, int]) -> list[int]:
     for staleness, updates in counts.items():
         told[min(staleness, most)] += updates
     return told
+
+
+def _told(activity: EngineActivity) -> Activity:
+    missing = [Missing(what=m.what, microbatch=m.microbatch, count=m.count) for m in activity.missing]
+    return Activity(kind=activity.kind, microbatch=activity.microbatch, seconds=activity.seconds, missing=missing)
 
 
 class _GraphText:

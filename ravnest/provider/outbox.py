@@ -18,6 +18,7 @@ from ravnest.net.v1.control_pb2 import ProviderMessage
 from ravnest.provider.link_delay import LinkDelay, Stays
 from ravnest.provider.packing import Outgoing
 from ravnest.provider.spans import SpanRecorder
+from ravnest.provider.state_transfers import StateTransfers
 
 Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
 """Uploads what the function yields, under a name; the function is called again where it has to be sent again."""
@@ -60,6 +61,8 @@ class FrameOutbox:
         self.stays = Stays()
         """Of microbatches of the stage before."""
         self.spans = spans or SpanRecorder(0)
+        self.transfers = StateTransfers()
+        """Where it is told that the stage's state is being uploaded."""
         self._loop = asyncio.get_running_loop()
         self._generation = generation
         self._upload = upload
@@ -135,17 +138,19 @@ class FrameOutbox:
         name = f"checkpoint-{checkpoint}"
         if not any(key.startswith("outer:") for key in tensors):
             tensors = {**tensors, **self.beside()}
-        upload = self._upload(name, lambda: _chunks(tensors, metadata))
-        self._uploading = asyncio.run_coroutine_threadsafe(upload, self._loop)
-        if self._is_over:
-            self._uploading.cancel()
-        try:
-            self._uploading.result()
-        except (CancelledError, RefusedError):
-            # By a coordinator that was started again, perhaps, and has never asked for it: that is known soon.
-            if self._is_over or not self._nobody_saves.wait(_ANOTHER_SECONDS):
-                raise
-            return
+        total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        with self.transfers.sending("checkpoint", name, total_bytes) as sending:
+            upload = self._upload(name, lambda: sending.counted(_chunks(tensors, metadata)))
+            self._uploading = asyncio.run_coroutine_threadsafe(upload, self._loop)
+            if self._is_over:
+                self._uploading.cancel()
+            try:
+                self._uploading.result()
+            except (CancelledError, RefusedError):
+                # By a coordinator that was started again, perhaps, and has never asked for it: that is known soon.
+                if self._is_over or not self._nobody_saves.wait(_ANOTHER_SECONDS):
+                    raise
+                return
         self._saved.append(checkpoint)
         self._loop.call_soon_threadsafe(self.news.set)
 

@@ -32,6 +32,10 @@ MOST_BYTES: Final = 1 << 40
 """Of a part, where nobody knows better."""
 
 _MOST_BURST_BYTES: Final = 4 << 20
+_ASK_BYTES: Final = 1 << 20
+_MOST_ASKED: Final = 8
+"""Where a part may have all of the line, the sender asks how much has come so often, and goes on until that many
+questions are unanswered: an answer takes as long as the line takes for so much, however large the part is."""
 _SHORT_SECONDS: Final = 0.02
 _LONG_SECONDS: Final = 0.08
 """A burst is about so long: an activation that comes in its middle does not wait for much longer."""
@@ -65,8 +69,14 @@ class PartRefusedError(PeerError):
     """One part was not taken; the link is as good as before."""
 
 
-async def send_part(link: ResumableLink, part: Part, share: float | None = None) -> None:
-    """Sends a part, in at most this share of the line's time where one is given, and returns when it is kept.
+async def send_part(
+    link: ResumableLink,
+    part: Part,
+    share: float | None = None,
+    reached: Callable[[int], None] = lambda received_bytes: None,
+) -> None:
+    """Sends a part, in at most this share of the line's time where one is given, and returns when it is kept. `reached`
+    is told how much the other side has of it.
 
     PartRefusedError when the other side does not keep it, or the part is damaged here, which the other side is told;
     any other PeerError when the link has failed, or nothing was heard for ANSWER_SECONDS.
@@ -75,8 +85,9 @@ async def send_part(link: ResumableLink, part: Part, share: float | None = None)
     await link.send(_frame(replica, {SIZE: part.size_bytes}))
     await _answer(link, replica, RECEIVED)
     round_trip = time.perf_counter() - began
-    chunks, offset, burst = part.chunks(CHUNK_BYTES), 0, CHUNK_BYTES
-    began, burst_end = time.perf_counter(), burst
+    chunks, offset = part.chunks(CHUNK_BYTES), 0
+    burst = _ASK_BYTES if share is None else CHUNK_BYTES
+    began, burst_end, unanswered = time.perf_counter(), burst, 0
     while True:
         try:
             data = await in_thread(lambda: next(chunks, None))
@@ -86,11 +97,16 @@ async def send_part(link: ResumableLink, part: Part, share: float | None = None)
         if data is None:
             break
         offset += len(data)
-        asked = share is not None and offset >= burst_end
+        asked = offset >= burst_end
         tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         await link.send(_frame(replica, {OFFSET: offset - len(data), ASKED: asked}, {DATA: tensor}))
-        if asked and share is not None:
-            await _answer(link, replica, RECEIVED)
+        if asked and share is None:
+            burst_end, unanswered = offset + burst, unanswered + 1
+            if unanswered == _MOST_ASKED:
+                reached(await _answer(link, replica, RECEIVED))
+                unanswered -= 1
+        elif asked and share is not None:
+            reached(await _answer(link, replica, RECEIVED))
             seconds = time.perf_counter() - began
             round_trip = min(round_trip, seconds)
             await asyncio.sleep(pause_seconds(seconds, round_trip, share))
@@ -98,6 +114,9 @@ async def send_part(link: ResumableLink, part: Part, share: float | None = None)
             began, burst_end = time.perf_counter(), offset + burst
     digest = torch.frombuffer(bytearray.fromhex(part.sha256), dtype=torch.uint8)
     await link.send(_frame(replica, {}, {SHA256: digest}))
+    while unanswered:
+        reached(await _answer(link, replica, RECEIVED))
+        unanswered -= 1
     await _answer(link, replica, KEPT)
 
 
@@ -236,8 +255,8 @@ async def _by_sink(work: Callable[[], object]) -> None:
         raise _NotKeptError(str(error)) from None
 
 
-async def _answer(link: ResumableLink, replica: int, name: str) -> None:
-    """Waits for this answer, past those that are late for another part."""
+async def _answer(link: ResumableLink, replica: int, name: str) -> int:
+    """Waits for this answer, past those that are late for another part; the number in it."""
     while True:
         frame = await _received(link, ANSWER_SECONDS)
         if frame.replica != replica:
@@ -245,7 +264,7 @@ async def _answer(link: ResumableLink, replica: int, name: str) -> None:
         if REFUSED in frame.tensors:
             raise PartRefusedError(f"{link.peer} does not keep it: {_text(frame)}")
         if name in frame.scalars:
-            return
+            return _integer(frame, name)
 
 
 async def _received(link: ResumableLink, patience_seconds: float | None) -> Frame:

@@ -20,6 +20,7 @@ from ravnest.provider.part_files import Part, PartFiles
 from ravnest.provider.part_links import PartLink, PartLinks
 from ravnest.provider.part_transfer import MOST_BYTES, in_thread, refuse, send_part
 from ravnest.provider.replicating import Replicating, in_words
+from ravnest.provider.state_transfers import StateTransfers
 from ravnest.provider.taking import Taking
 from ravnest.provider.uploading import upload
 
@@ -45,14 +46,16 @@ class Parts:
         tell: Callable[[ProviderMessage], Awaitable[None]],
         allow: Callable[[frozenset[str]], None],
         say: Callable[[str], None],
+        sending: StateTransfers | None = None,
     ) -> None:
         """`tell` speaks to the coordinator, `allow` is told which nodes may dial in because of parts, `say` gets lines
-        for the user."""
+        for the user; all parts that are sent are told of in `sending`."""
+        self._sending = sending or StateTransfers()
         self._files = files
         self._client = client
         self._tell = tell
         self._links = PartLinks(node, client, allow)
-        self._replicating = Replicating(files, self._links, tell)
+        self._replicating = Replicating(files, self._links, tell, self._sending)
         self._holding = Holding(files, self._links, artifacts, say)
         self._taking = Taking(files, self._links, say)
         self._errands: set[asyncio.Task[None]] = set()
@@ -122,13 +125,15 @@ class Parts:
             except PeerError as error:
                 await refuse(connection, order.replica, str(error))
                 raise
-            await send_part(connection, part)
+            with self._sending.sending("part", order.key, part.size_bytes) as sending:
+                await send_part(connection, part, reached=sending.reached)
         finally:
             await link.close()
 
     async def _upload(self, order: UploadPart) -> None:
         part = self._files.find(order.key, order.replica)
-        await upload(self._client, order.name, lambda: _chunks(part))
+        with self._sending.sending("part", order.name, part.size_bytes) as sending:
+            await upload(self._client, order.name, lambda: sending.counted(_chunks(part)))
 
     def _errand(self, key: str, work: Coroutine[Any, Any, None]) -> None:
         if len(self._errands) >= _MOST_AT_ONCE:

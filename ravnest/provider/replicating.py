@@ -15,6 +15,7 @@ from ravnest.net.v1.control_pb2 import ProviderMessage, Replicate, Replicated
 from ravnest.provider.part_files import Part, PartFiles, check_key
 from ravnest.provider.part_links import PartLink, PartLinks
 from ravnest.provider.part_transfer import SHARE, in_thread, send_part
+from ravnest.provider.state_transfers import StateTransfers
 
 Tell = Callable[[ProviderMessage], Awaitable[None]]
 """Tells the coordinator something; PeerError when the stay is over."""
@@ -29,7 +30,9 @@ class Replicating:
     Whatever goes wrong is told in Replicated; the stage goes on.
     """
 
-    def __init__(self, files: PartFiles, links: PartLinks, tell: Tell) -> None:
+    def __init__(self, files: PartFiles, links: PartLinks, tell: Tell, sending: StateTransfers) -> None:
+        """What goes to the holder is told of in `sending`."""
+        self._sending = sending
         self._files = files
         self._links = links
         self._tell = tell
@@ -92,7 +95,8 @@ class Replicating:
             if order is None or order.key != part.key or link is None:
                 return "", ""
             try:
-                await send_part(await link.connected(), part, SHARE)
+                with self._sending.sending("replica", part.key, part.size_bytes) as sending:
+                    await send_part(await link.connected(), part, SHARE, sending.reached)
                 return order.holder.node, ""
             except Exception as error:
                 if self._order is order:
