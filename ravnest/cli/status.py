@@ -108,6 +108,8 @@ def _print(
     if process:
         line.append(f"  (process {process})", style="dim")
     console.print(line, soft_wrap=True)
+    if summary is not None and summary.standstill and status == "running":
+        console.print(Text(words.printable(summary.standstill), style="yellow"), soft_wrap=True)
     if summary is not None:
         for name, value in final_facts(summary):
             console.print(Text.assemble((f"{name:<14}", "dim"), words.printable(value)), soft_wrap=True)

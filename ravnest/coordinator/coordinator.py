@@ -41,6 +41,8 @@ from ravnest.coordinator.slow_links import SlowLinks
 from ravnest.coordinator.slow_stages import SlowStages
 from ravnest.coordinator.stage_failures import StageFailures
 from ravnest.coordinator.standing_by import StandingBy
+from ravnest.coordinator.standstill import RunNow
+from ravnest.coordinator.standstill_watch import StandstillWatch, cluster_now
 from ravnest.coordinator.surroundings import Surroundings
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.tracing import Tracing
@@ -112,8 +114,13 @@ class Coordinator:
         self._items = Items(
             self._course, lambda: self._now, progress, self._recorder, display, self.phase, self._reported
         )
+        self._standstill = StandstillWatch(self._run_now, self._course.emit, display.message)
         self._taking: asyncio.Task[None] | None = None
         """What the requester's thread waits for; None while it is busy elsewhere."""
+        self._taken_at = 0.0
+        """Since when it is busy elsewhere: with the data loader, say."""
+        self._has_all = False
+        """Whether the requester's thread wants nothing more of the swarm."""
         self._forming_anew = asyncio.Lock()
         self._place: Place | None = None
         """Where the data is to be walked from again."""
@@ -237,7 +244,10 @@ class Coordinator:
 
     async def finish(self) -> CheckpointInfo:
         """Waits for what is in flight, makes all clusters alike, and saves the final state. RewoundError, as `take`."""
-        return await self._until_rewound(self._items.finish())
+        info = await self._until_rewound(self._items.finish())
+        self._has_all = True
+        self._standstill.moved()
+        return info
 
     async def stop_early(self, timeout_seconds: float) -> CheckpointInfo | None:
         """Saves if what is in flight can be finished in time, otherwise the last checkpoint of this run stands."""
@@ -262,6 +272,7 @@ class Coordinator:
             self._recorder.tracing.write()
 
     def phase(self, text: str) -> None:
+        self._standstill.moved()
         self.progress.phase = text
         self.progress.fetching = {}
         self._display.show(self.progress.snapshot())
@@ -334,9 +345,11 @@ class Coordinator:
                 self._course.emit("first_update", "the first microbatch has passed every stage")
             if formation.feeding.completed(node_id, frame.microbatch):
                 self.progress.completed()
+            self._standstill.completed()
             self._course.notify()
         elif frame.kind is FrameKind.RESULT:
             self._items.evaluated(cluster, node_id, frame)
+            self._standstill.completed()
 
     def disconnected(self, node_id: str, reason: str) -> None:
         self._troubles[node_id] += 1
@@ -526,10 +539,31 @@ class Coordinator:
             if self._place is None:
                 raise
         finally:
-            self._taking = None
+            self._taking, self._taken_at = None, time.monotonic()
             work.close()
         place, self._place = self._place, None
         raise RewoundError(place)
+
+    def _run_now(self) -> RunNow | None:
+        """The run as somebody sees it who asks why nothing is completed; None while that is nobody's question."""
+        formation, now = self._formation, time.monotonic()
+        if self._has_all or self._forming is None:
+            return None
+        waits = []
+        if self._forming.waits:
+            waits.append("those who are there cannot hold the model: others are waited for")
+        if formation is None:
+            return RunNow(self.progress.phase, waits=tuple(waits))
+        if formation.feeding.paused:
+            waits.append(f"nothing new is fed: {formation.feeding.paused}")
+        if formation.averaging is not None and formation.averaging.rounds.under_way:
+            waits.append("a round of averaging is under way")
+        if formation.checkpointing.under_way:
+            waits.append("a checkpoint is being written")
+        reports = self.progress.reports
+        clusters = tuple(cluster_now(each, reports, self._reported, now) for each in formation.clusters.whole)
+        data_seconds = now - self._taken_at if self._taking is None and self._taken_at else None
+        return RunNow(self.progress.phase, clusters, data_seconds, tuple(waits))
 
     def _note_replica(self, key: str, number: int, place: Place, starts: Sequence[int]) -> None:
         """Before it is announced: a coordinator that is started again looks for it."""
@@ -603,6 +637,8 @@ class Coordinator:
         while True:
             await asyncio.sleep(_DISPLAY_SECONDS)
             since += _DISPLAY_SECONDS
+            self._standstill.look()
+            self.progress.standstill = self._standstill.text
             self._display.show(self.progress.snapshot())
             if since >= _SUMMARY_SECONDS:
                 since = 0.0

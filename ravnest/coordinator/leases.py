@@ -43,8 +43,8 @@ _DIALLING_TRIPS: Final = 6
 """Round trips that a new connection takes: TCP, TLS, HTTP/2, the call and the counts of its link."""
 _DEVIATIONS: Final = 4.0
 _BUFFERED_BYTES: Final = 2 << 20
-"""What is usually on its way out of a machine before a word gets its turn. State that is uploaded is no reason for more:
-it is heard itself."""
+"""What is usually on its way out of a machine before a word gets its turn. State that is uploaded is no reason for
+more: it is heard itself."""
 _MOST_BUFFERED_BYTES: Final = 16 << 20
 """The same at its worst, for the end of a stay in a swarm that no run watches."""
 _MOST_LINE_SECONDS: Final = 5.0

@@ -37,6 +37,8 @@ class Progress:
     phase: str = "starting"
     fetching: dict[str, float] = field(default_factory=dict)
     """While stages are deployed: which share of its stage each provider has, in the order of the stages."""
+    standstill: str = ""
+    """Why nothing has been completed for a while; empty while the run goes on."""
     epoch: int = 0
     """The epoch that is being fed, counted from 0."""
     epoch_samples: int | None = None
@@ -136,6 +138,7 @@ class Progress:
         return Snapshot(
             phase=self.phase,
             detail=shares_in_words(self.fetching),
+            standstill=self.standstill,
             epoch=self._epoch_shown(),
             epochs=self.epochs,
             samples_done=self.ledger.samples,
@@ -211,6 +214,7 @@ class Progress:
             started_at=self.started_at,
             first_update_seconds=self.first_update_seconds,
             model=model,
+            standstill=self.standstill if status == "running" else "",
         )
 
     def _cluster_summaries(self, rate: float) -> Iterator[ClusterSummary]:

@@ -131,8 +131,10 @@ def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
         parts.append(_named("averaging", f"{averaging_in_words(snapshot.averaging)}{last}"))
     if snapshot.in_flight is not None:
         parts.append(_named("in flight", f"{snapshot.in_flight}   {snapshot.in_flight_reason}"))
+    if snapshot.standstill:
+        parts.append(Text(words.printable(snapshot.standstill), style="yellow", no_wrap=True, overflow="ellipsis"))
     if snapshot.stages:
-        shown = (snapshot.averaging is not None) + (snapshot.in_flight is not None)
+        shown = (snapshot.averaging is not None) + (snapshot.in_flight is not None) + bool(snapshot.standstill)
         room = max_stages - len(snapshot.clusters) - shown
         parts += [Text(), _stage_table(snapshot, room := max(1, room))]
         hidden = len(snapshot.stages) - room

@@ -46,6 +46,9 @@ class Snapshot:
     detail: str = ""
     """How far the phase is, where it tells: "anna 43 %, ben 100 %"."""
 
+    standstill: str = ""
+    """Why nothing has been completed for a while, where that is so."""
+
     epoch: int = 0
     """The epoch that is being trained, counted from 1; 0 before the first."""
 

@@ -123,6 +123,8 @@ class Summary:
     first_update_seconds: float | None = None
     model: str | None = None
     """The path of model.safetensors, once it is written."""
+    standstill: str = ""
+    """Of a run that goes on: why nothing has been completed for a while; empty where that is not so."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values alone; numbers that are not finite become None."""
