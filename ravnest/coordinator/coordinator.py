@@ -119,6 +119,8 @@ class Coordinator:
         """What the requester's thread waits for; None while it is busy elsewhere."""
         self._taken_at = 0.0
         """Since when it is busy elsewhere: with the data loader, say."""
+        self._formed_at = 0.0
+        """When its stages were given out."""
         self._has_all = False
         """Whether the requester's thread wants nothing more of the swarm."""
         self._forming_anew = asyncio.Lock()
@@ -429,7 +431,7 @@ class Coordinator:
 
     def _take_formation(self, formation: Formation) -> None:
         """From now on this one is listened to; it is being deployed."""
-        self._formation = formation
+        self._formation, self._formed_at = formation, time.monotonic()
         if self._recovery is not None:
             self._recovery.forget()
         if self._changing is not None:
@@ -560,8 +562,8 @@ class Coordinator:
             waits.append("a round of averaging is under way")
         if formation.checkpointing.under_way:
             waits.append("a checkpoint is being written")
-        reports = self.progress.reports
-        clusters = tuple(cluster_now(each, reports, self._reported, now) for each in formation.clusters.whole)
+        heard = {node: now - self._reported.get(node, self._formed_at) for node in formation.stage_of}
+        clusters = tuple(cluster_now(each, self.progress.reports, heard) for each in formation.clusters.whole)
         data_seconds = now - self._taken_at if self._taking is None and self._taken_at else None
         return RunNow(self.progress.phase, clusters, data_seconds, tuple(waits))
 

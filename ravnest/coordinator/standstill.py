@@ -23,6 +23,8 @@ FIRST_SECONDS: Final = 60.0
 SILENT_SECONDS: Final = 5.0
 """A stage that has not reported for so long is what the others wait for, whatever it said last."""
 _FADING: Final = 1 / 8
+_MOST_TIMES: Final = 4.0
+"""The mean, that a pause counts for at most."""
 _MOST_CLUSTERS: Final = 3
 """Clusters that are described."""
 
@@ -34,8 +36,10 @@ class Pace(NamedTuple):
 
     def after(self, gap_seconds: float) -> "Pace":
         """With one more; a standstill says nothing of how fast the run is."""
-        gap = min(gap_seconds, self.patience_seconds)
-        return Pace(gap if self.mean_seconds is None else self.mean_seconds + _FADING * (gap - self.mean_seconds))
+        if self.mean_seconds is None:
+            return Pace(min(gap_seconds, FIRST_SECONDS))
+        gap = min(gap_seconds, _MOST_TIMES * max(self.mean_seconds, LEAST_SECONDS / TIMES_USUAL))
+        return Pace(self.mean_seconds + _FADING * (gap - self.mean_seconds))
 
     @property
     def patience_seconds(self) -> float:
@@ -115,20 +119,21 @@ def explain(run: RunNow) -> Standstill:
         if not cluster.under_way and not any(_holds_up(stage) for stage in cluster.stages):
             continue
         found = _explain_cluster(cluster, several)
-        told.append(found.reason)
+        told += [found.reason] if found.reason else []
         culprits += found.culprits
     told += run.waits
     is_fed = any(cluster.under_way for cluster in run.clusters)
     if run.data_seconds is not None and not is_fed:
         told.append(f"the data loader has not yielded a batch for {run.data_seconds:.0f} s")
     if not told:
-        told.append(f"the run is at '{run.phase}', and no stage has anything to do")
+        told.append(f"the run is at '{run.phase}', and no stage says what it waits for")
     return Standstill("; ".join(told), tuple(dict.fromkeys(culprits)))
 
 
 def _explain_cluster(cluster: ClusterNow, several: bool) -> Standstill:
     words = _Words(cluster, several)
-    paths = [_follow(cluster.stages, start) for start in range(len(cluster.stages)) if _waits(cluster.stages[start])]
+    starts = range(len(cluster.stages)) if cluster.under_way else range(0)
+    paths = [_follow(cluster.stages, start) for start in starts if _waits(cluster.stages[start])]
     # The way that passes most stages; of two, the one that ends with a stage that does something.
     path = max(paths, key=lambda path: (len(path.stages), path.other is None), default=_Path((), None, None))
     told = [words.path(path)] if path.stages else []
@@ -239,7 +244,7 @@ class _Words:
         if stage.kind == "average":
             return f"has been taking its part in a round for {stage.seconds:.0f} s"
         if stage.kind == "wait":
-            return "waits"
+            return "does not say what it waits for"
         return f"has been at {stage.kind} of microbatch {stage.microbatch} for {stage.seconds:.0f} s"
 
     def _fed(self, path: _Path) -> int | None:

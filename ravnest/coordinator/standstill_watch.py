@@ -90,11 +90,9 @@ class StandstillWatch:
         return found.culprits != self._culprits and seconds - told >= self._pace.patience_seconds
 
 
-def cluster_now(
-    cluster: ClusterRun, reports: Mapping[str, Report], reported: Mapping[str, float], now: float
-) -> ClusterNow:
-    """A cluster as its stages last reported; `reported` is when each did."""
-    stages = (stage_now(node, reports.get(node), now - reported.get(node, now)) for node in cluster.nodes)
+def cluster_now(cluster: ClusterRun, reports: Mapping[str, Report], silent_seconds: Mapping[str, float]) -> ClusterNow:
+    """A cluster as its stages last reported, each so long ago."""
+    stages = (stage_now(node, reports.get(node), silent_seconds.get(node, 0.0)) for node in cluster.nodes)
     under_way = (*cluster.open, *sorted(cluster.again), *cluster.evaluating)
     return ClusterNow(cluster.id, tuple(stages), under_way, cluster.forming)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from slow_line import slow_line
 from swarm_ends import run
 from test_swarm import Ends, Provider, about, done, ends
 
@@ -17,6 +18,7 @@ from ravnest.errors import PeerError, RefusedError
 from ravnest.net.client import CoordinatorClient
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.link import Link
+from ravnest.net.measuring import LinkSpeed
 from ravnest.net.node_identity import NodeIdentity
 from ravnest.net.server import ProviderServer
 from ravnest.net.v1.control_pb2 import LinkState, ProviderMessage, Report
@@ -299,6 +301,87 @@ def test_a_stage_that_reports_and_does_nothing_while_work_waits_is_given_up(monk
             reason, detect_seconds, _ = swarm.lost["ben"]
             assert "the cluster has stood still for" in reason and "ben has had 2 pieces of work for" in reason
             assert 0.9 < detect_seconds < 3.0 and swarm.kinds("ben") == ["suspected"] and swarm.kinds("anna") == []
+
+    run(test())
+
+
+def a_save(done_bytes: int, total_bytes: int, ready: int = 3) -> Report:
+    report = a_report(1, ready=ready)
+    report.activity.kind = "save"
+    report.transfers.add(kind="checkpoint", name="checkpoint-7", done_bytes=done_bytes, total_bytes=total_bytes)
+    return report
+
+
+def test_a_stage_whose_state_comes_over_a_thin_line_is_at_work_and_one_that_only_says_so_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The state takes three times as long as a stage may stand still, as 63 MB do on a line of 10 Mbit/s.
+    still, rate = 1.5, 1e6
+    size = int(3 * still * rate)
+    monkeypatch.setitem(leases.STILL_SECONDS, "standby", still)
+    monkeypatch.setattr(watching, "_FIRST_PIECE_SECONDS", 0.0)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(0, size, 1 << 16):
+            yield bytes(1 << 16)
+
+    async def test() -> None:
+        async with watched() as swarm, slow_line(swarm.ends.port, rate, 1e8, 0.01) as port:
+            taken: list[int] = []
+
+            async def take(node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
+                taken.append(sum([len(chunk) async for chunk in chunks]))
+
+            monkeypatch.setattr(swarm.ends.told, "uploaded", take)
+            anna = await swarm.provider("anna", replacement="standby")
+            swarm.ends.swarm.members["anna"].link = LinkSpeed(0.01, rate, rate)
+            line = CoordinatorClient(f"127.0.0.1:{port}", anna.node.tls_keys(), "anna")
+            swarm.clusters = [("anna",)]
+            swarm.watch.reported("anna", a_save(0, size))
+            began = time.monotonic()
+            uploading = asyncio.create_task(line.upload("checkpoint-7", chunks()))
+            while not uploading.done():
+                swarm.watch.reported("anna", a_save(size // 2, size))
+                await asyncio.sleep(0.2)
+            assert time.monotonic() - began > 2 * still and taken and taken[0] >= size
+            assert swarm.lost == {} and swarm.events == [], "it was at work, and not even suspected"
+
+            # It says that the next one is nearly there, and nothing of it comes.
+            began = time.monotonic()
+            while not swarm.lost and time.monotonic() - began < 10 * still:
+                swarm.watch.reported("anna", a_save(int(0.9 * size), size))
+                await asyncio.sleep(0.2)
+            reason, _, at = swarm.lost["anna"]
+            assert at - began < 4 * still
+            assert "anna has been sending its state for" in reason and "and nothing of it has come" in reason
+            await line.close()
+
+    run(test())
+
+
+def test_what_is_uploaded_is_heard_though_nothing_is_said() -> None:
+    async def test() -> None:
+        async with watched() as swarm:
+            over = asyncio.Event()
+
+            async def chunks() -> AsyncIterator[bytes]:
+                while not over.is_set():
+                    yield bytes(1 << 16)
+                    await asyncio.sleep(0.2)
+
+            async def take(node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
+                async for _ in chunks:
+                    pass
+
+            swarm.ends.told.uploaded = take  # type: ignore[method-assign]
+            anna = await swarm.provider("anna", beats=False, replacement="standby")
+            uploading = asyncio.create_task(anna.client.upload("checkpoint-7", chunks()))
+            since = time.monotonic()
+            await swarm.until(lambda: time.monotonic() - since > 5.0)
+            assert swarm.lost == {}
+            uploading.cancel()
+            await swarm.until(lambda: "anna" in swarm.lost)
+            assert "it has said nothing for" in swarm.lost["anna"][0]
 
     run(test())
 
