@@ -16,6 +16,7 @@ from ravnest.coordinator.course import Course
 from ravnest.coordinator.feeder import TrainBatch
 from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.run_plan import ClusterPlan
+from ravnest.coordinator.save_watch import Awaited
 from ravnest.coordinator.saving import Mark, Saver
 from ravnest.coordinator.stage_parts import BadPartError
 from ravnest.coordinator.swarm import Swarm
@@ -50,6 +51,8 @@ class Checkpointing:
         self._saved: dict[str, int] = {}
         self._say = say
         self._last_number = 0
+        self._asked_at: float | None = None
+        """When all stages had begun to save what is under way; None before that."""
         self._given_up: dict[int, DiskFullError] = {}
         """The newest one that the disk had no room for, by its number."""
         self._room_made = False
@@ -61,6 +64,20 @@ class Checkpointing:
     def has_saved(self) -> bool:
         """Whether there is one of this run to go on from."""
         return self.last is not None or self._saver.whole
+
+    @property
+    def awaited(self) -> Awaited | None:
+        """The parts that should be coming; None where there are none."""
+        lacking, asked_at = self._saver.lacking, self._asked_at
+        if not lacking or asked_at is None:
+            return None
+        nodes = tuple(stage.node for stage in self._cluster.plan.stages if stage.stage in lacking)
+        return Awaited(f"checkpoint-{self._last_number}", asked_at, nodes)
+
+    def applied(self, cluster: ClusterRun, microbatch: int) -> None:
+        """All stages of a cluster have applied this one, and have begun to save what was to be saved with it."""
+        if self._asked_at is None and cluster is self._cluster and microbatch + 1 == self._last_number:
+            self._asked_at = time.monotonic()
 
     @property
     def under_way(self) -> bool:
@@ -182,7 +199,7 @@ class Checkpointing:
 
     def _begin(self, number: int, place: Place) -> bool:
         """Begins one, and says whether there is room for it."""
-        self._last_number = number
+        self._last_number, self._asked_at = number, None
         try:
             self._saver.begin(Mark(number, place, self._ledger.counts()))
         except DiskFullError as error:
@@ -215,6 +232,7 @@ class Checkpointing:
         self._say(reason)
 
     async def _order(self, number: int, anchored: bool) -> None:
+        self._asked_at = time.monotonic()
         for node_id in self._cluster.nodes:
             order = Save(deployment=self._deployment, checkpoint=number, anchored=anchored)
             await self._course.tell(node_id, CoordinatorMessage(save=order))

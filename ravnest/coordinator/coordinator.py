@@ -37,6 +37,7 @@ from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.recovery import Recovery
 from ravnest.coordinator.regaining import Announced
 from ravnest.coordinator.run_plan import RunPlan
+from ravnest.coordinator.save_watch import SaveWatch
 from ravnest.coordinator.slow_links import SlowLinks
 from ravnest.coordinator.slow_stages import SlowStages
 from ravnest.coordinator.stage_failures import StageFailures
@@ -106,6 +107,7 @@ class Coordinator:
         self._watch: Watch | None = None
         self._slow_links = SlowLinks(self._course.emit)
         self._slow_stages: SlowStages | None = None
+        self._save_watch: SaveWatch | None = None
         self._believed = Believed()
         self._stage_failures: StageFailures | None = None
         self._share = EventShare()
@@ -229,6 +231,12 @@ class Coordinator:
             clusters=self._busy,
         )
         self._slow_stages = SlowStages(self._ready_to_take, self._believed, self._watch.give_up)
+        self._save_watch = SaveWatch(
+            self._swarm.members,
+            lambda: None if self._formation is None else self._formation.checkpointing.awaited,
+            self._replacement,
+            self._watch.give_up,
+        )
         self._course.spawn(self._watch.run())
         self._formation = await self._forming.first(self._take_formation)
         self._standing_by.look()
@@ -347,6 +355,7 @@ class Coordinator:
                 self._course.emit("first_update", "the first microbatch has passed every stage")
             if formation.feeding.completed(node_id, frame.microbatch):
                 self.progress.completed()
+            formation.checkpointing.applied(cluster, frame.microbatch)
             self._standstill.completed()
             self._course.notify()
         elif frame.kind is FrameKind.RESULT:
@@ -640,6 +649,8 @@ class Coordinator:
             await asyncio.sleep(_DISPLAY_SECONDS)
             since += _DISPLAY_SECONDS
             self._standstill.look()
+            if self._save_watch is not None:
+                self._save_watch.look()
             self.progress.standstill = self._standstill.text
             self._display.show(self.progress.snapshot())
             if since >= _SUMMARY_SECONDS:

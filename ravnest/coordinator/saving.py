@@ -110,6 +110,11 @@ class Saver:
     def under_way(self) -> bool:
         return self._pending is not None
 
+    @property
+    def lacking(self) -> tuple[int, ...]:
+        """Of the one under way, the stages whose parts have not come."""
+        return tuple(stage for stage in self._stages if stage not in self._parts) if self.under_way else ()
+
     def due(self, updates: int) -> str | None:
         """Why a checkpoint should be announced now, or None."""
         if self.under_way:

@@ -116,7 +116,7 @@ def explain(run: RunNow) -> Standstill:
         if cluster.forming:
             told.append(f"cluster {cluster.id} is being formed again: {cluster.forming}")
             continue
-        if not cluster.under_way and not any(_holds_up(stage) for stage in cluster.stages):
+        if not cluster.under_way and not any(_holds_up(stage, cluster) for stage in cluster.stages):
             continue
         found = _explain_cluster(cluster, several)
         told += [found.reason] if found.reason else []
@@ -139,7 +139,7 @@ def _explain_cluster(cluster: ClusterNow, several: bool) -> Standstill:
     told = [words.path(path)] if path.stages else []
     culprits = list(words.culprits(path))
     for number, stage in enumerate(cluster.stages):
-        if number not in path.stages and _holds_up(stage):
+        if number not in path.stages and _holds_up(stage, cluster):
             told.append(f"{words.name(number)} {words.doing(number)}")
             culprits.append(stage.node)
     return Standstill("; ".join(told), tuple(culprits))
@@ -182,8 +182,10 @@ def _waits(stage: StageNow) -> bool:
     return stage.kind == "wait" and bool(stage.missing) and stage.silent_seconds < SILENT_SECONDS
 
 
-def _holds_up(stage: StageNow) -> bool:
-    return stage.kind != "wait" or stage.silent_seconds >= SILENT_SECONDS
+def _holds_up(stage: StageNow, cluster: ClusterNow) -> bool:
+    """Whether something waits for this stage that does not wait itself: where nothing else is under way, its state."""
+    sends = stage.sends is not None and not cluster.under_way
+    return sends or stage.kind != "wait" or stage.silent_seconds >= SILENT_SECONDS
 
 
 class _Words:
@@ -234,9 +236,9 @@ class _Words:
         stage = self._cluster.stages[number]
         if stage.silent_seconds >= SILENT_SECONDS:
             return f"has not been heard for {stage.silent_seconds:.0f} s"
-        if stage.kind == "save":
-            if stage.sends is None:
-                return f"has been saving its state for {stage.seconds:.0f} s"
+        if stage.kind == "save" and stage.sends is None:
+            return f"has been saving its state for {stage.seconds:.0f} s"
+        if stage.kind in ("save", "wait") and stage.sends is not None:
             sent = f"{megabytes(stage.sends.done_bytes)} of {megabytes(stage.sends.total_bytes)}"
             still = stage.sends.still_seconds
             halts = f", nothing of it for {still:.0f} s" if still >= LEAST_SECONDS else ""

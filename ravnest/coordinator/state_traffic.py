@@ -22,7 +22,7 @@ from ravnest.net.v1.control_pb2 import Report, Transfer
 LEAST_SHARE: Final = 1 / 8
 """Of the measured rate of its line: what a provider uploads comes no slower on average. Activations, gradients and
 replicas share the line, and it may have been measured on a better day."""
-UNKNOWN_RATE: Final = 1e5
+UNKNOWN_RATE: Final = 1e6
 """Bytes a second of a line that was not measured, at least."""
 BEGIN_SECONDS: Final = 10.0
 """How long an upload may take beyond what its bytes explain: it begins slowly, and other uploads share the line."""
@@ -79,8 +79,10 @@ class Upload:
             self.moved_at, self.is_here = time.monotonic(), False
         self.is_here = True
 
-    def sent(self, now: float) -> Sent:
-        return Sent(self.done_bytes, now - self.began_at, max(0.0, now - self.moved_at), self.is_here)
+    def sent(self, now: float, since: float = 0.0) -> Sent:
+        """How it stands; no time counts before `since`."""
+        still_seconds = max(0.0, now - max(self.moved_at, since))
+        return Sent(self.done_bytes, now - max(self.began_at, since), still_seconds, self.is_here)
 
 
 @dataclass

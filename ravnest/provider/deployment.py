@@ -56,7 +56,7 @@ from ravnest.provider.spans import SpanRecorder
 from ravnest.provider.stage_link import StageLink, link_of
 from ravnest.provider.stage_part import Restored, with_part
 from ravnest.provider.state_transfers import StateTransfers
-from ravnest.provider.strain import MemoryReading, MemoryStrain
+from ravnest.provider.strain import EASY, MemoryReading, MemoryStrain
 from ravnest.provider.transfers import Transfers
 from ravnest.provider.uploading import upload
 
@@ -121,6 +121,9 @@ class Deployment:
         outbox.on_keep = self._keep
         self._sending = sending or StateTransfers()
         outbox.transfers = self._sending
+        outbox.has_room = self._has_room
+        self._lent_bytes: int = 0 if before is None else before._lent_bytes
+        """What the owner of the machine lends, once that was told."""
         self._spans = outbox.spans
         for end in links:
             self._spans.watch(end.link)
@@ -334,9 +337,8 @@ class Deployment:
 
     def look_at_memory(self, lent_bytes: int) -> Strained | None:
         """Does what is to be done where memory is nearly exhausted, and gives what the coordinator is to hear of it."""
-        device = self._stage.device
-        process = 0 if device.type == "cuda" else PROCESS_BYTES
-        reading = MemoryReading(stage_bytes(device, self._baseline), spare_bytes(device), lent_bytes, process)
+        self._lent_bytes = lent_bytes
+        reading = self._memory(self._stage.device)
         step = self._strain.look(reading, self._worker.most_held(), time.monotonic())
         if step is None:
             return None
@@ -352,6 +354,17 @@ class Deployment:
             free_bytes=reading.left_bytes,
             reason=step.reason,
         )
+
+    def _memory(self, device: torch.device) -> MemoryReading:
+        process = 0 if device.type == "cuda" else PROCESS_BYTES
+        return MemoryReading(stage_bytes(device, self._baseline), spare_bytes(device), self._lent_bytes, process)
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Whether main memory is plenty beside a copy of the stage's state."""
+        if self._stage.device.type == "cuda":
+            return spare_bytes(torch.device("cpu")) >= PROCESS_BYTES + 2 * size_bytes
+        reading = self._memory(self._stage.device)
+        return reading.left_bytes >= size_bytes + EASY * reading.short_bytes
 
     def report(self) -> tuple[Report, list[int]]:
         """What the stage did so far, with losses and updates since the last report; and the checkpoints saved since

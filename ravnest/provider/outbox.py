@@ -11,7 +11,7 @@ import torch
 
 from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
 from ravnest.engine.stage import Update
-from ravnest.errors import PeerError, RefusedError
+from ravnest.errors import PeerError, RavnestError, RefusedError
 from ravnest.graph.weights import stream_tensors
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ProviderMessage
@@ -54,6 +54,9 @@ class FrameOutbox:
         self.beside: Callable[[], Mapping[str, torch.Tensor]] = dict
         """What a checkpoint has beside the stage's own state, where that does not bring it along; on the engine's
         thread."""
+        self.has_room: Callable[[int], bool] = lambda size_bytes: False
+        """Whether there is main memory for a copy of so many bytes: then a checkpoint is uploaded next to the work of
+        the stage, and otherwise the stage waits for it. On the engine's thread."""
         self.mark: Callable[[], torch.cuda.Event | None] = lambda: None
         """When what the stage has computed so far will be there; on the engine's thread."""
         self.delay = LinkDelay()
@@ -132,12 +135,48 @@ class FrameOutbox:
         self.spans.worked(span)
 
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        # The worker waits here: the tensors are the stage's own, and a copy of them would double its memory.
         if self._nobody_saves.is_set():
             return
         name = f"checkpoint-{checkpoint}"
         if not any(key.startswith("outer:") for key in tensors):
             tensors = {**tensors, **self.beside()}
+        if self.has_room(sum(tensor.nbytes for tensor in tensors.values())):
+            self._upload_copy(checkpoint, name, tensors, metadata)
+        else:
+            # The worker waits: the tensors are the stage's own.
+            self._upload_own(checkpoint, name, tensors, metadata)
+
+    def _upload_copy(
+        self, checkpoint: int, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> None:
+        if self._uploading is not None:
+            # Nobody wants the one before any more, if it has not been taken.
+            self._uploading.cancel()
+        work = self._upload_aside(checkpoint, name, _copied(tensors), dict(metadata))
+        self._uploading = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self._is_over or self._nobody_saves.is_set():
+            self._uploading.cancel()
+
+    async def _upload_aside(
+        self, checkpoint: int, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> None:
+        try:
+            with self.transfers.sending("checkpoint", name, sum(t.nbytes for t in tensors.values())) as sending:
+                await self._upload(name, lambda: sending.counted(_chunks(tensors, metadata)))
+        except Exception as error:
+            is_refused = isinstance(error, RefusedError)
+            if is_refused and await asyncio.to_thread(self._nobody_saves.wait, _ANOTHER_SECONDS):
+                # By a coordinator that was started again, and has never asked for it.
+                return
+            text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+            self._fail(("error", text, -1))
+            return
+        self._saved.append(checkpoint)
+        self.news.set()
+
+    def _upload_own(
+        self, checkpoint: int, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> None:
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())
         with self.transfers.sending("checkpoint", name, total_bytes) as sending:
             upload = self._upload(name, lambda: sending.counted(_chunks(tensors, metadata)))
@@ -156,8 +195,7 @@ class FrameOutbox:
 
     def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         # A copy, though it doubles the stage's memory: writing or sending it takes far longer than an update may wait.
-        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        self.on_keep(replica, copies, dict(metadata))
+        self.on_keep(replica, _copied(tensors), dict(metadata))
 
     def tell(self, message: ProviderMessage) -> None:
         """Something for the coordinator. On the network's loop."""
@@ -201,6 +239,10 @@ class FrameOutbox:
     def _fail(self, failure: tuple[str, str, int]) -> None:
         if not self.failure.done() and not self._is_over:
             self.failure.set_result(failure)
+
+
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def _no_rings(snapshot: Snapshot) -> None:

@@ -230,3 +230,9 @@ def test_a_run_that_goes_on_or_is_not_watched_tells_nothing() -> None:
     made.run = None
     made.wait(300)
     assert made.events == []
+
+
+def test_at_the_end_the_stages_whose_state_is_still_to_come_are_named() -> None:
+    waiting = StageNow("b", missing=(Missing("forward", ANY, 0),), sends=StateSent(12_000_000, 63_000_000, 0.5))
+    reason, culprits = told(waits("a", ("feed", ANY)), waiting, under_way=(), waits=("a checkpoint is being written",))
+    assert reason == "stage 1 (b) sends its state, 12 MB of 63 MB; a checkpoint is being written" and culprits == ("b",)

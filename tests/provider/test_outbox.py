@@ -142,6 +142,71 @@ def test_a_checkpoint_that_is_refused_while_the_coordinator_stays_is_the_workers
     on_a_loop(test)
 
 
+def test_where_there_is_room_for_a_copy_the_stage_goes_on_and_what_it_was_is_uploaded() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        asked: list[int] = []
+        outbox.has_room = lambda size_bytes: asked.append(size_bytes) or True  # type: ignore[func-returns-value]
+        weight = torch.arange(3.0)
+        # It returns though nothing is taken while the loop is busy here, and the stage learns on.
+        outbox.save(12, {"param:weight": weight}, {"version": "4"})
+        weight.add_(100.0)
+        assert asked == [12] and outbox.take_records()[2] == []
+        async with asyncio.timeout(10):
+            await outbox.news.wait()
+        assert outbox.take_records()[2] == [12] and outbox.transfers.told() == []
+
+    [data] = on_a_loop(test)
+    reader = WeightsReader(len(data))
+    reader.feed(data)
+    assert reader.finish()[0]["param:weight"].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("checkpoint", [13, 14])
+def test_a_copy_that_nobody_takes_fails_the_stage_as_its_own_state_does(
+    checkpoint: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox_module, "_ANOTHER_SECONDS", 0.1)
+
+    async def test(outbox: FrameOutbox) -> None:
+        outbox.has_room = lambda size_bytes: True
+        outbox.save(checkpoint, {"param:weight": torch.ones(1)}, {})
+        async with asyncio.timeout(10):
+            kind, text, _ = await outbox.failure
+        assert kind == "error" and text in ("the coordinator is gone", "nobody has asked for it")
+        assert outbox.take_records()[2] == []
+
+    on_a_loop(test)
+
+
+def test_a_copy_under_way_is_told_of_and_ends_with_the_stage_or_the_coordinator() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        outbox.has_room = lambda size_bytes: True
+        for end in (outbox.save_no_more, outbox.give_up):
+            outbox._nobody_saves.clear()
+            outbox.save(15, {"param:weight": torch.ones(5)}, {})
+            await asyncio.sleep(0.05)
+            [transfer] = outbox.transfers.told()
+            assert (transfer.kind, transfer.name, transfer.total_bytes) == ("checkpoint", "checkpoint-15", 20)
+            end()
+            await asyncio.sleep(0.05)
+            assert outbox.transfers.told() == [] and not outbox.failure.done()
+
+    assert on_a_loop(test) == []
+
+
+def test_another_checkpoint_takes_the_place_of_a_copy_that_is_still_under_way() -> None:
+    async def test(outbox: FrameOutbox) -> None:
+        outbox.has_room = lambda size_bytes: True
+        outbox.save(15, {"param:weight": torch.ones(5)}, {})
+        await asyncio.sleep(0.05)
+        outbox.save(16, {"param:weight": torch.ones(5)}, {})
+        async with asyncio.timeout(10):
+            await outbox.news.wait()
+        assert outbox.take_records()[2] == [16] and not outbox.failure.done()
+
+    assert len(on_a_loop(test)) == 1
+
+
 def test_losses_are_news_and_updates_are_recorded_only_if_asked_for() -> None:
     async def test(outbox: FrameOutbox) -> None:
         def work() -> None:

@@ -1,0 +1,95 @@
+"""Watch over the parts of a checkpoint: a provider whose part does not come, though it was asked for, is given up.
+
+A stage trains on while its state is uploaded, so a checkpoint that never becomes whole holds nobody up that the other
+watches look at; but without it no other is taken, and a run cannot end. The coordinator sees what comes: see
+`state_traffic` for what counts as sending.
+
+What happens on failure: where nobody could take the provider's place it is waited for, and `standstill` says so.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from ravnest.coordinator.leases import STILL_SECONDS, Replacement
+from ravnest.coordinator.members import Members
+from ravnest.coordinator.state_traffic import Sent, is_at_work, megabytes
+
+_LOOK_SECONDS: Final = 1.0
+_STOPPED_SECONDS: Final = 5.0
+
+
+class Awaited(NamedTuple):
+    """Parts of a checkpoint that all stages have begun to save, and that are not there."""
+
+    name: str
+    """Of the upload."""
+    asked_at: float
+    """When the last stage had begun at the latest, on the clock `time.monotonic`."""
+    nodes: tuple[str, ...]
+
+
+def judge_part(
+    sent: Sent | None, still_seconds: float, line_bytes_per_second: float, replacement: Replacement
+) -> tuple[bool, str]:
+    """Whether a provider whose part is awaited is to be given up, and why or why not.
+
+    `sent` is its upload, None where there is none; `still_seconds` went by since it was asked, or something last came.
+    """
+    limit = STILL_SECONDS[replacement]
+    why = f"nothing of it has come for {still_seconds:.0f} s"
+    if sent is not None:
+        is_work, why = is_at_work(sent, line_bytes_per_second)
+        why = f"{megabytes(sent.done_bytes)} have come, {why}"
+        if is_work or sent.seconds < limit:
+            return False, why
+    elif still_seconds < limit:
+        return False, why
+    if replacement == "none":
+        return False, f"{why}, and nobody can take its place"
+    return True, f"{why}, and {'a standby is ready' if replacement == 'standby' else 'the others can go on without it'}"
+
+
+class SaveWatch:
+    """Of one run. All methods belong to the network's loop."""
+
+    def __init__(
+        self,
+        members: Members,
+        awaited: Callable[[], Awaited | None],
+        replacement: Callable[[str], Replacement],
+        give_up: Callable[[str, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`give_up` is told whom to do without, and why."""
+        self._members = members
+        self._awaited = awaited
+        self._replacement = replacement
+        self._give_up = give_up
+        self._clock = clock
+        self._looked_at = 0.0
+        self._began_at = 0.0
+        """When there was something to look at again, or the coordinator was itself stopped last: what did not come
+        until then is no provider's fault."""
+
+    def look(self) -> None:
+        """To be called several times a second."""
+        now = self._clock()
+        awaited = self._awaited() if now - self._looked_at >= _LOOK_SECONDS else None
+        if awaited is None:
+            return
+        if now - self._looked_at > _STOPPED_SECONDS:
+            self._began_at = now
+        self._looked_at = now
+        for node_id in awaited.nodes:
+            if not self._members.is_present(node_id):
+                continue
+            uploads = self._members[node_id].uploads
+            upload = next((up for up in uploads.under_way if up.name == awaited.name), None)
+            still = now - max(awaited.asked_at, uploads.heard_at, self._began_at)
+            sent = None if upload is None else upload.sent(now, since=self._began_at)
+            rate = self._members.line_rate(node_id) or 0.0
+            is_over, why = judge_part(sent, still, rate, self._replacement(node_id))
+            if is_over:
+                asked = f"its state was asked for {now - awaited.asked_at:.0f} s ago ({awaited.name})"
+                self._give_up(node_id, f"{asked}: {why}")
