@@ -127,6 +127,19 @@ def test_the_live_picture_has_loss_speed_eta_and_a_line_per_stage() -> None:
     display.close()
 
 
+def test_the_live_picture_says_why_nothing_is_completed_in_one_line_and_only_then() -> None:
+    display, stream = a_live_display()
+    why = "nothing completed for 30 s: stage 0 (p1) waits for the gradient of microbatch 17 from stage 1 (p2), which is"
+    display.show(a_snapshot(standstill=why))
+    [line] = [line for line in shown(stream).splitlines() if "nothing completed" in line]
+    assert line.startswith(why[:70]) and line.rstrip().endswith("…") and len(line) <= 80
+    display.close()
+    display, stream = a_live_display()
+    display.show(a_snapshot())
+    assert "nothing completed" not in shown(stream)
+    display.close()
+
+
 def test_early_phases_show_without_any_numbers() -> None:
     display, stream = a_live_display()
     display.show(Snapshot(phase="starting providers"))
