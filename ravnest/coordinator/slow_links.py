@@ -69,6 +69,10 @@ class LinkPace:
         reason = f"microbatches {what} {delay_seconds * 1e3:.0f} ms, where {self._usual * 1e3:.0f} ms are usual"
         return Change(self._slow, reason)
 
+    def skip(self) -> None:
+        """What is seen at this moment says nothing of the line."""
+        self._since = None
+
 
 class SlowLinks:
     """Of all links of a run: `link_slow` and `link_well` among its events."""
@@ -83,6 +87,8 @@ class SlowLinks:
         """What a stage says of its links; that to the next stage has a delay."""
         if sends_its_state(report):
             # Its line is full of that, for a while.
+            if node_id in self._paces:
+                self._paces[node_id][1].skip()
             return
         for link in report.links:
             # Of microbatches that hardly waited for the line: how many wait for it is our own doing.

@@ -16,7 +16,6 @@ from ravnest.coordinator.believed import Believed
 from ravnest.coordinator.clusters import ClusterRun
 from ravnest.coordinator.flights import counts_of
 from ravnest.coordinator.formation import Formation
-from ravnest.coordinator.state_traffic import sends_its_state
 from ravnest.net.v1.control_pb2 import Report
 from ravnest.planner.providers import Provider
 from ravnest.planner.refit import cuts_of, same_cuts
@@ -79,10 +78,6 @@ class StagePace:
             self._slow_since = None
         elif self._slow_since is None:
             self._slow_since = since
-
-    def skip(self, work: Work, now: float) -> None:
-        """What it has done by now is not held against it: the next window begins here."""
-        self._at, self._work, self._slow_since = now, work, None
 
     def slow_for(self, now: float) -> float:
         """How many seconds it has been slow for."""
@@ -147,12 +142,8 @@ class SlowStages:
         if known != which:
             pace = StagePace()
         self._paces[node_id] = which, pace
-        work = Work(counts.backwards, counts.forward_seconds + counts.backward_seconds)
-        if sends_its_state(report):
-            # What it computes beside that says nothing of how fast it is.
-            pace.skip(work, now)
-            return
-        pace.take(work, now)
+        # What it computes alone: that it waits for its state to be uploaded makes no stage slow.
+        pace.take(Work(counts.backwards, counts.forward_seconds + counts.backward_seconds), now)
         paces = {node: self._paces[node][1] for node in cluster.nodes if node in self._paces}
         found = who_is_slow(cluster.nodes, paces, now)
         if found is None or found[0] != node_id:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ravnest.coordinator.slow_links import LASTING_SECONDS, LEARNING, LinkPace, SlowLinks
-from ravnest.net.v1.control_pb2 import LinkState, Report
+from ravnest.net.v1.control_pb2 import LinkState, Report, Transfer
 
 USUAL, SLOW = 0.02, 0.2
 STEP = LASTING_SECONDS / 4
@@ -68,11 +68,14 @@ class Told:
         self.now = 0.0
         self.links = SlowLinks(lambda kind, reason, **fields: self.events.append((kind, fields)), lambda: self.now)
 
-    def report(self, delay: float, *, next: bool = True, deployment: str = "d", times: int = 8) -> None:
+    def report(
+        self, delay: float, *, next: bool = True, deployment: str = "d", times: int = 8, sends: str = ""
+    ) -> None:
+        transfers = [Transfer(kind=sends)] if sends else []
         link = LinkState(node="b", next=next, delay_seconds=delay)
         for _ in range(times):
             self.now += STEP
-            self.links.reported("a", Report(deployment=deployment, links=[link]))
+            self.links.reported("a", Report(deployment=deployment, links=[link], transfers=transfers))
 
 
 def test_both_ends_of_a_slow_link_are_named() -> None:
@@ -81,6 +84,17 @@ def test_both_ends_of_a_slow_link_are_named() -> None:
     told.report(SLOW)
     told.report(USUAL)
     assert told.events == [("link_slow", {"provider": "a", "to": "b"}), ("link_well", {"provider": "a", "to": "b"})]
+
+
+def test_a_line_that_is_full_of_the_state_of_its_stage_is_not_slow_and_one_that_sends_a_replica_may_be() -> None:
+    told = Told()
+    told.report(USUAL)
+    for _ in range(5):
+        told.report(SLOW, times=2)
+        told.report(SLOW, sends="checkpoint")
+    assert told.events == []
+    told.report(SLOW, sends="replica")
+    assert [kind for kind, _ in told.events] == ["link_slow"]
 
 
 @pytest.mark.parametrize("delay", [0.0, -1.0, math.inf, math.nan])
