@@ -236,6 +236,7 @@ class Coordinator:
             lambda: None if self._formation is None else self._formation.checkpointing.awaited,
             self._replacement,
             self._watch.give_up,
+            lambda: self._standstill.patience_seconds,
         )
         self._course.spawn(self._watch.run())
         self._formation = await self._forming.first(self._take_formation)

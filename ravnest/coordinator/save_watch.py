@@ -30,13 +30,18 @@ class Awaited(NamedTuple):
 
 
 def judge_part(
-    sent: Sent | None, still_seconds: float, line_bytes_per_second: float, replacement: Replacement
+    sent: Sent | None,
+    still_seconds: float,
+    line_bytes_per_second: float,
+    replacement: Replacement,
+    patience_seconds: float = 0.0,
 ) -> tuple[bool, str]:
     """Whether a provider whose part is awaited is to be given up, and why or why not.
 
     `sent` is its upload, None where there is none; `still_seconds` went by since it was asked, or something last came.
+    `patience_seconds` is how long it may be before a stage has finished what it is at, and begins to save.
     """
-    limit = STILL_SECONDS[replacement]
+    limit = max(STILL_SECONDS[replacement], patience_seconds)
     why = f"nothing of it has come for {still_seconds:.0f} s"
     if sent is not None:
         is_work, why = is_at_work(sent, line_bytes_per_second)
@@ -59,9 +64,12 @@ class SaveWatch:
         awaited: Callable[[], Awaited | None],
         replacement: Callable[[str], Replacement],
         give_up: Callable[[str, str], None],
+        patience_seconds: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`give_up` is told whom to do without, and why."""
+        """`give_up` is told whom to do without, and why; `patience_seconds` is many times as long as a stage takes
+        for a microbatch at the moment."""
+        self._patience_seconds = patience_seconds
         self._members = members
         self._awaited = awaited
         self._replacement = replacement
@@ -89,7 +97,8 @@ class SaveWatch:
             still = now - max(awaited.asked_at, uploads.heard_at, self._began_at)
             sent = None if upload is None else upload.sent(now, since=self._began_at)
             rate = self._members.line_rate(node_id) or 0.0
-            is_over, why = judge_part(sent, still, rate, self._replacement(node_id))
+            replacement = self._replacement(node_id)
+            is_over, why = judge_part(sent, still, rate, replacement, self._patience_seconds())
             if is_over:
                 asked = f"its state was asked for {now - awaited.asked_at:.0f} s ago ({awaited.name})"
                 self._give_up(node_id, f"{asked}: {why}")

@@ -48,6 +48,11 @@ class StandstillWatch:
         """How long it had lasted when it was told last; None while nothing is to be told."""
         self._culprits: tuple[str, ...] = ()
 
+    @property
+    def patience_seconds(self) -> float:
+        """How long nothing may be completed before it is told why: many times as long as a microbatch takes."""
+        return self._pace.patience_seconds
+
     def completed(self) -> None:
         """A microbatch has been completed, in training or in evaluation."""
         now = self._clock()

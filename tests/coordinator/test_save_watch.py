@@ -25,6 +25,11 @@ def test_a_part_of_which_nothing_comes_is_waited_for_as_long_as_a_stage_that_doe
         assert given_up and why.startswith(f"nothing of it has come for {limit:.0f} s, and ")
 
 
+def test_a_stage_whose_work_takes_long_may_take_as_long_to_begin() -> None:
+    assert not judge_part(None, 90.0, HOME, "standby", patience_seconds=100.0)[0]
+    assert judge_part(None, 100.0, HOME, "standby", patience_seconds=100.0)[0]
+
+
 def test_a_part_that_has_stopped_coming_or_trickles_is_given_up_with_how_much_has_come() -> None:
     given_up, why = judge_part(Sent(12_000_000, 60.0, 40.0), 40.0, HOME, "reform")
     assert given_up
@@ -53,7 +58,7 @@ class Watched:
             self.members.put(member)
         replaced: Replacement = "standby"
         self.watch = SaveWatch(
-            self.members, lambda: self.awaited, lambda node: replaced, self._give_up, lambda: self.now
+            self.members, lambda: self.awaited, lambda node: replaced, self._give_up, clock=lambda: self.now
         )
 
     def wait(self, seconds: int) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ravnest.engine.activity import ANY, Missing
 from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, LossRecord, Message, Snapshot, Span
 from ravnest.engine.pace import Pretence
 from ravnest.engine.settings import StageSettings
@@ -230,6 +231,43 @@ def test_what_the_thread_does_and_waits_for_is_told_without_overlap(make: Make) 
     # The second microbatch is there, and has to wait for the gradient of the first.
     assert (WAIT_LIMIT, 0) in waits and waits[0] == (WAIT_NOTHING, 0)
     assert all(why == WAIT_NOTHING for why, _ in [(s.detail, s) for s in leaf_box.spans if s.kind == "wait"])
+
+
+def test_a_stage_says_what_it_works_on_and_which_microbatches_it_misses(make: Make) -> None:
+    def misses(worker: StageWorker, *missing: Missing) -> bool:
+        # A worker that has put something out is about to wait, and no more.
+        deadline, pause = time.monotonic() + PATIENCE_SECONDS, threading.Event()
+        while time.monotonic() < deadline:
+            activity = worker.activity()
+            if (activity.kind, activity.missing) == ("wait", missing):
+                return activity.seconds < PATIENCE_SECONDS
+            pause.wait(0.01)
+        return False
+
+    (root, root_box), (leaf, leaf_box) = make(2)
+    batch = batches([8])[0]
+    assert misses(root, Missing("feed", ANY, 0)) and misses(leaf, Missing("forward", ANY, 0))
+    feed([(root, root_box), (leaf, leaf_box)], 0, batch)
+    activations = root_box.next("forward")
+    assert misses(root, Missing("gradient", 0, 1)) and misses(leaf, Missing("forward", 0, 1))
+
+    saved, go_on = leaf_box.save, threading.Event()
+
+    def save(checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        go_on.wait(PATIENCE_SECONDS)
+        saved(checkpoint, tensors, metadata)
+
+    leaf_box.save = save  # type: ignore[method-assign]
+    leaf.receive_forward(replace(activations, checkpoint=7))
+    gradient = leaf_box.next("backward")
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while leaf.activity().kind != "save":
+        assert time.monotonic() < deadline
+    assert leaf.activity().microbatch == 0 and leaf.activity().missing == ()
+    go_on.set()
+    assert leaf_box.next("saved") == 7 and misses(leaf, Missing("forward", ANY, 0))
+    root.receive_backward(gradient)
+    assert root_box.next("done").microbatch == 0 and misses(root, Missing("feed", ANY, 0))
 
 
 def test_a_stage_is_busy_for_all_its_training_where_it_never_waits(make: Make) -> None:

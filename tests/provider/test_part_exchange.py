@@ -25,7 +25,8 @@ from ravnest.net.v1.control_pb2 import (
     UploadPart,
 )
 from ravnest.provider import part_files, part_transfer, taking
-from ravnest.provider.part_transfer import CHUNK_BYTES, next_burst, pause_seconds
+from ravnest.provider.part_transfer import CHUNK_BYTES, next_burst, pause_seconds, send_part
+from ravnest.provider.state_transfers import StateTransfers
 from tests.coordinator.test_stage_parts import GRAPH
 from tests.net.secure_ends import run
 from tests.provider.part_ends import KEY, METADATA, Keeper, a_state, keepers, pair, until
@@ -230,6 +231,31 @@ def test_a_part_is_given_to_whoever_takes_the_stage(tmp_path: Path) -> None:
             tensors, metadata = await taker.parts.part(order)
             assert torch.equal(tensors["param:w"], a_state(2_000_000)["param:w"]) and metadata == METADATA
             assert content(taker, 4) == content(holder, 4), "it is an owner now, and may be asked for it"
+
+    run(test())
+
+
+def test_whoever_gives_a_part_knows_how_much_of_it_the_other_has_whatever_its_size(tmp_path: Path) -> None:
+    async def test() -> None:
+        sending = StateTransfers()
+        reached: list[int] = []
+        async with keepers(tmp_path, "holder", "taker") as (holder, taker):
+            # More than may be unanswered at a time.
+            part = holder.files.write(KEY, 4, a_state(5_000_000), METADATA)
+            link = holder.parts._links.add(holder.dials(taker, "give-1"))
+            taking = asyncio.create_task(taker.parts.part(a_deploy(taker, holder)))
+            with sending.sending("part", KEY, part.size_bytes) as transfer:
+
+                def told(received_bytes: int) -> None:
+                    transfer.reached(received_bytes)
+                    reached.append(sending.told()[0].done_bytes)
+
+                await send_part(await link.connected(), part, reached=told)
+            await taking
+            await link.close()
+        assert reached == sorted(reached) and len(reached) == part.size_bytes >> 20
+        assert 0 < reached[0] <= 2 << 20 and part.size_bytes - reached[-1] < 2 << 20
+        assert sending.told() == [] and not sending.moved_within(60.0)
 
     run(test())
 
