@@ -126,7 +126,8 @@ def explain(run: RunNow) -> Standstill:
     if run.data_seconds is not None and not is_fed:
         told.append(f"the data loader has not yielded a batch for {run.data_seconds:.0f} s")
     if not told:
-        told.append(f"the run is at '{run.phase}', and no stage says what it waits for")
+        no_stage = ", and no stage says what it waits for" if run.clusters else ""
+        told.append(f"the run is at '{run.phase}'{no_stage}")
     return Standstill("; ".join(told), tuple(dict.fromkeys(culprits)))
 
 

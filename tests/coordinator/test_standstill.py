@@ -91,6 +91,7 @@ def test_where_nothing_is_under_way_it_is_the_data_or_what_the_coordinator_waits
     assert told(*idle, under_way=(), data_seconds=40.0) == ("the data loader has not yielded a batch for 40 s", ())
     assert told(*idle, under_way=(), waits=("a round is under way",)) == ("a round is under way", ())
     assert told(*idle, under_way=())[0] == "the run is at 'training', and no stage says what it waits for"
+    assert explain(RunNow("planning")).reason == "the run is at 'planning'"
 
 
 def test_data_is_not_blamed_while_a_stage_has_something_to_do() -> None:
