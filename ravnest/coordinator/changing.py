@@ -30,8 +30,7 @@ _LINE_TIMES: Final = 2.0
 
 
 def leave_seconds(part_bytes: int, line_bytes_per_second: float) -> float:
-    """How long a provider that wants to leave is kept at most, for its stage of so many bytes to reach another over its
-    line (0: not known)."""
+    """Timeout for handing a stage of this size over, on the line of the provider that leaves (0: not known)."""
     sending = part_bytes / line_bytes_per_second if line_bytes_per_second > 0 else 0.0
     return _LEAVE_SECONDS + _LINE_TIMES * sending
 

@@ -557,7 +557,7 @@ class Coordinator:
         raise RewoundError(place)
 
     def _run_now(self) -> RunNow | None:
-        """The run as somebody sees it who asks why nothing is completed; None while that is nobody's question."""
+        """The state of the run that explains why nothing is completed; None while the run is not watched for that."""
         formation, now = self._formation, time.monotonic()
         if self._has_all or self._forming is None:
             return None

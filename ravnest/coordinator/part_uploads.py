@@ -23,7 +23,7 @@ from ravnest.errors import DiskFullError, RefusedError, RunError
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, UploadPart
 
 _SECONDS: Final = 300.0
-"""How long somebody is waited for of whom nothing comes: a large part over a thin line takes as long as it takes."""
+"""Timeout of a provider that sends nothing of the part it was asked for. A large part may take longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PartUploads:
         self._wanted: dict[int, Wanted] = {}
         """By stage, what has not come yet, from those who have not been asked in vain; the first is asked now."""
         self._heard_at: dict[int, float] = {}
-        """By stage, when somebody was asked for its part, or some of it last came."""
+        """By stage, when a provider was asked for its part, or some of it last came."""
         self._info: CheckpointInfo | None = None
 
     async def gather(

@@ -20,8 +20,8 @@ MOST_RETAINED_MICROBATCHES: Final = 512
 
 
 def patience_seconds(part_bytes: int, line_bytes_per_second: float, last_seconds: float) -> float:
-    """How long a replica may take whose largest part has so many bytes, over the slowest of its lines (0: not known),
-    where the last one took so long.
+    """Timeout of a replica: from the size of its largest part, the rate of its slowest line (0: not known) and how long
+    the last replica took.
 
     A part gets a quarter of the line, less where other state is sent over it."""
     sending = part_bytes / (SENDING_SHARE * line_bytes_per_second) if line_bytes_per_second > 0 else 0.0

@@ -23,7 +23,7 @@ from ravnest.net.v1.control_pb2 import Replicated
 MOST_RETAINED: Final = 3072
 """Microbatches, and those of one more update: fewer than a stage remembers of those that it has applied."""
 _STATE_BYTES: Final = 12
-"""A part has about so many for each parameter, as far as none has come: most optimizers keep two moments."""
+"""Estimated size of a part for each parameter, until one has come: most optimizers keep two moments."""
 _MOST_SECONDS: Final = 1e6
 """That a provider may say it took to keep a part."""
 _MOST_UNDER_WAY: Final = 2

@@ -1,10 +1,10 @@
 """Watch over the parts of a checkpoint: a provider whose part does not come, though it was asked for, is given up.
 
-A stage trains on while its state is uploaded, so a checkpoint that never becomes whole holds nobody up that the other
-watches look at; but without it no other is taken, and a run cannot end. The coordinator sees what comes: see
-`state_traffic` for what counts as sending.
+A stage trains on while its state is uploaded, so the other watches see nothing of a checkpoint that never becomes
+whole; but until that is done no other is taken, and a run cannot end. The coordinator counts what comes:
+`state_traffic` says what counts as sending.
 
-What happens on failure: where nobody could take the provider's place it is waited for, and `standstill` says so.
+What happens on failure: where no other provider could take the place, the coordinator waits, and `standstill` says so.
 """
 
 import time
@@ -51,7 +51,7 @@ def judge_part(
     elif still_seconds < limit:
         return False, why
     if replacement == "none":
-        return False, f"{why}, and nobody can take its place"
+        return False, f"{why}, and no other can take its place"
     return True, f"{why}, and {'a standby is ready' if replacement == 'standby' else 'the others can go on without it'}"
 
 

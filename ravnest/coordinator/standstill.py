@@ -1,10 +1,10 @@
 """Why nothing is completed: which stage waits for what, from what the stages report and what the coordinator knows.
 
 Pure functions. Every stage says what it works on or what it misses; who is to give it that is the stage before or after
-it, or the coordinator. Following that from stage to stage leads to whoever holds all of them up: one that is not heard,
-that is at work, that sends its state, or the requester's own data loader. Where two stages wait for each other, one of
-them does not do its part, and both are named. What stages say is not believed further than for these words: nobody is
-given up because of them.
+it, or the coordinator. Following that from stage to stage leads to the cause: a stage that is not heard, that is at
+work or sends its state, or the requester's own data loader. Where two stages wait for each other, one of them does not
+do its part, and both are named. Stages may lie: the result is a sentence for the user, and costs no provider
+its stage.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from ravnest.engine.activity import ANY, Missing
 
 LEAST_SECONDS: Final = 10.0
 TIMES_USUAL: Final = 20.0
-"""Nothing has been completed for a while: for so many times as long as it usually is between two microbatches."""
+"""Patience, in multiples of the mean time between two completed microbatches."""
 FIRST_SECONDS: Final = 60.0
-"""The same before the first microbatch, when nothing is known of how long one takes."""
+"""Patience before the first microbatch, when the pace is not known."""
 SILENT_SECONDS: Final = 5.0
-"""A stage that has not reported for so long is what the others wait for, whatever it said last."""
+"""A stage that has not reported for this long is what the others wait for, whatever it said last."""
 _FADING: Final = 1 / 8
 _MOST_TIMES: Final = 4.0
 """The mean, that a pause counts for at most."""
@@ -43,7 +43,7 @@ class Pace(NamedTuple):
 
     @property
     def patience_seconds(self) -> float:
-        """After so long without any it is told why."""
+        """How long nothing may be completed before the reason is told."""
         return FIRST_SECONDS if self.mean_seconds is None else max(LEAST_SECONDS, TIMES_USUAL * self.mean_seconds)
 
 

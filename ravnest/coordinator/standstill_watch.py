@@ -1,7 +1,7 @@
 """Tells of a run in which nothing has been completed for a while: an event, a line for the user, and the live display.
 
 `standstill` is told once it has lasted, again whenever it has lasted twice as long or others are to blame, and
-`went_on` ends it. Nothing is decided here and nobody is given up: see `stalls` and `leases` for that.
+`went_on` ends it. Nothing is decided here: `stalls` and `leases` say who is given up.
 """
 
 import math
@@ -96,14 +96,14 @@ class StandstillWatch:
 
 
 def cluster_now(cluster: ClusterRun, reports: Mapping[str, Report], silent_seconds: Mapping[str, float]) -> ClusterNow:
-    """A cluster as its stages last reported, each so long ago."""
+    """A cluster as its stages last reported; `silent_seconds` is how long ago each did."""
     stages = (stage_now(node, reports.get(node), silent_seconds.get(node, 0.0)) for node in cluster.nodes)
     under_way = (*cluster.open, *sorted(cluster.again), *cluster.evaluating)
     return ClusterNow(cluster.id, tuple(stages), under_way, cluster.forming)
 
 
 def stage_now(node: str, report: Report | None, silent_seconds: float) -> StageNow:
-    """A stage as it last reported, so long ago. What a provider says may be anything."""
+    """A stage as it last reported, `silent_seconds` ago. A provider may say anything."""
     if report is None:
         return StageNow(node, silent_seconds)
     activity = report.activity

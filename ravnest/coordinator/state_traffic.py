@@ -27,7 +27,7 @@ UNKNOWN_RATE: Final = 1e6
 BEGIN_SECONDS: Final = 10.0
 """How long an upload may take beyond what its bytes explain: it begins slowly, and other uploads share the line."""
 _PIECES: Final = 4
-"""A pause is longer than so many pieces take to come, one after the other."""
+"""Pieces that could have come during what counts as a pause."""
 _MOST_BYTES: Final = 1 << 50
 _NAME_CHARACTERS: Final = 80
 

@@ -1,4 +1,4 @@
-"""What a stage does at one moment, for whoever asks why nothing is completed.
+"""What a stage does at one moment, to explain why nothing is completed.
 
 Pure values. The worker makes them on any thread while its own may be stuck; the provider reports them.
 """

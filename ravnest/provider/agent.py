@@ -73,8 +73,8 @@ _FIRST_TELL_SECONDS = 2.0
 _TELL_SECONDS = 10.0
 _PARENT_SECONDS = 2.0
 _HAND_OVER_SECONDS = 90.0
-"""How long one that wants to leave waits for somebody to take its stage, and for as long after that as it is sending
-it; the coordinator lets it go before that."""
+"""Timeout of a provider that wants to leave and whose stage is not taken; longer while it is sending that. The
+coordinator lets it go before."""
 _LOOK_SECONDS = 5.0
 _PATIENCE_SECONDS = 600.0
 _LEFT_OVER_SECONDS = 120.0

@@ -360,7 +360,7 @@ class Deployment:
         return MemoryReading(stage_bytes(device, self._baseline), spare_bytes(device), self._lent_bytes, process)
 
     def _has_room(self, size_bytes: int) -> bool:
-        """Whether main memory is plenty beside a copy of the stage's state."""
+        """Whether main memory is plenty after a copy of the stage's state is made."""
         if self._stage.device.type == "cuda":
             return spare_bytes(torch.device("cpu")) >= PROCESS_BYTES + 2 * size_bytes
         reading = self._memory(self._stage.device)

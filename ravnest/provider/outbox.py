@@ -55,8 +55,8 @@ class FrameOutbox:
         """What a checkpoint has beside the stage's own state, where that does not bring it along; on the engine's
         thread."""
         self.has_room: Callable[[int], bool] = lambda size_bytes: False
-        """Whether there is main memory for a copy of so many bytes: then a checkpoint is uploaded next to the work of
-        the stage, and otherwise the stage waits for it. On the engine's thread."""
+        """Whether there is main memory for a copy of this size: then a checkpoint is uploaded while the stage works,
+        and otherwise the stage waits for it. On the engine's thread."""
         self.mark: Callable[[], torch.cuda.Event | None] = lambda: None
         """When what the stage has computed so far will be there; on the engine's thread."""
         self.delay = LinkDelay()
@@ -150,7 +150,7 @@ class FrameOutbox:
         self, checkpoint: int, name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
     ) -> None:
         if self._uploading is not None:
-            # Nobody wants the one before any more, if it has not been taken.
+            # The coordinator has given the checkpoint before up, if it has not taken it.
             self._uploading.cancel()
         work = self._upload_aside(checkpoint, name, _copied(tensors), dict(metadata))
         self._uploading = asyncio.run_coroutine_threadsafe(work, self._loop)

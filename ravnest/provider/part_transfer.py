@@ -34,8 +34,8 @@ MOST_BYTES: Final = 1 << 40
 _MOST_BURST_BYTES: Final = 4 << 20
 _ASK_BYTES: Final = 1 << 20
 _MOST_ASKED: Final = 8
-"""Where a part may have all of the line, the sender asks how much has come so often, and goes on until that many
-questions are unanswered: an answer takes as long as the line takes for so much, however large the part is."""
+"""Where a part may have all of the line, the sender asks how much has come after each _ASK_BYTES, and goes on until
+_MOST_ASKED questions are unanswered: an answer takes as long as the line takes for that, however large the part is."""
 _SHORT_SECONDS: Final = 0.02
 _LONG_SECONDS: Final = 0.08
 """A burst is about so long: an activation that comes in its middle does not wait for much longer."""

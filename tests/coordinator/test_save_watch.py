@@ -40,7 +40,7 @@ def test_a_part_that_has_stopped_coming_or_trickles_is_given_up_with_how_much_ha
 def test_nobody_is_given_up_whose_place_nobody_can_take() -> None:
     for sent in (None, Sent(0, 1e4, 1e4)):
         given_up, why = judge_part(sent, 1e4, HOME, "none")
-        assert not given_up and "nobody can take its place" in why
+        assert not given_up and "no other can take its place" in why
 
 
 class Watched:
