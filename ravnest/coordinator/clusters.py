@@ -74,13 +74,9 @@ class ClusterRun:
 
     @property
     def inputs_of(self) -> list[tuple[str, tuple[str, ...]]]:
-        """Which values of a batch go to which of its providers. The root is fed in any case: where it needs nothing of
-        the batch (it computes on weights alone), the frame still tells it that there is a microbatch."""
-        return [
-            (stage.node, tuple(v.name for v in stage.graph.inputs))
-            for stage in self.plan.stages
-            if stage.graph.inputs or not stage.graph.receives
-        ]
+        """Which values of a batch go to which of its providers. Each is told of every microbatch, also where its stage
+        has no inputs: what the stage before says of it is held against that."""
+        return [(stage.node, tuple(value.name for value in stage.graph.inputs)) for stage in self.plan.stages]
 
     @property
     def room(self) -> int:

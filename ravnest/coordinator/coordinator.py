@@ -210,6 +210,8 @@ class Coordinator:
             self._share,
             self._forming.set_aside,
             self._what_now,
+            self.lost,
+            self._forming.take_back,
         )
         self._changing = Changing(
             self._course,
@@ -294,6 +296,8 @@ class Coordinator:
         self._lost.discard(member.node_id)
         what = f"{member.node_id} joined with {describe(member)}"
         self._course.emit("joined", what, provider=member.node_id, **figures(member))
+        if self._stage_failures is not None:
+            self._stage_failures.joined(member.node_id)
         if self._standing_by is not None and self._formation is not None:
             cluster = self._formation.clusters.of(member.node_id)
             if cluster is not None:

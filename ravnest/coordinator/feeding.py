@@ -15,6 +15,8 @@ from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import PeerError, RefusedError
+from ravnest.graph.portable import ValueSpec
+from ravnest.graph.sizes import sizes_of
 from ravnest.net.frames import Frame, FrameKind
 
 BETTER_REASON_SECONDS: Final = 1.0
@@ -46,6 +48,8 @@ class Feeding:
         and whether all of its stages have. Until all of it has come, they know more than any place in the data says."""
         self.paused = ""
         """Why no other update is begun for now."""
+        self.inputs: Sequence[ValueSpec] = ()
+        """Of the whole model: what their free sizes are in each microbatch, every stage is told."""
         self._walks = 0
         """How often the data has been walked from an earlier place again."""
         self._course = course
@@ -248,7 +252,7 @@ class Feeding:
         updates: int = 0,
         replica: int = 0,
     ) -> None:
-        generation = cluster.generation
+        generation, sizes = cluster.generation, sizes_of(self.inputs, tensors)
         for node_id, names in cluster.inputs_of:
             frame = Frame(
                 kind=FrameKind.FEED,
@@ -263,6 +267,7 @@ class Feeding:
                 updates=updates,
                 replica=replica,
                 tensors={name: tensors[name] for name in names},
+                sizes=sizes,
             )
             if cluster.lost or cluster.generation != generation:
                 # It is fed again, to others or once the cluster has been formed anew.

@@ -142,6 +142,7 @@ class Formation:
 
         if before is None:
             self.feeding = Feeding(course, swarm, self.clusters, around.ledger, around.recorder, around.progress)
+            self.feeding.inputs = prepared.captured.graph.inputs
             self.checkpointing = Checkpointing(
                 course, swarm, make_saver, self.clusters.all[0], deployment, around.ledger, around.say
             )

@@ -5,9 +5,10 @@ Whether it is the machine or the stage is judged elsewhere (failures.py), and wh
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from ravnest.coordinator.accusations import Accusations
 from ravnest.coordinator.believed import Believed
 from ravnest.coordinator.course import Course
 from ravnest.coordinator.event_share import EventShare
@@ -37,9 +38,11 @@ class StageFailures:
         share: EventShare,
         set_aside: Callable[[str, str], None],
         what_now: Callable[[], str],
+        lose: Callable[[str, str], None],
+        take_back: Callable[[str], None],
     ) -> None:
-        """`set_aside` gives a provider no stage any more, for a reason; `what_now` says what a user can do when the
-        run has ended."""
+        """`set_aside` gives a provider no stage any more, for a reason, and `take_back` takes that back; `lose` ends a
+        provider's stay; `what_now` says what a user can do when the run has ended."""
         self._course = course
         self._swarm = swarm
         self._ledger = ledger
@@ -49,6 +52,9 @@ class StageFailures:
         self._share = share
         self._aside = set_aside
         self._what_now = what_now
+        self._lose = lose
+        self._take_back = take_back
+        self._accusations = Accusations()
         self._failures = Failures()
 
     def take(self, node_id: str, failed: Failed) -> None:
@@ -68,7 +74,11 @@ class StageFailures:
         if kind == "not_finite":
             self._course.fail(TrainingError(f"{message}; {self._what_now()}"))
             return
-        if kind == "link" and not self._set_aside(node_id, self._failures.lost_link(node_id, self._ledger.completed)):
+        if kind == "neighbour" and self._accuse(node_id, printable(failed.about), cluster.nodes, message):
+            return
+        if kind in ("link", "neighbour") and not self._set_aside(
+            node_id, self._failures.lost_link(node_id, self._ledger.completed)
+        ):
             # Its stage is well, and its neighbour may be: if that is gone, that is the better reason.
             reason, generation = f"{node_id}: {message}", cluster.generation
             self._course.later(_BETTER_REASON_SECONDS, lambda: self._recovery.link_lost(node_id, reason, generation))
@@ -83,6 +93,27 @@ class StageFailures:
         self._set_aside(node_id, judged, message)
         reason = f"{node_id} failed: {message}"
         self._recovery.stage_lost(node_id, reason, time.monotonic(), failed=kind != "no_part")
+
+    def joined(self, node_id: str) -> None:
+        """A provider is here, perhaps again: one that broke the rules of this run gets no stage of it."""
+        if why := self._accusations.barred(node_id):
+            self._aside(node_id, why)
+
+    def _accuse(self, node_id: str, about: str, nodes: Sequence[str], message: str) -> bool:
+        """A stage says that its neighbour broke the rules; whether that costs either of the two its place."""
+        places = [nodes.index(node) for node in (node_id, about) if node in nodes]
+        if len(places) < 2 or abs(places[0] - places[1]) != 1:
+            return False
+        culprit, reason, cleared = self._accusations.judge(node_id, about, message)
+        if not culprit:
+            return False
+        self._course.emit("rules_broken", reason, provider=culprit, accuser=node_id, accused=about)
+        for node in cleared:
+            self._take_back(node)
+        self._lose(culprit, f"{culprit} broke the rules: {reason}")
+        # Not before: what a provider was set aside for ends with its stay.
+        self._aside(culprit, reason)
+        return True
 
     def _set_aside(self, node_id: str, judged: Judged, message: str = "") -> bool:
         """Whether this one is given no stage any more."""

@@ -34,6 +34,8 @@ class Message:
     """How many updates the run has made with this microbatch; 0 where that is not told."""
     replica: int = 0
     """Not 0: every stage keeps its state after this microbatch as its part of this replica."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """The free sizes of the microbatch by symbol, where it comes from the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)

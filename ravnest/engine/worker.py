@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from ravnest.engine.activity import Activity, what_is_missing
+from ravnest.engine.agreement import MisfitError, Shapes, backward_misfit, feed_misfit, forward_misfit, shapes_of
 from ravnest.engine.applied import Applied
 from ravnest.engine.early_number import asked_for
 from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, LossRecord, Message, Outbox, Snapshot, Span
@@ -53,9 +54,11 @@ class StageWorker:
         *,
         applied: Applied | None = None,
         counters: Counters | None = None,
+        announced: bool = False,
     ) -> None:
         """All its work takes as long as on the machine that is pretended. `applied` and `counters` are those of the
-        worker that had the stage before, which has ended; it counts on in both."""
+        worker that had the stage before, which has ended; it counts on in both. Where every microbatch is `announced`,
+        the coordinator feeds this stage also where it has no inputs, and nothing is computed before."""
         self.applied = Applied() if applied is None else applied
         """What the stage has applied. The worker's own while it runs."""
         if counters is None:
@@ -72,7 +75,7 @@ class StageWorker:
         self._is_root = not graph.receives
         self._needs_forward = not self._is_root
         # A root is fed even where it needs nothing of the batch: the empty frame says that there is a microbatch.
-        self._needs_feed = self._is_root or bool(graph.inputs)
+        self._needs_feed = self._is_root or announced or bool(graph.inputs)
         self._is_leaf = graph.loss is not None
         settings = stage.settings
         most = settings.most_in_flight
@@ -89,8 +92,9 @@ class StageWorker:
         """Halves of a microbatch that wait for the other half, by where they came from."""
         self._taken = {True: _Taken(), False: _Taken()}
         """The microbatches that were taken up, in training and in evaluation."""
-        self._awaited: set[int] = set()
-        """Microbatches that were sent on in training and whose gradients have not come yet."""
+        self._awaited: dict[int, Shapes] = {}
+        """Microbatches that were sent on in training and whose gradients have not come yet, with the shapes that were
+        sent."""
         self._forwards: deque[Message] = deque()
         self._evaluations: deque[Message] = deque()
         self._backwards: deque[Message] = deque()
@@ -144,7 +148,10 @@ class StageWorker:
         return self._pace.overruns
 
     def feed(self, message: Message) -> None:
-        """Inputs or targets of a microbatch, from the coordinator. PeerError for one that cannot be."""
+        """Inputs or targets of a microbatch, from the coordinator. PeerError for one that cannot be; MisfitError where
+        what the stage before has sent of it cannot."""
+        if wrong := feed_misfit(self._stage.graph, message):
+            raise PeerError(wrong)
         self._join(message, self._fed, self._received if self._needs_forward else None)
 
     def receive_forward(self, message: Message) -> None:
@@ -156,7 +163,9 @@ class StageWorker:
         with self._condition:
             if message.microbatch not in self._awaited:
                 raise PeerError(f"gradients of microbatch {message.microbatch} came, which no stage here waits for")
-            self._awaited.remove(message.microbatch)
+            if wrong := backward_misfit(self._awaited[message.microbatch], message):
+                raise PeerError(wrong)
+            del self._awaited[message.microbatch]
             self._backwards.append(message)
             self._condition.notify()
 
@@ -254,9 +263,10 @@ class StageWorker:
                 if other is None:
                     own[number] = message
                     return
-                if other.train != message.train:
-                    raise PeerError(f"microbatch {number} came for training from one side and not from the other")
-                message = replace(message, values={**other.values, **message.values})
+                fed, received = (message, other) if own is self._fed else (other, message)
+                if wrong := forward_misfit(self._stage.graph, fed, received):
+                    raise MisfitError(wrong)
+                message = replace(fed, values={**fed.values, **received.values})
             self._taken[message.train].take(abs(number))
             (self._forwards if message.train else self._evaluations).append(message)
             self._most_held = max(self._most_held, self._held())
@@ -356,7 +366,7 @@ class StageWorker:
             self._running[message.microbatch] = replace(message, values={})
             self._count_flying()
             with self._condition:
-                self._awaited.add(message.microbatch)
+                self._awaited[message.microbatch] = shapes_of(results, results)
             self._outbox.forward(replace(message, values=results))
             return
         self._backward(message, None, asked_for(results[str(self._stage.graph.loss)]))

@@ -12,6 +12,7 @@ class FrameLimits:
     header_bytes: int = 1 << 18
     tensors: int = 1024
     scalars: int = 1024
+    sizes: int = 256
     dimensions: int = 16
     name_characters: int = 256
 

@@ -118,6 +118,8 @@ class Frame:
     """Of a BACKWARD frame: how long its sender has had the microbatch, since its activations came; 0: not told."""
     replica: int = 0
     """Not 0: every stage keeps its state after this microbatch as its part of this replica."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Of a FEED frame: the free sizes of the microbatch, by symbol."""
 
 
 def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
@@ -142,6 +144,8 @@ def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
         specs += _coded_spec_bytes(name, coded)
         size += _add_bytes(pieces, tensor)
     header = _header_bytes(frame) + specs
+    if frame.sizes:
+        header += _sizes_bytes(tuple(frame.sizes.items()))
     if frame.scalars:
         header += b"".join(_scalar_bytes(name, value) for name, value in frame.scalars.items())
     head = _PREFIX_BYTES + len(header)
@@ -213,6 +217,7 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
         coded=coded,
         residence_micros=header.residence_micros,
         replica=header.replica,
+        sizes=_decode_sizes(header, limits),
     )
     return frame, start + offset
 
@@ -308,6 +313,16 @@ def _decode_scalars(header: frame_pb2.FrameHeader, limits: FrameLimits) -> dict[
     return scalars
 
 
+def _decode_sizes(header: frame_pb2.FrameHeader, limits: FrameLimits) -> dict[str, int]:
+    if len(header.sizes) > limits.sizes:
+        raise PeerError(f"a frame has {len(header.sizes)} free sizes, more than {limits.sizes}")
+    sizes: dict[str, int] = {}
+    for entry in header.sizes:
+        _check_name(entry.symbol, sizes, limits)
+        sizes[entry.symbol] = entry.size
+    return sizes
+
+
 def _decode_piece(piece: frame_pb2.RingPiece) -> RingPlace:
     return RingPlace(
         piece.round,
@@ -357,6 +372,17 @@ def _spec_bytes(name: str, dtype: int, shape: torch.Size, order: tuple[int, ...]
     _check_own_name(name)
     spec = frame_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, order=order, codec=codec)  # type: ignore[arg-type]
     return frame_pb2.FrameHeader(tensors=[spec]).SerializeToString()
+
+
+@functools.lru_cache(maxsize=512)
+def _sizes_bytes(sizes: tuple[tuple[str, int], ...]) -> bytes:
+    if len(sizes) > DEFAULT_LIMITS.sizes:
+        raise PeerError(f"a frame cannot carry {len(sizes)} free sizes, {DEFAULT_LIMITS.sizes} are the most")
+    for symbol, _ in sizes:
+        _check_own_name(symbol)
+    return frame_pb2.FrameHeader(
+        sizes=[frame_pb2.Size(symbol=symbol, size=size) for symbol, size in sizes]
+    ).SerializeToString()
 
 
 def _coded_spec_bytes(name: str, coded: Coded) -> bytes:

@@ -543,6 +543,7 @@ class _Agent:
                     message=text,
                     microbatch=microbatch,
                     generation=deployment.generation,
+                    about=deployment.accused,
                 )
                 await control.send(ProviderMessage(failed=failed))
                 # It stays: a stage whose neighbour is gone may be kept.

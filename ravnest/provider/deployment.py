@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from ravnest.engine.activity import Activity as EngineActivity
+from ravnest.engine.agreement import MisfitError
 from ravnest.engine.applied import Applied
 from ravnest.engine.messages import Message
 from ravnest.engine.pace import NO_PRETENCE, Pretence
@@ -105,6 +106,7 @@ class Deployment:
             pretence,
             applied=applied if worker is None else worker.applied,
             counters=None if worker is None else worker.counters,
+            announced=True,
         )
         self._strain = MemoryStrain(recomputes=not stage.keeps_activations)
         self._links = links
@@ -113,6 +115,8 @@ class Deployment:
         transfers = Transfers(stage.device)
         outbox.mark = transfers.mark
         self._packing = Packing(2 * len(links), transfers)
+        self.accused = ""
+        """The neighbour that broke the rules, where the failure is of the kind "neighbour"."""
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._started: float = time.perf_counter() if before is None else before._started
@@ -316,7 +320,11 @@ class Deployment:
     def take_feed(self, frame: Frame) -> None:
         """Inputs or targets from the coordinator."""
         self._check(frame, FrameKind.FEED)
-        self._worker.feed(message_of(frame))
+        try:
+            self._worker.feed(message_of(frame))
+        except MisfitError as error:
+            # The coordinator's word is the truth: what came before it, from the stage before, is what cannot be.
+            self._accuse(next(end for end in self._links if not end.is_next), error)
 
     def set_limit(self, in_flight: int) -> None:
         """Have so many microbatches between forward and backward from now on, where this is a root."""
@@ -451,7 +459,7 @@ class Deployment:
         if order.graph.sha256 and order.graph.sha256 != own.graph.sha256:
             raise PeerError(f"stage {order.stage} is to be kept with another graph than it has")
         kind, text, _ = self.failure.result() if self.failure.done() else ("link", "", -1)
-        if self._worker.broken or kind != "link":
+        if self._worker.broken or kind not in ("link", "neighbour"):
             raise PeerError(
                 f"stage {order.stage} has failed and cannot be kept: {text or 'nobody knows what is in it'}"
             )
@@ -474,12 +482,18 @@ class Deployment:
                 take(message_of(await self._packing.unpack(frame, end.codec, check)))
                 self._spans.received(frame, arrived)
             except PeerError as error:
-                refused = RefusedError(f"{link.peer} broke the protocol: {error}")
-                # Its connection too: it is told why, and nothing more of it is taken.
-                link.fail(refused)
-                raise refused from None
+                self._accuse(end, error)
+                return
         # The coordinator knows whether the neighbour was right to go.
         raise PeerError(f"{link.peer} ended the link")
+
+    def _accuse(self, end: StageLink, error: PeerError) -> None:
+        """A neighbour broke the rules: it is told why, nothing more of it is taken, and the coordinator hears who."""
+        refused = RefusedError(f"{end.link.peer} broke the protocol: {error}")
+        if not self.failure.done():
+            self.accused = end.node_id
+        self._fail("neighbour", str(refused))
+        end.link.fail(refused)
 
     def _link_state(self, end: StageLink) -> LinkState:
         state = end.state()

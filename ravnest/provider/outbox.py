@@ -262,6 +262,7 @@ def message_of(frame: Frame) -> Message:
         fragment=frame.fragment,
         updates=frame.updates,
         replica=frame.replica,
+        sizes=frame.sizes,
     )
 
 

@@ -68,9 +68,10 @@ class Victim:
         return connection
 
     async def failure(self) -> str:
-        """Why the stage cannot go on, which is what the coordinator is told."""
+        """Why the stage cannot go on, as the coordinator is told; a neighbour that broke the rules is named."""
         kind, sentence, _ = await self.deployment.failure
-        assert kind == "link"
+        accused = "mallory" if sentence.startswith("mallory broke the protocol: ") else ""
+        assert (kind, self.deployment.accused) == ("neighbour" if accused else "link", accused)
         return sentence
 
 

@@ -318,7 +318,7 @@ class Provider:
             self.swarm.violations.append(f"{self.node_id} got microbatch {number} again")
             return
         where[number] = frame
-        needs = [held.fed] if held.graph.inputs else []
+        needs = [held.fed]
         needs += [held.received] if held.order.stage else []
         if any(number not in each for each in needs):
             return

@@ -247,7 +247,8 @@ def test_a_stage_says_what_it_works_on_and_which_microbatches_it_misses(make: Ma
     (root, root_box), (leaf, leaf_box) = make(2)
     batch = batches([8])[0]
     assert misses(root, Missing("feed", ANY, 0)) and misses(leaf, Missing("forward", ANY, 0))
-    feed([(root, root_box), (leaf, leaf_box)], 0, batch)
+    feed([(root, root_box)], 0, batch)
+    feed([(leaf, leaf_box)], 0, batch, checkpoint=7)
     activations = root_box.next("forward")
     assert misses(root, Missing("gradient", 0, 1)) and misses(leaf, Missing("forward", 0, 1))
 

@@ -1,0 +1,114 @@
+"""What comes to a stage about one microbatch agrees, whichever part of it comes first, or nothing is computed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ravnest.engine.agreement import MisfitError, backward_misfit
+from ravnest.engine.messages import Message
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.stage import Stage
+from ravnest.engine.worker import StageWorker
+from ravnest.errors import PeerError
+from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
+from ravnest.spec import OptimizerSpec
+
+LEAF = PortableGraph(
+    nodes=(
+        Node("found", "aten.linear.default", (Ref("h"), Ref("w"))),
+        Node("loss", "aten.mse_loss.default", (Ref("found"), Ref("targets"))),
+    ),
+    inputs=(ValueSpec("targets", torch.float32, ("s0", 4)),),
+    receives=(ValueSpec("h", torch.float32, ("s0", 4), True),),
+    parameters=(WeightSpec("w", "w", torch.float32, (4, 4)),),
+    loss="loss",
+)
+STEM = PortableGraph(
+    nodes=(Node("found", "aten.linear.default", (Ref("h"), Ref("w"))),),
+    receives=(ValueSpec("h", torch.float32, ("s0", 4), True),),
+    sends=(ValueSpec("found", torch.float32, ("s0", 4), True),),
+    parameters=(WeightSpec("w", "w", torch.float32, (4, 4)),),
+)
+
+
+class Silent:
+    """An outbox that nobody reads."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def a_worker(graph: PortableGraph) -> StageWorker:
+    settings = StageSettings(optimizer=OptimizerSpec("SGD", {"lr": 0.1}).to_json(), stage=1, stages=3)
+    outbox: Any = Silent()
+    return StageWorker(Stage(graph, {"w": torch.eye(4)}, settings), outbox, announced=True)
+
+
+def fed(graph: PortableGraph, size: int = 8, **more: Any) -> Message:
+    values = {"targets": torch.zeros(size, 4)} if graph.inputs else {}
+    return Message(0, values, samples=8, updates=3, sizes={"s0": 8}, **more)
+
+
+def sent(size: int = 8, **more: Any) -> Message:
+    return Message(0, {"h": torch.zeros(size, 4)}, samples=8, updates=3, **more)
+
+
+@pytest.mark.parametrize("graph", [LEAF, STEM], ids=["leaf", "stem"])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (sent(7), r"h has the shape \(7, 4\), whose dimension 0 \(s0\) is 8"),
+        (replace(sent(), samples=9), "came with samples 9, and its feed says 8"),
+        (replace(sent(), updates=4), "came with updates 4"),
+        (sent(checkpoint=7), "came with checkpoint 7"),
+        (sent(flush=True), "came with flush True"),
+        (sent(round=2), "came with round 2"),
+        (sent(fragment=2), "came with fragment 2"),
+        (sent(replica=2), "came with replica 2"),
+        (sent(train=False), "for training from one side and not from the other"),
+    ],
+)
+def test_activations_that_do_not_fit_the_feed_are_not_computed_with(
+    graph: PortableGraph, wrong: Message, words: str
+) -> None:
+    first = a_worker(graph)
+    first.feed(fed(graph))
+    with pytest.raises(MisfitError, match=words):
+        first.receive_forward(wrong)
+    # The other way round: it is still the activations that cannot be, not the feed.
+    second = a_worker(graph)
+    second.receive_forward(wrong)
+    with pytest.raises(MisfitError, match=words):
+        second.feed(fed(graph))
+    assert not first.ready and not second.ready
+
+
+@pytest.mark.parametrize("graph", [LEAF, STEM], ids=["leaf", "stem"])
+def test_nothing_is_computed_before_the_coordinator_has_told_of_it(graph: PortableGraph) -> None:
+    worker = a_worker(graph)
+    worker.receive_forward(sent())
+    assert not worker._forwards
+    worker.feed(fed(graph))
+    assert [message.microbatch for message in worker._forwards] == [0]
+
+
+def test_what_is_said_of_a_microbatch_is_the_coordinators_word() -> None:
+    worker = a_worker(LEAF)
+    worker.feed(fed(LEAF, checkpoint=5))
+    worker.receive_forward(sent(checkpoint=5))
+    assert (worker._forwards[0].checkpoint, set(worker._forwards[0].values)) == (5, {"h", "targets"})
+
+
+def test_a_feed_that_does_not_agree_with_itself_is_the_coordinators_fault() -> None:
+    with pytest.raises(PeerError, match="the feed of microbatch 0 does not agree with itself: targets") as caught:
+        a_worker(LEAF).feed(fed(LEAF, size=7))
+    assert not isinstance(caught.value, MisfitError)
+
+
+def test_a_gradient_has_the_shape_of_what_was_sent() -> None:
+    shapes = {"h": torch.Size((8, 4)), "k": torch.Size((8,))}
+    assert backward_misfit(shapes, Message(0, {"h": torch.zeros(8, 4)})) == ""
+    wrong = backward_misfit(shapes, Message(0, {"h": torch.zeros(8, 4), "k": torch.zeros(7)}))
+    assert wrong == "the gradient of k for microbatch 0 has the shape (7,), and (8,) was sent"
