@@ -78,6 +78,11 @@ class AveragingRun:
             self._checkpointing.expected = True
             self._course.spawn(self._save(feeding.fed_place, checkpoint))
 
+    @property
+    def alike(self) -> bool:
+        """Whether all clusters have the same model, and have trained on nothing since."""
+        return self._alike_at == self._feeding.fed_samples
+
     async def now(self, reason: str) -> None:
         """Averages all that was learnt, in all rings, while nothing is in flight: afterwards all clusters are alike."""
         feeding, rounds = self._feeding, self.rounds

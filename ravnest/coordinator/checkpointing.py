@@ -147,6 +147,11 @@ class Checkpointing:
         self._saver.follow(before)
         self._course.notify()
 
+    @property
+    def nodes(self) -> list[str]:
+        """Who holds the stages that are saved."""
+        return self._cluster.nodes
+
     def is_of(self, cluster: ClusterRun) -> bool:
         return self._cluster is cluster
 

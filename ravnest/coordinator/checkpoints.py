@@ -103,6 +103,17 @@ class CheckpointStore:
             with suppress(RunError):
                 self._newest = read_manifest(folder)
 
+    def set_apart(self, info: CheckpointInfo) -> Path:
+        """Takes a checkpoint out of those that a run goes on from, and leaves it on the disk; where it is then."""
+        apart = info.folder.with_name(f"{info.folder.name}-not-as-reported")
+        try:
+            shutil.rmtree(apart, ignore_errors=True)
+            os.rename(info.folder, apart)
+        except OSError as error:
+            raise write_error(info.folder, error) from error
+        self._newest = None
+        return apart
+
     def room(self) -> DiskRoom:
         """What is left on its disk; RunError where that cannot be asked."""
         try:

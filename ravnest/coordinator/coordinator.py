@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
+
+import torch
 
 from ravnest.amounts import counted
 from ravnest.coordinator.believed import Believed
@@ -48,6 +50,7 @@ from ravnest.coordinator.surroundings import Surroundings
 from ravnest.coordinator.swarm import Swarm
 from ravnest.coordinator.tracing import Tracing
 from ravnest.coordinator.watching import Watch
+from ravnest.coordinator.witness import Witnessed
 from ravnest.errors import DiskFullError, RavnestError, RefusedError, TrainingError, printable
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
@@ -254,6 +257,24 @@ class Coordinator:
     async def check(self) -> None:
         """Raises what made training impossible, if anything did."""
         await self._course.until(lambda: True)
+
+    async def attest(
+        self,
+        batches: Sequence[Mapping[str, torch.Tensor]],
+        shorten: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None,
+    ) -> None:
+        """Waits for what is in flight, and has the swarm evaluate a little of what is about to be saved, where it has
+        not; see `Items.attest`. RewoundError, as `take`."""
+        await self._until_rewound(self._items.attest(batches, shorten))
+
+    def witnessed(self) -> tuple[list[Witnessed], str]:
+        """What the swarm reported of the model that was saved last, and on what. Once `finish` is over."""
+        witness, formation = self._items.witness, self._now
+        found = witness.of_now
+        if formation.averaging is not None and not formation.averaging.alike:
+            # Another cluster's model is another one.
+            found = [each for each in found if each.provider in formation.checkpointing.nodes]
+        return found, witness.source
 
     async def finish(self) -> CheckpointInfo:
         """Waits for what is in flight, makes all clusters alike, and saves the final state. RewoundError, as `take`."""

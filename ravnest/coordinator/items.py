@@ -4,7 +4,10 @@ Each waits for its place: an evaluation for everything before it to be applied, 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import torch
 
 from ravnest.coordinator.checkpoints import CheckpointInfo
 from ravnest.coordinator.clusters import ClusterRun
@@ -14,9 +17,14 @@ from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, Item, Train
 from ravnest.coordinator.formation import Formation
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.recording import Recorder
+from ravnest.coordinator.witness import Witness
 from ravnest.errors import RefusedError
+from ravnest.graph.batch import samples_in
 from ravnest.monitor.display import Display
 from ravnest.net.frames import Frame
+
+_FIRST_ATTESTED: Final = 1 << 40
+"""Batches that are evaluated for the check alone are numbered from here down: far from those of the data."""
 
 
 class Items:
@@ -37,6 +45,8 @@ class Items:
         self.evaluation: Evaluation | None = None
         """The one under way."""
         self.finishing = False
+        self.witness = Witness()
+        self._attested = 0
         self.scores: set[str] = set()
         """What an evaluation measures."""
         self._course = course
@@ -81,6 +91,30 @@ class Items:
         finally:
             self.finishing = False
 
+    async def attest(
+        self,
+        batches: Sequence[Mapping[str, torch.Tensor]],
+        shorten: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None,
+    ) -> None:
+        """Sees to it that the swarm has evaluated something of the model as it is about to be saved: a few batches that
+        it trained on, or these, where it has not. With `shorten`, what it has evaluated is too much to be checked: it
+        evaluates a part of a batch again."""
+        await self._until_at_rest()
+        known = self.witness.of_now
+        if known and shorten is None:
+            return
+        source = self.witness.source if known else "train_data"
+        chosen = [each.batch.tensors for each in known[:1]] or self.witness.training_batches or batches
+        self.witness.begin(source)
+        for tensors in chosen if shorten is None else [shorten(chosen[0])]:
+            self._attested += 1
+            await self._take_evaluation(EvalBatch(-_FIRST_ATTESTED - self._attested, tensors, samples_in(tensors)))
+        evaluation = self.evaluation
+        if evaluation is not None:
+            await self._course.until(lambda: evaluation.outstanding == 0)
+            self.evaluation = None
+            self._now.flights.restart()
+
     async def average(self, reason: str) -> None:
         """Makes all clusters alike; nothing is in flight."""
         while (averaging := self._now.averaging) is not None:
@@ -98,7 +132,9 @@ class Items:
         if frame.scalars.keys() != self.scores:
             raise RefusedError(f"{node_id} sent a result of other measures than {sorted(self.scores)}")
         if cluster.evaluating.pop(frame.microbatch, None) is not None:
-            self.evaluation.came(frame.microbatch, {k: float(v) for k, v in frame.scalars.items()})
+            scores = {k: float(v) for k, v in frame.scalars.items()}
+            self.evaluation.came(frame.microbatch, scores)
+            self.witness.came(frame.microbatch, node_id, scores)
             self._course.notify()
 
     async def _take_batch(self, item: TrainBatch) -> None:
@@ -107,6 +143,7 @@ class Items:
         if self._now.averaging is not None:
             await self._now.averaging.before_batch()
         await self._now.checkpointing.room_for(item.after)
+        self.witness.trained(item.microbatch, item.tensors, item.samples)
         await self._now.feeding.batch(item, lambda: self._checkpoint_with(item))
 
     def _checkpoint_with(self, item: TrainBatch) -> int:
@@ -128,6 +165,9 @@ class Items:
             self._now.flights.restart()
             await self.average("before an evaluation")
             self._phase("evaluating")
+            if -item.microbatch < _FIRST_ATTESTED:
+                self.witness.begin("eval_data")
+        self.witness.fed(item)
         self.evaluation.sent(item.microbatch, item.samples)
         await self._now.feeding.evaluation(item)
 

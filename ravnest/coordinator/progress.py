@@ -58,6 +58,8 @@ class Progress:
     training_seconds: float = 0.0
     samples_at_start: int = 0
     faults: list[Fault] = field(default_factory=list)
+    check: written.Check = field(default_factory=written.Check)
+    """What came of evaluating the model from its file."""
     losses: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
     _before_counting: float = 0.0
     _uncounted: int = 0
@@ -215,6 +217,7 @@ class Progress:
             first_update_seconds=self.first_update_seconds,
             model=model,
             standstill=self.standstill if status == "running" else "",
+            check=self.check,
         )
 
     def _cluster_summaries(self, rate: float) -> Iterator[ClusterSummary]:

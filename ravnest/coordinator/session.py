@@ -20,6 +20,14 @@ from ravnest.coordinator.coordinator import Coordinator, RewoundError
 from ravnest.coordinator.data_order import epoch_size
 from ravnest.coordinator.feeder import Feeder
 from ravnest.coordinator.interrupts import Interrupts, RunOver
+from ravnest.coordinator.last_check import (
+    NotAsReportedError,
+    check_written,
+    effort_for,
+    first_tensors,
+    refusal,
+    shortening,
+)
 from ravnest.coordinator.ledger import Ledger, Place
 from ravnest.coordinator.prepare import Prepared, prepare, static_tensors
 from ravnest.coordinator.progress import Progress
@@ -117,6 +125,10 @@ class Session:
             self._orderly = True
         except KeyboardInterrupt:
             summary, model = self._stop(call)
+        except NotAsReportedError as error:
+            # Nothing more is saved: what the stages would save now is what was found wrong.
+            self._end("failed", str(error), self._run.model_path)
+            raise
         except RavnestError as error:
             # Where it is the requester's data that failed, the swarm is well and what it has learnt is worth keeping.
             info = call(self.coordinator.stop_early(_STOP_SECONDS))
@@ -138,7 +150,10 @@ class Session:
             call(self.coordinator.check())
             prepared = self._prepare(threads)
             call(self.coordinator.deploy(prepared, providers, clusters, threads or 1, os.cpu_count() or 1))
-            return self._write_model(self._feed(prepared, call))
+            info = self._feed(prepared, call)
+            model = self._write_model(info)
+            self._check_model(prepared, info, model)
+            return model
         except RunOver:
             call(self.coordinator.check())
             raise
@@ -195,6 +210,8 @@ class Session:
             )
             try:
                 self._feeder.run(start)
+                chosen = effort_for(prepared, self._progress.elapsed_seconds)
+                call(self.coordinator.attest(first_tensors(prepared), shortening(prepared, chosen)))
                 info: CheckpointInfo = call(self.coordinator.finish())
                 return info
             except RewoundError as back:
@@ -245,6 +262,24 @@ class Session:
         store.make_room(sum(tensor.nbytes for tensor in fused.values()))
         write_model(self._run.model_path, fused, {"updates": str(info.updates), "samples": str(info.samples)})
         return self._run.model_path
+
+    def _check_model(self, prepared: Prepared, info: CheckpointInfo, model: Path) -> None:
+        """Evaluates the model from its file; NotAsReportedError where that is not what the swarm reported."""
+        self.coordinator.phase("checking the model that was written")
+        witnessed, source = self.coordinator.witnessed()
+        chosen = effort_for(prepared, self._progress.elapsed_seconds)
+        devices = self._progress.devices
+        found = self._progress.check = check_written(prepared, info, model, witnessed, source, chosen, devices)
+        figures = {"on": found.on, "samples": found.samples, "reported": found.reported, "measured": found.measured}
+        if found.status != "failed":
+            self._events.emit("checked", found.reason, **figures)
+            return
+        self._events.emit("check_failed", found.reason, **figures)
+        store = CheckpointStore(self._run.checkpoints_path, self._job.checkpoint.keep)
+        apart = store.set_apart(info)
+        before = store.latest()
+        resumes_from = "the start" if before is None else f"{before.folder.name}, after {before.updates} updates"
+        raise NotAsReportedError(refusal(found, model, apart, resumes_from))
 
     def _end(self, status: Status, reason: str, model: Path | None) -> Summary:
         self._progress.pause_clock()

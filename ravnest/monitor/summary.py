@@ -104,6 +104,24 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Check:
+    """Whether the model in the file is the one that the swarm evaluated."""
+
+    status: Literal["passed", "failed", "none"] = "none"
+    reason: str = ""
+    """What was compared and what came of it; where nothing was, why."""
+    on: str = ""
+    """What the batches are of: "eval_data" or "train_data"."""
+    samples: int = 0
+    batches: int = 0
+    reported: Mapping[str, float | None] = field(default_factory=dict)
+    """Loss and metrics on these, as the swarm reported them."""
+    measured: Mapping[str, float | None] = field(default_factory=dict)
+    """The same, evaluated from the file."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Summary:
     status: Status
     reason: str
@@ -125,6 +143,7 @@ class Summary:
     """The path of model.safetensors, once it is written."""
     standstill: str = ""
     """Of a run that goes on: why nothing has been completed for a while; empty where that is not so."""
+    check: Check = field(default_factory=Check)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values alone; numbers that are not finite become None."""
@@ -153,6 +172,7 @@ def _summary(record: dict[str, Any]) -> Summary:
         "clusters": tuple(_cluster(item) for item in record.get("clusters", ())),
         "averaging": _made(Averaging, record.get("averaging", {})),
         "ledger": _made(Ledger, record.get("ledger", {})),
+        "check": _made(Check, record.get("check", {})),
         "faults": tuple(_made(Fault, item) for item in record.get("faults", ())),
     }
     return _made(Summary, record | nested)
