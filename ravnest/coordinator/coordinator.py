@@ -364,6 +364,9 @@ class Coordinator:
         elif kind == "saved":
             formation.checkpointing.saved(node_id, message.saved.checkpoint)
             formation.flights.restart()
+        elif kind == "traced":
+            assert self._stage_failures is not None
+            self._stage_failures.traced(node_id, message.traced)
         elif kind == "failed":
             assert self._stage_failures is not None
             self._stage_failures.take(node_id, message.failed)

@@ -4,22 +4,28 @@ gets no stage any more, or the run ends.
 Whether it is the machine or the stage is judged elsewhere (failures.py), and who takes a stage, too (recovery.py).
 """
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from ravnest.coordinator.accusations import Accusations
 from ravnest.coordinator.believed import Believed
+from ravnest.coordinator.clusters import ClusterRun
 from ravnest.coordinator.course import Course
 from ravnest.coordinator.event_share import EventShare
 from ravnest.coordinator.failures import Failures, Judged
 from ravnest.coordinator.formation import Formation
 from ravnest.coordinator.ledger import Ledger
+from ravnest.coordinator.not_finite_trace import StageWord, judge_not_finite
 from ravnest.coordinator.recovery import Recovery
 from ravnest.coordinator.swarm import Swarm
 from ravnest.errors import TrainingError, printable
-from ravnest.net.v1.control_pb2 import Failed
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, Trace, Traced
 
+_TRACE_SECONDS: Final = 20.0
+"""Within which a stage says what it knows of a microbatch: it computes its forward once more."""
 _BETTER_REASON_SECONDS: Final = 1.0
 """How long after a link was lost it may show that its other end was."""
 
@@ -55,6 +61,9 @@ class StageFailures:
         self._lose = lose
         self._take_back = take_back
         self._accusations = Accusations()
+        self._traced: int | None = None
+        """The microbatch that stages are asked about."""
+        self._words: dict[str, Traced] = {}
         self._failures = Failures()
 
     def take(self, node_id: str, failed: Failed) -> None:
@@ -72,7 +81,7 @@ class StageFailures:
         if kind == "memory":
             self._evict(formation, node_id, message)
         if kind == "not_finite":
-            self._course.fail(TrainingError(f"{message}; {self._what_now()}"))
+            self._course.spawn(self._trace(formation, cluster, node_id, failed.microbatch, message))
             return
         if kind == "neighbour" and self._accuse(node_id, printable(failed.about), cluster.nodes, message):
             return
@@ -98,6 +107,41 @@ class StageFailures:
         """A provider is here, perhaps again: one that broke the rules of this run gets no stage of it."""
         if why := self._accusations.barred(node_id):
             self._aside(node_id, why)
+
+    def traced(self, node_id: str, said: Traced) -> None:
+        """What a stage knows of a microbatch that is not finite."""
+        if said.microbatch == self._traced:
+            self._words.setdefault(node_id, said)
+            self._course.notify()
+
+    async def _trace(
+        self, formation: Formation, cluster: ClusterRun, node_id: str, microbatch: int, message: str
+    ) -> None:
+        """Finds out where what is not finite arose. Who sent it without having computed it loses its place, and the run
+        goes on; else it is the model's or the data's, and the run ends."""
+        if self._traced is not None:
+            return
+        if microbatch < 0 or node_id not in cluster.nodes:
+            self._course.fail(TrainingError(f"{node_id}: {message}; {self._what_now()}"))
+            return
+        self._traced, self._words = microbatch, {}
+        nodes = list(cluster.nodes)
+        try:
+            for node in nodes:
+                order = Trace(deployment=formation.id, microbatch=microbatch)
+                await self._course.tell(node, CoordinatorMessage(trace=order))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TRACE_SECONDS):
+                    await self._course.until(lambda: self._words.keys() >= set(nodes))
+            words = [_word(node, self._words.get(node)) for node in nodes]
+        finally:
+            self._traced = None
+        ruling = judge_not_finite(words, nodes.index(node_id))
+        what = f"{message.partition('; ')[0]}: {ruling.reason}"
+        self._course.emit("not_finite", what, provider=node_id, microbatch=microbatch, accused=ruling.accused)
+        if ruling.accused and self._accuse(ruling.accuser, ruling.accused, nodes, what):
+            return
+        self._course.fail(TrainingError(f"{what}; {self._what_now()}"))
 
     def _accuse(self, node_id: str, about: str, nodes: Sequence[str], message: str) -> bool:
         """A stage says that its neighbour broke the rules; whether that costs either of the two its place."""
@@ -129,3 +173,18 @@ class StageFailures:
         if needed is not None and node_id in self._swarm.members:
             found = self._believed.note_failure(self._swarm.members[node_id], needed, why)
             self._course.emit("evicted", found.reason, provider=node_id, memory_bytes=found.memory_bytes)
+
+
+def _word(node_id: str, said: Traced | None) -> StageWord:
+    if said is None:
+        return StageWord(node_id)
+    return StageWord(
+        node_id,
+        printable(said.received),
+        printable(said.sent),
+        printable(said.kind),
+        printable(said.where),
+        printable(said.gradients_received),
+        printable(said.gradients_sent),
+        printable(said.steep),
+    )

@@ -10,11 +10,12 @@ as much memory, so the peak of a stage is none the higher.
 """
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ravnest.engine.not_finite import Finding, find
 from ravnest.engine.precision import Precision
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.split_backward import Gradients, SplitBackward
@@ -88,6 +89,7 @@ class Passes:
         self._keeps_activations = policy.keeps_activations or self._is_leaf
         self._most_pending = settings.accumulate if policy.within_accumulate else None
         self._receives = [v.name for v in graph.receives if v.needs_grad]
+        self._given = [v.name for v in (*graph.inputs, *graph.receives)]
         self._states = [s.name for s in graph.states]
         aliases = Aliases(graph)
         written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
@@ -99,6 +101,8 @@ class Passes:
         self._unfinished: _Unfinished | None = None
         self._before: dict[int, dict[str, torch.Tensor]] = {}
         """States before the forward of each microbatch that has not been applied, in the order of the forwards."""
+        self._last: tuple[int, _Pending] | None = None
+        """On a leaf, the one whose backward came last, until its gradients are applied."""
         self._summed: list[int] = []
         """Microbatches whose gradients were taken and wait to be applied."""
 
@@ -163,7 +167,7 @@ class Passes:
         fixed = {**self._fixed, **states}
         if self._keeps_activations:
             computed, results = self._compute(microbatch, given, leaves, fixed)
-            pending = _Pending(number, None, computed, {}, {}, again)
+            pending = _Pending(number, None, computed, given, {}, again)
         else:
             pending = _Pending(number, None, None, given, before, again)
             first = {**given, **{name: given[name].clone() for name in self._written}}
@@ -185,6 +189,9 @@ class Passes:
         pending = self._pending.pop(microbatch, None)
         if pending is None:
             raise TrainingError(f"a gradient for microbatch {microbatch} came, which has no forward here")
+        if self._is_leaf:
+            # Its loss is looked at after its backward.
+            self._last = microbatch, replace(pending, version=None, computed=None)
         computed = pending.computed
         if computed is None:
             version = pending.version or self._versions.current
@@ -228,6 +235,7 @@ class Passes:
         for microbatch in self._summed:
             self._before.pop(microbatch, None)
         self._summed.clear()
+        self._last = None
 
     def forget(self) -> None:
         """Forgets every microbatch that has not been applied, and what it did to the states."""
@@ -236,7 +244,7 @@ class Passes:
         if self._unfinished is not None:
             self._release(self._unfinished.version)
         self._pending.clear()
-        self._unfinished = None
+        self._unfinished = self._last = None
         self._fixed.update(self.settled_states)
         self._before.clear()
         self._summed.clear()
@@ -262,6 +270,19 @@ class Passes:
         with torch.no_grad():
             results = self._program.run(given, {**self._versions.current.leaves, **self._fixed}, train=False)
         return self._of_its_own(results)
+
+    def find_not_finite(self, microbatch: int) -> Finding | None:
+        """Where values of this microbatch that are not finite arose, found by running its forward once more; None where
+        it is not known any more what it was given."""
+        pending = self._pending.get(microbatch)
+        if pending is None and self._last is not None and self._last[0] == microbatch:
+            pending = self._last[1]
+        if pending is None or any(name not in pending.given for name in self._given):
+            return None
+        version = pending.version or self._versions.current
+        states = {name: state.clone() for name, state in self._fixed.items()}
+        weights = {**version.leaves, **states, **pending.states}
+        return find(self._program.graph, self._program, pending.given, weights, self._seed, microbatch)
 
     def _compute(
         self, microbatch: int, given: dict[str, Any], leaves: dict[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]

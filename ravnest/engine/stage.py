@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ravnest.engine.corrections.correction import correction_named
+from ravnest.engine.not_finite import Finding
 from ravnest.engine.passes import Passes
 from ravnest.engine.pieces import pieces
 from ravnest.engine.settings import StageSettings
@@ -171,6 +172,10 @@ class Stage:
         self._step_schedule(updates)
         oldest = None if self._oldest_version == self._forward_version else self._oldest_version
         return Update(microbatch, self._forward_version, self.version, oldest)
+
+    def find_not_finite(self, microbatch: int) -> Finding | None:
+        """Where values of this microbatch that are not finite arose; None where that is not known any more."""
+        return self._passes.find_not_finite(microbatch)
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch whose backward will never come."""

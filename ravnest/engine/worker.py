@@ -27,6 +27,7 @@ from ravnest.engine.agreement import MisfitError, Shapes, backward_misfit, feed_
 from ravnest.engine.applied import Applied
 from ravnest.engine.early_number import asked_for
 from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, LossRecord, Message, Outbox, Snapshot, Span
+from ravnest.engine.not_finite import Finding, Testimony, all_finite, steep
 from ravnest.engine.out_of_memory import is_out_of_memory, told
 from ravnest.engine.pace import NO_PRETENCE, Pace, Pretence
 from ravnest.engine.schedule import Bound, Task, Waiting, next_task, updates_before
@@ -38,6 +39,8 @@ Tensors = Mapping[str, torch.Tensor]
 
 _SPARE_WAITING: Final = 64
 """How many microbatches may wait beyond a few times those in flight: more come only from a peer that means harm."""
+_TESTIFIED: Final = 64
+"""Microbatches of which it is remembered whether the gradients that were sent are finite."""
 _REMEMBERED: Final = 4096
 """Microbatches that were taken up, by number: one as far behind the newest is not taken any more. What another cluster
 left undone comes again here, a little behind those that were fed meanwhile."""
@@ -107,6 +110,10 @@ class StageWorker:
         self._doing = ("wait", -1, time.perf_counter())
         """What the thread does, with which microbatch, and since when."""
         self._most_held = 0
+        self._sent_finite: dict[int, list[Callable[[], float]]] = {}
+        """Of the microbatches whose gradients were sent last, whether those are finite."""
+        self._bad_gradients: set[int] = set()
+        """Microbatches whose gradients came and are not finite."""
         self._running: dict[int, Message] = {}
         self._flown = (counters.flight_seconds, 0, time.perf_counter())
         """Seconds that microbatches were between forward and backward, up to a moment, and how many are since then."""
@@ -238,6 +245,22 @@ class StageWorker:
         with self._condition:
             self._between.append(work)
             self._condition.notify()
+
+    def testify(self, microbatch: int) -> Testimony:
+        """What the stage knows of a microbatch whose loss or gradients are not finite. Only where nothing else is done:
+        between two tasks, or once the worker has ended."""
+        found = self._stage.find_not_finite(microbatch) or Finding()
+        sent, received = "", ""
+        if microbatch in self._sent_finite:
+            # What it got is looked at before anything is sent on.
+            received = "" if self._is_leaf else "finite"
+            sent = "finite" if all(is_finite() for is_finite in self._sent_finite[microbatch]) else "nan"
+        elif microbatch in self._bad_gradients:
+            received = "nan"
+        if found.received == "nan" or received == "nan":
+            # Nothing of that microbatch was applied, and what is in the stage is not at fault.
+            self.broken = False
+        return Testimony(found, received, sent, steep(self._stage.graph))
 
     def _recompute(self) -> None:
         self._stage.recompute_from_now_on()
@@ -375,7 +398,7 @@ class StageWorker:
         self, message: Message, gradients: Mapping[str, torch.Tensor] | None, loss: Callable[[], float] | None = None
     ) -> None:
         with self._work("backward", message.microbatch):
-            are_finite = {name: asked_for(torch.isfinite(g).all()) for name, g in (gradients or {}).items()}
+            are_finite = {name: asked_for(all_finite(g)) for name, g in (gradients or {}).items()}
             found = self._stage.backward(message.microbatch, gradients)
             # Not before: a GPU has the backward to do while this waits for what came ahead of it.
             self._check_gradients(message.microbatch, are_finite)
@@ -384,6 +407,7 @@ class StageWorker:
         self.counters.backwards += 1
         if not self._is_root:
             # Before the update: the stage before can work on it meanwhile.
+            self._note_gradients(message.microbatch, found)
             self._outbox.backward(replace(message, values=found))
         if message.microbatch not in self.applied:
             self._apply(message)
@@ -445,10 +469,18 @@ class StageWorker:
         for name, is_finite in are_finite.items():
             if not is_finite():
                 # Before anything is applied or sent: the weights stay as they are, and the worker ends with it.
+                self._bad_gradients.add(microbatch)
                 raise _NotFiniteError(
                     f"the gradient of {name} that the next stage sent for microbatch {microbatch} is not "
                     "finite, so it is not applied; lower the learning rate or set pipeline.clip_norm"
                 )
+
+    def _note_gradients(self, microbatch: int, gradients: Tensors) -> None:
+        """Remembers whether what is sent is finite, without waiting for it: nobody asks, unless a loss or a gradient is
+        not."""
+        self._sent_finite[microbatch] = [asked_for(all_finite(g)) for g in gradients.values()]
+        while len(self._sent_finite) > _TESTIFIED:
+            self._sent_finite.pop(next(iter(self._sent_finite)))
 
     def _snapshot(self, round: int, fragment: int) -> None:
         stage = self._stage

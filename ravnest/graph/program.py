@@ -105,6 +105,29 @@ class Program:
         # In training the loss alone: whatever else came back with a gradient would be trained on.
         return {name: env[self._slots[name]] for name in (self._trained if train else self._evaluated)}
 
+    def watch(
+        self,
+        values: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        *,
+        seed: int,
+        microbatch: int,
+        before: Callable[[Node, list[Any]], None],
+        after: Callable[[Node, Any], None],
+    ) -> None:
+        """Runs in training as `run` does, never compiled, and shows every operator before it with its arguments and
+        after it with what it yields."""
+        env = self.environment(values, weights)
+        generator = self._generator()
+        for step in self._train:
+            if step.seed is not None:
+                generator.manual_seed(draw_seed(seed, microbatch, step.seed))
+            before(step.node, step.arguments(env)[0])
+            step.call(env)
+            after(step.node, env[step.slot])
+            for slot in step.frees:
+                env[slot] = None
+
     def environment(self, values: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> list[Any]:
         """The slots at the start of a run; GraphError where something the graph needs is not given."""
         env: list[Any] = [None] * len(self._slots)

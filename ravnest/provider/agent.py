@@ -430,6 +430,9 @@ class _Agent:
                 self._meet(message.meet.link)
             elif kind == "save" and self._deployment is not None:
                 self._deployment.save(message.save.checkpoint, message.save.anchored)
+            elif kind == "trace" and self._deployment is not None:
+                if message.trace.deployment == self._deployment.name:
+                    self._deployment.trace(message.trace.microbatch)
             elif kind == "flight" and self._deployment is not None:
                 if message.flight.deployment == self._deployment.name:
                     self._deployment.set_limit(message.flight.in_flight)

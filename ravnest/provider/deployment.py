@@ -58,6 +58,7 @@ from ravnest.provider.stage_link import StageLink, link_of
 from ravnest.provider.stage_part import Restored, with_part
 from ravnest.provider.state_transfers import StateTransfers
 from ravnest.provider.strain import EASY, MemoryReading, MemoryStrain
+from ravnest.provider.testimony import traced
 from ravnest.provider.transfers import Transfers
 from ravnest.provider.uploading import upload
 
@@ -337,6 +338,19 @@ class Deployment:
         else:
             self._spawn(self._save_with(self._rings, checkpoint, anchored))
 
+    def trace(self, microbatch: int) -> None:
+        """Tell the coordinator what the stage knows of a microbatch whose loss or gradients are not finite."""
+
+        def look() -> None:
+            said = traced(self.name, microbatch, self._worker.testify(microbatch))
+            loop.call_soon_threadsafe(self._outbox.tell, said)
+
+        loop = asyncio.get_running_loop()
+        if self._worker.runs:
+            self._worker.between(look)
+        else:
+            self._spawn(asyncio.to_thread(look))
+
     def average(self, message: CoordinatorMessage) -> None:
         """Does what the coordinator says of rounds; PeerError for a stage without rings."""
         if self._rings is None:
@@ -459,7 +473,7 @@ class Deployment:
         if order.graph.sha256 and order.graph.sha256 != own.graph.sha256:
             raise PeerError(f"stage {order.stage} is to be kept with another graph than it has")
         kind, text, _ = self.failure.result() if self.failure.done() else ("link", "", -1)
-        if self._worker.broken or kind not in ("link", "neighbour"):
+        if self._worker.broken or kind not in ("link", "neighbour", "not_finite"):
             raise PeerError(
                 f"stage {order.stage} has failed and cannot be kept: {text or 'nobody knows what is in it'}"
             )

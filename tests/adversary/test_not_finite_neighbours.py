@@ -1,0 +1,33 @@
+"""A provider that sends activations or gradients that are no numbers, and says nothing of it: real processes.
+
+It is named and gets no stage any more, and the run goes on to its end; the user's learning rate is not blamed.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.adversary.lying_swarm import LyingSwarm, events
+from tests.e2e.jobs import a_job, batches
+from tests.e2e.watching import adds_up
+
+
+@pytest.mark.parametrize(
+    ("liar", "lie", "words"),
+    [
+        ("provider-1", "activations that are no numbers", "sent values that are not finite for stage"),
+        ("provider-2", "gradients that are no numbers", "sent gradients that are not finite to stage"),
+    ],
+)
+def test_who_sends_what_is_not_finite_is_named_and_the_run_goes_on(
+    liar: str, lie: str, words: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    with LyingSwarm(3, liar, lie, first=4) as swarm:
+        result = swarm.train(a_job(batches([8] * 16)), run=run, display=False)
+    assert result.summary.status == "finished" and adds_up(result, 16)
+    found = events(run, "not_finite")
+    assert [event["accused"] for event in found] == [liar] and words in found[0]["reason"], found
+    assert "learning rate" not in found[0]["reason"]
+    assert [event["provider"] for event in events(run, "rules_broken")] == [liar]
+    assert {fault.provider for fault in result.summary.faults} == {liar}
