@@ -48,6 +48,11 @@ def judge_not_finite(words: Sequence[StageWord], complaint: int) -> Ruling:
                 "says itself"
             )
             return Ruling(before.provider, word.provider, reason)
+        if before is not None and word.received == "nan" and not before.sent:
+            reason = (
+                f"{before.provider} sent values that are not finite for stage {number}, and does not say how it came to"
+            )
+            return Ruling(before.provider, word.provider, reason)
         if word.where and word.received != "nan":
             return Ruling("", "", f"it arose in stage {number} ({word.provider}): {word.where}")
     # All was well on the way forward, as far as is known: it is the gradients.

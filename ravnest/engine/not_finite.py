@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from ravnest.graph.portable import Node, PortableGraph
+from ravnest.graph.portable import Node, PortableGraph, Ref
 from ravnest.graph.program import Program
 
 State = Literal["finite", "infinite", "nan", ""]
@@ -21,19 +21,7 @@ _DIVERGED: Final = 1e12
 """Values beyond this come of training that has diverged, and not of an operator at the edge of its domain."""
 _MAKES_INFINITIES: Final = ("full", "scalar_tensor", "masked_fill", "where", "fill", "full_like", "new_full")
 """Operators that put an infinity where the model says so."""
-_STEEP: Final = (
-    "sqrt",
-    "rsqrt",
-    "log",
-    "log2",
-    "log10",
-    "div",
-    "reciprocal",
-    "pow",
-    "norm",
-    "linalg_vector_norm",
-    "acos",
-)
+_STEEP: Final = ("sqrt", "rsqrt", "log", "log2", "log10", "reciprocal", "norm", "linalg_vector_norm", "acos")
 _ORDER: Final = {"": 0, "finite": 1, "infinite": 2, "nan": 3}
 
 
@@ -133,7 +121,7 @@ def state_of(value: Any) -> State:
 def steep(graph: PortableGraph) -> str:
     """The operators of a stage whose gradients may be infinite where their values are not; empty where it has none."""
     keys = {p.name: p.key for p in graph.parameters}
-    found = [f"{_short(node)}{_behind(graph, node, keys)}" for node in graph.nodes if _short(node) in _STEEP]
+    found = [f"{_short(node)}{_behind(graph, node, keys)}" for node in graph.nodes if _is_steep(node)]
     return ", ".join(dict.fromkeys(found[:3]))
 
 
@@ -208,6 +196,17 @@ def _behind(graph: PortableGraph, node: Node, keys: Mapping[str, str]) -> str:
     if last:
         return f" (behind {last})"
     return f" (before {following})" if following else ""
+
+
+def _is_steep(node: Node) -> bool:
+    """Whether the gradient of an operator may be infinite where its value is not: not where it divides by a plain
+    number, nor where it takes a power of 1 or more."""
+    second = node.args[1] if len(node.args) > 1 else None
+    if _short(node) == "div":
+        return isinstance(second, Ref)
+    if _short(node) == "pow":
+        return not (isinstance(second, int | float) and (second >= 1 or second == 0))
+    return _short(node) in _STEEP
 
 
 def _short(node: Node) -> str:

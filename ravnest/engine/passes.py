@@ -280,9 +280,11 @@ class Passes:
         if pending is None or any(name not in pending.given for name in self._given):
             return None
         version = pending.version or self._versions.current
-        states = {name: state.clone() for name, state in self._fixed.items()}
-        weights = {**version.leaves, **states, **pending.states}
-        return find(self._program.graph, self._program, pending.given, weights, self._seed, microbatch)
+        # Copies: the forward writes to them.
+        states = {name: pending.states.get(name, self._fixed[name]).clone() for name in self._states}
+        weights = {**version.leaves, **self._fixed, **states}
+        with self._precision.computing():
+            return find(self._program.graph, self._program, pending.given, weights, self._seed, microbatch)
 
     def _compute(
         self, microbatch: int, given: dict[str, Any], leaves: dict[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]

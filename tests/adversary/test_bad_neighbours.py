@@ -208,6 +208,39 @@ def test_a_leaf_whose_neighbour_sends(trick: str) -> None:
     run(test())
 
 
+@pytest.mark.parametrize("feed_first", [True, False], ids=["after its feed", "before its feed"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: with_values(f, lambda t: t[:-1]), r"\(7, .*\), whose dimension 0 \(s\d+\) is 8 in this microbatch"),
+        (lambda f: replace(f, samples=SAMPLES + 1), "came with samples 9, and its feed says 8"),
+        (lambda f: replace(f, checkpoint=7), "came with checkpoint 7, and its feed says 0"),
+        (lambda f: replace(f, train=False), "came for training from one side and not from the other"),
+    ],
+    ids=["another batch", "another number of samples", "a checkpoint that nobody asked for", "for evaluation"],
+)
+def test_a_leaf_whose_neighbour_sends_another_microbatch_than_was_fed(
+    change: Any, words: str, feed_first: bool
+) -> None:
+    async def test() -> None:
+        async with victim(1) as leaf:
+            connection = await leaf.begin()
+            if feed_first:
+                leaf.deployment.take_feed(fed(leaf))
+            await connection.send(change(forward(leaf)))
+            if not feed_first:
+                while not leaf.deployment._worker._received:
+                    await asyncio.sleep(0.01)
+                # The coordinator is not to blame: this raises nothing.
+                leaf.deployment.take_feed(fed(leaf))
+            await is_told(connection, f"mallory broke the protocol: .*{words}")
+            await leaf.failure()
+            report, _ = leaf.deployment.report()
+            assert (report.forwards, report.updates) == (0, 0)
+
+    run(test())
+
+
 TO_A_ROOT: dict[str, tuple[Any, str]] = {
     "FORWARD for BACKWARD": (lambda f: replace(f, kind=FrameKind.FORWARD), "a FORWARD frame came where only BACKWARD"),
     "gradients that nobody waits for": (lambda f: f, "gradients of microbatch 7 came, which no stage here waits for"),

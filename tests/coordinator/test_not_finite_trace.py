@@ -43,6 +43,11 @@ def test_gradients_are_followed_from_the_leaf_back() -> None:
     assert (ruling.accused, ruling.accuser) == ("mallory", "anna")
 
 
-def test_stages_that_say_nothing_are_named_and_nobody_is_accused() -> None:
+def test_one_that_sent_nan_and_says_nothing_of_it_is_accused() -> None:
     ruling = judge_not_finite([StageWord("anna"), StageWord("ben", "nan", "nan")], 1)
-    assert ruling.accused == "" and "anna could not say" in ruling.reason
+    assert (ruling.accused, ruling.accuser) == ("anna", "ben") and "does not say how" in ruling.reason
+
+
+def test_where_nothing_is_known_nobody_is_accused() -> None:
+    ruling = judge_not_finite([StageWord("anna"), StageWord("ben")], 1)
+    assert ruling.accused == "" and "anna, ben could not say" in ruling.reason
