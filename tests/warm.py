@@ -16,9 +16,13 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
+
+from tests.warm_mother import WARM
 
 ROOT: Final = Path(__file__).parent.parent
 COMMAND: Final = [sys.executable, "-m", "ravnest"]
@@ -124,19 +128,26 @@ class WarmProcess:
         return self.returncode
 
 
-class _Mother:
-    """The process that forks the others; one for each process of the tests."""
+class NotWarmError(Exception):
+    """Nothing can be forked on this machine; the text says why."""
 
-    def __init__(self) -> None:
+
+class _Mother:
+    """The process that forks the others; one for each process of the tests. NotWarmError where it may not fork."""
+
+    def __init__(self, path: Path = ROOT) -> None:
         self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "OMP_NUM_THREADS": _THREADS, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "OMP_NUM_THREADS": _THREADS, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
         command = [sys.executable, "-m", "tests.warm_mother", str(theirs.fileno()), " " * _ROOM]
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
         )
         theirs.close()
         self._lock = threading.Lock()
-        assert self._asked.recv(16) == b"warm", "the process that forks others did not start"
+        said = self._asked.recv(_ROOM)
+        if said != WARM:
+            self._end()
+            raise NotWarmError(said.decode() or "the process that forks others did not start")
         atexit.register(self._end)
 
     def fork(self, order: Mapping[str, Any], descriptors: Sequence[int]) -> int:
@@ -149,7 +160,7 @@ class _Mother:
         self._process.wait()
 
 
-_mothers: dict[int, _Mother] = {}
+_mothers: dict[int, _Mother | NotWarmError] = {}
 _making = threading.Lock()
 
 
@@ -157,8 +168,15 @@ def _mother() -> _Mother:
     with _making:
         # One that was inherited belongs to another process.
         if os.getpid() not in _mothers:
-            _mothers[os.getpid()] = _Mother()
-        return _mothers[os.getpid()]
+            try:
+                _mothers[os.getpid()] = _Mother()
+            except NotWarmError as reason:
+                _mothers[os.getpid()] = reason
+                warnings.warn(f"processes start cold here, which takes longer: {reason}", stacklevel=2)
+        found = _mothers[os.getpid()]
+    if isinstance(found, NotWarmError):
+        raise found
+    return found
 
 
 Process = subprocess.Popen[Any] | WarmProcess
@@ -167,5 +185,7 @@ Process = subprocess.Popen[Any] | WarmProcess
 def started(command: Sequence[str], **options: Any) -> Process:
     """A process: warm, where that can be."""
     if can_start(command, options.get("env")):
-        return WarmProcess(command, **options)
+        with suppress(NotWarmError):
+            _mother()
+            return WarmProcess(command, **options)
     return subprocess.Popen(command, **options)

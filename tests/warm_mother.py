@@ -17,6 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
+WARM: Final = b"warm"
+"""What it says once it can be asked to fork; anything else is the reason why it cannot."""
 _MOST_BYTES: Final = 1 << 20
 _CLONE_NEWNET: Final = 0x40000000
 _STANDARD: Final = 3
@@ -120,6 +122,21 @@ def _compute_with(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
+def why_not_fork() -> str:
+    """Why children that are forked from this process would not work; empty where they would.
+
+    A fork has the thread that forks alone, and whatever another thread had locked stays locked in it. CUDA starts
+    threads of its own, on some machines as soon as torch looks for a GPU, and refuses to work in a fork.
+    """
+    import torch
+
+    with open("/proc/self/status") as status:
+        [threads] = [int(line.split()[1]) for line in status if line.startswith("Threads:")]
+    if threads != 1:
+        return f"its imports have started {threads - 1} more thread{'' if threads == 2 else 's'}"
+    return "CUDA is in use there" if torch.cuda.is_initialized() else ""
+
+
 def main() -> int:
     import torch._dynamo
     import torch.export
@@ -135,15 +152,15 @@ def main() -> int:
     torch.export.export(
         torch.nn.ReLU(), (torch.ones(2, 2),), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False
     )
-    with open("/proc/self/status") as status:
-        [threads] = [int(line.split()[1]) for line in status if line.startswith("Threads:")]
-    assert threads == 1, f"{threads} threads: a process that forks must have one alone"
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    if reason := why_not_fork():
+        asked.send(reason.encode())
+        return 1
     gc.collect()
     gc.freeze()
     # An interrupt that is typed at a terminal is for others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asked = socket.socket(fileno=int(sys.argv[1]))
-    asked.send(b"warm")
+    asked.send(WARM)
     order = Mother(asked).work()
     if order is None:
         return 0

@@ -80,7 +80,7 @@ class Admission:
 
     def server_credentials(self) -> "grpc.ServerCredentials":
         """For the coordinator's port: nodes of the swarm and holders of live invites get through the handshake."""
-        return server_credentials(self._server_keys)
+        return server_credentials(self.server_keys)
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
         """Who makes this call. PeerError when the swarm does not know the caller or it may not make the call."""
@@ -109,5 +109,6 @@ class Admission:
             node_id, new = identity.name, False
         return Admitted(node_id, certificate_der(self.authority.issue(request, node_id, now=self._date())), new)
 
-    def _server_keys(self) -> TlsKeys:
+    def server_keys(self) -> TlsKeys:
+        """What the coordinator's port shows and trusts now."""
         return self.authority.tls_keys(self.tokens.live_roots(self._clock()))

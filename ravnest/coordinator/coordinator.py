@@ -401,6 +401,10 @@ class Coordinator:
     def reconnected(self, node_id: str) -> None:
         self._course.emit("reconnected", f"{node_id} is connected again", provider=node_id)
 
+    def turned_away(self, address: str, connections: int, reason: str) -> None:
+        self._course.emit("turned_away", reason, address=address, connections=connections)
+        self._display.message(reason)
+
     def vanished(self, node_id: str, reason: str) -> None:
         """A provider's stay in the swarm has ended."""
         if node_id in self._lost:

@@ -92,6 +92,8 @@ class Session:
         self._run = path if isinstance(path, RunDirectory) else RunDirectory.open(path, job_name=name, resume=resume)
         with contextlib.ExitStack() as opened:
             opened.callback(self._run.close)
+            if warning := self._run.open_to_others():
+                display.message(warning)
             self._events = EventLog(self._run.events_path)
             opened.callback(self._events.close)
             self._metrics = MetricLog(self._run.metrics_path, self._run.tensorboard_path, display.message)

@@ -23,6 +23,7 @@ from ravnest.errors import PeerError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import split_address
 from ravnest.net.dialling_back import NONCE_BYTES, dial_back
+from ravnest.net.doorkeeper import TurnedAway
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
 from ravnest.net.link import Link, RelayEnd
@@ -70,6 +71,9 @@ class SwarmEvents(Protocol):
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         """A stage uploads its state."""
 
+    def turned_away(self, address: str, connections: int, reason: str) -> None:
+        """Connections of an address took more than their share of the port and were closed. Told seldom."""
+
 
 class Swarm:
     """A server and its members. Made and used on the network's loop."""
@@ -87,7 +91,7 @@ class Swarm:
         """Number of the newest deployment; frames of earlier ones are refused."""
         self.host = ""
         """Where the coordinator listens; providers there share its cores."""
-        self._server = CoordinatorServer(self, admission.server_credentials(), admission.caller)
+        self._server = CoordinatorServer(self, admission.server_keys, admission.caller, self._turned_away)
         self.members = Members()
         self.artifacts: dict[str, Artifact] = {}
         self._orders: dict[str, Deploy] = {}
@@ -331,6 +335,10 @@ class Swarm:
             await patience
         finally:
             patience.cancel()
+
+    def _turned_away(self, turned_away: TurnedAway) -> None:
+        if self.events is not None:
+            self.events.turned_away(turned_away.address, turned_away.connections, str(turned_away))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -138,6 +139,20 @@ class RunDirectory(RunPaths):
             raise
         return run
 
+    def open_to_others(self) -> str:
+        """What to tell the user where others on this machine may look into the folder; empty where they may not.
+
+        Ravnest makes the folder of a run for its owner alone. One that was there already is left as its owner has set
+        it: it may be shared on purpose. Its keys, its invites and its store are for the owner alone in any case.
+        """
+        mode = stat.S_IMODE(self.path.stat().st_mode)
+        if not mode & 0o077:
+            return ""
+        return (
+            f"warning: others on this machine may look into {self.path} (mode {mode:04o}), where the model is kept; "
+            f"run `chmod 700 {self.path}` unless you share it on purpose"
+        )
+
     def release_reserve(self) -> None:
         """Makes room for the last words of a run: a little of the disk is kept for them from the beginning."""
         with suppress(OSError):
@@ -218,7 +233,7 @@ def _new_run(job_name: str) -> Path:
     while True:
         path = RUNS_FOLDER / (base if attempt == 1 else f"{base}-{attempt}")
         try:
-            path.mkdir(parents=True)
+            _make_private(path)
             return path
         except FileExistsError as error:
             if not path.is_dir():
@@ -226,6 +241,13 @@ def _new_run(job_name: str) -> Path:
             attempt += 1
         except OSError as error:
             raise write_error(path, error) from error
+
+
+def _make_private(path: Path) -> None:
+    """Makes the folder of a run, for this user alone: it holds the model and the swarm's keys."""
+    path.mkdir(mode=0o700, parents=True)
+    # An unusual umask may have taken from that what the owner needs.
+    path.chmod(0o700)
 
 
 def _newest_run(job_name: str) -> Path:
@@ -252,7 +274,7 @@ def _check_usable(run: RunPaths, *, resume: bool) -> None:
         elif resume:
             raise RunError(f"there is no run at {run.path} to resume; check --run, or start it without --resume.")
         else:
-            run.path.mkdir(parents=True)
+            _make_private(run.path)
             names = set()
     except OSError as error:
         raise write_error(run.path, error) from error

@@ -42,6 +42,29 @@ def peer_host(peer: str) -> str:
     return unquote(place).rpartition(":")[0].strip("[]")
 
 
+def peer_place(peer: str) -> tuple[str, int] | None:
+    """Host and port in what gRPC calls a peer, an IPv4 host as such; None where there is none."""
+    host, (_, _, port) = peer_host(peer), peer.rpartition(":")
+    if not host or not port.isdecimal():
+        return None
+    return plain_host(host), int(port)
+
+
+def plain_host(host: str) -> str:
+    """An address without brackets and scope, and one of IPv4 as such where an IPv6 socket has it."""
+    plain = host.strip("[]").partition("%")[0]
+    return plain.removeprefix("::ffff:") if "." in plain else plain
+
+
+def is_ip_address(host: str) -> bool:
+    """Whether this is an address and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_wildcard(host: str) -> bool:
     """Whether a server that listens on this host listens on every address of the machine."""
     try:

@@ -6,6 +6,7 @@ choosing, rather than be cancelled anywhere.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Final, NoReturn, TypeVar
@@ -17,10 +18,14 @@ from grpc import aio
 from ravnest.errors import PeerError, RavnestError, RefusedError
 from ravnest.net.address import peer_host
 from ravnest.net.connection import JOIN_BYTES, SERVER_OPTIONS, bind_port
+from ravnest.net.descriptors import raise_descriptor_limit
+from ravnest.net.door import budgets_for
+from ravnest.net.doorkeeper import Doorkeeper, TurnedAway
 from ravnest.net.failures import DETAILS_CHARACTERS
 from ravnest.net.identity import AuthContext, Identity, Kind
 from ravnest.net.link import Control, Link, RelayEnd
 from ravnest.net.stream import ByteStream
+from ravnest.net.tls import TlsKeys, server_credentials
 from ravnest.net.wire import CalledWire
 
 REQUEST_KEY: Final = "ravnest-join-bin"
@@ -36,7 +41,13 @@ LINK_KEY: Final = "ravnest-link"
 LINGER_SECONDS: Final = 10.0
 """How long an ended stream waits for its caller to hang up."""
 
+MAX_STREAMS: Final = 256
+"""How many streams one node may have open here, over all its connections. Each costs a task and buffers."""
+
 NODES: Final[tuple[Kind, ...]] = ("node",)
+
+OnTurnedAway = Callable[[TurnedAway], None]
+"""Told seldom of connections that took more than their share of a port."""
 
 Context = Any
 """A grpc.aio.ServicerContext of bytes."""
@@ -53,8 +64,11 @@ log = logging.getLogger(__name__)
 class CallServer:
     """A gRPC server for one service. Subclasses name its methods with `stream` and `unary`, then `start` it."""
 
-    def __init__(self, credentials: grpc.ServerCredentials) -> None:
-        self._credentials = credentials
+    def __init__(self, keys: Callable[[], TlsKeys], on_turned_away: OnTurnedAway) -> None:
+        """`keys` gives what the port shows and trusts; `on_turned_away` is called on the loop that `start` runs on."""
+        self._keys = keys
+        self._on_turned_away = on_turned_away
+        self._door: Doorkeeper | None = None
         self._ends: dict[str, set[ByteStream]] = {}
         self._server: aio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -62,11 +76,16 @@ class CallServer:
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, chosen by the system for port 0. RunError when the address cannot be had."""
         assert self._server is None, "a server starts once"
-        server = aio.server(options=SERVER_OPTIONS)
+        budgets = budgets_for(raise_descriptor_limit())
+        server = aio.server(options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", budgets.incoming)])
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.service(), self.methods()),))
-        bound = bind_port(server, host, port, self._credentials)
+        loop = asyncio.get_running_loop()
+        door = Doorkeeper(lambda report: _soon(loop, self._on_turned_away, report))
+        bound = bind_port(server, host, port, server_credentials(self._keys, door.knock))
         self._server = server
         await server.start()
+        self._door = door
+        door.start(host, bound, budgets)
         return bound
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
@@ -74,6 +93,8 @@ class CallServer:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_seconds)
+        if self._door is not None:
+            self._door.stop()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -110,7 +131,9 @@ class CallServer:
 
         async def serve(_: object, context: Context) -> None:
             identity = await self._admit(context, kinds, name)
-            caller = identity.name if identity.kind == "node" else f"{identity.kind}:{identity.name}"
+            caller = _named(identity)
+            if len(self._ends.get(caller, ())) >= MAX_STREAMS:
+                await _refuse(context, PeerError(f"{caller} has {MAX_STREAMS} streams open here, and may have no more"))
             await context.send_initial_metadata(((ACCEPTED_KEY, "1"),))
             label = dict(context.invocation_metadata() or ()).get(LINK_KEY)
             end = make(wire := CalledWire(context, caller, label if isinstance(label, str) else ""))
@@ -182,7 +205,10 @@ class CallServer:
 
     async def _admit(self, context: Context, kinds: Collection[Kind], call: str) -> Identity:
         try:
-            return self.caller(context.auth_context(), kinds, call)
+            identity = self.caller(context.auth_context(), kinds, call)
+            if self._door is not None:
+                self._door.calls(context.peer(), _named(identity))
+            return identity
         except PeerError as error:
             sentence = str(error)
         except RavnestError:
@@ -190,6 +216,22 @@ class CallServer:
             await _refuse(context, PeerError("the other side cannot tell who calls at the moment; see its log"))
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, sentence[:DETAILS_CHARACTERS])
         raise AssertionError("abort returns by raising")
+
+
+def log_turned_away(report: TurnedAway) -> None:
+    """What a server does with the news unless it is told otherwise."""
+    log.warning("%s", report)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: OnTurnedAway, report: TurnedAway) -> None:
+    # The loop is closed where the process was interrupted meanwhile.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, report)
+
+
+def _named(identity: Identity) -> str:
+    """The id of a node, or `invite:ID`."""
+    return identity.name if identity.kind == "node" else f"{identity.kind}:{identity.name}"
 
 
 def _refusal(handler: "asyncio.Task[Any]") -> PeerError | None:

@@ -101,6 +101,8 @@ CHANNEL_OPTIONS: Final = [
 SERVER_OPTIONS: Final = [
     *_HTTP2_OPTIONS,
     ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
+    # More wait at the caller's end.
+    ("grpc.max_concurrent_streams", 256),
     # Without this two servers would silently share a port, and providers would reach either.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

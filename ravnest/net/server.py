@@ -4,16 +4,14 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from typing import Final, Protocol
 
-import grpc
-
 from ravnest.errors import PeerError, RefusedError
-from ravnest.net.calls import CallServer, Method
+from ravnest.net.calls import CallServer, Method, OnTurnedAway, log_turned_away
 from ravnest.net.connection import CHUNK_BYTES
 from ravnest.net.identity import AuthContext, Identity, Kind
 from ravnest.net.link import Control, Link, RelayEnd
 from ravnest.net.measuring import MeasureService
 from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.tls import server_credentials
+from ravnest.net.tls import TlsKeys
 from ravnest.net.v1.control_pb2 import (
     CheckReply,
     CheckRequest,
@@ -75,8 +73,14 @@ class ProviderHandler(Protocol):
 class CoordinatorServer(CallServer):
     """Serves providers on behalf of a coordinator: all calls to nodes, those before joining to holders of an invite."""
 
-    def __init__(self, handler: CoordinatorHandler, credentials: grpc.ServerCredentials, who_calls: WhoCalls) -> None:
-        super().__init__(credentials)
+    def __init__(
+        self,
+        handler: CoordinatorHandler,
+        keys: Callable[[], TlsKeys],
+        who_calls: WhoCalls,
+        on_turned_away: OnTurnedAway = log_turned_away,
+    ) -> None:
+        super().__init__(keys, on_turned_away)
         self._handler = handler
         self._who_calls = who_calls
         self._measuring = MeasureService()
@@ -144,8 +148,10 @@ class ProviderServer(CallServer):
     replicas are exchanged, whether or not there is a stage here. While there are none of both nobody may link.
     """
 
-    def __init__(self, handler: ProviderHandler, node: NodeIdentity) -> None:
-        super().__init__(server_credentials(node.tls_keys))
+    def __init__(
+        self, handler: ProviderHandler, node: NodeIdentity, on_turned_away: OnTurnedAway = log_turned_away
+    ) -> None:
+        super().__init__(node.tls_keys, on_turned_away)
         self.neighbours: Collection[str] = ()
         self.keepers: Collection[str] = ()
         self._node = node

@@ -24,16 +24,19 @@ class TlsKeys:
     roots: bytes = field(repr=False)
 
 
-def server_credentials(current: Callable[[], TlsKeys]) -> grpc.ServerCredentials:
+def server_credentials(
+    current: Callable[[], TlsKeys], on_connection: Callable[[], None] = lambda: None
+) -> grpc.ServerCredentials:
     """Credentials for one port. Callers without a certificate from the roots are refused at the handshake.
 
-    `current` is called at each handshake, on a thread of gRPC's; when it raises, the handshake goes on with the keys
-    it gave last.
+    `current` is called when a connection has come in, on a thread of gRPC's; when it raises, the handshake goes on with
+    the keys it gave last. `on_connection` is called before.
     """
     given = current()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         nonlocal given
+        on_connection()
         keys = current()
         if keys == given:
             return None

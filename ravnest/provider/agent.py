@@ -194,7 +194,7 @@ class _Agent:
             if not self._embedded:
                 self._node = stack.enter_context(kept_identity(self._invite, authority, self._name))
             self._files = PartFiles.of_node(self._node, self._cache_bytes, self._say)
-            self._server = ProviderServer(self, self._node)
+            self._server = ProviderServer(self, self._node, lambda report: self._say(str(report)))
             stack.push_async_callback(self._server.stop)
             address = ""
             if listen is not None:

@@ -50,6 +50,7 @@ class Told:
         self.down: list[tuple[str, str]] = []
         self.back: list[str] = []
         self.gone: list[tuple[str, str]] = []
+        self.turned: list[tuple[str, int, str]] = []
         self.changes = Changes()
 
     def joined(self, member: Member) -> None:
@@ -73,6 +74,10 @@ class Told:
 
     def vanished(self, node_id: str, reason: str) -> None:
         self.gone.append((node_id, reason))
+        self.changes.notify()
+
+    def turned_away(self, address: str, connections: int, reason: str) -> None:
+        self.turned.append((address, connections, reason))
         self.changes.notify()
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:

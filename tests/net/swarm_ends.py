@@ -85,7 +85,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.admission = Admission.in_memory()
-        self.server = CoordinatorServer(self, self.admission.server_credentials(), self.admission.caller)
+        self.server = CoordinatorServer(self, self.admission.server_keys, self.admission.caller)
         self.port = 0
         self.joins = 0
         self.artifacts: dict[str, bytes] = {}

@@ -76,6 +76,9 @@ class Told:
         self.gone.append((node_id, reason))
         self.changes.notify()
 
+    def turned_away(self, address: str, connections: int, reason: str) -> None:
+        raise AssertionError("nobody is turned away here")
+
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         raise AssertionError("nothing is uploaded here")
 
