@@ -28,7 +28,7 @@ def add_parser(subparsers: "Subparsers") -> None:
         "--revoke", metavar="ID", help="let nobody join with this invite any more; who has joined stays"
     )
     action.add_argument("--list", action="store_true", help="list the invites and who joined with them (the default)")
-    parser.add_argument("--uses", metavar="N", type=whole_number, help="with --new: how many may join (default: 100)")
+    parser.add_argument("--uses", metavar="N", type=whole_number, help="with --new: how many may join (default: 20)")
     parser.add_argument(
         "--hours", metavar="H", type=_hours, help="with --new: for how long it can be used (default: 168, a week)"
     )

@@ -5,6 +5,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ravnest import amounts
+from ravnest.cores import usable_cores
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -51,6 +52,12 @@ def add_parser(subparsers: "Subparsers") -> None:
         help="how much of stages to keep on this disk, so that they need not be fetched again; 0 keeps nothing "
         "(default: 20GiB, and no more than half of the free space)",
     )
+    parser.add_argument(
+        "--cores",
+        metavar="N",
+        type=core_count,
+        help="cores to compute with (default: all of them, shared fairly with the other providers on this machine)",
+    )
     pretending = parser.add_mutually_exclusive_group()
     pretending.add_argument(
         "--pretend-slower",
@@ -73,6 +80,10 @@ def add_parser(subparsers: "Subparsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Provide until the coordinator ends the run; raises a RavnestError when that cannot be done."""
+    from ravnest.provider.core_claims import CoreClaim
+
+    # Before the slow imports: others that start at the same time are seen by then.
+    claim = CoreClaim.make(args.cores)
     from ravnest.engine.pace import Pretence, StageSeconds
     from ravnest.provider import agent
 
@@ -87,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
         outbound_only=args.outbound_only,
         cache_bytes=args.cache,
         pretence=Pretence(args.pretend_slower, seconds),
+        claim=claim,
         embedded=args.embedded,
     )
 
@@ -102,6 +114,17 @@ def memory_bytes(text: str) -> int:
 def cache_bytes(text: str) -> int:
     """Bytes as in `memory_bytes`, or 0; raises ArgumentTypeError for anything else."""
     return 0 if text.strip() == "0" else memory_bytes(text)
+
+
+def core_count(text: str) -> int:
+    """How many cores, from 1 to as many as this process may use; raises ArgumentTypeError for anything else."""
+    most = usable_cores()
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not how many cores to compute with: give a whole number from 1 to {most}, the cores that "
+            "this process may use"
+        )
+    return int(text)
 
 
 def slower(text: str) -> float:

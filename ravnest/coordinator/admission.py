@@ -98,6 +98,10 @@ class Admission:
             return admit(self.tokens.token(identity.name), self._clock())
         return True, f"{identity} has joined before and needs no invite"
 
+    def is_new(self, identity: Identity, request: bytes) -> bool:
+        """Whether `join` would bring a node in that has not joined before. PeerError for what is no request."""
+        return identity.kind == "invite" and not self.tokens.is_known(key_id(request_key(request)))
+
     def join(self, identity: Identity, request: bytes, name: str) -> Admitted:
         """Let the holder of an invite in; a node that asks gets a fresh certificate. PeerError says why not."""
         key = request_key(request)

@@ -6,7 +6,6 @@ because importing torch is what takes longest; they get the invite through their
 listens, and end when that pipe does.
 """
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from os import PathLike
@@ -18,6 +17,7 @@ from ravnest.coordinator.interrupts import Interrupts
 from ravnest.coordinator.loop import NetworkLoop
 from ravnest.coordinator.processes import ProviderProcesses
 from ravnest.coordinator.starting import check_clusters, choose_display, showing
+from ravnest.cores import fair_share, usable_cores
 from ravnest.errors import RefusedError, TrainingError
 from ravnest.monitor.run_directory import check_run
 from ravnest.reference import parse_reference
@@ -141,7 +141,7 @@ class EmbeddedSwarm:
                 loop.soon(swarm.dismiss, name, RefusedError(f"{name} has ended: {how}"))
 
             self._processes.on_death(died)
-            threads = max(1, (os.cpu_count() or 1) // count)
+            threads = fair_share(usable_cores(), count, count - 1)
             return session.train(count, clusters, threads, loop.call)
 
     def _open(self) -> "tuple[NetworkLoop, Swarm]":

@@ -87,6 +87,8 @@ def hear(members: "Members", member: "Member", message: ProviderMessage) -> bool
         member.link_error = (
             "" if member.link else printable(message.measured.error[:_ERROR_CHARACTERS]) or "it gave no figures"
         )
+    elif message.HasField("speed"):
+        member.shares_again(message.speed)
     elif message.HasField("peer_measured"):
         members.pairs.heard(member.node_id, message.peer_measured)
     else:

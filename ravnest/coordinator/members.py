@@ -18,6 +18,7 @@ from ravnest.net.control_link import ControlLink
 from ravnest.net.measuring import LinkSpeed
 from ravnest.net.resumable import ResumableLink
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, HeldStage, JoinRequest, ProviderMessage
+from ravnest.net.v1.control_pb2 import Speed as SpeedMessage
 from ravnest.net.version import PROTOCOL_VERSION
 
 _NAME_CHARACTERS = 80
@@ -107,6 +108,15 @@ class Member:
             parts=frozenset((part.key, part.replica) for part in request.parts[:_MOST_PARTS]),
             held=Held.of(request.held) if request.HasField("held") else None,
         )
+
+    def shares_again(self, speed: SpeedMessage) -> None:
+        """It computes with another share of its machine's cores; plans are made with that from now on."""
+        self.threads = min(max(1, speed.threads), _MOST_THREADS)
+        self.cores = min(speed.cores, _MOST_THREADS)
+        self.flops_per_second = positive(speed.flops_per_second)
+        self.memory_bytes_per_second = positive(speed.memory_bytes_per_second)
+        self.bfloat16_flops_per_second = positive(speed.bfloat16_flops_per_second)
+        self.float16_flops_per_second = positive(speed.float16_flops_per_second)
 
     def __post_init__(self) -> None:
         self.feed = ResumableLink(self.node_id)

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from ravnest.coordinator.data_order import epoch_size
 from ravnest.coordinator.feeder import Guard, first_batches
 from ravnest.coordinator.kept_costs import keep_costs, kept_costs, key_of
 from ravnest.coordinator.resuming import resumed_metadata
+from ravnest.cores import usable_cores
 from ravnest.engine.calibrate import calibrate, products_speed, step_bytes, time_steps
 from ravnest.engine.corrections.correction import DEFAULT as DEFAULT_CORRECTION
 from ravnest.engine.corrections.correction import correction_refusal
@@ -90,7 +90,7 @@ def _measured(job: Job, captured: Captured, threads: int | None) -> CostProfile:
     try:
         torch.set_num_threads(threads or 1)
         if threads is None:
-            torch.set_num_threads(choose_threads(_forward_seconds(captured), os.cpu_count() or 1))
+            torch.set_num_threads(choose_threads(_forward_seconds(captured), usable_cores()))
         return measure_costs(job, captured)
     finally:
         torch.set_num_threads(before)

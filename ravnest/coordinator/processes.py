@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from ravnest.cores import fair_share, usable_cores
 from ravnest.errors import PlanError
 
 _END_SECONDS = 1.5
@@ -27,7 +28,7 @@ class ProviderProcesses:
         """
         self.count = count
         self._started: float | None = time.perf_counter()
-        cores = os.cpu_count() or 1
+        cores = usable_cores()
         most = 4 * cores + 16
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise PlanError(f"providers is {count!r}: give a whole number of at least 1")
@@ -38,7 +39,7 @@ class ProviderProcesses:
         for factor in slower:
             if not 1 <= factor < math.inf:
                 raise PlanError(f"slower is {factor!r} for a provider: give a number of at least 1, such as 2.5")
-        threads = max(1, cores // count)
+        threads = fair_share(cores, count, count - 1)
         # Set before torch is imported there: its thread pools are sized once.
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -81,6 +81,7 @@ class ServedSwarm:
         from ravnest.coordinator.reception import announce, remember, watch_for_kicks
         from ravnest.coordinator.state import Listening, SwarmState, known_from_before
         from ravnest.coordinator.swarm import Swarm
+        from ravnest.coordinator.tokens import uses_for
 
         self._run = run
         self._display = display
@@ -116,7 +117,9 @@ class ServedSwarm:
                 display.message(_moved(was, (host, advertised_port)))
             admission.tokens.advertise(host, advertised_port)
             state.listens(listening)
-            self.invite: SwarmInvite = admission.invite(host, advertised_port, note="made by ravnest serve")
+            self.invite: SwarmInvite = admission.invite(
+                host, advertised_port, uses_for(self._providers), note="made by ravnest serve"
+            )
             if known := known_from_before(state.members()):
                 display.message(known)
             stack.enter_context(self._loop.running(watch_for_kicks(self._swarm)))

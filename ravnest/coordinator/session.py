@@ -1,7 +1,6 @@
 """One run from the requester's side: opens the run directory, prepares the job, feeds it, writes what comes of it."""
 
 import contextlib
-import os
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from ravnest.coordinator.prepare import Prepared, prepare, static_tensors
 from ravnest.coordinator.progress import Progress
 from ravnest.coordinator.saving import place_of
 from ravnest.coordinator.swarm import Swarm
+from ravnest.cores import usable_cores
 from ravnest.errors import RavnestError, RunError, TrainingError
 from ravnest.graph.batch import samples_in
 from ravnest.graph.partition import most_stages
@@ -151,7 +151,7 @@ class Session:
         try:
             call(self.coordinator.check())
             prepared = self._prepare(threads)
-            call(self.coordinator.deploy(prepared, providers, clusters, threads or 1, os.cpu_count() or 1))
+            call(self.coordinator.deploy(prepared, providers, clusters, threads or 1, usable_cores()))
             info = self._feed(prepared, call)
             model = self._write_model(info)
             self._check_model(prepared, info, model)

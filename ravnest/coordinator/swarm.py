@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from ravnest import __version__
 from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.event_share import EventShare
+from ravnest.coordinator.join_pace import JoinPace
 from ravnest.coordinator.leases import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENCE_SECONDS, Line
 from ravnest.coordinator.measures import hear
 from ravnest.coordinator.members import Member, Members, check_machine, check_version
@@ -23,6 +25,7 @@ from ravnest.errors import PeerError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import split_address
 from ravnest.net.dialling_back import NONCE_BYTES, dial_back
+from ravnest.net.door import origin_of
 from ravnest.net.doorkeeper import TurnedAway
 from ravnest.net.frames import Frame, FrameKind
 from ravnest.net.identity import Identity
@@ -100,6 +103,9 @@ class Swarm:
         """Of each node, whose replicas it is to keep, by the stage's key: it may fetch what it takes to go on there."""
         self._numbers = 0
         self._process = secrets.token_hex(16)
+        self._pace = JoinPace()
+        self._refusals = EventShare()
+        """Rate limit for events about joins that were refused, by address."""
         self._relay = Relay(self._call_to_relay)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -172,6 +178,7 @@ class Swarm:
         check_machine(request)
         if request.address:
             split_address(request.address)
+        await self._keep_pace(identity, request, seen_host)
         admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
         member = Member.of(admitted.node_id, request, seen_host)
         if member.node_id in self.members:
@@ -188,6 +195,20 @@ class Swarm:
             session=member.session,
             process=self._process,
         )
+
+    async def _keep_pace(self, identity: Identity, request: JoinRequest, seen_host: str) -> None:
+        """Lets a new node wait for its turn; RefusedError where that would take too long."""
+        if self.most is not None or not await asyncio.to_thread(
+            self.admission.is_new, identity, request.certificate_request
+        ):
+            return
+        address = f"address {origin_of(seen_host)}"
+        wait_seconds, why = self._pace.take(f"invite {identity.name}", address, time.monotonic())
+        if wait_seconds is None:
+            if self.events is not None and self._refusals.take(address, time.monotonic()):
+                self.events.turned_away(origin_of(seen_host), 1, why)
+            raise PeerError(why)
+        await asyncio.sleep(wait_seconds)
 
     async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
         good, reason = await asyncio.to_thread(self.admission.check, identity)

@@ -17,8 +17,15 @@ from ravnest.net.certificates import Certificate, certificate_der, read_certific
 from ravnest.net.identity import as_node_id
 from ravnest.net.invite_key import InviteToken
 
-DEFAULT_USES: Final = 100
+DEFAULT_USES: Final = 20
+"""Machines that an invite lets in unless its maker says otherwise: enough for a group of friends. Whoever gets hold of
+the invite has so many identities."""
 DEFAULT_LIFETIME_SECONDS: Final = 7 * 86400.0
+
+
+def uses_for(providers: int | None) -> int:
+    """For how many machines the invite of a run is that waits for so many: twice that, since machines are replaced."""
+    return max(DEFAULT_USES, 2 * (providers or 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +176,11 @@ class TokenStore:
             )
             if found.rowcount == 0:
                 raise RunError(f"there is no node {node_id} in this run; `ravnest invite` lists those there are")
+
+    def is_known(self, key_id: str) -> bool:
+        """Whether the holder of this key has joined before, whatever has become of it since."""
+        with self._store.used() as connection:
+            return connection.execute("SELECT 1 FROM nodes WHERE key_id = ?", (key_id,)).fetchone() is not None
 
     def is_member(self, node_id: str) -> bool:
         """Whether this node has joined and was not thrown out."""

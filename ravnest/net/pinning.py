@@ -48,7 +48,7 @@ async def pin_authority(
 async def _fetch(host: str, port: int, peer: str, timeout_seconds: float) -> Certificate:
     try:
         async with asyncio.timeout(timeout_seconds):
-            _, writer = await asyncio.open_connection(host, port, ssl=_context(), server_hostname=COORDINATOR_HOST)
+            writer = await _connected(host, port)
     except TimeoutError:
         raise PeerError(
             f"{peer} did not answer within {timeout_seconds:g} seconds; check that it is running, that the address is "
@@ -70,6 +70,21 @@ async def _fetch(host: str, port: int, peer: str, timeout_seconds: float) -> Cer
     return certificates.read_certificate(shown)
 
 
+async def _connected(host: str, port: int) -> asyncio.StreamWriter:
+    """A connection, tried a few times where it is closed at once: by a coordinator that has too many to take another
+    at this moment."""
+    for pause in (*_RETRY_SECONDS, None):
+        try:
+            _, writer = await asyncio.open_connection(host, port, ssl=_context(), server_hostname=COORDINATOR_HOST)
+            return writer
+        except (ConnectionResetError, BrokenPipeError, EOFError, ssl.SSLEOFError):
+            if pause is None:
+                raise
+            await asyncio.sleep(pause)
+    raise AssertionError("the last try returns or raises")
+
+
+_RETRY_SECONDS: Final = (0.25, 0.5, 1.0)
 _CHECK: Final = "check that the coordinator is running and that the address in the invite is right"
 
 

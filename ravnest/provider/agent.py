@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ravnest import __version__, amounts
+from ravnest.cores import usable_cores
 from ravnest.engine.out_of_memory import is_out_of_memory, told
 from ravnest.engine.pace import NO_PRETENCE, Pretence
 from ravnest.engine.speed import Speed
@@ -51,16 +52,18 @@ from ravnest.net.v1.control_pb2 import (
     ProviderMessage,
     Saved,
 )
+from ravnest.net.v1.control_pb2 import Speed as SpeedMessage
 from ravnest.net.version import PROTOCOL_VERSION
 from ravnest.provider.artifact_cache import ArtifactCache
 from ravnest.provider.artifacts import Artifacts
+from ravnest.provider.core_claims import CoreClaim
 from ravnest.provider.deployment import Deployment
 from ravnest.provider.device import choose_device
 from ravnest.provider.fetching import FetchLine, fetching
 from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.joining import join, kept_identity
 from ravnest.provider.links import PeerMeasuring, report_link
-from ravnest.provider.measuring import core_count, device_name, machine_speed
+from ravnest.provider.measuring import Setup, device_name, machine_speed, read_kept
 from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
 from ravnest.provider.part_files import PartFiles
 from ravnest.provider.parts import ORDERS, Parts
@@ -72,6 +75,8 @@ from ravnest.provider.warming import warm_up
 _FIRST_TELL_SECONDS = 2.0
 _TELL_SECONDS = 10.0
 _PARENT_SECONDS = 2.0
+_SHARE_SECONDS = 2.0
+"""Time between two looks for other providers on this machine."""
 _HAND_OVER_SECONDS = 90.0
 """Timeout of a provider that wants to leave and whose stage is not taken; longer while it is sending that. The
 coordinator lets it go before."""
@@ -95,12 +100,13 @@ def run(
     outbound_only: bool = False,
     cache_bytes: int | None = None,
     pretence: Pretence = NO_PRETENCE,
+    claim: CoreClaim | None = None,
     embedded: bool = False,
 ) -> int:
     """Provides until the run ends; the exit code. A RavnestError says why it could not.
 
     `cache_bytes` is how much of stages may be kept on the disk; 0: nothing, None: a bound that leaves room for others.
-    It computes as a machine of its `pretence` would.
+    It computes as a machine of its `pretence` would, with the cores that its `claim` says; None: with all.
     """
     leave_out_the_compiler()
     give_memory_back()
@@ -114,7 +120,12 @@ def run(
         # Several embedded providers and their coordinator share a machine, which has it all in memory already.
         cache = None if embedded else ArtifactCache.of_user(cache_bytes)
         name = name or platform.node()
-        agent = _Agent(SwarmInvite.parse(invite), chosen, memory_bytes, name, cache, cache_bytes, pretence, embedded)
+        if claim is not None and chosen.type != "cpu":
+            # What computes is not the processor.
+            claim.close()
+            claim = None
+        parsed = SwarmInvite.parse(invite)
+        agent = _Agent(parsed, chosen, memory_bytes, name, cache, cache_bytes, pretence, claim, embedded)
         listen = listen or ("127.0.0.1" if embedded else "0.0.0.0", 0)
         return asyncio.run(agent.main(None if outbound_only else listen, advertise))
     except RavnestError as error:
@@ -124,6 +135,9 @@ def run(
         if not _parent_has_ended():
             print(error, flush=True)
         return error.exit_code
+    finally:
+        if claim is not None:
+            claim.close()
 
 
 def _parent_has_ended() -> bool:
@@ -154,6 +168,7 @@ class _Agent:
         cache: ArtifactCache | None,
         cache_bytes: int | None,
         pretence: Pretence,
+        claim: CoreClaim | None,
         embedded: bool,
     ) -> None:
         self._invite = invite
@@ -164,6 +179,9 @@ class _Agent:
         self._cache = cache
         self._cache_bytes = cache_bytes
         self._pretence = pretence
+        self._claim = claim
+        self._cores = min(usable_cores(), torch.get_num_threads())
+        """Cores that the providers of this machine share: torch counts those that are worth a thread."""
         self._embedded = embedded
         self._fetch_line = None if embedded else FetchLine(sys.stderr)
         self._baseline = 0
@@ -284,13 +302,14 @@ class _Agent:
 
     async def _describe(self, about_us: JoinRequest) -> None:
         """Measures this machine, once."""
+        if self._speed is None and self._claim is not None:
+            _, said = self._take_share(self._claim)
+            if self._claim.is_told:
+                self._say(said)
+            about_us.threads = about_us.threads and torch.get_num_threads()
         known, self._speed = self._speed, self._speed or await machine_speed(self._device, self._memory_bytes)
+        self._tell_speed(about_us)
         speed = self._speed.divided(self._pretence.slower)
-        about_us.flops_per_second = speed.flops_per_second
-        about_us.memory_bytes_per_second = speed.memory_bytes_per_second
-        about_us.bfloat16_flops_per_second = speed.bfloat16_flops_per_second
-        about_us.float16_flops_per_second = speed.float16_flops_per_second
-        about_us.cores = core_count()
         about_us.device_name = device_name(self._device)
         about_us.measures_link = not self._embedded
         if known is None:
@@ -298,6 +317,48 @@ class _Agent:
             self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")
             if said := self._pretence.in_words:
                 self._say(said)
+
+    def _tell_speed(self, message: JoinRequest | SpeedMessage) -> None:
+        """Writes into a message how fast this machine is with the cores that it takes."""
+        assert self._speed is not None
+        speed = self._speed.divided(self._pretence.slower)
+        message.flops_per_second = speed.flops_per_second
+        message.memory_bytes_per_second = speed.memory_bytes_per_second
+        message.bfloat16_flops_per_second = speed.bfloat16_flops_per_second
+        message.float16_flops_per_second = speed.float16_flops_per_second
+        shares = self._claim is not None and self._claim.is_told and torch.get_num_threads() < self._cores
+        message.cores = torch.get_num_threads() if shares else usable_cores()
+
+    def _take_share(self, claim: CoreClaim) -> tuple[bool, str]:
+        """Computes with this provider's share of the cores from now on; whether that is another than before, and why
+        it is as large as it is."""
+        threads, reason = claim.share(usable_cores() if claim.claim.cores else self._cores)
+        changed = threads != torch.get_num_threads()
+        if changed:
+            torch.set_num_threads(threads)
+            if self._deployment is not None:
+                self._deployment.set_threads(threads)
+        return changed, reason
+
+    async def _share_cores(self, stay: Stay, claim: CoreClaim) -> None:
+        """Looks for other providers on this machine, for ever, and tells the coordinator what its share makes of it."""
+        while True:
+            await asyncio.sleep(_SHARE_SECONDS)
+            before = torch.get_num_threads()
+            changed, said = self._take_share(claim)
+            if changed and self._speed is not None:
+                self._say(said)
+                self._speed = await self._speed_on_share(self._speed, before)
+                message = SpeedMessage(threads=torch.get_num_threads())
+                self._tell_speed(message)
+                await stay.control.send(ProviderMessage(speed=message))
+
+    async def _speed_on_share(self, known: Speed, threads_before: int) -> Speed:
+        """The speed with the threads of now: as it was kept, measured while nothing is computed here, or estimated."""
+        kept = read_kept(Setup.here(self._device))
+        if kept is None and self._deployment is None:
+            kept = await machine_speed(self._device, self._memory_bytes)
+        return kept or known.divided(threads_before / torch.get_num_threads())
 
     async def _report_link(self, stay: Stay) -> None:
         """Measures the connection to the coordinator, once: one that comes back says what it found then."""
@@ -371,6 +432,8 @@ class _Agent:
             self._errand(self._wait_with_left_over())
         if not self._embedded:
             duties += [self._tell_progress(), stay.tell_connection(self._say)]
+            if self._claim is not None and self._claim.claim.cores is None:
+                duties.append(self._share_cores(stay, self._claim))
             self._errand(self._report_link(stay))
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(duty) for duty in duties]
         try:

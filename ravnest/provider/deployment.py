@@ -331,6 +331,11 @@ class Deployment:
         """Have so many microbatches between forward and backward from now on, where this is a root."""
         self._worker.set_limit(in_flight)
 
+    def set_threads(self, threads: int) -> None:
+        """Computes with so many threads after the task that is under way."""
+        # torch keeps the number for each thread that has computed: the one that computes has to set it.
+        self._worker.between(lambda: torch.set_num_threads(threads))
+
     def save(self, checkpoint: int, anchored: bool = False) -> None:
         """Save the stage's state now, where `anchored` with the parameters of the last round."""
         if self._rings is None:

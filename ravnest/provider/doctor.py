@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ravnest import __version__
+from ravnest.cores import usable_cores
 from ravnest.errors import PeerError, RavnestError
 from ravnest.provider.findings import (
     Finding,
@@ -124,7 +125,7 @@ async def _look_at_device(wanted: Wanted, tell: Tell) -> None:
     from ravnest.engine.speed import HALVES
     from ravnest.provider.device import choose_device
     from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
-    from ravnest.provider.measuring import core_count, device_name, machine_speed
+    from ravnest.provider.measuring import device_name, machine_speed
     from ravnest.provider.memory import available_bytes, lent_bytes
 
     # As a provider does, so that the speed is the one it will have.
@@ -134,7 +135,7 @@ async def _look_at_device(wanted: Wanted, tell: Tell) -> None:
         device = choose_device(wanted.device)
     except PeerError as error:
         return tell(from_error("device", error))
-    tell(judge_device(str(device), device_name(device), core_count(), _has_nvidia() and wanted.device == "auto"))
+    tell(judge_device(str(device), device_name(device), usable_cores(), _has_nvidia() and wanted.device == "auto"))
     available = available_bytes(device)
     tell(judge_memory(available, wanted.memory_bytes))
     try:

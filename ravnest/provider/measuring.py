@@ -98,11 +98,6 @@ def device_name(device: torch.device) -> str:
     return (platform.processor() or platform.machine())[:100]
 
 
-def core_count() -> int:
-    """Cores of the processor that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 def read_kept(setup: Setup, now: float | None = None) -> Speed | None:
     """What was kept for this setup; None where there is nothing that can be used."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RuntimeError):

@@ -21,7 +21,8 @@ PATIENCE_SECONDS = 60.0
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    """What a command is started with; a variable that is empty is left out."""
+    return {name: value for name, value in {**os.environ, "OMP_NUM_THREADS": "1", **more}.items() if value}
 
 
 def ravnest(*words: str | Path, folder: Path, warm: bool = False) -> "subprocess.CompletedProcess[str]":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ravnest.cores import usable_cores
 from ravnest.engine import speed
 from ravnest.engine.speed import SIZES, SMALL, BlockSize, Speed, measure_speed
 from ravnest.provider import measuring
@@ -18,7 +19,6 @@ from ravnest.provider.measuring import (
     KEPT_SECONDS,
     Load,
     Setup,
-    core_count,
     device_name,
     keep,
     machine_speed,
@@ -236,4 +236,4 @@ def test_a_peak_can_be_forgotten() -> None:
 
 def test_the_machine_has_a_name_and_cores() -> None:
     assert device_name(CPU)
-    assert 1 <= core_count() <= (os.cpu_count() or 1)
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
