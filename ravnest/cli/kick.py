@@ -15,7 +15,8 @@ def add_parser(subparsers: "Subparsers") -> None:
         "kick",
         help="throw a provider out of a run that is served",
         description="Throw a provider out for good: its certificate counts no more and its connections end within "
-        "seconds. If it holds a stage, training stops there; continue with `ravnest serve --resume` without it.",
+        "seconds. If it holds a stage, training goes on without it: a standby takes the stage, or the others share the "
+        "model anew. If they cannot hold the model, the run waits for another provider.",
     )
     parser.add_argument("path", metavar="RUN", type=Path, help="the run directory")
     parser.add_argument(

@@ -37,7 +37,10 @@ HANDSHAKE_SECONDS: Final = 10.0
 STALL_SECONDS: Final = 60.0
 """How long a peer may take nothing, in the middle of a piece, before the line counts as broken."""
 _WAITING: Final = 16
-"""Connections that may be in the middle of their handshake: more are hung up on."""
+"""Connections that may be in the middle of their handshake. One more takes the place of the oldest, so that callers who
+say nothing do not keep an owner out that is through with its handshake in a moment."""
+_LINES_PER_NODE: Final = 16
+"""An owner has one line to here, and dead ones of a connection that broke."""
 _PAUSE_SECONDS: Final = 0.1
 """Before the next try to accept where the system refuses, for want of file descriptors say."""
 
@@ -161,7 +164,9 @@ class DirectServer:
         self._lock = threading.Lock()
         self._open: set[DirectLine] = set()
         self._stopped = threading.Event()
-        self._handshakes = threading.BoundedSemaphore(_WAITING)
+        self._greeting: dict[int, socket.socket] = {}
+        """Connections in the middle of their handshake, the oldest first, by a number of their own."""
+        self._accepted = 0
         self._listening: socket.socket | None = None
         self._keys: TlsKeys | None = None
         self._context: ssl.SSLContext | None = None
@@ -202,17 +207,25 @@ class DirectServer:
             except OSError:
                 self._stopped.wait(_PAUSE_SECONDS)
                 continue
-            if not self._handshakes.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="ravnest-direct", daemon=True).start()
+            self._accepted += 1
+            with self._lock:
+                oldest = list(self._greeting.values())[: max(0, len(self._greeting) + 1 - _WAITING)]
+                for one in oldest:
+                    with contextlib.suppress(OSError):
+                        # Its thread closes it. The end of the bare connection, which its TLS is made on, is enough.
+                        socket.socket.shutdown(one, socket.SHUT_RDWR)
+                self._greeting[self._accepted] = connection
+            arguments = (connection, self._accepted)
+            threading.Thread(target=self._serve, args=arguments, name="ravnest-direct", daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, connection: socket.socket, number: int) -> None:
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError, PeerError):
             stack.callback(connection.close)
             try:
                 connection.settimeout(HANDSHAKE_SECONDS)
                 secured = self._secured(connection)
+                with self._lock:
+                    self._greeting[number] = secured
                 line = DirectLine(secured, "a caller")
                 stack.callback(self._forget, line)
                 with self._lock:
@@ -220,8 +233,12 @@ class DirectServer:
                         return
                     self._open.add(line)
                 line.peer = self._greeted(line)
+                with self._lock:
+                    if sum(open_line.peer == line.peer for open_line in self._open) > _LINES_PER_NODE:
+                        return
             finally:
-                self._handshakes.release()
+                with self._lock:
+                    del self._greeting[number]
             _tune(secured)
             self._take(line)
 

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_provider_that_leaves_gives_its_cores_back_to_the_other(machines: Swar
             b.to_the_end()
         told = len(a.said)
         while not re.search(rf"^computing with {alone[1]} of \d+ cores$", a.said[told:], re.M):
-            assert a._read(float("inf")), a.said
+            assert a._read(time.monotonic() + a.patience_seconds), a.said
 
 
 def test_the_number_of_cores_that_a_user_gives_holds(machines: Swarm, tmp_path: Path) -> None:

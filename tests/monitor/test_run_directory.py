@@ -174,3 +174,22 @@ def test_a_served_run_that_has_trained_is_refused_without_resume(tmp_path: Path,
     (tmp_path / trained).write_text("{}")
     with pytest.raises(RunError, match="already holds a run; continue it with --resume"):
         RunDirectory.open(tmp_path, job_name="digits", resume=False)
+
+
+def test_a_run_is_for_its_owner_alone_and_a_folder_that_is_shared_stays_so_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.umask(0o000)
+    try:
+        monkeypatch.chdir(tmp_path)
+        for path in (None, tmp_path / "deep" / "run"):
+            with RunDirectory.open(path, job_name="digits", resume=False) as run:
+                assert stat.S_IMODE(run.path.stat().st_mode) == 0o700 and run.open_to_others() == ""
+        shared = tmp_path / "shared"
+        shared.mkdir(mode=0o750)
+        with RunDirectory.open(shared, job_name="digits", resume=False) as run:
+            assert stat.S_IMODE(shared.stat().st_mode) == 0o750
+            assert f"look into {shared} (mode 0750)" in run.open_to_others()
+            assert f"`chmod 700 {shared}`" in run.open_to_others()
+    finally:
+        os.umask(before)

@@ -212,25 +212,35 @@ def test_whoever_says_nothing_or_speaks_no_tls_is_hung_up_on_and_holds_nobody_up
         plain.close()
 
 
-def test_more_callers_than_may_wait_are_hung_up_on_and_later_ones_are_served() -> None:
+def test_of_more_callers_than_may_wait_the_oldest_are_hung_up_on_and_an_owner_is_served_at_once() -> None:
     nodes = swarm("a", "b")
     with listening(nodes["b"], "a") as here, contextlib.ExitStack() as stack:
         host, port = here.address.split(":")
-        crowd = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(direct_line._WAITING)]
-        # Accepted after all of them: there is no place for it until they are gone.
-        assert is_hung_up(stack.enter_context(socket.create_connection((host, int(port)))))
-        crowd[0].setblocking(False)
-        with pytest.raises(BlockingIOError):
-            crowd[0].recv(1)
-        for each in crowd:
-            each.close()
-        line = None
-        while line is None:
-            with contextlib.suppress(PeerError):
-                line = dial_direct(here.address, "b", nodes["a"], 5)
+        crowd = [
+            stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2 * direct_line._WAITING)
+        ]
+        # Accepted after all of them, and none of them has gone by itself.
+        line = stack.enter_context(contextlib.closing(dial_direct(here.address, "b", nodes["a"], 5)))
         line.send(1, PLACE, torch.ones(3, dtype=torch.uint8))
         assert here.pieces.get(timeout=SECONDS)[1] == PLACE
-        line.close()
+        assert all(is_hung_up(each) for each in crowd[: direct_line._WAITING])
+        crowd[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            crowd[-1].recv(1)
+
+
+def test_an_owner_that_opens_lines_without_an_end_gets_its_share() -> None:
+    nodes = swarm("a", "b")
+    with listening(nodes["b"], "a") as here, contextlib.ExitStack() as stack:
+        lines = [
+            stack.enter_context(contextlib.closing(dial_direct(here.address, "b", nodes["a"], 5)))
+            for _ in range(direct_line._LINES_PER_NODE)
+        ]
+        for line in lines:
+            line.send(1, PLACE, torch.ones(3, dtype=torch.uint8))
+            assert here.pieces.get(timeout=SECONDS)[1] == PLACE
+        over = stack.enter_context(contextlib.closing(dial_direct(here.address, "b", nodes["a"], 5)))
+        assert over.receive() is None
 
 
 @pytest.mark.parametrize(
