@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -68,6 +69,12 @@ def write_error(path: Path, error: OSError) -> RunError:
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return RunError(f"cannot write {path}: {_reason(error)}; choose a --run in a folder you may write to.")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return RunError(
+            f"cannot write {path}: this process has all the files open that it may ({limit}); raise the limit with "
+            "`ulimit -n 65536` and continue with --resume."
+        )
     return RunError(f"cannot write {path}: {_reason(error)}; choose another --run.")
 
 

@@ -1,7 +1,9 @@
 """How much memory this process uses, as the system counts it, and how much a stage may."""
 
 import contextlib
+import errno
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +13,7 @@ import torch
 
 def resident_bytes() -> int:
     """What the process holds now."""
-    return int(psutil.Process().memory_info().rss)
+    return _read("resident", lambda: int(psutil.Process().memory_info().rss))
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -20,10 +22,7 @@ def peak_bytes(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "linux":
         # getrusage would count the parent's memory too: a child starts with its parent's high-water mark.
-        with open("/proc/self/status", encoding="ascii") as status:
-            for line in status:
-                if line.startswith("VmHWM:"):
-                    return int(line.split()[1]) * 1024
+        return _read("peak", _high_water_mark)
     return resident_bytes()
 
 
@@ -31,7 +30,7 @@ def available_bytes(device: torch.device) -> int:
     """What is free on the device for a stage."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = int(psutil.virtual_memory().available)
+    free = _read("free", lambda: int(psutil.virtual_memory().available))
     limited = group_bytes()
     return free if limited is None else min(free, limited)
 
@@ -67,6 +66,27 @@ def group_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
         most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
         return max(0, most - used)
     return None
+
+
+def _high_water_mark() -> int:
+    with open("/proc/self/status", encoding="ascii") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resident_bytes()
+
+
+_known: dict[str, int] = {}
+
+
+def _read(what: str, read: Callable[[], int]) -> int:
+    """A figure of the system's; the one before while no file descriptor is left to read it with."""
+    try:
+        _known[what] = read()
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or what not in _known:
+            raise
+    return _known[what]
 
 
 def forget_peak(device: torch.device) -> None:
