@@ -12,8 +12,10 @@ from typing import Final
 
 _MAX_INCOMING: Final = 16_384
 _MIN_INCOMING: Final = 64
-_MAX_WAITING_PER_ADDRESS: Final = 128
+_WAITING_PER_ADDRESS: Final = 128
 """A hundred machines behind one router may join in the same second."""
+_SHARE_OF_ADDRESS: Final = 16
+"""An address may have this part of all that wait, where that is more: an embedded swarm on a large machine is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def budgets_for(descriptors: int) -> Budgets:
     """
     incoming = min(max(descriptors // 2, _MIN_INCOMING), _MAX_INCOMING)
     waiting = incoming // 2
-    return Budgets(incoming, waiting, min(waiting, _MAX_WAITING_PER_ADDRESS))
+    return Budgets(incoming, waiting, min(waiting, max(_WAITING_PER_ADDRESS, waiting // _SHARE_OF_ADDRESS)))
 
 
 def origin_of(host: str) -> str:

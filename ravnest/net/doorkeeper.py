@@ -112,8 +112,11 @@ class Doorkeeper:
     def _look(self, now: float) -> float | None:
         """Closes what is over the budgets; how long until the next look, None: until a connection comes."""
         assert self._budgets is not None and self._files is not None
+        with self._lock:
+            # One that calls while the files are listed may not be among them, and is not forgotten for that.
+            proved_before = set(self._callers)
         open_now = self._files.look()
-        seen = self._update(open_now, now)
+        seen = self._update(open_now, proved_before, now)
         closing = connections_to_close(seen, now, self._budgets)
         for each in closing:
             self._files.shut_down(open_now[each.connection.peer])
@@ -124,10 +127,12 @@ class Doorkeeper:
             return _BUSY_LOOK_SECONDS
         return _LOOK_SECONDS if waiting > 0 or self._reports.pending else None
 
-    def _update(self, open_now: Mapping[Peer, Found], now: float) -> list[Connection]:
+    def _update(self, open_now: Mapping[Peer, Found], proved_before: set[Peer], now: float) -> list[Connection]:
         with self._lock:
-            ended = [p for p in self._first_seen if p not in open_now and p not in self._callers]
-            self._callers = {peer: caller for peer, caller in self._callers.items() if peer in open_now}
+            ended = [peer for peer in self._first_seen if peer not in open_now and peer not in self._callers]
+            for peer in proved_before:
+                if peer not in open_now:
+                    del self._callers[peer]
             callers = dict(self._callers)
         self._reports.ended(ended)
         self._first_seen = {peer: self._first_seen.get(peer, now) for peer in open_now}

@@ -5,14 +5,16 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cryptography import x509
 from grpc import aio
 
-from ravnest.net import certificates
+from ravnest.net import calls, certificates
 from ravnest.net.calls import LINK_KEY, MAX_STREAMS
+from ravnest.net.descriptors import raise_descriptor_limit
 from ravnest.net.door import budgets_for
 from ravnest.net.identity import COORDINATOR_HOST, node_common_name
 from ravnest.net.open_connections import OpenConnections
@@ -67,7 +69,7 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Narrow]:
 def test_silent_connections_to_a_coordinator_and_a_provider_end_nothing_and_keep_nobody_out(
     narrow: Narrow, tmp_path: Path
 ) -> None:
-    a_job_file(tmp_path, epochs="40", checkpoint="ravnest.Checkpoint(every=40)")
+    a_job_file(tmp_path, epochs="40")
     serving, invite = narrow.serve("--providers", "3", "--clusters", "1")
     anna, ben = narrow.join(invite, "anna"), narrow.join(invite, "ben")
     ben.until("joined ")
@@ -101,7 +103,7 @@ def test_silent_connections_to_a_coordinator_and_a_provider_end_nothing_and_keep
 def test_greetings_that_trickle_are_cut_off_at_the_budget_of_their_address() -> None:
     async def test() -> None:
         async with attacked() as swarm:
-            budget = budgets_for(DESCRIPTORS).waiting_per_address
+            budget = budgets_for(raise_descriptor_limit()).waiting_per_address
             connections = OpenConnections("127.0.0.1", swarm.port)
             with flooding(("127.0.0.1", swarm.port), 3 * budget, Trickle()) as flood:
                 honest = await swarm.join("honest")
@@ -112,6 +114,27 @@ def test_greetings_that_trickle_are_cut_off_at_the_budget_of_their_address() -> 
             [(address, count, reason), *_] = swarm.told.turned
             assert address == "127.0.0.1" and count >= 16
             assert f"more than {budget} connections waited to prove who they are" in reason
+
+    run(test())
+
+
+def test_who_has_proved_who_it_is_stays_however_long_and_however_many_come_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hasty = replace(budgets_for(DESCRIPTORS), silent_seconds=0.05, proving_seconds=0.3, invited_seconds=0.3)
+    monkeypatch.setattr(calls, "budgets_for", lambda _: hasty)
+
+    async def test() -> None:
+        async with attacked() as swarm:
+            with flooding(("127.0.0.1", swarm.port), 100) as flood:
+                nodes = [await swarm.join(name) for name in ("anna", "ben", "carla")]
+                while flood.refused < 100:
+                    await asyncio.sleep(0.05)
+                await asyncio.sleep(3 * hasty.proving_seconds)
+                for node in nodes:
+                    await swarm.still_works(node)
+            assert [node.control.link.connections for node in nodes] == [1, 1, 1]
+            assert swarm.told.down == []
 
     run(test())
 
@@ -151,13 +174,13 @@ def test_a_node_that_opens_streams_without_an_end_gets_no_more_than_its_share() 
         async with attacked() as swarm:
             mallory, honest = await swarm.admit("mallory"), await swarm.join("honest")
             channels = [open_secure_channel(swarm.address, mallory.node.tls_keys(), COORDINATOR_HOST) for _ in range(2)]
-            calls = []
+            opened = []
             for number in range(MAX_STREAMS):
                 call: RawStream = channels[number % 2].stream_stream("/ravnest.v1.Coordinator/Fetch")(
                     metadata=((LINK_KEY, mallory.session),)
                 )
                 await call.initial_metadata()
-                calls.append(call)
+                opened.append(call)
             over: RawStream = channels[0].stream_stream("/ravnest.v1.Coordinator/Fetch")(
                 metadata=((LINK_KEY, mallory.session),)
             )
@@ -165,7 +188,7 @@ def test_a_node_that_opens_streams_without_an_end_gets_no_more_than_its_share() 
                 await over.read()
             assert refused.value.details() == f"mallory has {MAX_STREAMS} streams open here, and may have no more"
             await swarm.still_works(honest)
-            for call in calls:
+            for call in opened:
                 call.cancel()
             for channel in channels:
                 await channel.close()
