@@ -140,6 +140,27 @@ def test_an_invite_that_is_no_longer_good_is_refused_with_one_sentence(machines:
     assert "ended: the " in ended_well(back)
 
 
+def test_training_goes_on_without_the_holder_of_a_stage_who_is_kicked(machines: Swarm, tmp_path: Path) -> None:
+    a_job_file(tmp_path, epochs="40")
+    slowly = ("--pretend-seconds", "0.01,0.02")
+    serving, invite = machines.serve("--providers", "2", "--clusters", "1")
+    others = {name: machines.join(invite, name, *slowly) for name in ("anna", "ben")}
+    others["ben"].until("training ")
+    others["carla"] = machines.join(invite, "carla", *slowly)
+    others["carla"].until("connection to the coordinator")
+    assert ravnest("kick", "run", "ben", folder=machines.folder).returncode == 0
+    said = others.pop("ben").to_the_end()
+    assert "ben was thrown out of the swarm; ask the requester for a new invite" in said
+    ended_well(serving)
+    for other in others.values():
+        ended_well(other)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert summary["status"] == "finished" and [fault["provider"] for fault in summary["faults"]] == ["ben"]
+    ledger = summary["ledger"]
+    assert (ledger["completed"], ledger["lost"], ledger["applied_twice"]) == (320, 0, 0)
+    assert {stage["provider"] for stage in summary["clusters"][0]["stages"]} <= {"anna", "carla"}
+
+
 def test_a_node_that_is_kicked_is_out_and_the_swarm_goes_on_without_it(machines: Swarm) -> None:
     a_job_file(machines.folder)
     serving, invite = machines.serve("--providers", "2", "--clusters", "1")

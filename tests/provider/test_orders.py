@@ -24,7 +24,7 @@ def test_an_order_of_an_older_generation_is_passed_over(monkeypatch: pytest.Monk
 
     async def test() -> None:
         agent = module._Agent(
-            cast(Any, None), torch.device("cpu"), 1 << 30, "anna", None, None, NO_PRETENCE, embedded=True
+            cast(Any, None), torch.device("cpu"), 1 << 30, "anna", None, None, NO_PRETENCE, None, embedded=True
         )
         said = iter([*orders, CoordinatorMessage(stop=Stop(reason="enough"))])
 
