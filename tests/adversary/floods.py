@@ -1,14 +1,23 @@
-"""Callers that take connections and prove nothing, from threads of the test's own process."""
+"""Callers that take connections and prove nothing, from a thread of the test's own process or from another process.
+
+`python -m tests.adversary.floods HOST PORT CONNECTIONS` is such a process: it says `open` when its connections are, and
+how many were ended by the other side when its standard input is closed.
+"""
 
 import contextlib
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from pathlib import Path
+from typing import Final, Self
 
 from ravnest.net.descriptors import raise_descriptor_limit
+
+ROOT: Final = Path(__file__).parents[2]
 
 _REOPENED: Final = 20
 _PAUSE_SECONDS: Final = 0.1
@@ -86,6 +95,25 @@ def flooding(place: Place, connections: int, say: Callable[[socket.socket], None
         flood.stop()
 
 
+class FloodProcess:
+    """A flood of silent connections from another process: so many would not leave a test the descriptors it needs."""
+
+    def __init__(self, place: Place, connections: int) -> None:
+        command = [sys.executable, "-m", "tests.adversary.floods", place[0], str(place[1]), str(connections)]
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.refused = 0
+        """Connections that the other side has ended, once the flood is over."""
+
+    def __enter__(self) -> Self:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "open\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        said, _ = self._process.communicate()
+        self.refused = int(said)
+
+
 class Trickle:
     """Says one byte more of a greeting that never ends: the header of a TLS record of 16 KiB, and zeros."""
 
@@ -111,3 +139,15 @@ def shake_hands(place: Place, certificate_file: str) -> None:
     ):
         # In TLS 1.3 the refusal of a certificate comes after one's own side is done.
         secured.recv(1)
+
+
+def main() -> None:
+    host, port, connections = sys.argv[1:]
+    with flooding((host, int(port)), int(connections)) as flood:
+        print("open", flush=True)
+        sys.stdin.read()
+    print(flood.refused, flush=True)
+
+
+if __name__ == "__main__":
+    main()

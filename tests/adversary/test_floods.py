@@ -20,7 +20,7 @@ from ravnest.net.identity import COORDINATOR_HOST, node_common_name
 from ravnest.net.open_connections import OpenConnections
 from ravnest.net.swarm_invite import SwarmInvite
 from ravnest.net.tls import open_secure_channel
-from tests.adversary.floods import Place, Trickle, flooding, shake_hands
+from tests.adversary.floods import FloodProcess, Place, Trickle, flooding, shake_hands
 from tests.adversary.strangers import RawStream, attacked, run
 from tests.e2e.command import Running
 from tests.e2e.jobs import a_job_file
@@ -77,7 +77,8 @@ def test_silent_connections_to_a_coordinator_and_a_provider_end_nothing_and_keep
     assert listening is not None
     place: Place = (listening[1], int(listening[2]))
     budgets = budgets_for(DESCRIPTORS)
-    with flooding((invite.host, invite.port), CONNECTIONS) as here, flooding(place, CONNECTIONS) as there:
+    here, there = FloodProcess((invite.host, invite.port), CONNECTIONS), FloodProcess(place, CONNECTIONS)
+    with here, there:
         # One more comes now; with it all are there, and the whole run is in the flood.
         carla = narrow.join(invite, "carla")
         carla.until("joined ")
@@ -86,8 +87,8 @@ def test_silent_connections_to_a_coordinator_and_a_provider_end_nothing_and_keep
         for provider in (anna, ben, carla):
             heard = provider.to_the_end()
             assert provider.process.returncode == 0 and "Traceback" not in heard, heard
-        for flood in (here, there):
-            assert flood.refused > CONNECTIONS - budgets.incoming
+    for flood in (here, there):
+        assert flood.refused > CONNECTIONS - budgets.incoming
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["status"] == "finished" and summary["ledger"]["completed"] == 320
     assert summary["faults"] == []
