@@ -4,8 +4,17 @@ Cutting a model must never separate a value from an operator that later changes 
 change the model's state. Both questions are answered here, once, from the operators' schemas.
 """
 
+from typing import Final
+
 from ravnest.graph import ops
 from ravnest.graph.portable import Node, PortableGraph, Ref
+
+_HANDING_BACK: Final = frozenset(
+    """
+    alpha_dropout contiguous dropout feature_alpha_dropout feature_dropout lift_fresh pad reshape reshape_as to type_as
+    """.split()
+)
+"""Operators that yield their argument itself where nothing has to be done."""
 
 
 class Aliases:
@@ -32,6 +41,13 @@ def written_names(node: Node) -> list[str]:
 def aliased_names(node: Node) -> list[str]:
     """Names of the values whose memory this node's result may share."""
     return [name for position in ops.aliased_arguments(node.op) for name in _references_at(node, position)]
+
+
+def handed_back_names(node: Node) -> list[str]:
+    """Names of the values of which this node may yield the very one, not a view of it: what it writes in place, what
+    it has no reason to copy."""
+    hands_back = not ops.is_python(node.op) and ops.short_name(node.op) in _HANDING_BACK
+    return aliased_names(node) if hands_back else written_names(node)
 
 
 def _references_at(node: Node, position: int) -> list[str]:

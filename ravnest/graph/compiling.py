@@ -25,14 +25,16 @@ def as_module(
     """A function of what is `given`, in order, that yields the outputs, in order."""
     graph = fx.Graph()
     values: dict[str, fx.Node] = {name: graph.placeholder(f"g{i}") for i, name in enumerate(given)}
+    recording = True
     for number, node in enumerate(nodes):
+        if node.grad is not recording:
+            graph.create_node("call_function", torch._C._set_grad_enabled, (node.grad,), name=f"grad{number}")
+            recording = node.grad
         args = tuple(_argument(a, values, device) for a in node.args)
         kwargs = {name: _argument(a, values, device) for name, a in node.kwargs.items()}
-        made = graph.create_node("call_function", ops.resolve(node.op), args, kwargs, name=f"v{number}")
-        if not node.grad and node.output is not None and node.output.dtype is not None:
-            # What was computed without gradients is a constant for whatever comes after it.
-            made = graph.call_function(torch.ops.aten.detach.default, (made,))
-        values[node.name] = made
+        values[node.name] = graph.create_node("call_function", ops.resolve(node.op), args, kwargs, name=f"v{number}")
+    if not recording:
+        graph.create_node("call_function", torch._C._set_grad_enabled, (True,), name="grad")
     graph.output(tuple(values[name] for name in outputs))
     return fx.GraphModule(torch.nn.Module(), graph)
 

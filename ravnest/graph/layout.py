@@ -11,7 +11,7 @@ no part in a microbatch.
 from dataclasses import dataclass, replace
 
 from ravnest.graph import ops
-from ravnest.graph.aliasing import Aliases, aliased_names, written_names
+from ravnest.graph.aliasing import Aliases, handed_back_names, written_names
 from ravnest.graph.portable import Node, PortableGraph, ValueSpec
 from ravnest.graph.switch import draws_random_numbers
 
@@ -101,14 +101,10 @@ def _needing(graph: PortableGraph, line: tuple[Node, ...]) -> set[str]:
     place, `contiguous`) hands it back with all that it depends on."""
     needing = {p.name for p in graph.parameters}
     for node in line:
-        handed_on = not node.grad and not _detaches(node) and needing.intersection(aliased_names(node))
-        if handed_on or (node.output is not None and node.output.needs_grad):
+        handed_back = not node.grad and needing.intersection(handed_back_names(node))
+        if handed_back or (node.output is not None and node.output.needs_grad):
             needing.add(node.name)
     return needing
-
-
-def _detaches(node: Node) -> bool:
-    return not ops.is_python(node.op) and ops.short_name(node.op) in ("detach", "detach_")
 
 
 def _is_real(value: ValueSpec) -> bool:
