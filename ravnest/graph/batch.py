@@ -13,6 +13,7 @@ import torch
 
 from ravnest.errors import JobError
 from ravnest.graph.portable import ValueSpec
+from ravnest.graph.sizes import misfit, sizes_of
 
 _SHAPE_FIX = "make every item a tensor, or a tuple, list or dict of tensors"
 
@@ -85,6 +86,8 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], specs: tuple[ValueSpec, ..
                 f"{where}: {spec.name} is {str(tensor.dtype).removeprefix('torch.')}, but the first batch had "
                 f"{str(spec.dtype).removeprefix('torch.')}; convert the data to one type"
             )
+    if wrong := misfit(specs, tensors, sizes_of(specs, tensors)):
+        raise JobError(f"{where}: {wrong}, as in the first batches; pad or crop the data so that it is in every batch")
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

@@ -77,3 +77,16 @@ def test_a_part_of_a_batch_is_enough_where_a_whole_one_takes_too_long_here(
     monkeypatch.setattr(session, "effort_for", lambda *_: Effort(0.3, 2, "as if a batch took long"))
     check = checked(swarm, tmp_path / "run", eval_data=EVAL)
     assert (check.on, check.batches, check.samples) == ("eval_data", 1, 2)
+
+
+def test_an_interrupt_while_the_model_is_checked_leaves_the_model_and_says_stopped(
+    swarm: EmbeddedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Check:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "check_written", interrupted)
+    result = swarm.train(a_job(eval_data=EVAL), run=tmp_path / "run", display=False)
+    assert (result.summary.status, result.summary.check.status) == ("stopped", "none")
+    assert result.model is not None and result.model.exists()
+    assert "continue with --resume" in result.summary.reason

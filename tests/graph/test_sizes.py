@@ -3,8 +3,14 @@
 import pytest
 import torch
 
+from ravnest.graph.capture import capture
+from ravnest.graph.layout import layout
+from ravnest.graph.partition import split
 from ravnest.graph.portable import ValueSpec
+from ravnest.graph.program import Program
 from ravnest.graph.sizes import misfit, size_of, sizes_of
+from tests.models import ZOO
+from tests.odd_models import ODD
 
 
 @pytest.mark.parametrize(
@@ -67,3 +73,22 @@ def test_what_no_symbol_tells_is_at_least_the_same_everywhere() -> None:
     assert misfit(specs, {"h": torch.zeros(3, 4), "k": torch.zeros(3, 9, 9)}, {"s0": 8}) == ""
     assert misfit(specs, {"h": torch.zeros(3, 4), "k": torch.zeros(4, 9, 9)}, {"s0": 8})
     assert misfit(specs, {"h": torch.zeros(3, 4), "k": torch.zeros(3, 9, 8)}, {"s0": 8})
+
+
+@pytest.mark.parametrize("name", ["gpt_tied", "Translator"])
+def test_what_crosses_any_cut_has_the_size_that_its_text_says(name: str) -> None:
+    """Models whose values have sizes such as `8*s87`, run stage by stage on a batch of a size they never saw."""
+    kind = {**ZOO, **ODD}[name]
+    torch.manual_seed(0)
+    found = capture(kind.build(), kind.loss, dict(kind.metrics), [kind.batch(8), kind.batch(5)])
+    values = dict(found.structure.flatten(kind.batch(7)))
+    sizes = sizes_of(found.graph.inputs, values)
+    texts: set[str] = set()
+    for stage in split(found.graph, layout(found.graph).cuts):
+        assert misfit(stage.receives, values, dict(sizes)) == ""
+        texts |= {size for value in stage.receives for size in value.shape if isinstance(size, str)}
+        given = {value.name: values[value.name] for value in (*stage.inputs, *stage.receives)}
+        weights = {w.name: values[w.name] if w.name in values else found.weights[w.key] for w in stage.weights}
+        with torch.no_grad():
+            values |= Program(stage).run(given, weights, train=True)
+    assert any("*" in text for text in texts) and all(size_of(text, sizes) is not None for text in texts)
