@@ -29,7 +29,7 @@ from ravnest.graph.profile import CostProfile
 from ravnest.job import Job
 from ravnest.net.measuring import LinkSpeed
 from ravnest.planner.cautious_flight import slowed_by_caution
-from ravnest.planner.cluster import Cluster
+from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.flight import most_in_flight
 from ravnest.planner.formation import form
 from ravnest.planner.laid_out import Layout, laid_out
@@ -245,10 +245,10 @@ def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
     """How many microbatches are fed beyond those in flight, at the planned rate. Where the coordinator is on another
     machine, enough to go on with for a while when it is gone, if they are small."""
     needed = ahead_of(feed_seconds(cluster, providers), cluster.period_seconds)
-    fed = [stage for stage in cluster.stages if stage.fed_bytes]
+    fed = _fed(cluster)
     if not any(providers[stage.provider].latency_seconds for stage in fed):
         return needed
-    while_away = min(_AWAY_SECONDS / cluster.period_seconds, _AWAY_BYTES / max(stage.fed_bytes for stage in fed))
+    while_away = min(_AWAY_SECONDS / cluster.period_seconds, _AWAY_BYTES / max(1.0, *(s.fed_bytes for s in fed)))
     return max(needed, _AHEAD + math.ceil(min(_MOST_AHEAD, while_away)))
 
 
@@ -263,9 +263,13 @@ def feed_seconds(cluster: Cluster, providers: Mapping[str, Provider]) -> float:
     return max(
         2 * providers[stage.provider].latency_seconds
         + stage.fed_bytes / providers[stage.provider].down_bytes_per_second
-        for stage in cluster.stages
-        if stage.fed_bytes
+        for stage in _fed(cluster)
     )
+
+
+def _fed(cluster: Cluster) -> list[StageCost]:
+    """Stages that the coordinator sends something of each microbatch: the root in any case, if only word of it."""
+    return [stage for number, stage in enumerate(cluster.stages) if number == 0 or stage.fed_bytes]
 
 
 def check_fit(

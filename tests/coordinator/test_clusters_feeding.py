@@ -3,11 +3,13 @@
 from typing import Any, cast
 
 import pytest
+import torch
 
 from ravnest.coordinator.clusters import ClusterRun, Clusters, RoundMark, hungriest
 from ravnest.coordinator.feeder import EvalBatch, TrainBatch
 from ravnest.coordinator.ledger import Place
 from ravnest.coordinator.run_plan import ClusterPlan
+from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.planner.stage_plan import StagePlan
 
 
@@ -53,6 +55,17 @@ def test_data_that_comes_slower_than_it_is_learnt_goes_to_all_in_turn() -> None:
         order.append(cluster.id)
         cluster.open.clear()
     assert order == [0, 1, 2] * 3
+
+
+def test_a_root_is_fed_even_where_it_needs_nothing_of_the_batch_and_other_stages_where_they_need_something() -> None:
+    value, inputs = ValueSpec("hidden", torch.float32), (ValueSpec("inputs", torch.float32),)
+    graphs = (
+        PortableGraph((), sends=(value,)),
+        PortableGraph((), receives=(value,), sends=(value,)),
+        PortableGraph((), receives=(value,), inputs=inputs),
+    )
+    stages = tuple(StagePlan(f"s{number}", number, "stem", graph, 1) for number, graph in enumerate(graphs))
+    assert ClusterRun(ClusterPlan(0, stages, 1, 0, 1.0, "made up")).inputs_of == [("s0", ()), ("s2", ("inputs",))]
 
 
 def test_whoever_completes_something_gets_the_next() -> None:

@@ -53,6 +53,21 @@ class Prompted(nn.Module):
         return self.head(self.norm(hidden))[:, 3:]
 
 
+class Alone(nn.Module):
+    """Looks at nothing of the batch at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds, self.shaping, self.last = nn.Parameter(torch.randn(3, 8)), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, unused: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.shaping(self.seeds)))
+
+
+def _distance(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - 1).square().mean()
+
+
 def _vectors(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 8), torch.randint(0, 4, (size,))
 
@@ -74,6 +89,7 @@ _normed = {
 
 MODELS: dict[str, tuple[Kind, str]] = {
     **{name: (Kind(partial(Normed, norm), _vectors, F.cross_entropy), "first.bias") for name, norm in _normed.items()},
+    "alone": (Kind(Alone, _vectors, _distance), "last"),
     "prompt": (Kind(Prompted, _tokens, _token_loss), "embedding"),
 }
 """Each with the parameter or module behind which nothing of the batch has been used yet."""
