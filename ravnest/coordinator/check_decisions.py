@@ -25,6 +25,8 @@ class Effort:
     """When it ends, unless it has not looked at one batch yet."""
     max_samples: int | None
     """Of one batch; None: whole batches."""
+    batches: int
+    """As many as should take that long."""
     reason: str
 
 
@@ -50,19 +52,24 @@ def effort(run_seconds: float, batch_seconds: float, batch_samples: int) -> Effo
     seconds = min(_MAX_SECONDS, max(_MIN_SECONDS, _SHARE * run_seconds))
     share = f"{seconds:.1f} s, {_SHARE:.0%} of the run's time within {_MIN_SECONDS} s and {_MAX_SECONDS:.0f} s"
     if batch_seconds <= seconds:
-        return Effort(seconds, None, f"as many batches as take {share}")
+        batches = max(1, int(seconds / max(batch_seconds, 1e-6)))
+        return Effort(seconds, None, batches, f"as many batches as take {share}")
     samples = max(1, int(batch_samples * seconds / batch_seconds))
     whole = f"a whole one takes about {batch_seconds:.1f} s here, and there is {share}"
-    return Effort(seconds, samples, f"{counted(samples, 'sample')} of a batch: {whole}")
+    return Effort(seconds, samples, 1, f"{counted(samples, 'sample')} of a batch: {whole}")
 
 
 def tolerance(half_precision: bool, other_device: bool) -> Tolerance:
-    """How far two evaluations of the same weights on the same batches may be apart."""
+    """How far two evaluations of the same weights on the same batches may be apart.
+
+    More than rounding makes in ordinary models, since some hold operators that jump (an argmin over a codebook): no
+    honest run should fail after hours, and a lie within this is not worth telling.
+    """
     if half_precision:
-        return Tolerance(3e-2, 1e-2, "the model computes in a half precision")
+        return Tolerance(5e-2, 2e-2, "the model computes in a half precision")
     if other_device:
-        return Tolerance(1e-2, 1e-3, "the swarm computed on another kind of device")
-    return Tolerance(1e-3, 1e-4, "both computed in float32 or better on processors")
+        return Tolerance(2e-2, 2e-3, "the swarm computed on another kind of device")
+    return Tolerance(5e-3, 5e-4, "both computed in float32 or better on processors")
 
 
 def judge(

@@ -52,9 +52,8 @@ def check_model(
 ) -> Checked:
     """Evaluates batches of the sample until the effort is spent, at least one, and compares."""
     stages = cut_to_fit(graph, free_bytes)
-    # Of a model in parts, all batches go through one part before the next is loaded: how many there is time for is not
-    # known before, so it is one.
-    chosen = witnessed if len(stages) == 1 else witnessed[:1]
+    # Of a model in parts, all batches go through one part before the next is loaded: how many is decided before.
+    chosen = witnessed if len(stages) == 1 else witnessed[: effort.batches]
     scores: list[dict[str, float]] = []
     if len(stages) == 1:
         began = time.perf_counter()

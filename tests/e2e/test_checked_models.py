@@ -74,7 +74,7 @@ def test_without_eval_data_a_few_batches_of_training_are_evaluated_at_the_end(
 def test_a_part_of_a_batch_is_enough_where_a_whole_one_takes_too_long_here(
     swarm: EmbeddedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "effort_for", lambda *_: Effort(0.3, 2, "as if a batch took long"))
+    monkeypatch.setattr(session, "effort_for", lambda *_: Effort(0.3, 2, 1, "as if a batch took long"))
     check = checked(swarm, tmp_path / "run", eval_data=EVAL)
     assert (check.on, check.batches, check.samples) == ("eval_data", 1, 2)
 
