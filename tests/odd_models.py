@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -241,6 +242,157 @@ def _first(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     return F.mse_loss(outputs[0], targets)
 
 
+class Reversed(torch.autograd.Function):
+    """Gradient reversal: its gradient points the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return -ctx.scale * gradient, None
+
+
+class Binarized(torch.autograd.Function):
+    """Straight-through: a sign that has the gradient of the identity where it is not saturated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sign(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        passed = gradient.clone()
+        passed[x.abs() > 1] = 0
+        return passed
+
+
+class ScaledInPlace(torch.autograd.Function):
+    """Writes into the gradient it is given, and saves what it computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        positive = x > 0
+        ctx.save_for_backward(positive)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (positive,) = ctx.saved_tensors
+        return gradient.mul_(positive).mul_(0.5)
+
+
+class HalfLinear(torch.autograd.Function):
+    """A product whose weight gets half its gradient, and only what is needed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return x @ weight.t() if bias is None else x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_bias = gradient.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return of_x, 0.5 * gradient.t() @ x, of_bias
+
+
+class Mixed(torch.autograd.Function):
+    """Several outputs, one of them without a gradient, in the newer style."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return a * b, a > b, a + b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, output[0])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, product: Tensor, larger: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, result = ctx.saved_tensors
+        return product * b + total + 0.1 * result, 2 * product * a - total
+
+
+class OwnBackwards(ThreeLayers):
+    """Custom backward passes of every kind, one behind the other, and one of them on a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d, self.e = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = Reversed.apply(self.a(HalfLinear.apply(x, self.d.weight, self.d.bias)), 0.5)
+        hidden = hidden + Binarized.apply(torch.tanh(hidden) * 1.5)
+        product, larger, total = Mixed.apply(hidden, HalfLinear.apply(hidden, self.e.weight, self.e.bias))
+        hidden = F.linear(torch.where(larger, product, total), Binarized.apply(self.b.weight), self.b.bias)
+        hidden = ScaledInPlace.apply(hidden)
+        hidden.mul_(0.3)
+        return self.c(Reversed.apply(hidden, -2.0))
+
+
+class Hooked(ThreeLayers):
+    """Hooks that change gradients: on a parameter, on modules and on a value, two of them on the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c.register_full_backward_hook(lambda module, into, out: tuple(0.9 * each for each in into))
+        self.b.register_full_backward_hook(lambda module, into, out: (into[0].clamp(-1e-2, 1e-2),))
+        self.b.register_full_backward_pre_hook(lambda module, out: (out[0] * 3.0,))
+        self.c.bias.register_hook(lambda gradient: gradient * 0.5)
+        self.c.bias.register_hook(lambda gradient: gradient + 0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        again = torch.tanh(hidden)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient + 0.01)
+            hidden.register_hook(lambda gradient: gradient * 2.0)
+        return self.c(self.b(hidden) + again)
+
+
+class DropsPaths(ThreeLayers):
+    """Stochastic depth, written by hand in the two usual ways: off in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x + self._in_place(self.a(x))
+        return self.c(hidden + self._divided(self.b(hidden)))
+
+    def _in_place(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return x * x.new_empty((x.shape[0], 1)).bernoulli_(0.7).div_(0.7)
+
+    def _divided(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = 0.7 + torch.rand((x.shape[0], 1), dtype=x.dtype, device=x.device)
+        return x.div(0.7) * kept.floor_()
+
+
+class TrainsOtherwise(ThreeLayers):
+    """Another path in evaluation, which writes in place and has constants of its own; noise in training alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        if self.training:
+            hidden = hidden + 0.1 * torch.randn_like(hidden)
+            hidden.mul_(2.0)
+        else:
+            hidden.clamp_(-0.5, 0.5)
+            hidden = torch.where(hidden > 0, hidden, torch.tensor(0.25))
+        result = self.c(self.b(hidden))
+        return result * 2 if self.training else result
+
+
 def _second(outputs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     return outputs[1]
 
@@ -261,6 +413,7 @@ ODD: dict[str, Kind] = {
         for kind in (
             *(NormedWeights, OldSpectralNorm, GradInsideNoGrad, WritesByKeyword, OneNormTwice, ViewOfBuffer, Norms),
             *(Checkpointed, HiddenViews, FilledIn, ChangedUnderNoGrad, SameGradientTwice, ComplexMiddle),
+            *(OwnBackwards, Hooked, DropsPaths, TrainsOtherwise),
         )
     },
     "ParameterAsMetric": _odd(ParameterAsMetric, _vectors, _first, {"scale": _second}),

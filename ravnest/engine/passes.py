@@ -265,10 +265,13 @@ class Passes:
         if pending is not None:
             self._release(pending.version)
 
-    def evaluate(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Evaluation forward with the newest weights: what to send on, the loss and the metrics, by value name."""
+    def evaluate(self, given: Mapping[str, Any], microbatch: int = 0) -> dict[str, Any]:
+        """Evaluation forward with the newest weights: what to send on, the loss and the metrics, by value name.
+
+        What a model draws even in evaluation is seeded by the microbatch, as in training."""
+        weights = {**self._versions.current.leaves, **self._fixed}
         with torch.no_grad():
-            results = self._program.run(given, {**self._versions.current.leaves, **self._fixed}, train=False)
+            results = self._program.run(given, weights, train=False, seed=self._seed, microbatch=microbatch)
         return self._of_its_own(results)
 
     def find_not_finite(self, microbatch: int) -> Finding | None:

@@ -128,9 +128,9 @@ class Stage:
         given = {name: self._here(value) for name, value in values.items()}
         return self._passes.forward(microbatch, given, self._correction.forward_weights(), again)
 
-    def evaluate(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def evaluate(self, values: Mapping[str, Any], microbatch: int = 0) -> dict[str, Any]:
         """Evaluation forward: what to send on; on a leaf the loss and the metrics, by value name. Nothing is kept."""
-        return self._passes.evaluate({name: self._here(value) for name, value in values.items()})
+        return self._passes.evaluate({name: self._here(value) for name, value in values.items()}, microbatch)
 
     def backward(self, microbatch: int, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
         """Gradients for what was received; those of the weights are kept for `update`, which must follow.

@@ -518,7 +518,7 @@ class StageWorker:
 
     def _evaluate(self, message: Message) -> None:
         with self._work("evaluate", message.microbatch):
-            results = self._stage.evaluate(message.values)
+            results = self._stage.evaluate(message.values, message.microbatch)
         self.counters.forwards += 1
         if not self._is_leaf:
             self._outbox.forward(replace(message, values=results))

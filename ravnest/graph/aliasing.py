@@ -4,10 +4,11 @@ Cutting a model must never separate a value from an operator that later changes 
 change the model's state. Both questions are answered here, once, from the operators' schemas.
 """
 
+from dataclasses import replace
 from typing import Final
 
 from ravnest.graph import ops
-from ravnest.graph.portable import Node, PortableGraph, Ref
+from ravnest.graph.portable import Node, PortableGraph
 
 _HANDING_BACK: Final = frozenset(
     """
@@ -34,13 +35,24 @@ class Aliases:
 
 
 def written_names(node: Node) -> list[str]:
-    """Names of the values this node changes in place."""
-    return [name for position in ops.written_arguments(node.op) for name in _references_at(node, position)]
+    """Names of the values this node changes in place, in training or in evaluation."""
+    return [
+        name
+        for form in _forms(node)
+        if not _is_frozen_norm(form)
+        for position in ops.written_arguments(form.op)
+        for name in form.references_at(position)
+    ]
 
 
 def aliased_names(node: Node) -> list[str]:
-    """Names of the values whose memory this node's result may share."""
-    return [name for position in ops.aliased_arguments(node.op) for name in _references_at(node, position)]
+    """Names of the values whose memory this node's result may share, in training or in evaluation."""
+    return [
+        name
+        for form in _forms(node)
+        for position in ops.aliased_arguments(form.op)
+        for name in form.references_at(position)
+    ]
 
 
 def handed_back_names(node: Node) -> list[str]:
@@ -50,10 +62,22 @@ def handed_back_names(node: Node) -> list[str]:
     return aliased_names(node) if hands_back else written_names(node)
 
 
-def _references_at(node: Node, position: int) -> list[str]:
-    if position < len(node.args):
-        argument = node.args[position]
-    else:
-        argument = node.kwargs.get(ops.argument_name(node.op, position))
-    items = argument if isinstance(argument, tuple) else (argument,)
-    return [item.name for item in items if isinstance(item, Ref)]
+def _forms(node: Node) -> list[Node]:
+    """The node as it runs in training and, where it says so itself, as it runs in evaluation."""
+    if node.evaluation is None:
+        return [node]
+    form = node.evaluation
+    return [
+        replace(node, evaluation=None),
+        replace(node, op=form.op, args=form.args, kwargs=form.kwargs, evaluation=None),
+    ]
+
+
+def _is_frozen_norm(node: Node) -> bool:
+    """Whether this is a norm that reads its running statistics and does not count the batch in."""
+    if ops.is_python(node.op) or ops.short_name(node.op) not in _NORMS:
+        return False
+    return (node.args[5] if len(node.args) > 5 else node.kwargs.get(ops.argument_name(node.op, 5), True)) is False
+
+
+_NORMS = frozenset({"batch_norm", "instance_norm"})

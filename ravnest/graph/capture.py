@@ -1,20 +1,20 @@
 """Turns a model, its loss and its metrics into one portable graph, without changing the model.
 
-The requester's Python runs here and nowhere else. The graph is exported in training mode with a free batch size;
-before it is handed on, it is run on the first batch in evaluation and compared with the model itself, so a model whose
-evaluation differs from its training by more than the switch can express is refused here and not found out after a day
-of training.
+The requester's Python runs here and nowhere else. The graph is exported in training, with a free batch size; each
+module is in the mode that the user left it in (modes.py). Custom backward passes and hooks are traced with it
+(traced_gradients.py). Before the graph is handed on, it trains and evaluates the first batch next to the model itself
+(capture_check.py): another loss, metric, gradient or buffer is refused here and not found out after a day of training.
+Only where evaluation differs by more than the switch can express is the model exported a second time, in evaluation
+(evaluation_alignment.py).
 """
 
 import contextlib
 import io
 import itertools
 import logging
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,9 +22,14 @@ from torch import nn
 
 from ravnest.errors import CaptureError, JobError
 from ravnest.graph.batch import Structure
-from ravnest.graph.lower import lower
+from ravnest.graph.capture_check import evaluation_difference, own_evaluation, own_training, with_gradients
+from ravnest.graph.evaluation_alignment import aligned
+from ravnest.graph.lower import Lowered, lower
+from ravnest.graph.modes import frozen_modules, left_as_it_was, set_modes, training_modes
 from ravnest.graph.portable import PortableGraph
-from ravnest.graph.program import Program
+from ravnest.graph.switch import draws_random_numbers, evaluation_form
+from ravnest.graph.traced_gradients import hooks_of_parameters, refuse_hooks, trace_parameter_hooks, traced
+from ravnest.graph.users_line import line_of_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,8 @@ class Captured:
     """Entries of the state_dict that the graph never uses; they are handed back as they were."""
     not_saved: frozenset[str]
     """Keys of weights that are not in the state_dict (non-persistent buffers, constants inside forward)."""
+    frozen_modules: tuple[str, ...] = ()
+    """Modules that the user put in eval() and that stay in it while the rest trains."""
 
 
 def capture(
@@ -53,29 +60,71 @@ def capture(
     CaptureError names the line of the user's code that cannot be captured; JobError what is wrong with the data.
     """
     _refuse_shared_memory(model)
+    refuse_hooks(model)
     structure = Structure.of(batches[0])
     flat = [structure.flatten(batch) for batch in batches]
     sample = {name: tensor.clone() for name, tensor in flat[0].items()}
     whole = _Whole(model, loss, metrics, structure)
-    with _modes_kept(model, loss, *metrics.values()):
-        expected = _evaluate(whole, sample, metrics)
-        whole.train()
-        exported = _export(whole, _at_least_two(sample), _free_sizes(flat))
-    graph, tensors = lower(exported, tuple(sample), ("loss", *metrics), trained=_trained_names(model))
+    modes = {**{m: m.training for m in whole.modules()}, **training_modes(model)}
+    shapes = (_at_least_two(sample), _free_sizes(flat))
+    with left_as_it_was(model, loss, *metrics.values()):
+        whole.eval()
+        expected = own_evaluation(whole, sample)
+        _refuse_results(expected, metrics)
+        set_modes(modes)
+        lowered = _lowered(whole, shapes, tuple(sample), metrics)
+        difference = evaluation_difference(lowered, whole, sample, expected)
+        if difference or _draws_in_evaluation(lowered.graph):
+            whole.eval()
+            lowered = _evaluating_alike(lowered, whole, shapes, sample, expected, difference)
+            set_modes(modes)
+        own = own_training(whole.without_metrics(), sample)
+        graph = with_gradients(lowered, whole, sample, own)
+    tensors = lowered.weights
     keys, aliases = _state_names(model, tensors)
-    weights = {key: tensor.detach() for key, tensor in tensors.items()}
-    graph = _with_gradients(graph, weights, sample)
-    _compare(graph, weights, sample, expected, metrics)
     used = {w.key for w in graph.weights}
     return Captured(
         graph=graph,
-        weights={w.key: weights[w.key] for w in graph.weights},
+        weights={w.key: tensors[w.key].detach() for w in graph.weights},
         structure=structure,
         sample=sample,
         aliases={name: owner for name, owner in aliases.items() if owner in used},
         static={name: tensor.detach() for name, tensor in keys.items() if aliases.get(name, name) not in used},
         not_saved=frozenset(used - set(keys)),
+        frozen_modules=tuple(frozen_modules(model, modes)),
     )
+
+
+def _lowered(whole: "_Whole", shapes: Any, inputs: tuple[str, ...], metrics: Mapping[str, Any]) -> Lowered:
+    exported, calls = _export(whole, *shapes)
+    return lower(exported, calls, inputs, ("loss", *metrics), trained=_trained_names(whole.model))
+
+
+def _draws_in_evaluation(graph: PortableGraph) -> bool:
+    """Whether random numbers would be drawn in evaluation: then one batch does not tell if the model draws them."""
+    return any(draws_random_numbers(evaluation_form(node)) for node in graph.nodes)
+
+
+def _evaluating_alike(
+    lowered: Lowered,
+    whole: "_Whole",
+    shapes: Any,
+    sample: Mapping[str, torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    difference: str,
+) -> Lowered:
+    """The graph with the evaluation of the model, which is in evaluation mode; CaptureError where it has none."""
+    names = [metric for metric in lowered.graph.metrics]
+    try:
+        found = aligned(lowered, _lowered(whole, shapes, tuple(sample), dict.fromkeys(names)))
+    except CaptureError as error:
+        told = f"in evaluation {difference}, and " if difference else "in evaluation "
+        raise CaptureError(f"{told}{error}") from error
+    if difference := evaluation_difference(found, whole, sample, expected):
+        raise CaptureError(
+            f"in evaluation {difference}: the model does something else in eval() than it shows when it is captured"
+        )
+    return found
 
 
 class _Whole(nn.Module):
@@ -89,8 +138,15 @@ class _Whole(nn.Module):
         self._plain_metrics = {k: m for k, m in metrics.items() if not isinstance(m, nn.Module)}
         self._order = tuple(metrics)
         self._structure = structure
+        self._hooks = hooks_of_parameters(model)
+
+    def without_metrics(self) -> "_Whole":
+        """The same module, which yields the loss alone, as training does."""
+        return _Whole(self.model, self.loss, {}, self._structure)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        if torch.compiler.is_exporting():
+            trace_parameter_hooks(self.model, self._hooks)
         inputs, targets = self._structure.unflatten(tensors)
         outputs = self._structure.call(self.model, inputs)
         loss = self.loss(outputs, targets)
@@ -100,32 +156,8 @@ class _Whole(nn.Module):
         return (loss, *scores)
 
 
-@contextlib.contextmanager
-def _modes_kept(*things: Any) -> Iterator[None]:
-    modules = [m for thing in things if isinstance(thing, nn.Module) for m in thing.modules()]
-    modes = [m.training for m in modules]
-    try:
-        yield
-    finally:
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
-
-
-def _evaluate(
-    whole: _Whole, sample: Mapping[str, torch.Tensor], metrics: Mapping[str, Any]
-) -> tuple[torch.Tensor, ...]:
-    """One plain evaluation of the model on the sample: what the graph must reproduce, and a first check of the user's
-    code. Buffers are lent as copies, for models that change them even in evaluation."""
-    whole.eval()
-    buffers = {name: buffer.clone() for name, buffer in whole.named_buffers()}
-    try:
-        with torch.no_grad():
-            results = torch.func.functional_call(whole, buffers, tuple(t.clone() for t in sample.values()))
-    except Exception as error:
-        raise CaptureError(
-            f"the model fails on the first batch of train_data: {type(error).__name__}: {error}{_user_line(error)}; "
-            "run model and loss on one batch by hand to see it"
-        ) from error
+def _refuse_results(results: Sequence[Any], metrics: Mapping[str, Any]) -> None:
+    """JobError where loss or metrics are not what they must be."""
     for name, result in zip(("loss", *(f"metric {m!r}" for m in metrics)), results, strict=True):
         if not isinstance(result, torch.Tensor):
             raise JobError(f"{name} must return a tensor, it returned a {type(result).__name__}; do not call .item()")
@@ -134,7 +166,6 @@ def _evaluate(
             raise JobError(f"{name} must be one number, it returned a tensor of shape {shape}; end it with .mean()")
     if not results[0].is_floating_point():
         raise JobError(f"loss must be a floating-point number, it returned {results[0].dtype}")
-    return tuple(results)
 
 
 def _at_least_two(sample: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -156,14 +187,18 @@ def _free_sizes(flat: Sequence[Mapping[str, torch.Tensor]]) -> tuple[dict[int, A
     return tuple(free)
 
 
-def _export(whole: _Whole, tensors: tuple[torch.Tensor, ...], free: tuple[dict[int, Any], ...]) -> Any:
+def _export(
+    whole: _Whole, tensors: tuple[torch.Tensor, ...], free: tuple[dict[int, Any], ...]
+) -> tuple[Any, list[str]]:
     try:
-        with _quiet():
-            return torch.export.export(whole, tensors, dynamic_shapes=(free,), strict=False)
+        with _quiet(), traced() as calls:
+            return torch.export.export(whole, tensors, dynamic_shapes=(free,), strict=False), calls
+    except CaptureError:
+        raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
-            f"the model cannot be captured{_user_line(error)}: {reason[:300]}; {_advice(error)}"
+            f"the model cannot be captured{line_of_error(error)}: {reason[:300]}; {_advice(error)}"
         ) from error
 
 
@@ -187,22 +222,6 @@ def _advice(error: Exception) -> str:
             "of `if`, and avoid .item(), .tolist() and numpy in forward"
         )
     return "use plain torch operators there, on whole tensors and without numpy, .item() or .tolist()"
-
-
-def _user_line(error: BaseException) -> str:
-    """` at file:line (code)` of the innermost frame that is the user's, or nothing where there is none."""
-    torch_home = str(Path(torch.__file__).parent)
-    own_home = str(Path(__file__).parents[1])
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((torch_home, own_home, "<"))
-    ]
-    own = [f for f in frames if "site-packages" not in f.filename] or frames
-    if not own:
-        return ""
-    frame = own[-1]
-    return f" at {frame.filename}:{frame.lineno} (`{frame.line}`)"
 
 
 def _trained_names(model: nn.Module) -> frozenset[str]:
@@ -233,52 +252,4 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             raise CaptureError(
                 f"the parameters {first} and {second} are two parameters over the same memory; tie them by assigning "
                 "the parameter itself, as in head.weight = embedding.weight"
-            )
-
-
-def _with_gradients(
-    graph: PortableGraph, weights: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor]
-) -> PortableGraph:
-    """The graph with `needs_grad` of every value as one real training forward shows it."""
-    program = Program(graph)
-    leaves = {p.name: weights[p.key].detach().requires_grad_() for p in graph.parameters}
-    others = {w.name: weights[w.key].clone() for w in (*graph.constants, *graph.states)}
-    env = program.environment(sample, {**leaves, **others})
-    needs: dict[str, bool] = {}
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for step in program.train_steps:
-            step.call(env)
-            result = env[program.slot(step.node.name)]
-            # A view taken under no_grad claims to require a gradient, yet nothing leads back from it.
-            needs[step.node.name] = step.node.grad and isinstance(result, torch.Tensor) and result.requires_grad
-            for slot in step.frees:
-                env[slot] = None
-    if graph.loss is not None and not needs.get(graph.loss, False):
-        raise JobError(
-            "loss does not depend on any trainable parameter; check requires_grad and detach() in model and loss"
-        )
-    nodes = tuple(
-        replace(n, output=None if n.output is None else replace(n.output, needs_grad=needs.get(n.name, False)))
-        for n in graph.nodes
-    )
-    return replace(graph, nodes=nodes)
-
-
-def _compare(
-    graph: PortableGraph,
-    weights: Mapping[str, torch.Tensor],
-    sample: Mapping[str, torch.Tensor],
-    expected: tuple[torch.Tensor, ...],
-    metrics: Mapping[str, Any],
-) -> None:
-    named = {w.name: weights[w.key] for w in graph.weights}
-    with torch.no_grad():
-        results = Program(graph).run(sample, named, train=False)
-    for name, value, want in zip(("loss", *metrics), [graph.loss, *graph.metrics.values()], expected, strict=True):
-        have = results[str(value)]
-        if not torch.allclose(have.double(), want.double(), rtol=1e-3, atol=1e-5, equal_nan=True):
-            raise CaptureError(
-                f"in evaluation the captured {name} is {have.item():.6g} where the model's own is {want.item():.6g}: "
-                "the model does something else in eval() than dropout, batch norm and attention dropout; express that "
-                "difference without `if self.training`"
             )

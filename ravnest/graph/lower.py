@@ -4,10 +4,8 @@ Sub-graphs that export makes for `torch.no_grad()` are laid out flat, checks tha
 every operator is looked up in the allow-list, with the user's line in the message when it is not there.
 """
 
-import re
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,8 +16,10 @@ from torch.fx import Node as FxNode
 from ravnest.errors import CaptureError
 from ravnest.graph import ops
 from ravnest.graph.aliasing import Aliases, written_names
+from ravnest.graph.own_backward import ENTER, GRADIENT_OF, MARKS, call_of, renamed_references, with_backward_passes
 from ravnest.graph.portable import Argument, Device, Node, PortableGraph, Ref, ValueSpec, WeightSpec
-from ravnest.graph.switch import draws_random_numbers
+from ravnest.graph.switch import draws_random_numbers, evaluation_form
+from ravnest.graph.users_line import line_of_trace
 
 _DROPPED = frozenset(
     {
@@ -33,24 +33,63 @@ _INSTEAD = {
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
 }
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)')
-_TORCH_HOME = str(Path(torch.__file__).parent)
 _INSTEAD_OF_READING = {
     "aten.item.default": "leave the number in its tensor: without .item(), float() and int() the same line works"
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A portable graph with what capture needs to know of where it came from."""
+
+    graph: PortableGraph
+    weights: Mapping[str, torch.Tensor]
+    """By key."""
+    lines: Mapping[str, str]
+    """For a node of the graph, ` at file:line (code)` of the user's, as far as that is known."""
+    whole: PortableGraph
+    """The graph with what nothing uses, too: the model draws random numbers there as well."""
+    training_only: frozenset[str] = frozenset()
+    """Nodes of the whole that the model runs in training alone, as far as that is known."""
+    evaluation_only: frozenset[str] = frozenset()
+    """The same for evaluation."""
+
+    @classmethod
+    def of(
+        cls,
+        whole: PortableGraph,
+        weights: Mapping[str, torch.Tensor],
+        lines: Mapping[str, str],
+        training_only: frozenset[str] = frozenset(),
+        evaluation_only: frozenset[str] = frozenset(),
+    ) -> "Lowered":
+        """From a graph with everything that the model does, what has a use."""
+        return cls(_numbered(_states_found(live(whole))), weights, lines, whole, training_only, evaluation_only)
+
+
 def lower(
-    exported: Any, input_names: tuple[str, ...], output_names: tuple[str, ...], trained: frozenset[str]
-) -> tuple[PortableGraph, dict[str, torch.Tensor]]:
-    """The portable graph of an exported program and its weights by key; CaptureError where it has no portable form."""
-    lowering = _Lowering(exported, input_names, trained)
-    graph = lowering.graph(output_names)
-    return graph, lowering.weights
+    exported: Any,
+    calls: Sequence[str],
+    input_names: tuple[str, ...],
+    output_names: tuple[str, ...],
+    trained: frozenset[str],
+) -> Lowered:
+    """The portable graph of an exported program and its weights by key; CaptureError where it has no portable form.
+
+    `calls` are the custom backward passes in it, in words, by the number that they are marked with.
+    """
+    lowering = _Lowering(exported, calls, input_names, trained)
+    whole = _inputs_kept(_getitems_together(lowering.graph(output_names)))
+    return Lowered.of(whole, lowering.weights, lowering.lines)
 
 
 class _Lowering:
-    def __init__(self, exported: Any, input_names: tuple[str, ...], trained: frozenset[str]) -> None:
+    def __init__(
+        self, exported: Any, calls: Sequence[str], input_names: tuple[str, ...], trained: frozenset[str]
+    ) -> None:
+        self._calls = calls
+        self._inside = ""
+        """The backward pass that is being read, in words."""
         self.weights: dict[str, torch.Tensor] = {}
         self._env: dict[FxNode, Argument] = {}
         self._nodes: list[Node] = []
@@ -60,6 +99,7 @@ class _Lowering:
         self._others: list[WeightSpec] = []
         self._read_placeholders(exported, input_names, trained)
         self._outputs: tuple[Argument, ...] = ()
+        self.lines = _Lines()
         self._read_nodes(exported.graph_module, grad=True)
 
     def graph(self, output_names: tuple[str, ...]) -> PortableGraph:
@@ -69,15 +109,16 @@ class _Lowering:
                 raise CaptureError(
                     f"{name} does not depend on the batch: it is a constant; compute it from outputs and targets"
                 )
+        weights = [ValueSpec(w.name, w.dtype, w.shape) for w in (*self._parameters, *self._others)]
         graph = PortableGraph(
-            nodes=tuple(self._nodes),
+            nodes=tuple(with_backward_passes(self._nodes, [*self._inputs, *weights], self._calls)),
             inputs=tuple(self._inputs),
             parameters=tuple(self._parameters),
             constants=tuple(self._others),
             loss=refs[0],
             metrics={n: str(r) for n, r in zip(output_names[1:], refs[1:], strict=True)},
         )
-        return _numbered(_states_found(_inputs_kept(_getitems_together(_live(graph)))))
+        return graph
 
     def _read_placeholders(self, exported: Any, input_names: tuple[str, ...], trained: frozenset[str]) -> None:
         placeholders = [n for n in exported.graph.nodes if n.op == "placeholder"]
@@ -134,9 +175,13 @@ class _Lowering:
         if op is not None and not ops.is_python(op) and ops.short_name(op) in _DROPPED:
             return
         op = _INSTEAD.get(op or "", op)
-        if op is None or not ops.is_allowed(op):
+        if op == ENTER:
+            self._env[node] = self._argument(node.args[0])
+            return
+        if op is None or not (ops.is_allowed(op) or op in MARKS):
+            user = self._inside or "the model"
             raise CaptureError(
-                f"the model uses the operator {op or target}{_line(node)}, which a provider may not run; "
+                f"{user} uses the operator {op or target}{self._line(node)}, which a provider may not run; "
                 + _INSTEAD_OF_READING.get(
                     op or "", "replace it by operators of torch (docs/portable-graph.md lists them)"
                 )
@@ -145,9 +190,12 @@ class _Lowering:
         if op in _INSTEAD.values():
             kwargs.pop("memory_format", None)
         name = self._fresh(node.name)
+        self.lines.remember(name, node)
         self._nodes.append(
             Node(name, op, tuple(self._argument(a) for a in node.args), kwargs, grad, output=_value_spec(name, node))
         )
+        if op in MARKS:
+            self._inside = self._calls[call_of(self._nodes[-1])] if op == GRADIENT_OF else ""
         self._env[node] = Ref(name)
 
     def _read_subgraph(self, module: GraphModule, node: FxNode, grad: bool) -> None:
@@ -155,8 +203,8 @@ class _Lowering:
         kind = str(node.target)
         if "wrap_with_set_grad_enabled" not in kind:
             raise CaptureError(
-                f"the model uses {kind}{_line(node)}, which has no portable form; use plain operators there "
-                "(precision is set with the job, not with autocast in the model)"
+                f"{self._inside or 'the model'} uses {kind}{self._line(node)}, which has no portable form; use plain "
+                "operators there (precision is set with the job, not with autocast in the model)"
             )
         enabled, attribute, *arguments = node.args
         assert isinstance(attribute, FxNode)
@@ -182,6 +230,10 @@ class _Lowering:
             return value
         raise CaptureError(f"the model passes a {type(value).__name__} to an operator, which has no portable form")
 
+    def _line(self, node: FxNode) -> str:
+        """The line of the forward; a backward pass says itself where it is."""
+        return "" if self._inside else line_of_trace(node.meta.get("stack_trace"))
+
     def _fresh(self, name: str) -> str:
         return _untaken(name, self._names)
 
@@ -204,17 +256,28 @@ def _value_spec(name: str, node: FxNode) -> ValueSpec | None:
     return None
 
 
-def _line(node: FxNode) -> str:
-    """` at file:line (code)` of the call in the user's code, or in a library's where that is all there is."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    outside = [f for f in frames if not f[0].startswith(_TORCH_HOME)]
-    own = [f for f in outside if "site-packages" not in f[0]] or outside or frames
-    return " at {}:{} (`{}`)".format(*own[-1]) if own else ""
+class _Lines(Mapping[str, str]):
+    """By the name of a node, the line of the user's code it comes from. Only those asked for are looked up."""
+
+    def __init__(self) -> None:
+        self._traces: dict[str, str | None] = {}
+
+    def remember(self, name: str, node: FxNode) -> None:
+        self._traces[name] = node.meta.get("stack_trace")
+
+    def __getitem__(self, name: str) -> str:
+        return line_of_trace(self._traces[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._traces)
+
+    def __len__(self) -> int:
+        return len(self._traces)
 
 
-def _live(graph: PortableGraph) -> PortableGraph:
-    """Without what neither loss nor metrics nor the model's state depend on."""
-    needed = {graph.loss, *graph.metrics.values()}
+def live(graph: PortableGraph, also: Iterable[str] = ()) -> PortableGraph:
+    """Without what neither loss nor metrics nor the model's state depend on, nor what is wanted `also`."""
+    needed = {graph.loss, *graph.metrics.values(), *also}
     kept: list[Node] = []
     for node in reversed(graph.nodes):
         if node.name in needed or ops.written_arguments(node.op):
@@ -256,21 +319,8 @@ def _inputs_kept(graph: PortableGraph) -> PortableGraph:
         Node(renamed[v.name], "aten.clone.default", (Ref(v.name),), output=replace(v, name=renamed[v.name]))
         for v in changed
     ]
-    nodes = [
-        replace(
-            n,
-            args=tuple(_renamed(a, renamed) for a in n.args),
-            kwargs={k: _renamed(a, renamed) for k, a in n.kwargs.items()},
-        )
-        for n in graph.nodes
-    ]
+    nodes = [renamed_references(n, renamed) for n in graph.nodes]
     return replace(graph, nodes=(*copies, *nodes))
-
-
-def _renamed(argument: Argument, names: Mapping[str, str]) -> Argument:
-    if isinstance(argument, Ref):
-        return Ref(names.get(argument.name, argument.name))
-    return tuple(_renamed(a, names) for a in argument) if isinstance(argument, tuple) else argument
 
 
 def _states_found(graph: PortableGraph) -> PortableGraph:
@@ -288,12 +338,9 @@ def _states_found(graph: PortableGraph) -> PortableGraph:
 
 
 def _numbered(graph: PortableGraph) -> PortableGraph:
-    """Random operators numbered through the whole model."""
-    nodes, number = [], 0
-    for node in graph.nodes:
-        if draws_random_numbers(node):
-            nodes.append(replace(node, seed=number))
-            number += 1
-        else:
-            nodes.append(node)
-    return replace(graph, nodes=tuple(nodes))
+    """Random operators numbered through the whole model: those of training first, then those of evaluation alone."""
+    alone = [replace(n, evaluation=None) for n in graph.nodes]
+    trained = {n.name for n in live(replace(graph, nodes=tuple(alone), metrics={})).nodes}
+    draws = [n.name for n in graph.nodes if draws_random_numbers(n) or draws_random_numbers(evaluation_form(n))]
+    numbers = {name: number for number, name in enumerate(sorted(draws, key=lambda name: name not in trained))}
+    return replace(graph, nodes=tuple(replace(n, seed=numbers.get(n.name)) for n in graph.nodes))

@@ -61,7 +61,16 @@ _ATEN = frozenset(
     """.split()
 )
 
+OWN_GRADIENT = "py.own_gradient"
+"""Passes its first list of values on, with the backward pass that the node brings (own_gradient.py runs it)."""
+
+
+def _without_gradient(outputs: Any, inputs: Any, saved: Any) -> Any:
+    return outputs
+
+
 _PYTHON: dict[str, Callable[..., Any]] = {
+    OWN_GRADIENT: _without_gradient,
     "py.getitem": operator.getitem,
     "py.add": operator.add,
     "py.sub": operator.sub,
@@ -189,7 +198,7 @@ def written_arguments(op: str) -> tuple[int, ...]:
 @cache
 def aliased_arguments(op: str) -> tuple[int, ...]:
     """Positions of the arguments whose memory the result may share: views, in-place results, getitem of a list."""
-    if op == "py.getitem":
+    if op in ("py.getitem", OWN_GRADIENT):
         return (0,)
     if is_python(op):
         return ()

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ravnest.errors import GraphError
 from ravnest.graph import ops
 from ravnest.plain_json import read_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_NODES = 200_000
 MAX_DEPTH = 8
 MAX_LIST = 100_000
@@ -81,6 +81,32 @@ class WeightSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationForm:
+    """The operator call that stands in a node's place in evaluation, where the switch does not say it."""
+
+    op: str
+    args: tuple[Argument, ...] = ()
+    kwargs: Mapping[str, Argument] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The backward pass of a `py.own_gradient` node: operator calls that run in place of the derivatives of PyTorch.
+
+    Its names are its own. The node's arguments are three lists: the values whose gradients arrive, those whose
+    gradients leave, and those that the backward pass reads besides.
+    """
+
+    gradients: tuple[str, ...]
+    """Names of the gradients that arrive, one for each value in the node's first list."""
+    saved: tuple[str, ...]
+    """Names of the values in the node's third list."""
+    nodes: tuple["Node", ...]
+    yields: tuple[str | None, ...]
+    """For each value in the node's second list, the name of its gradient; None where it gets none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """One operator call. `grad` False: it runs without recording gradients, as inside the model's own `no_grad`."""
 
@@ -94,10 +120,27 @@ class Node:
     fall."""
     output: ValueSpec | None = None
     """What it yields, where that is one tensor or number; None for a list of tensors."""
+    evaluation: EvaluationForm | None = None
+    """What runs in evaluation instead; None where the switch of its operator says it."""
+    backward: Backward | None = None
+    """The backward pass of a `py.own_gradient` node, which has no other."""
 
     def references(self) -> Iterator[str]:
+        """Names of the values it takes, in training or in evaluation."""
         for argument in (*self.args, *self.kwargs.values()):
             yield from _references(argument)
+        if self.evaluation is not None:
+            for argument in (*self.evaluation.args, *self.evaluation.kwargs.values()):
+                yield from _references(argument)
+
+    def references_at(self, position: int) -> list[str]:
+        """Names of the values that the argument at this position is, or has in it."""
+        if position < len(self.args):
+            argument = self.args[position]
+        else:
+            argument = self.kwargs.get(ops.argument_name(self.op, position))
+        items = argument if isinstance(argument, tuple) else (argument,)
+        return [item.name for item in items if isinstance(item, Ref)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,22 +227,71 @@ def check(graph: PortableGraph) -> None:
         if name in known:
             raise GraphError(f"the portable graph defines {name!r} twice")
         known.add(name)
+    count = 0
     for node in graph.nodes:
-        ops.resolve(node.op)
-        for position, keyword in ops.device_arguments(node.op):
-            device = node.args[position] if position < len(node.args) else node.kwargs.get(keyword)
-            if device is not None and not isinstance(device, Device):
-                raise GraphError(f"node {node.name!r} of the portable graph names a device; a stage chooses its own")
-        for reference in node.references():
-            if reference not in known:
-                raise GraphError(f"node {node.name!r} of the portable graph uses {reference!r} before it exists")
-        if node.name in known:
-            raise GraphError(f"the portable graph defines {node.name!r} twice")
+        _check_node(node, known)
+        if node.evaluation is not None:
+            form = node.evaluation
+            if form.op == ops.OWN_GRADIENT:
+                raise GraphError(f"node {node.name!r} of the portable graph has a backward pass in evaluation")
+            _check_call(replace(node, op=form.op, args=form.args, kwargs=form.kwargs))
+        if node.backward is not None:
+            _check_backward(node, node.backward)
+            count += len(node.backward.nodes)
         known.add(node.name)
+    if count + len(graph.nodes) > MAX_NODES:
+        raise GraphError(f"the portable graph has more than {MAX_NODES:,} nodes, those of backward passes counted")
     wanted = [v.name for v in graph.sends] + list(graph.metrics.values()) + ([graph.loss] if graph.loss else [])
     for name in wanted:
         if name not in known:
             raise GraphError(f"the portable graph should yield {name!r} but never computes it")
+
+
+def _check_node(node: Node, known: set[str]) -> None:
+    """What holds for every operator call, be it of a forward or of a backward pass."""
+    _check_call(node)
+    for reference in node.references():
+        if reference not in known:
+            raise GraphError(f"node {node.name!r} of the portable graph uses {reference!r} before it exists")
+    if node.name in known:
+        raise GraphError(f"the portable graph defines {node.name!r} twice")
+    if (node.op == ops.OWN_GRADIENT) != (node.backward is not None):
+        raise GraphError(f"node {node.name!r} of the portable graph must be {ops.OWN_GRADIENT} to have a backward pass")
+
+
+def _check_call(node: Node) -> None:
+    ops.resolve(node.op)
+    for position, keyword in ops.device_arguments(node.op):
+        device = node.args[position] if position < len(node.args) else node.kwargs.get(keyword)
+        if device is not None and not isinstance(device, Device):
+            raise GraphError(f"node {node.name!r} of the portable graph names a device; a stage chooses its own")
+
+
+def _check_backward(node: Node, backward: Backward) -> None:
+    """A backward pass is checked as a graph of its own: it defines each name once and before its use, is not nested,
+    draws nothing, and changes nothing that it did not make itself."""
+    where = f"the backward pass of node {node.name!r} of the portable graph"
+    sizes = (len(backward.gradients), len(backward.yields), len(backward.saved))
+    lists = [a for a in node.args if isinstance(a, tuple) and all(isinstance(item, Ref) for item in a)]
+    if node.kwargs or node.evaluation or len(node.args) != 3 or tuple(len(a) for a in lists) != sizes:
+        raise GraphError(f"{where} does not have the gradients and values that the node has")
+    given = (*backward.gradients, *backward.saved)
+    known = set(given)
+    if len(known) != len(given):
+        raise GraphError(f"{where} defines a name twice")
+    foreign = {name: True for name in given}
+    for inner in backward.nodes:
+        _check_node(inner, known)
+        if inner.backward is not None or inner.evaluation is not None or ops.is_random(inner.op):
+            raise GraphError(f"{where} has the node {inner.name!r}, which no backward pass may have")
+        if any(foreign[name] for position in ops.written_arguments(inner.op) for name in inner.references_at(position)):
+            raise GraphError(f"{where} changes a value in place that it did not make")
+        shared = [name for position in ops.aliased_arguments(inner.op) for name in inner.references_at(position)]
+        foreign[inner.name] = any(foreign[name] for name in shared)
+        known.add(inner.name)
+    for name in backward.yields:
+        if name is not None and name not in known:
+            raise GraphError(f"{where} should yield {name!r} but never computes it")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -306,24 +398,57 @@ def _node_to_json(node: Node) -> dict[str, Any]:
         data["grad"] = False
     if node.seed is not None:
         data["seed"] = node.seed
+    if node.evaluation is not None:
+        form = node.evaluation
+        data["evaluation"] = {"op": form.op, "args": [_argument_to_json(a) for a in form.args]}
+        if form.kwargs:
+            data["evaluation"]["kwargs"] = {k: _argument_to_json(v) for k, v in form.kwargs.items()}
+    if node.backward is not None:
+        data["backward"] = {
+            "gradients": list(node.backward.gradients),
+            "saved": list(node.backward.saved),
+            "nodes": [_node_to_json(n) for n in node.backward.nodes],
+            "yields": list(node.backward.yields),
+        }
     return data
 
 
-def _node_from_json(data: Any) -> Node:
+def _node_from_json(data: Any, inner: bool = False) -> Node:
     item = _object(data, "node")
-    op = item.get("op")
-    if not isinstance(op, str) or len(op) > 128:
-        raise GraphError("a node of the portable graph has no operator name")
+    op, args, kwargs = _call_from_json(item)
     seed = item.get("seed")
     if seed is not None:
         seed = _size(seed)
+    evaluation, backward = item.get("evaluation"), item.get("backward")
+    if inner and backward is not None:
+        raise GraphError("a backward pass of the portable graph has a node with a backward pass of its own")
     return Node(
         name=_name(item.get("name")),
         op=op,
-        args=tuple(_argument_from_json(a) for a in _array(item.get("args"), "args")),
-        kwargs={_name(k): _argument_from_json(v) for k, v in _object(item.get("kwargs", {}), "kwargs").items()},
+        args=args,
+        kwargs=kwargs,
         grad=item.get("grad", True) is not False,
         seed=seed,
+        evaluation=None if evaluation is None else EvaluationForm(*_call_from_json(_object(evaluation, "evaluation"))),
+        backward=None if backward is None else _backward_from_json(_object(backward, "backward pass")),
+    )
+
+
+def _call_from_json(item: dict[str, Any]) -> tuple[str, tuple[Argument, ...], dict[str, Argument]]:
+    op = item.get("op")
+    if not isinstance(op, str) or len(op) > 128:
+        raise GraphError("a node of the portable graph has no operator name")
+    args = tuple(_argument_from_json(a) for a in _array(item.get("args"), "args"))
+    kwargs = {_name(k): _argument_from_json(v) for k, v in _object(item.get("kwargs", {}), "kwargs").items()}
+    return op, args, kwargs
+
+
+def _backward_from_json(item: dict[str, Any]) -> Backward:
+    return Backward(
+        gradients=tuple(_name(n) for n in _array(item.get("gradients"), "gradients")),
+        saved=tuple(_name(n) for n in _array(item.get("saved"), "saved values")),
+        nodes=tuple(_node_from_json(n, inner=True) for n in _array(item.get("nodes"), "nodes", MAX_NODES)),
+        yields=tuple(None if n is None else _name(n) for n in _array(item.get("yields"), "yields")),
     )
 
 

@@ -111,7 +111,7 @@ class _Trial:
     """One call of a node with its own small autograd graph."""
 
     def __init__(self, step: Step, args: list[Any], kwargs: dict[str, Any]) -> None:
-        function = ops.resolve(step.node.op)
+        function = step.function
         self._grad = step.node.grad
         self._clock = work_clock()
         start = self._clock()

@@ -5,8 +5,9 @@ torch.compile, which is given numbered values and operators of the allow-list al
 Values are dropped as soon as no later step needs them, so a stage holds what autograd saves and nothing more.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ravnest.errors import GraphError
 from ravnest.graph import ops
-from ravnest.graph.aliasing import Aliases
-from ravnest.graph.portable import Argument, Device, Node, PortableGraph, Ref
+from ravnest.graph.aliasing import Aliases, written_names
+from ravnest.graph.own_gradient import with_own_gradient
+from ravnest.graph.portable import Argument, Backward, Device, Node, PortableGraph, Ref
 from ravnest.graph.switch import draws_random_numbers, evaluation_form
 from ravnest.graph.weight_uses import weight_uses
 
@@ -53,7 +55,7 @@ class Program:
         self._given = len(self._slots)
         for node in graph.nodes:
             self._slots[node.name] = len(self._slots)
-        aliases = Aliases(graph)
+        aliases = self._aliases = Aliases(graph)
         states = {aliases.group(s.name) for s in graph.states}
         losses = [graph.loss] if graph.loss else []
         self._trained = [*(v.name for v in graph.sends), *losses]
@@ -62,7 +64,11 @@ class Program:
         self._train = self._steps(graph.nodes, self._trained)
         self._evaluate = self._steps(evaluation, self._evaluated)
         self._compiled: Compiled | None = None
-        if compiled:
+        self._why_not_compiled = ""
+        if compiled and any(n.backward is not None for n in graph.nodes):
+            self._why_not_compiled = "the model brings a backward pass of its own, which is interpreted"
+            warnings.warn(f"this stage runs uncompiled: {self._why_not_compiled}", stacklevel=2)
+        elif compiled:
             # Here, because the compiler takes seconds to import, and hardly anybody uses it.
             from ravnest.graph import compiling
 
@@ -94,7 +100,7 @@ class Program:
             results = self._compiled(*env[: self._given])
             return dict(zip(self._trained, results, strict=True))
         for step in self._train if train else self._evaluate:
-            if step.seed is not None and train:
+            if step.seed is not None:
                 generator.manual_seed(draw_seed(seed, microbatch, step.seed))
             if apart is not None and (used := self._uses.get(step.node.name)) is not None:
                 _call_apart(step, used, env, apart)
@@ -142,11 +148,15 @@ class Program:
     @property
     def not_compiled(self) -> str:
         """Why it runs uncompiled though it was to be compiled, once that is known."""
-        return "" if self._compiled is None else self._compiled.failure
+        return self._why_not_compiled if self._compiled is None else self._compiled.failure
 
     @property
     def train_steps(self) -> "list[Step]":
         return self._train
+
+    @property
+    def evaluation_steps(self) -> "list[Step]":
+        return self._evaluate
 
     @property
     def can_split(self) -> bool:
@@ -165,17 +175,11 @@ class Program:
         return torch.default_generator
 
     def _steps(self, nodes: Iterable[Node], outputs: Iterable[str]) -> "list[Step]":
-        chosen: list[Node] = []
-        needed = set(outputs)
-        for node in reversed(list(nodes)):
-            if node.name in needed or ops.written_arguments(node.op):
-                chosen.append(node)
-                needed.update(node.references())
-        chosen.reverse()
+        chosen = self._needed(nodes, outputs)
         last_use: dict[str, int] = {}
         for i, node in enumerate(chosen):
             last_use.setdefault(node.name, i)
-            for name in node.references():
+            for name in _called_with(node):
                 last_use[name] = i
         kept = set(outputs) | {w.name for w in self.graph.weights}
         frees: list[list[int]] = [[] for _ in chosen]
@@ -184,19 +188,59 @@ class Program:
                 frees[i].append(self._slots[name])
         return [Step(node, self._slots, self.device, tuple(f)) for node, f in zip(chosen, frees, strict=True)]
 
+    def _needed(self, nodes: Iterable[Node], outputs: Iterable[str]) -> list[Node]:
+        """The nodes that the outputs depend on, and those that change a value which these or the caller can see."""
+        chosen: list[Node] = []
+        needed = set(outputs)
+        seen = {self._aliases.group(name) for name in (*self.graph.given_names(), *needed)}
+        for node in reversed(list(nodes)):
+            if node.name in needed or any(self._aliases.group(name) in seen for name in written_names(node)):
+                chosen.append(node)
+                references = _called_with(node)
+                needed.update(references)
+                seen.update(self._aliases.group(name) for name in references)
+        chosen.reverse()
+        return chosen
+
+
+class BackwardPass:
+    """The backward pass of one node, laid out as steps over slots of its own: gradients, saved values, results."""
+
+    def __init__(self, backward: Backward, device: torch.device) -> None:
+        given = (*backward.gradients, *backward.saved)
+        slots = {name: i for i, name in enumerate((*given, *(n.name for n in backward.nodes)))}
+        self._results = [None if name is None else slots[name] for name in backward.yields]
+        self._room = len(slots) - len(given)
+        last_use: dict[int, int] = {}
+        for i, node in enumerate(backward.nodes):
+            last_use.update({slots[name]: i for name in (node.name, *node.references())})
+        frees: list[list[int]] = [[] for _ in backward.nodes]
+        for slot, i in last_use.items():
+            if slot not in self._results:
+                frees[i].append(slot)
+        self._steps = [Step(n, slots, device, tuple(f)) for n, f in zip(backward.nodes, frees, strict=True)]
+
+    def __call__(self, given: Sequence[Any]) -> list[Any]:
+        env = [*given, *[None] * self._room]
+        for step in self._steps:
+            step.call(env)
+            for slot in step.frees:
+                env[slot] = None
+        return [None if slot is None else env[slot] for slot in self._results]
+
 
 class Step:
     """One node with its arguments laid out: constants in place, references as (position, slot)."""
 
     __slots__ = (
         "_args",
-        "_function",
         "_grad",
         "_kwargs",
         "_nested",
         "_refs",
         "_slot_kwargs",
         "frees",
+        "function",
         "node",
         "seed",
         "slot",
@@ -206,7 +250,7 @@ class Step:
         self.node = node
         self.seed = node.seed if draws_random_numbers(node) else None
         self.frees = frees
-        self._function: Callable[..., Any] = ops.resolve(node.op)
+        self.function = function_of(node, device)
         self._grad = node.grad
         self.slot = slots[node.name]
         self._args: list[Any] = [_constant(a, device) for a in node.args]
@@ -232,10 +276,17 @@ class Step:
     def call(self, env: list[Any]) -> None:
         args, kwargs = self.arguments(env)
         if self._grad:
-            env[self.slot] = self._function(*args, **kwargs)
+            env[self.slot] = self.function(*args, **kwargs)
         else:
             with torch.no_grad():
-                env[self.slot] = self._function(*args, **kwargs)
+                env[self.slot] = self.function(*args, **kwargs)
+
+
+def function_of(node: Node, device: torch.device) -> Callable[..., Any]:
+    """What the node calls: its operator, or, where it brings a backward pass, that pass."""
+    if node.backward is None:
+        return ops.resolve(node.op)
+    return with_own_gradient(node, BackwardPass(node.backward, device))
 
 
 def _call_apart(step: Step, used: tuple[int, ...], env: list[Any], apart: list[WeightUse]) -> None:
@@ -251,6 +302,11 @@ def _call_apart(step: Step, used: tuple[int, ...], env: list[Any], apart: list[W
         # The place in the graph and not the tensor: that may be written to later, and then is another place.
         output = get_gradient_edge(env[step.slot])
         apart.append(WeightUse(output, tuple((weight, leaves[slot]) for slot, weight in weights.items())))
+
+
+def _called_with(node: Node) -> list[str]:
+    """The values that the node takes as it is, whatever it takes in evaluation."""
+    return list(replace(node, evaluation=None).references())
 
 
 def _has_reference(argument: Argument) -> bool:

@@ -28,9 +28,12 @@ _RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _NORMS = frozenset({"batch_norm", "instance_norm"})
 
 
-def evaluation_form(node: Node, is_state: Callable[[str], bool]) -> Node:
+def evaluation_form(node: Node, is_state: Callable[[str], bool] = lambda name: False) -> Node:
     """The node as it runs in evaluation. What would change the model's state (counting batches, a running mean) yields
-    that state as it is."""
+    that state as it is. Where the node says itself what runs in evaluation, that is it."""
+    if node.evaluation is not None:
+        form = node.evaluation
+        return replace(node, op=form.op, args=form.args, kwargs=form.kwargs, evaluation=None)
     if ops.is_python(node.op):
         return node
     name = ops.short_name(node.op)
@@ -56,6 +59,8 @@ def draws_random_numbers(node: Node) -> bool:
     name = ops.short_name(node.op)
     if "dropout" in name:
         return _argument(node, 1, "p", None) != 0 and _argument(node, 2, "train", False) is not False
+    if name == "rrelu":
+        return _argument(node, 3, "training", False) is not False
     if name == "scaled_dot_product_attention":
         return _argument(node, 4, "dropout_p", 0.0) != 0
     if name in _RECURRENT:

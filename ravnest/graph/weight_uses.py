@@ -6,6 +6,7 @@ from weights alone before it is used: then that chain waits too. Every other use
 is added) keeps its place in the backward: it costs little there, and would share work with the rest if it came later.
 """
 
+from dataclasses import replace
 from typing import Final
 
 from ravnest.graph import ops
@@ -30,7 +31,7 @@ def weight_uses(graph: PortableGraph) -> dict[str, tuple[str, ...]]:
     weights = {spec.name for spec in graph.parameters if aliases.group(spec.name) not in written}
     uses: dict[str, tuple[str, ...]] = {}
     for node in graph.nodes:
-        references = set(node.references())
+        references = set(replace(node, evaluation=None).references())
         found = references & weights
         if not found:
             continue

@@ -36,6 +36,10 @@ def replayed_draws(seed: int, microbatch: int) -> Iterator[None]:
     with ExitStack() as stack:
         for name, draws in _DRAWING.items():
             stack.enter_context(patch.object(F, name, seeded(getattr(F, name), draws)))
+        for name in ("rand", "randn_like", "rand_like", "bernoulli"):
+            stack.enter_context(patch.object(torch, name, seeded(getattr(torch, name), lambda *_, **__: True)))
+        bernoulli_ = seeded(torch.Tensor.bernoulli_, lambda *_, **__: True)
+        stack.enter_context(patch.object(torch.Tensor, "bernoulli_", bernoulli_))
         for name in ("lstm", "gru"):
             stack.enter_context(
                 patch.object(torch._VF, name, seeded(getattr(torch._VF, name), _recurrent_draws), create=True)

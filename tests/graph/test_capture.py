@@ -1,6 +1,7 @@
 """Capture: the model as a portable graph, the model itself untouched, and what cannot be captured refused by name."""
 
 import copy
+import random
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from torch import nn
 
 from ravnest.errors import CaptureError, JobError
 from ravnest.graph.capture import Captured, capture
+from ravnest.graph.layout import layout
 from ravnest.graph.portable import Ref
-from tests.exactness.plain_loop import call, copied
+from tests.exactness.plain_loop import call, copied, kept_generator, replayed_draws
 from tests.graph.cutting import ALL, example, run
 from tests.models import ZOO
 from tests.odd_models import ThreeLayers
@@ -204,7 +206,7 @@ def test_data_dependent_control_flow_is_told_what_to_do_instead() -> None:
         _capture(ReadsANumber())
 
 
-def test_a_model_that_trains_otherwise_than_it_evaluates_is_refused() -> None:
+def test_a_model_that_trains_otherwise_than_it_evaluates_does_so_in_the_swarm() -> None:
     class OnlyInTraining(ThreeLayers):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.a(x)
@@ -212,8 +214,75 @@ def test_a_model_that_trains_otherwise_than_it_evaluates_is_refused() -> None:
                 hidden = hidden * 2
             return self.rest(hidden)
 
-    with pytest.raises(CaptureError, match=r"in evaluation the captured loss is .* without `if self.training`"):
-        _capture(OnlyInTraining())
+    model = OnlyInTraining()
+    found = _capture(model)
+    batch = (torch.randn(5, 8), torch.randn(5, 8))
+    assert torch.equal(run(found, [], batch).loss, F.mse_loss(model(batch[0]), batch[1]).detach())
+    evaluated = F.mse_loss(model.eval()(batch[0]), batch[1]).detach()
+    assert torch.equal(run(found, [], batch, train=False).loss, evaluated)
+    assert not torch.equal(run(found, [], batch).loss, evaluated)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_draw_is_captured_whatever_it_draws(seed: int) -> None:
+    class DropsPath(ThreeLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.a(x)
+            if self.training:
+                hidden = hidden * torch.bernoulli(torch.full((x.shape[0], 1), 0.9))
+            return self.rest(hidden)
+
+    torch.manual_seed(seed)
+    model = DropsPath()
+    batch = (torch.randn(4, 8), torch.randn(4, 8))
+    found = capture(model, F.mse_loss, {}, [batch, batch])
+    evaluated = F.mse_loss(model.eval()(batch[0]), batch[1]).detach()
+    assert torch.equal(run(found, [], batch, train=False).loss, evaluated)
+    losses = {float(run(found, [], batch, microbatch=number).loss) for number in range(20)}
+    assert len(losses) > 1, "it never dropped a path"
+
+
+def test_what_is_drawn_in_evaluation_too_stays_on_and_is_the_same_again() -> None:
+    class Noisy(ThreeLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand(3)  # nothing uses it, and yet it is drawn
+            hidden = F.dropout(self.a(x), 0.5)
+            return self.rest(hidden + torch.randn_like(hidden))
+
+    found = _capture(Noisy())
+    batch = (torch.randn(4, 8), torch.randn(4, 8))
+    first, again, other = (run(found, [], batch, train=False, microbatch=m).loss for m in (1, 1, 2))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    dropout = next(n for n in found.graph.nodes if "dropout" in n.op)
+    assert dropout.evaluation is not None and dropout.evaluation.args[1:] == (0.5, True)
+
+
+def test_what_is_drawn_in_evaluation_alone_leaves_the_draws_of_training_as_they_were() -> None:
+    class NoisyEvaluation(ThreeLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.training:
+                x = x + 0.1 * torch.randn_like(x)
+            return self.rest(F.dropout(self.a(x), 0.5, self.training))
+
+    model = NoisyEvaluation()
+    found = _capture(model)
+    batch = (torch.randn(4, 8), torch.randn(4, 8))
+    with kept_generator(), replayed_draws(0, 3):
+        want = F.mse_loss(model(batch[0]), batch[1]).detach()
+    evaluated = run(found, [], batch, train=False, microbatch=3).loss
+    for places in ([], *([cut] for cut in layout(found.graph).cuts)):
+        assert torch.equal(run(found, places, batch, microbatch=3).loss, want)
+        assert torch.equal(run(found, places, batch, train=False, microbatch=3).loss, evaluated)
+
+
+@pytest.mark.parametrize(("source", "name"), [(random.random, "random"), (np.random.rand, "numpy.random")])
+def test_numbers_drawn_outside_of_torch_are_refused(source: Any, name: str) -> None:
+    class Draws(ThreeLayers):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rest(self.a(x)) if source() < 2 else x
+
+    with pytest.raises(CaptureError, match=f"the forward draws from {name}: .* draw with torch.rand"):
+        _capture(Draws())
 
 
 def test_a_model_that_changes_its_state_in_evaluation_is_refused_and_not_changed() -> None:
@@ -230,7 +299,7 @@ def test_a_model_that_changes_its_state_in_evaluation_is_refused_and_not_changed
             return self.rest(hidden - self.mean)
 
     model = AlwaysCounts()
-    with pytest.raises(CaptureError, match="does something else in eval"):
+    with pytest.raises(CaptureError, match=r"does something else in eval.*it changes mean at .*self.mean.mul_"):
         _capture(model)
     assert torch.equal(model.mean, torch.zeros(8))
 

@@ -12,7 +12,6 @@ from torch import nn
 from ravnest.graph.capture import Captured, capture
 from ravnest.graph.compiling import as_module
 from ravnest.graph.program import Program
-from ravnest.graph.switch import draws_random_numbers, evaluation_form
 from tests.models import ZOO
 from tests.odd_models import ODD
 
@@ -43,15 +42,26 @@ def test_it_is_the_graph_of_odd_models_too(kind: str) -> None:
     check(found, found.structure.flatten(made.batches[0]))
 
 
+def test_a_stage_with_a_backward_pass_of_its_own_says_why_it_is_not_compiled() -> None:
+    made = ODD["OwnBackwards"].make()
+    found = capture(made.model, made.loss, made.metrics, made.batches[:2])
+    with pytest.warns(UserWarning, match="brings a backward pass of its own"):
+        program = Program(found.graph, compiled=True)
+    assert "backward pass of its own" in program.not_compiled
+    loss = program.run(found.structure.flatten(made.batches[0]), weights_of(found), train=True)[str(found.graph.loss)]
+    assert torch.isfinite(loss)
+
+
 def check(found: Captured, values: dict[str, torch.Tensor]) -> None:
-    # Random operators draw from one generator here and from seeds of their own there: without them.
-    nodes = [evaluation_form(n, lambda _: False) if draws_random_numbers(n) else n for n in found.graph.nodes]
-    graph = replace(found.graph, nodes=tuple(nodes))
+    # Random operators draw from one generator here and from seeds of their own there: both without seeds.
+    graph = replace(found.graph, nodes=tuple(replace(n, seed=None) for n in found.graph.nodes))
     program = Program(graph)
     steps = [step.node for step in program.train_steps]
     module = as_module(steps, list(graph.given_names()), [str(graph.loss)], CPU)
     mine, theirs = weights_of(found), weights_of(found)
+    torch.manual_seed(0)
     (loss,) = module(*program.environment(values, mine)[: len(list(graph.given_names()))])
+    torch.manual_seed(0)
     expected = program.run(values, theirs, train=True)[str(graph.loss)]
     assert torch.equal(loss, expected)
     for one, other in zip(gradients(loss, found, mine), gradients(expected, found, theirs), strict=True):

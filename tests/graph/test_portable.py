@@ -122,7 +122,7 @@ def test_an_operator_off_the_list_is_refused() -> None:
         (lambda d: d.update(nodes={}), "no proper nodes"),
         (lambda d: d.update(metrics=[]), "no proper metrics"),
         (lambda d: d.pop("inputs"), "no proper inputs"),
-        (lambda d: d.update(version=2), "format version 2"),
+        (lambda d: d.update(version=1), "format version 1"),
         (lambda d: d.update(format="other"), "not a portable graph"),
     ],
 )
