@@ -53,6 +53,9 @@ _METRICS_SECONDS = {True: 30.0, False: 1.0}
 _STOP_SECONDS = 2.5
 """How long an interrupted run may take to finish what is in flight: the whole stop must fit in five seconds."""
 
+_NAMED = 5
+"""How many frozen modules an event names, at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
@@ -180,9 +183,11 @@ class Session:
             self._job, threads, restored, self.coordinator.phase, self._interrupts.users_code, self._run.profile_path
         )
         possible = most_stages(prepared.captured.graph)
-        self._events.emit(
-            "captured", f"{len(prepared.captured.graph.nodes)} operators, at most {possible} stages", stages=possible
-        )
+        told = f"{len(prepared.captured.graph.nodes)} operators, at most {possible} stages"
+        if frozen := prepared.captured.frozen_modules:
+            more = f" and {len(frozen) - _NAMED}" if len(frozen) > _NAMED else ""
+            told += f"; in eval() while the rest trains, as they were given: {', '.join(frozen[:_NAMED])}{more}"
+        self._events.emit("captured", told, stages=possible)
         write_model(self._run.static_path, static_tensors(prepared.captured))
         self._promise(prepared)
         return prepared

@@ -1,0 +1,11 @@
+"""Public architectures, small and with random weights, are captured; the full list is `benchmarks.architectures`."""
+
+import pytest
+
+from benchmarks.architectures import QUICK, captured
+from ravnest.graph.partition import most_stages
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_architecture_is_captured_and_can_be_cut(name: str) -> None:
+    assert most_stages(captured(QUICK[name]).graph) >= 4
