@@ -28,7 +28,8 @@ from ravnest.graph.lower import Lowered, lower
 from ravnest.graph.modes import frozen_modules, left_as_it_was, set_modes, training_modes
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.switch import draws_random_numbers, evaluation_form
-from ravnest.graph.traced_gradients import hooks_of_parameters, refuse_hooks, trace_parameter_hooks, traced
+from ravnest.graph.traced_gradients import traced
+from ravnest.graph.traced_hooks import hooks_of_parameters, refuse_hooks, trace_parameter_hooks
 from ravnest.graph.users_line import line_of_error
 
 

@@ -1,4 +1,4 @@
-"""From the marks of `traced_gradients.py` to `py.own_gradient` nodes that carry their backward pass.
+"""From the marks of `gradient_marks.py` to `py.own_gradient` nodes that carry their backward pass.
 
 In the list of operators that was exported, a backward pass stands between the stand-in for the first gradient that
 arrives and the mark that names the gradients which leave. What lies between and leads from the one to the other moves
