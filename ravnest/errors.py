@@ -4,6 +4,7 @@ RavnestError
 ├── JobError        the job file or one of the job's fields is wrong
 ├── CaptureError    the model, loss or metrics cannot become a portable graph
 ├── GraphError      a portable graph is malformed or asks for something off the allow-list
+│   └── LentMemoryError  … or for more memory than the provider lends
 ├── PlanError       the model cannot be cut or placed as asked
 ├── PeerError       another node is unreachable, refused us, or broke the protocol
 │   └── RefusedError    … and would do the same if it were tried again
@@ -44,6 +45,10 @@ class CaptureError(RavnestError):
 
 class GraphError(RavnestError):
     """A portable graph is malformed, or asks for something that is not on the allow-list."""
+
+
+class LentMemoryError(GraphError):
+    """A graph would take more memory than the provider lends; nothing of it was allocated."""
 
 
 class PlanError(RavnestError):

@@ -6,6 +6,7 @@ from typing import Final
 import torch
 
 from ravnest.amounts import gibibytes, size_bytes
+from ravnest.errors import LentMemoryError
 
 _WORDS: Final = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "bad_alloc")
 _ASKED_FOR: Final = re.compile(r"tried to allocate (\d[\d.]*) ?([KMGT]i?B|bytes)", re.IGNORECASE | re.ASCII)
@@ -13,7 +14,7 @@ _ASKED_FOR: Final = re.compile(r"tried to allocate (\d[\d.]*) ?([KMGT]i?B|bytes)
 
 def is_out_of_memory(error: BaseException) -> bool:
     """On a processor torch raises a RuntimeError like many others: its words tell."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | LentMemoryError):
         return True
     return isinstance(error, RuntimeError | OSError) and any(words in str(error).lower() for words in _WORDS)
 

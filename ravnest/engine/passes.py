@@ -75,9 +75,11 @@ class Passes:
         versions: WeightVersions,
         fixed: dict[str, torch.Tensor],
         settings: StageSettings,
+        memory_bytes: int | None = None,
     ) -> None:
-        """`fixed` are the constants and states, by name in the graph; each training forward puts new states there."""
-        self._program = Program(graph, device, compiled=settings.compiled)
+        """`fixed` are the constants and states, by name in the graph; each training forward puts new states there. With
+        `memory_bytes`, a microbatch that would take more ends with a LentMemoryError before it does."""
+        self._program = Program(graph, device, compiled=settings.compiled, memory_bytes=memory_bytes)
         self._precision = Precision(settings.precision, device)
         self._sent_types = {v.name: v.dtype for v in graph.sends}
         self._versions = versions

@@ -56,9 +56,13 @@ class Stage:
         weights: Mapping[str, torch.Tensor],
         settings: StageSettings,
         device: torch.device | str = "cpu",
+        memory_bytes: int | None = None,
     ) -> None:
         """`weights` holds every weight of the graph by key; they are taken over, not copied. GraphError if they do not
-        fit."""
+        fit.
+
+        `memory_bytes`: what the stage may use; a microbatch for which that does not do ends with a LentMemoryError.
+        """
         self.graph = graph
         self.settings = settings
         self.device = torch.device(device)
@@ -74,7 +78,8 @@ class Stage:
         )
         schedule = settings.schedule_spec()
         self._schedule = None if schedule is None else schedule.build(self._optimizer)
-        self._passes = Passes(graph, self.device, self._versions, self._fixed, settings)
+        left = None if memory_bytes is None else memory_bytes - sum(w.nbytes for w in weights.values())
+        self._passes = Passes(graph, self.device, self._versions, self._fixed, settings, left)
         self._pieces = pieces(self._versions.masters)
         self._sent: list[torch.Tensor] | None = None
         """What the last backward found for the stage before, until its gradients of weights are added up."""

@@ -14,7 +14,6 @@ import torch._inductor.exc
 from torch import fx
 
 from ravnest.graph.portable import Argument, Device, Node, Ref
-from ravnest.graph.program import function_of
 
 _COMPILER_ERRORS = (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError)
 
@@ -32,7 +31,7 @@ def as_module(
             recording = node.grad
         args = tuple(_argument(a, values, device) for a in node.args)
         kwargs = {name: _argument(a, values, device) for name, a in node.kwargs.items()}
-        made = graph.create_node("call_function", function_of(node, device), args, kwargs, name=f"v{number}")
+        made = graph.create_node("call_function", ops.compilable(node.op), args, kwargs, name=f"v{number}")
         values[node.name] = made
     if not recording:
         graph.create_node("call_function", torch._C._set_grad_enabled, (True,), name="grad")

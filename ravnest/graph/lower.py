@@ -171,6 +171,10 @@ class _Lowering:
             if isinstance(source, tuple):
                 self._env[node] = source[int(node.args[1])]  # type: ignore[arg-type]
                 return
+        plain = ops.without_out(target)
+        if plain is not None and "out" in node.kwargs:
+            self._read_written(node, plain, grad)
+            return
         op = ops.name_of(target)
         if op is not None and not ops.is_python(op) and ops.short_name(op) in _DROPPED:
             return
@@ -197,6 +201,18 @@ class _Lowering:
         if op in MARKS:
             self._inside = self._calls[call_of(self._nodes[-1])] if op == GRADIENT_OF else ""
         self._env[node] = Ref(name)
+
+    def _read_written(self, node: FxNode, op: str, grad: bool) -> None:
+        """What the model writes through `out=`: here it is computed, and then copied to there."""
+        kwargs = {k: self._argument(v) for k, v in node.kwargs.items() if k != "out"}
+        computed, copied = self._fresh(f"{node.name}_computed"), self._fresh(node.name)
+        output = _value_spec(copied, node)
+        unwritten = None if output is None else replace(output, name=computed)
+        args = tuple(self._argument(a) for a in node.args)
+        self._nodes.append(Node(computed, op, args, kwargs, grad, output=unwritten))
+        written = (self._argument(node.kwargs["out"]), Ref(computed))
+        self._nodes.append(Node(copied, "aten.copy_.default", written, {}, grad, output=output))
+        self._env[node] = Ref(copied)
 
     def _read_subgraph(self, module: GraphModule, node: FxNode, grad: bool) -> None:
         """`with torch.no_grad()` inside the model: export made a function of it; here its nodes come in line."""

@@ -1,11 +1,9 @@
-"""The operators a portable graph may use: the allow-list, and what each operator does that a cut must respect.
+"""The operators a portable graph may use, by name, and what each operator does that a cut must respect.
 
-A provider runs a stranger's graph, so an operator is here only if it computes tensors from tensors: nothing that opens
-a file, runs a callable, reads uninitialised memory (`empty`), reinterprets storage (`as_strided`, `set_`) or registers
-anything. An operator is named `aten.<name>.<overload>`; the list is by name, and every overload of a name is allowed.
+A provider runs a stranger's graph, so an operator is allowed only as an exact overload of the table in
+`operators/allowed.py`, named `aten.<name>.<overload>`, with arguments that fit its signature.
 """
 
-import operator
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,53 +11,8 @@ from typing import Any
 import torch
 
 from ravnest.errors import GraphError
-
-_ATEN = frozenset(
-    """
-    __and__ __iand__ __ior__ __lshift__ __or__ __rshift__ __xor__ _log_softmax _softmax _to_copy _unsafe_view
-    _weight_norm abs abs_ absolute acos adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d add add_ addbmm addcdiv addcdiv_ addcmul addcmul_
-    addmm addmv addr alias all alpha_dropout alpha_dropout_ amax amin aminmax any arange argmax argmin argsort asin
-    asinh atan atan2 atanh atleast_1d atleast_2d atleast_3d avg_pool1d avg_pool2d avg_pool3d baddbmm batch_norm
-    bernoulli bernoulli_ bilinear binary_cross_entropy binary_cross_entropy_with_logits bincount bitwise_and
-    bitwise_not bitwise_or bitwise_xor block_diag bmm broadcast_tensors broadcast_to bucketize cat cdist ceil ceil_
-    celu celu_ channel_shuffle chunk clamp clamp_ clamp_max clamp_max_ clamp_min clamp_min_ clip clip_ clone col2im
-    column_stack concat constant_pad_nd contiguous conv1d conv2d conv3d conv_transpose1d conv_transpose2d
-    conv_transpose3d convolution copy copy_ copysign cos cos_ cosh cosine_embedding_loss cosine_similarity
-    count_nonzero cross cross_entropy_loss ctc_loss cummax cummin cumprod cumsum deg2rad detach detach_ diag
-    diag_embed diagonal diff dist div div_ divide dot dropout dropout_ dstack einsum elu elu_ embedding
-    embedding_bag eq equal erf erf_ erfc erfinv exp exp2 exp_ expand expand_as expm1 expm1_ eye
-    feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ fill fill_ flatten flip fliplr
-    flipud floor floor_ floor_divide floor_divide_ fmax fmin fmod fmod_ frac full full_like gather ge gelu glu
-    greater greater_equal grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gt hann_window hardshrink
-    hardsigmoid hardsigmoid_ hardswish hardswish_ hardtanh hardtanh_ hinge_embedding_loss histc hstack huber_loss
-    hypot im2col index index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_put index_put_
-    index_select inner instance_norm isclose isfinite isin isinf isnan kl_div kron kthvalue l1_loss layer_norm le
-    leaky_relu leaky_relu_ lerp lerp_ less less_equal lgamma lift_fresh lift_fresh_copy linalg_matrix_norm
-    linalg_norm linalg_vector_norm linear linspace log log10 log10_ log1p log1p_ log2 log2_ log_ log_sigmoid
-    log_softmax logaddexp logcumsumexp logical_and logical_and_ logical_not logical_not_ logical_or logical_or_
-    logical_xor logit logspace logsumexp lstm lt mT margin_ranking_loss masked_fill masked_fill_ masked_scatter
-    masked_scatter_ masked_select matmul matrix_H max max_pool1d max_pool2d max_pool2d_with_indices max_pool3d
-    maximum mean median meshgrid min minimum mish mish_ mm mode moveaxis movedim mse_loss mul mul_ multi_margin_loss
-    multilabel_margin_loss multinomial multiply mv nan_to_num nanmean nanmedian nansum narrow narrow_copy
-    native_group_norm native_layer_norm ne neg neg_ negative new_full new_ones new_zeros nll_loss nll_loss2d
-    nll_loss_nd nonzero norm normal normal_ not_equal numpy_T one_hot ones ones_like outer pad pairwise_distance
-    permute pixel_shuffle pixel_unshuffle poisson_nll_loss polar positive pow pow_ prelu prod quantile rad2deg rand
-    rand_like randint randint_like randn randn_like randperm reciprocal reciprocal_ reflection_pad1d
-    reflection_pad2d reflection_pad3d relu relu6 relu6_ relu_ remainder remainder_ repeat repeat_interleave
-    replication_pad1d replication_pad2d replication_pad3d reshape reshape_as rms_norm rnn_relu rnn_tanh roll rot90
-    round round_ rrelu rsqrt rsqrt_ rsub scalar_tensor scaled_dot_product_attention scatter scatter_ scatter_add
-    scatter_add_ scatter_reduce scatter_reduce_ searchsorted select select_scatter selu selu_ sgn sigmoid sigmoid_
-    sign sign_ silu silu_ sin sin_ sinc sinh slice slice_scatter smooth_l1_loss soft_margin_loss softmax softplus
-    softshrink sort split split_with_sizes sqrt sqrt_ square square_ squeeze squeeze_ stack std std_mean sub sub_
-    subtract sum swapaxes swapdims sym_numel sym_size t t_ take take_along_dim tan tanh tanh_ tensor_split tensordot
-    threshold threshold_ tile to topk trace transpose transpose_ triangular_solve tril tril_ tril_indices
-    triplet_margin_loss triu triu_ triu_indices true_divide trunc trunc_ type_as unbind unflatten unfold uniform
-    uniform_ unsqueeze unsqueeze_ upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
-    upsample_nearest2d upsample_nearest3d upsample_trilinear3d var var_mean vdot view view_as vstack where xlogy
-    zero_ zeros zeros_like
-    """.split()
-)
+from ravnest.graph.operators.allowed import OVERLOADS
+from ravnest.graph.operators.python_numbers import FUNCTIONS, TARGETS
 
 OWN_GRADIENT = "py.own_gradient"
 """Passes its first list of values on, with the backward pass that the node brings (own_gradient.py runs it)."""
@@ -69,29 +22,7 @@ def _without_gradient(outputs: Any, inputs: Any, saved: Any) -> Any:
     return outputs
 
 
-_PYTHON: dict[str, Callable[..., Any]] = {
-    OWN_GRADIENT: _without_gradient,
-    "py.getitem": operator.getitem,
-    "py.add": operator.add,
-    "py.sub": operator.sub,
-    "py.mul": operator.mul,
-    "py.floordiv": operator.floordiv,
-    "py.truediv": operator.truediv,
-    "py.mod": operator.mod,
-    "py.neg": operator.neg,
-    "py.eq": operator.eq,
-    "py.ne": operator.ne,
-    "py.lt": operator.lt,
-    "py.le": operator.le,
-    "py.gt": operator.gt,
-    "py.ge": operator.ge,
-    "py.sym_max": torch.sym_max,
-    "py.sym_min": torch.sym_min,
-    "py.sym_float": torch.sym_float,
-    "py.sym_int": torch.sym_int,
-    "py.sym_not": torch.sym_not,
-}
-"""Arithmetic on sizes (plain integers at run time) and the picking of one result out of several."""
+_PYTHON: dict[str, Callable[..., Any]] = {**FUNCTIONS, OWN_GRADIENT: _without_gradient}
 
 _HEAVY = frozenset(
     """
@@ -111,10 +42,23 @@ _RANDOM = frozenset(
 # These may hand back their argument, or a view of it, although their schema does not say so.
 _MAY_ALIAS = frozenset(
     """
-    _unsafe_view alpha_dropout atleast_1d atleast_2d atleast_3d broadcast_tensors channel_shuffle dropout einsum
+    alpha_dropout atleast_1d atleast_2d atleast_3d broadcast_tensors channel_shuffle dropout einsum
     feature_alpha_dropout feature_dropout meshgrid pad pixel_shuffle pixel_unshuffle type_as
     """.split()
 )
+
+
+# These change the form of a tensor and not its values. Called on what another kernel saved for its backward, they would
+# change that, too: so they run as the view of the same name, which is what later nodes get in any case.
+_AS_VIEWS = {
+    "aten.detach_.default": "aten.detach.default",
+    "aten.squeeze_.default": "aten.squeeze.default",
+    "aten.squeeze_.dim": "aten.squeeze.dim",
+    "aten.squeeze_.dims": "aten.squeeze.dims",
+    "aten.t_.default": "aten.t.default",
+    "aten.transpose_.default": "aten.transpose.int",
+    "aten.unsqueeze_.default": "aten.unsqueeze.default",
+}
 
 
 def short_name(op: str) -> str:
@@ -131,9 +75,9 @@ def resolve(op: str) -> Callable[..., Any]:
     """The callable behind an operator name; GraphError when the name is not on the allow-list."""
     if op in _PYTHON:
         return _PYTHON[op]
-    parts = op.split(".")
-    if len(parts) != 3 or parts[0] != "aten" or parts[1] not in _ATEN:
+    if op not in OVERLOADS:
         raise GraphError(f"operator {op!r} is not on the allow-list; a graph may only compute tensors from tensors")
+    parts = _AS_VIEWS.get(op, op).split(".")
     packet = getattr(torch.ops.aten, parts[1], None)
     if packet is None or parts[2] not in packet.overloads():
         raise GraphError(f"operator {op!r} is unknown to torch {torch.__version__}; the two machines' versions differ")
@@ -146,14 +90,37 @@ def name_of(target: object) -> str | None:
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
         return f"{namespace}.{name}.{target._overloadname}"
-    for name, function in _PYTHON.items():
+    for name, function in TARGETS.items():
         if target is function:
             return name
     return None
 
 
 def is_allowed(op: str) -> bool:
-    return op in _PYTHON or (op.startswith("aten.") and op.split(".")[1] in _ATEN)
+    return op in _PYTHON or op in OVERLOADS
+
+
+def compilable(op: str) -> Callable[..., Any]:
+    """The callable for a compiler, which follows plain numbers as symbols: without our own checks of them."""
+    return TARGETS[op] if op in TARGETS else resolve(op)
+
+
+@cache
+def without_out(target: object) -> str | None:
+    """The operator that computes what this one writes into its `out=`; None for an operator without, or where what it
+    computes is not on the allow-list."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.startswith("aten::"):
+        return None
+    arguments = target._schema.arguments
+    written = [a.name for a in arguments if a.is_out]
+    if written != ["out"]:
+        return None
+    name = target._schema.name.replace("::", ".")
+    wanted = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+    for op in sorted(op for op in OVERLOADS if op.rpartition(".")[0] == name):
+        if wanted == [(a.name, str(a.type)) for a in resolve(op)._schema.arguments]:  # type: ignore[attr-defined]
+            return op
+    return None
 
 
 def is_heavy(op: str) -> bool:

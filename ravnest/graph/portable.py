@@ -16,6 +16,8 @@ import torch
 
 from ravnest.errors import GraphError
 from ravnest.graph import ops
+from ravnest.graph.operators.python_numbers import unfit_numbers
+from ravnest.graph.operators.signatures import Forms, check_arguments
 from ravnest.plain_json import read_json
 
 FORMAT_VERSION = 2
@@ -51,6 +53,8 @@ class Ref:
 class Device:
     """An argument that is whatever device the stage runs on."""
 
+
+_FORMS = Forms(Ref, Device)
 
 Argument = (
     None | bool | int | float | str | torch.dtype | torch.memory_format | torch.layout | Ref | Device | tuple[Any, ...]
@@ -221,7 +225,8 @@ class PortableGraph:
 
 
 def check(graph: PortableGraph) -> None:
-    """Every name defined once and before its use, every operator on the allow-list; else GraphError."""
+    """Every name defined once and before its use, every operator on the allow-list with arguments that fit it; else
+    GraphError."""
     known: set[str] = set()
     for name in graph.given_names():
         if name in known:
@@ -234,7 +239,7 @@ def check(graph: PortableGraph) -> None:
             form = node.evaluation
             if form.op == ops.OWN_GRADIENT:
                 raise GraphError(f"node {node.name!r} of the portable graph has a backward pass in evaluation")
-            _check_call(replace(node, op=form.op, args=form.args, kwargs=form.kwargs))
+            check_node(replace(node, op=form.op, args=form.args, kwargs=form.kwargs))
         if node.backward is not None:
             _check_backward(node, node.backward)
             count += len(node.backward.nodes)
@@ -249,7 +254,7 @@ def check(graph: PortableGraph) -> None:
 
 def _check_node(node: Node, known: set[str]) -> None:
     """What holds for every operator call, be it of a forward or of a backward pass."""
-    _check_call(node)
+    check_node(node)
     for reference in node.references():
         if reference not in known:
             raise GraphError(f"node {node.name!r} of the portable graph uses {reference!r} before it exists")
@@ -259,12 +264,18 @@ def _check_node(node: Node, known: set[str]) -> None:
         raise GraphError(f"node {node.name!r} of the portable graph must be {ops.OWN_GRADIENT} to have a backward pass")
 
 
-def _check_call(node: Node) -> None:
-    ops.resolve(node.op)
-    for position, keyword in ops.device_arguments(node.op):
-        device = node.args[position] if position < len(node.args) else node.kwargs.get(keyword)
-        if device is not None and not isinstance(device, Device):
-            raise GraphError(f"node {node.name!r} of the portable graph names a device; a stage chooses its own")
+def check_node(node: Node) -> None:
+    """GraphError unless the operator is on the allow-list and its arguments fit its signature."""
+    operator = ops.resolve(node.op)
+    if node.op == ops.OWN_GRADIENT:
+        # Its three lists are held against the backward pass that it brings.
+        return
+    if not ops.is_python(node.op):
+        check_arguments(node.name, node.op, operator, node.args, node.kwargs, _FORMS)
+        return
+    reason = unfit_numbers(node.op, node.args, node.kwargs, Ref)
+    if reason:
+        raise GraphError(f"node {node.name!r} of the portable graph: {reason}")
 
 
 def _check_backward(node: Node, backward: Backward) -> None:

@@ -16,6 +16,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ravnest.errors import GraphError
 from ravnest.graph import ops
 from ravnest.graph.aliasing import Aliases, written_names
+from ravnest.graph.operators.calls import Call
+from ravnest.graph.operators.computed import misfit
+from ravnest.graph.operators.guards import refusal, shape_follows_values, shape_guard, value_guard
+from ravnest.graph.operators.memory_account import MemoryAccount
+from ravnest.graph.operators.signatures import parameters_of
 from ravnest.graph.own_gradient import with_own_gradient
 from ravnest.graph.portable import Argument, Backward, Device, Node, PortableGraph, Ref
 from ravnest.graph.switch import draws_random_numbers, evaluation_form
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from ravnest.graph.compiling import Compiled
 
 _MASK = (1 << 63) - 1
+_UNLIMITED_BYTES = 1 << 62
 
 
 def draw_seed(seed: int, microbatch: int, number: int) -> int:
@@ -47,12 +53,21 @@ class WeightUse:
 class Program:
     """Runs one graph on one device, in training or evaluation."""
 
-    def __init__(self, graph: PortableGraph, device: torch.device | str = "cpu", *, compiled: bool = False) -> None:
-        """With `compiled`, what is run in training is compiled for the device."""
+    def __init__(
+        self,
+        graph: PortableGraph,
+        device: torch.device | str = "cpu",
+        *,
+        compiled: bool = False,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """With `compiled`, what is run in training is compiled for the device. With `memory_bytes`, a microbatch that
+        would take more than that ends with a GraphError before it does."""
         self.graph = graph
         self.device = torch.device(device)
         self._slots = {name: i for i, name in enumerate(graph.given_names())}
         self._given = len(self._slots)
+        self._fed = len(graph.inputs) + len(graph.receives)
         for node in graph.nodes:
             self._slots[node.name] = len(self._slots)
         aliases = self._aliases = Aliases(graph)
@@ -61,13 +76,16 @@ class Program:
         self._trained = [*(v.name for v in graph.sends), *losses]
         self._evaluated = [*self._trained, *graph.metrics.values()]
         evaluation = [evaluation_form(n, lambda name: aliases.group(name) in states) for n in graph.nodes]
+        self._memory_bytes = _UNLIMITED_BYTES if memory_bytes is None else memory_bytes
         self._train = self._steps(graph.nodes, self._trained)
         self._evaluate = self._steps(evaluation, self._evaluated)
+        self._account = MemoryAccount(self._memory_bytes)
+        self._checked: set[Any] = set()
+        self._follows_values = any(step.follows_values for step in (*self._train, *self._evaluate))
         self._compiled: Compiled | None = None
-        self._why_not_compiled = ""
-        if compiled and any(n.backward is not None for n in graph.nodes):
-            self._why_not_compiled = "the model brings a backward pass of its own, which is interpreted"
-            warnings.warn(f"this stage runs uncompiled: {self._why_not_compiled}", stacklevel=2)
+        self._not_compiled = _uncompilable([*self._train]) if compiled else ""
+        if self._not_compiled:
+            warnings.warn(f"this stage runs uncompiled: {self._not_compiled}", stacklevel=2)
         elif compiled:
             # Here, because the compiler takes seconds to import, and hardly anybody uses it.
             from ravnest.graph import compiling
@@ -94,8 +112,15 @@ class Program:
         run in: no gradient reaches those weights through them but by way of the list.
         """
         env = self.environment(values, weights)
+        signature = self._signature(env, train)
+        account = None if signature in self._checked else self._account
+        if account is not None:
+            account.begin(env[: self._given])
         generator = self._generator()
         if train and self._compiled is not None:
+            if account is not None:
+                self._try_out(env, account)
+                self._checked.add(signature)
             generator.manual_seed(draw_seed(seed, microbatch, 0))
             results = self._compiled(*env[: self._given])
             return dict(zip(self._trained, results, strict=True))
@@ -103,11 +128,13 @@ class Program:
             if step.seed is not None:
                 generator.manual_seed(draw_seed(seed, microbatch, step.seed))
             if apart is not None and (used := self._uses.get(step.node.name)) is not None:
-                _call_apart(step, used, env, apart)
+                _call_apart(step, used, env, apart, account)
             else:
-                step.call(env)
+                step.call(env, account)
             for slot in step.frees:
                 env[slot] = None
+        if account is not None and not self._follows_values and not account.follows_values:
+            self._checked.add(signature)
         # In training the loss alone: whatever else came back with a gradient would be trained on.
         return {name: env[self._slots[name]] for name in (self._trained if train else self._evaluated)}
 
@@ -124,15 +151,31 @@ class Program:
         """Runs in training as `run` does, never compiled, and shows every operator before it with its arguments and
         after it with what it yields."""
         env = self.environment(values, weights)
+        self._account.begin(env[: self._given])
         generator = self._generator()
         for step in self._train:
             if step.seed is not None:
                 generator.manual_seed(draw_seed(seed, microbatch, step.seed))
             before(step.node, step.arguments(env)[0])
-            step.call(env)
+            step.call(env, self._account)
             after(step.node, env[step.slot])
             for slot in step.frees:
                 env[slot] = None
+
+    def _try_out(self, env: list[Any], account: MemoryAccount) -> None:
+        """Runs the steps once, with their checks, for nothing: what is compiled has none of these."""
+        states = {self._slots[state.name] for state in self.graph.states}
+        trial = [v.clone() if slot in states else v for slot, v in enumerate(env)]
+        for step in self._train:
+            step.call(trial, account)
+            for slot in step.frees:
+                trial[slot] = None
+
+    def _signature(self, env: list[Any], train: bool) -> Any:
+        """What the shapes of all values follow from. Weights always have theirs."""
+        shapes = [v.shape if isinstance(v, torch.Tensor) else v for v in env[: self._fed]]
+        types = [v.dtype for v in env[: self._fed] if isinstance(v, torch.Tensor)]
+        return train, torch.is_grad_enabled(), *shapes, *types
 
     def environment(self, values: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> list[Any]:
         """The slots at the start of a run; GraphError where something the graph needs is not given."""
@@ -148,7 +191,7 @@ class Program:
     @property
     def not_compiled(self) -> str:
         """Why it runs uncompiled though it was to be compiled, once that is known."""
-        return self._why_not_compiled if self._compiled is None else self._compiled.failure
+        return self._not_compiled if self._compiled is None else self._compiled.failure
 
     @property
     def train_steps(self) -> "list[Step]":
@@ -186,7 +229,10 @@ class Program:
         for name, i in last_use.items():
             if name not in kept:
                 frees[i].append(self._slots[name])
-        return [Step(node, self._slots, self.device, tuple(f)) for node, f in zip(chosen, frees, strict=True)]
+        return [
+            Step(node, self._slots, self.device, tuple(f), self._memory_bytes)
+            for node, f in zip(chosen, frees, strict=True)
+        ]
 
     def _needed(self, nodes: Iterable[Node], outputs: Iterable[str]) -> list[Node]:
         """The nodes that the outputs depend on, and those that change a value which these or the caller can see."""
@@ -204,9 +250,13 @@ class Program:
 
 
 class BackwardPass:
-    """The backward pass of one node, laid out as steps over slots of its own: gradients, saved values, results."""
+    """The backward pass of one node, laid out as steps over slots of its own: gradients, saved values, results.
 
-    def __init__(self, backward: Backward, device: torch.device) -> None:
+    Autograd calls it, outside the run of the program: so it checks each of its calls, and holds them to the lent memory.
+    """
+
+    def __init__(self, backward: Backward, device: torch.device, memory_bytes: int) -> None:
+        self._account = MemoryAccount(memory_bytes)
         given = (*backward.gradients, *backward.saved)
         slots = {name: i for i, name in enumerate((*given, *(n.name for n in backward.nodes)))}
         self._results = [None if name is None else slots[name] for name in backward.yields]
@@ -218,12 +268,15 @@ class BackwardPass:
         for slot, i in last_use.items():
             if slot not in self._results:
                 frees[i].append(slot)
-        self._steps = [Step(n, slots, device, tuple(f)) for n, f in zip(backward.nodes, frees, strict=True)]
+        self._steps = [
+            Step(n, slots, device, tuple(f), memory_bytes) for n, f in zip(backward.nodes, frees, strict=True)
+        ]
 
     def __call__(self, given: Sequence[Any]) -> list[Any]:
         env = [*given, *[None] * self._room]
+        self._account.begin(list(given))
         for step in self._steps:
-            step.call(env)
+            step.call(env, self._account)
             for slot in step.frees:
                 env[slot] = None
         return [None if slot is None else env[slot] for slot in self._results]
@@ -237,8 +290,12 @@ class Step:
         "_grad",
         "_kwargs",
         "_nested",
+        "_parameters",
         "_refs",
+        "_shape_guard",
         "_slot_kwargs",
+        "_value_guard",
+        "follows_values",
         "frees",
         "function",
         "node",
@@ -246,11 +303,18 @@ class Step:
         "slot",
     )
 
-    def __init__(self, node: Node, slots: Mapping[str, int], device: torch.device, frees: tuple[int, ...]) -> None:
+    def __init__(
+        self, node: Node, slots: Mapping[str, int], device: torch.device, frees: tuple[int, ...], memory_bytes: int
+    ) -> None:
+        """With `memory_bytes` for a backward pass that the node brings."""
         self.node = node
         self.seed = node.seed if draws_random_numbers(node) else None
         self.frees = frees
-        self.function = function_of(node, device)
+        self.function = function_of(node, device, memory_bytes)
+        self._shape_guard = shape_guard(node.op)
+        self._value_guard = value_guard(node.op)
+        self._parameters = () if ops.is_python(node.op) else parameters_of(self.function)
+        self.follows_values = shape_follows_values(node.op)
         self._grad = node.grad
         self.slot = slots[node.name]
         self._args: list[Any] = [_constant(a, device) for a in node.args]
@@ -263,6 +327,12 @@ class Step:
         self._kwargs = {k: _constant(a, device) for k, a in node.kwargs.items()}
         self._slot_kwargs = tuple((k, _resolver(a, slots, device)) for k, a in node.kwargs.items() if _has_reference(a))
 
+    @property
+    def needs_its_checks(self) -> bool:
+        """Whether a call may have to be refused for the values of its tensors, or its results' sizes follow from
+        these."""
+        return self._value_guard is not None or self.follows_values
+
     def arguments(self, env: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         args = self._args.copy()
         for position, slot in self._refs:
@@ -273,29 +343,65 @@ class Step:
             return args, self._kwargs
         return args, {**self._kwargs, **{k: resolve(env) for k, resolve in self._slot_kwargs}}
 
-    def call(self, env: list[Any]) -> None:
+    def call(self, env: list[Any], account: MemoryAccount | None = None) -> None:
+        """Runs the operator, after the checks that its kernel leaves out; GraphError says what it is refused for.
+
+        With an account, its arguments are checked too that were computed, and what it takes is held to the account.
+        """
         args, kwargs = self.arguments(env)
+        call = None
+        if account is not None or self._value_guard is not None:
+            call = self._checked(args, kwargs, account)
         if self._grad:
             env[self.slot] = self.function(*args, **kwargs)
         else:
             with torch.no_grad():
                 env[self.slot] = self.function(*args, **kwargs)
+        if call is not None and account is not None:
+            account.note(self.node.name, call, env[self.slot])
+
+    def _checked(self, args: list[Any], kwargs: dict[str, Any], account: MemoryAccount | None) -> Call | None:
+        """The call, which is as it should be; None for arithmetic on sizes, which checks itself."""
+        if not self._parameters:
+            return None
+        call = Call(self.node.op, self._parameters, args, kwargs)
+        reason = ""
+        if account is not None:
+            reason = misfit(call) or refusal(self._shape_guard, call)
+        reason = reason or refusal(self._value_guard, call)
+        if reason:
+            raise GraphError(f"node {self.node.name!r} calls {self.node.op} and {reason}")
+        if account is not None:
+            account.expect(self.node.name, call)
+        return call
 
 
-def function_of(node: Node, device: torch.device) -> Callable[..., Any]:
+def function_of(node: Node, device: torch.device, memory_bytes: int) -> Callable[..., Any]:
     """What the node calls: its operator, or, where it brings a backward pass, that pass."""
     if node.backward is None:
         return ops.resolve(node.op)
-    return with_own_gradient(node, BackwardPass(node.backward, device))
+    return with_own_gradient(node, BackwardPass(node.backward, device, memory_bytes))
 
 
-def _call_apart(step: Step, used: tuple[int, ...], env: list[Any], apart: list[WeightUse]) -> None:
+def _uncompilable(steps: "Iterable[Step]") -> str:
+    """Why these steps must run one by one: a compiled graph has no checks between them. Empty where it may be."""
+    for step in steps:
+        if step.node.backward is not None:
+            return "the model brings a backward pass of its own, which is interpreted"
+        if step.needs_its_checks:
+            return f"{step.node.op} is checked before each call, which a compiled graph cannot do"
+    return ""
+
+
+def _call_apart(
+    step: Step, used: tuple[int, ...], env: list[Any], apart: list[WeightUse], account: MemoryAccount | None
+) -> None:
     """Runs the step with a leaf in place of each of these weights."""
     weights = {slot: env[slot] for slot in used if isinstance(env[slot], torch.Tensor) and env[slot].requires_grad}
     leaves = {slot: weight.detach().requires_grad_() for slot, weight in weights.items()}
     for slot, leaf in leaves.items():
         env[slot] = leaf
-    step.call(env)
+    step.call(env, account)
     for slot, weight in weights.items():
         env[slot] = weight
     if leaves:

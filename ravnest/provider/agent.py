@@ -566,6 +566,7 @@ class _Agent:
                 *(order, stay.client, self._node, self._device, self._baseline, artifacts, progress, self._pretence),
                 part=part,
                 sending=self._sending,
+                memory_bytes=self._memory_bytes,
             )
 
     async def _keep_stage(self, order: Deploy, stay: Stay) -> Deployment:

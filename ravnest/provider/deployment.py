@@ -152,11 +152,12 @@ class Deployment:
         pretence: Pretence = NO_PRETENCE,
         part: tuple[dict[str, torch.Tensor], dict[str, str]] | None = None,
         sending: StateTransfers | None = None,
+        memory_bytes: int | None = None,
     ) -> "Deployment":
         """Fetches what the order names and builds the stage; GraphError or PeerError says why it cannot be.
 
         `part`: tensors and metadata of a part of a replica that the stage begins with, in memory of their own. The
-        weights are then those that never change, alone.
+        weights are then those that never change, alone. `memory_bytes`: what the provider lends.
         """
         settings = StageSettings.from_json(order.settings_json)
         text = await artifacts.get(order.graph, lambda: _GraphText(order.graph.size_bytes), progress)
@@ -175,7 +176,7 @@ class Deployment:
                 own = {w.key: weights.pop(f"weight:{w.key}") for w in graph.weights}
             else:
                 own = with_part(graph, weights, part)
-            stage = Stage(graph, own, settings, device)
+            stage = Stage(graph, own, settings, device, memory_bytes)
             if "version" in metadata:
                 stage.restore(restored.optimizer, metadata)
             return stage

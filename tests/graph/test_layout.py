@@ -96,7 +96,7 @@ def test_a_write_through_a_keyword_forbids_the_cut_as_well() -> None:
     nodes = (
         Node("a", "aten.mul.Tensor", (Ref("inputs"), Ref("w")), output=spec["a"]),
         Node("b", "aten.mul.Tensor", (Ref("a"), Ref("v")), output=spec["b"]),
-        Node("c", "aten.add.out", (Ref("b"), Ref("b")), {"out": Ref("a")}, output=spec["c"]),
+        Node("c", "aten.add_.Tensor", (), {"other": Ref("b"), "self": Ref("a")}, output=spec["c"]),
         Node("d", "aten.mul.Tensor", (Ref("c"), Ref("u")), output=spec["d"]),
     )
     weights = tuple(WeightSpec(n, n, torch.float32, (4,)) for n in ("w", "v", "u"))

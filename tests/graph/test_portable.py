@@ -45,11 +45,22 @@ def test_graphs_and_their_stages_come_back_from_json_as_they_went(name: str) -> 
 
 
 def test_every_kind_of_argument_comes_back() -> None:
-    arguments = (
-        *(None, True, 3, -(2**63), 2**63 - 1, 0.5, float("inf"), float("-inf"), "mean", Ref("inputs"), Device()),
-        *(torch.bfloat16, torch.channels_last, torch.strided, (1, (Ref("inputs"), (None, 2.5)))),
+    infinite, x = (float("inf"), float("-inf")), Ref("inputs")
+    nodes = (
+        Node("a", "aten.add.Tensor", (x, 3), {"alpha": 2}),
+        Node("b", "aten.mul.Tensor", (x, -(2**63))),
+        Node("c", "aten.mul.Tensor", (x, 2**63 - 1)),
+        Node("d", "aten.clamp.default", (x, *infinite)),
+        Node("e", "aten.gelu.default", (x,), {"approximate": "tanh"}),
+        Node("f", "aten.index.Tensor", (x, (None, Ref("i")))),
+        Node("g", "aten.dropout.default", (x, 0.5, True)),
+        Node("h", "aten.zeros.default", ((1, Ref("n")),), {"dtype": torch.bfloat16, "device": Device()}),
+        Node("j", "aten.ones.default", ((2,),), {"layout": torch.strided, "pin_memory": False}),
+        Node("k", "aten.clone.default", (x,), {"memory_format": torch.channels_last}),
+        Node("loss", "aten.cat.default", ((x, x), -1)),
     )
-    graph = replace(SMALL, nodes=(Node("loss", "aten.add.Tensor", arguments, {"alpha": 2}),))
+    inputs = (*SMALL.inputs, ValueSpec("i", torch.int64, ("s0",)))
+    graph = replace(SMALL, nodes=nodes, inputs=inputs)
     assert PortableGraph.from_json(graph.to_json()) == graph
 
 

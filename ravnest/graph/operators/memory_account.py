@@ -1,0 +1,106 @@
+"""Account of the memory that a graph takes, against what the provider lends.
+
+Before each call, what is alive and what the call may take are added up; beyond the limit the graph ends with a
+GraphError that names the node, and nothing has been allocated. What is alive are the results that the graph, or
+autograd, still holds. A view of a few bytes may stand for far more elements: it is held to the limit by the elements,
+because later kernels go over all of them and gradients have memory for each.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+
+from ravnest.amounts import gibibytes
+from ravnest.errors import GraphError, LentMemoryError
+from ravnest.graph.operators.calls import Call
+from ravnest.graph.operators.sizes import call_bytes, logical_bytes
+
+
+class MemoryAccount:
+    """Of the runs of one graph, those included whose results autograd still holds."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._held: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._given: set[int] = set()
+        self._alive_bytes = 0
+        self.follows_values = False
+        """Whether shapes turned out to depend on the values of a tensor."""
+        self._gradient_bytes = 0
+
+    def begin(self, given: Any) -> None:
+        """A run begins, with these values, which the stage holds anyway."""
+        self._forget_dead()
+        self._gradient_bytes = 0
+        self._given = {key for key, _ in _storages(given)}
+
+    def expect(self, name: str, call: Call) -> None:
+        """GraphError where the call may take more than is left."""
+        if call.short_name.startswith("index"):
+            self.follows_values |= any(t.dtype in (torch.bool, torch.uint8) for t in call.tensors())
+        try:
+            wanted = call_bytes(call)
+        except (ValueError, TypeError, IndexError, AttributeError, ZeroDivisionError, OverflowError, RuntimeError) as e:
+            raise GraphError(f"node {name!r} calls {call.op} with arguments that do not fit each other: {e}") from None
+        if self._alive_bytes + self._gradient_bytes + wanted > self.limit_bytes:
+            self._forget_dead()
+        self._hold(name, call, wanted)
+
+    def note(self, name: str, call: Call, result: Any) -> None:
+        """The call was made, with this result."""
+        logical = logical_bytes(result)
+        if logical > self.limit_bytes:
+            raise LentMemoryError(
+                f"node {name!r} ({call.op}) makes a tensor of {gibibytes(logical)}, and {gibibytes(self.limit_bytes)} "
+                "are lent; it is not used"
+            )
+        for key, storage in _storages(result):
+            if key in self._given or (key in self._held and self._held[key][0]() is not None):
+                continue
+            size = storage.nbytes()
+            if key in self._held:
+                self._alive_bytes -= self._held[key][1]
+            self._held[key] = (_weak(storage), size)
+            self._alive_bytes += size
+        self._gradient_bytes += _more_in_backward(call, result)
+        self._hold(name, call, 0)
+
+    def _hold(self, name: str, call: Call, wanted: int) -> None:
+        total = self._alive_bytes + self._gradient_bytes + wanted
+        if total > self.limit_bytes:
+            raise LentMemoryError(
+                f"node {name!r} ({call.op}) would take the stage to {gibibytes(total)} for one microbatch, and "
+                f"{gibibytes(self.limit_bytes)} are lent: use smaller microbatches, or lend more with --memory"
+            )
+
+    def _forget_dead(self) -> None:
+        self._held = {key: held for key, held in self._held.items() if held[0]() is not None}
+        self._alive_bytes = sum(size for _, size in self._held.values())
+
+
+def _weak(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+    """Tells whether the memory is still held, by the graph or by autograd, and does not hold it: the object lives as
+    long as the memory does."""
+    return weakref.ref(storage)
+
+
+def _more_in_backward(call: Call, result: Any) -> int:
+    """What gradients take beyond what is usual. Each has the elements of its tensor, and the memory of a view may have
+    fewer: so the excess over three times the memory that the call has to do with."""
+    if not torch.is_grad_enabled():
+        return 0
+    gradients = sum(t.numel() * t.element_size() for t in call.tensors() if t.requires_grad)
+    memory = {key: storage.nbytes() for key, storage in _storages((*call.tensors(), result))}
+    return max(0, gradients - 3 * sum(memory.values()))
+
+
+def _storages(value: Any) -> list[tuple[int, torch.UntypedStorage]]:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            return []
+        storage = value.untyped_storage()
+        return [(storage._cdata, storage)]
+    if isinstance(value, tuple | list):
+        return [found for entry in value for found in _storages(entry)]
+    return []
