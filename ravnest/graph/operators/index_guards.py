@@ -41,6 +41,13 @@ def _bag_values(call: Call) -> str:
     return ""
 
 
+def _grid_values(call: Call) -> str:
+    """Coordinates that are no numbers become places outside the input, in the backward at the latest."""
+    grid = call["grid"]
+    on_processor = grid.device.type == "cpu"
+    return "gives coordinates that are not finite" if on_processor and not bool(grid.isfinite().all()) else ""
+
+
 def _division(divided: str, divisor: str) -> Callable[[Call], str]:
     """The smallest whole number divided by -1 is one more than the largest: the processor stops the process."""
 
@@ -77,6 +84,7 @@ _DIVISIONS: Final = "floor_divide floor_divide_ fmod fmod_ remainder remainder_"
 SHAPES: Final[dict[str, Callable[[Call], str]]] = {}
 VALUES: Final[dict[str, Callable[[Call], str]]] = {
     "embedding_bag": _bag_values,
+    **dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), _grid_values),
     **dict.fromkeys(_DIVISIONS, _division("self", "other")),
     **{f"{name}.{kind}_mode": _rounded for name in ("div", "div_", "divide") for kind in ("Tensor", "Scalar")},
 }

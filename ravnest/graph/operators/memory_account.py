@@ -28,11 +28,14 @@ class MemoryAccount:
         self.follows_values = False
         """Whether shapes turned out to depend on the values of a tensor."""
         self._gradient_bytes = 0
+        """What gradients will take beyond what is usual."""
+        self._largest_bytes = 0
+        """Of the results that get a gradient: it has that size, too."""
 
     def begin(self, given: Any) -> None:
         """A run begins, with these values, which the stage holds anyway."""
         self._forget_dead()
-        self._gradient_bytes = 0
+        self._gradient_bytes = self._largest_bytes = 0
         self._given = {key for key, _ in _storages(given)}
 
     def expect(self, name: str, call: Call) -> None:
@@ -43,8 +46,6 @@ class MemoryAccount:
             wanted = call_bytes(call)
         except (ValueError, TypeError, IndexError, AttributeError, ZeroDivisionError, OverflowError, RuntimeError) as e:
             raise GraphError(f"node {name!r} calls {call.op} with arguments that do not fit each other: {e}") from None
-        if self._alive_bytes + self._gradient_bytes + wanted > self.limit_bytes:
-            self._forget_dead()
         self._hold(name, call, wanted)
 
     def note(self, name: str, call: Call, result: Any) -> None:
@@ -64,10 +65,15 @@ class MemoryAccount:
             self._held[key] = (_weak(storage), size)
             self._alive_bytes += size
         self._gradient_bytes += _more_in_backward(call, result)
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            self._largest_bytes = max(self._largest_bytes, result.untyped_storage().nbytes())
         self._hold(name, call, 0)
 
     def _hold(self, name: str, call: Call, wanted: int) -> None:
-        total = self._alive_bytes + self._gradient_bytes + wanted
+        more = self._gradient_bytes + max(wanted, self._largest_bytes)
+        if self._alive_bytes + more > self.limit_bytes:
+            self._forget_dead()
+        total = self._alive_bytes + more
         if total > self.limit_bytes:
             raise LentMemoryError(
                 f"node {name!r} ({call.op}) would take the stage to {gibibytes(total)} for one microbatch, and "

@@ -92,13 +92,19 @@ def _once(case: Case, program: Program, tell: Callable[[int], None]) -> tuple[Fo
         tell(-1)
         names = list(leaves)
         try:
-            given = [torch.full_like(o, 0.5).contiguous() if o.numel() < 1 << 22 else o.detach() for o in outputs]
+            given = [_gradient(output) for output in outputs]
             gradients = torch.autograd.grad(outputs, [leaves[n] for n in names], given, allow_unused=True)
             bytes_of.update({f"grad of {n}": _bytes(g) for n, g in zip(names, gradients, strict=True) if g is not None})
             found.went_back = True
         except Exception as error:
             found.ended = f"{type(error).__name__}: {str(error)[:300]}"
     return found, bytes_of
+
+
+def _gradient(output: torch.Tensor) -> torch.Tensor:
+    """What a later stage would send back. That of a large tensor takes no memory: it is not what is judged here."""
+    one = torch.full((), 0.5, dtype=output.dtype).expand(output.shape)
+    return one.contiguous() if output.numel() < 1 << 16 else one
 
 
 @contextlib.contextmanager
@@ -119,11 +125,11 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     tensor = tensor.detach()
-    if tensor.numel() > 1 << 20:
+    if tensor.numel() > 1 << 18:
         # An expanded view may be far larger than its memory.
         for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             tensor = tensor.narrow(dim, 0, 1) if stride == 0 and size else tensor
-        tensor = tensor.flatten()[: 1 << 20]
+        tensor = tensor.flatten()[: 1 << 18]
     plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return plain.flatten().clone().view(torch.uint8).numpy().tobytes()
 
