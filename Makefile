@@ -19,9 +19,11 @@ check: $(VENV)/.dev-installed
 	@$(BIN)/mypy --strict
 	@$(BIN)/lint-imports
 
-# Every decoder of foreign bytes against what a coverage-guided fuzzer makes of valid inputs; a few minutes.
+# Every decoder of foreign bytes against what a coverage-guided fuzzer makes of valid inputs, and random graphs over every
+# allowed operator (GRAPHS=N of them); a few minutes.
 fuzz: $(VENV)/.fuzz-installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.graphs --graphs $(or $(GRAPHS),20000)
 
 # Every way to cut 300 random graphs, or GRAPHS=N, against each graph in one piece; SEED=N begins with another graph.
 cuts: $(VENV)/.dev-installed

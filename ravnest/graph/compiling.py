@@ -13,6 +13,7 @@ import torch._dynamo.exc
 import torch._inductor.exc
 from torch import fx
 
+from ravnest.graph import ops
 from ravnest.graph.portable import Argument, Device, Node, Ref
 
 _COMPILER_ERRORS = (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError)
