@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ravnest.graph.operators.calls import Call
-from ravnest.graph.operators.sizes import spatial_sizes
+from ravnest.graph.operators.size_parts import spatial_sizes
 
 _MAX_STRIDE: Final = 64
 """A window may step beyond the end of its input, as 1x1 convolutions over small pictures do, and no further."""

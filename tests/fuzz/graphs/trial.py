@@ -85,7 +85,7 @@ def _once(case: Case, program: Program, tell: Callable[[int], None]) -> tuple[Fo
         for place, tensor in enumerate(result if isinstance(result, list | tuple) else [result]):
             if isinstance(tensor, torch.Tensor):
                 bytes_of[f"{name}.{place}"] = _bytes(tensor)
-                if tensor.requires_grad and tensor.grad_fn is not None and tensor.dtype.is_floating_point:
+                if _has_backward(tensor):
                     outputs.append(tensor)
     del results
     if outputs and leaves:
@@ -99,6 +99,14 @@ def _once(case: Case, program: Program, tell: Callable[[int], None]) -> tuple[Fo
         except Exception as error:
             found.ended = f"{type(error).__name__}: {str(error)[:300]}"
     return found, bytes_of
+
+
+def _has_backward(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.requires_grad and tensor.grad_fn is not None and tensor.dtype.is_floating_point
+    except RuntimeError:
+        # One of several views whose base was written to: autograd has no backward for it, and says so.
+        return False
 
 
 def _gradient(output: torch.Tensor) -> torch.Tensor:

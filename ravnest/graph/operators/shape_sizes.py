@@ -1,0 +1,122 @@
+"""Memory of operators whose result has a shape of its own: factories, repetitions, padding and parts."""
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from ravnest.graph.operators.calls import Call
+from ravnest.graph.operators.size_parts import copy_bytes, element_bytes
+
+_OBJECT_BYTES: Final = 1024
+
+
+def nothing(call: Call) -> int:
+    return 0
+
+
+def shaped(name: str) -> Callable[[Call], int]:
+    """Operators whose result has the shape in that argument."""
+
+    def rule(call: Call) -> int:
+        shape = call[name]
+        sizes = [shape] if isinstance(shape, int) else list(shape or [])
+        if any(s < 0 for s in sizes):
+            raise ValueError(f"{name} has a size below zero")
+        return math.prod(sizes) * max(8, element_bytes(call))
+
+    return rule
+
+
+def counted(*names: str) -> Callable[[Call], int]:
+    """Operators whose result has as many elements as these arguments say, multiplied."""
+    return lambda call: math.prod(max(0, call.number(n, 0)) for n in names) * 8
+
+
+def eye(call: Call) -> int:
+    n = max(0, call.number("n", 0))
+    return n * max(0, call.number("m", n)) * 8
+
+
+def arange(call: Call) -> int:
+    start, end, step = call["start"] or 0, call["end"], call["step"] or 1
+    count = (end - start) / step
+    if not math.isfinite(count):
+        raise ValueError("start, end and step do not make a range")
+    return int(max(0, math.ceil(count)) * 8)
+
+
+def triangle_indices(call: Call) -> int:
+    return max(0, call.number("row", 0)) * max(0, call.number("col", 0)) * 32
+
+
+def repeat(call: Call) -> int:
+    own, repeats = call.first(), call["repeats"] if call["repeats"] is not None else call["dims"]
+    counts = [repeats] if isinstance(repeats, int) else list(repeats)
+    if any(c < 0 for c in counts):
+        raise ValueError("something is repeated less than no times")
+    return int(2 * own.numel() * math.prod(counts) * own.element_size())
+
+
+def repeat_interleave(call: Call) -> int:
+    repeats, own, dim = call["repeats"], call["self"], call["dim"]
+    if not isinstance(repeats, torch.Tensor):
+        return int((own.numel() * max(0, repeats)) * (own.element_size() + 8) * 2)
+    if repeats.is_floating_point() or repeats.is_complex():
+        raise ValueError("how often something is repeated is a whole number")
+    # In floating point, where a sum of large numbers stays large.
+    times = int(min(2.0**62, float(repeats.double().clamp(min=0).sum()))) if repeats.numel() else 0
+    if own is None:
+        return times * 16
+    each = own.numel() if dim is None else own.numel() // max(1, own.shape[dim])
+    if repeats.numel() == 1:
+        times *= max(1, own.numel() if dim is None else own.shape[dim])
+    return int(times * ((1 if dim is None else each) * own.element_size() + 16) + own.numel() * own.element_size())
+
+
+def pad(call: Call) -> int:
+    own = call.first()
+    pads = list(call["pad"] if call["pad"] is not None else call["padding"])
+    if len(pads) % 2 or len(pads) > 2 * own.dim():
+        raise ValueError("the padding does not fit the dimensions")
+    sizes = list(own.shape)
+    for place in range(len(pads) // 2):
+        sizes[-1 - place] += pads[2 * place] + pads[2 * place + 1]
+    if any(s < 0 for s in sizes):
+        raise ValueError("the padding takes more away than there is")
+    return int(2 * math.prod(sizes) * own.element_size())
+
+
+def diagonal_matrix(call: Call) -> int:
+    own = call.first()
+    if call.short_name == "diag" and own.dim() != 1:
+        return copy_bytes(call)
+    length = (own.shape[-1] if own.dim() else 1) + abs(call.number("diagonal", 0)) + abs(call.number("offset", 0))
+    return int(own.numel() // max(1, own.shape[-1] if own.dim() else 1) * length * length * own.element_size())
+
+
+def block_diagonal(call: Call) -> int:
+    shapes = [(t.shape[-2] if t.dim() > 1 else 1, t.shape[-1] if t.dim() else 1) for t in call.tensors()]
+    return 2 * sum(r for r, _ in shapes) * sum(c for _, c in shapes) * element_bytes(call)
+
+
+def parts(call: Call) -> int:
+    own, dim = call.first(), call.number("dim", 0)
+    length = own.shape[dim] if own.dim() else 1
+    if call.short_name == "unbind":
+        count = length
+    elif call.short_name in ("chunk", "tensor_split"):
+        given = call["chunks"] if call.short_name == "chunk" else call["sections"]
+        split = call["indices"]
+        count = given if given is not None else len(split) + 1 if split is not None else _most_parts(call)
+        count = min(count, length) if call.short_name == "chunk" else count
+    else:
+        each = call["split_size"] if call["split_size"] is not None else call["split_sizes"]
+        count = len(each) if isinstance(each, list | tuple) else -(-length // max(1, each))
+    return max(0, int(count)) * _OBJECT_BYTES
+
+
+def _most_parts(call: Call) -> int:
+    given = call["tensor_indices_or_sections"]
+    return int(given) if given.dim() == 0 else given.numel() + 1
