@@ -5,7 +5,13 @@ import math
 import torch
 
 from ravnest.graph.operators.calls import Call
-from ravnest.graph.operators.size_parts import all_bytes, broadcast_elements, common_elements, copy_bytes, element_bytes
+from ravnest.graph.operators.size_parts import (
+    all_bytes,
+    broadcast_elements,
+    common_elements,
+    copy_bytes,
+    element_bytes,
+)
 
 
 def embedding(call: Call) -> int:
@@ -95,3 +101,33 @@ def ctc(call: Call) -> int:
     batch = own.shape[1] if own.dim() > 2 else 1
     longest = targets.shape[-1] if targets.dim() else 1
     return int(batch * steps * (2 * longest + 1) * 8 + 4 * own.nbytes + 2 * targets.nbytes)
+
+
+def searched(call: Call) -> int:
+    """Places of values among others, which are laid out in a row for it."""
+    places = call["self"].numel() if isinstance(call["self"], torch.Tensor) else 1
+    return 8 * places + 2 * all_bytes(call)
+
+
+def sampled(call: Call) -> int:
+    """One value for each channel and point of the grid."""
+    own, grid = call["input"], call["grid"]
+    if own.dim() < 4 or grid.dim() != own.dim():
+        raise ValueError("the input and the grid have other numbers of dimensions")
+    points = math.prod(grid.shape[1:-1])
+    return int(own.shape[0] * own.shape[1] * points * own.element_size() + own.nbytes + grid.nbytes)
+
+
+def compared(call: Call) -> int:
+    """A loss of pairs, with a target for each."""
+    pairs = broadcast_elements([call["input1"].shape, call["input2"].shape])
+    targets = broadcast_elements([call["target"].shape, call["input1"].shape[:-1], call["input2"].shape[:-1]])
+    return 6 * (pairs + targets) * element_bytes(call)
+
+
+def places_of_true(call: Call) -> int:
+    """Indices of what is not zero, one for each dimension; with two values to choose from, these."""
+    own = call["self" if call.short_name == "nonzero" else "condition"]
+    if call.short_name == "where" and len(list(call.tensors())) + isinstance(call["self"], int | float) > 1:
+        return common_elements(call) * element_bytes(call)
+    return int(own.numel() * max(1, own.dim()) * 8 + own.dim() * 1024)

@@ -163,3 +163,8 @@ def recurrent(call: Call) -> int:
     return int(
         (steps * layers * each + 2 * own.numel() + 2 * sum(p.numel() for p in params)) * max(4, own.element_size())
     )
+
+
+def solved(call: Call) -> int:
+    """A system of equations for each of a batch, with copies of both sides."""
+    return 3 * _matmul(call["A"].shape, call["self"].shape, element_bytes(call))

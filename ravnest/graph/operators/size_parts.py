@@ -23,11 +23,21 @@ def common_elements(call: Call) -> int:
 
 
 def broadcast_elements(shapes: Sequence[Sequence[int]]) -> int:
+    """Elements of what these shapes broadcast to; of the largest where they do not: torch then refuses them, or uses
+    each by itself."""
+    largest = max((math.prod(s) for s in shapes), default=0)
     count = 1
     for place in range(1, max((len(s) for s in shapes), default=0) + 1):
-        sizes = [s[-place] for s in shapes if len(s) >= place]
-        count *= 0 if 0 in sizes and max(sizes) <= 1 else max(sizes)
-    return max(count, *(math.prod(s) for s in shapes)) if shapes else 0
+        sizes = {s[-place] for s in shapes if len(s) >= place} - {1}
+        if len(sizes) > 1:
+            return largest
+        count *= sizes.pop() if sizes else 1
+    return max(count, largest) if shapes else 0
+
+
+def own_times(factor: int) -> Callable[[Call], int]:
+    """Operators that make that many values of the first argument's size, whatever sizes the others have."""
+    return lambda call: int(factor * call.first().numel() * max(call.first().element_size(), 4))
 
 
 def times(factor: int) -> Callable[[Call], int]:

@@ -12,7 +12,7 @@ import torch
 
 from ravnest.graph.operators import index_sizes, product_sizes, shape_sizes, window_sizes
 from ravnest.graph.operators.calls import Call
-from ravnest.graph.operators.size_parts import all_bytes, common_elements, copy_bytes, element_bytes, times
+from ravnest.graph.operators.size_parts import all_bytes, common_elements, copy_bytes, element_bytes, own_times, times
 
 
 def call_bytes(call: Call) -> int:
@@ -40,22 +40,31 @@ _COPIES: Final = """
     atleast_1d atleast_2d atleast_3d channel_shuffle clone contiguous flatten flip fliplr flipud lift_fresh_copy
     narrow narrow_copy pixel_shuffle pixel_unshuffle reshape reshape_as roll rot90 to type_as
 """
+_OWN: Final = """
+    batch_norm cross_entropy_loss group_norm instance_norm layer_norm multi_margin_loss multilabel_margin_loss
+    native_group_norm native_layer_norm nll_loss nll_loss2d nll_loss_nd prelu rms_norm rrelu _weight_norm
+"""
 _TWICE: Final = """
-    batch_norm binary_cross_entropy binary_cross_entropy_with_logits cross_entropy_loss glu group_norm instance_norm
-    layer_norm max min aminmax native_group_norm native_layer_norm nll_loss nll_loss2d nll_loss_nd rms_norm rrelu
-    huber_loss l1_loss mse_loss smooth_l1_loss linalg_vector_norm norm softplus std std_mean var var_mean prod
-    _weight_norm nan_to_num logsumexp kl_div
+    aminmax binary_cross_entropy binary_cross_entropy_with_logits glu huber_loss kl_div l1_loss linalg_vector_norm
+    logsumexp max min mse_loss nan_to_num norm prod smooth_l1_loss softplus std std_mean var var_mean
 """
 _SEVERAL_TIMES: Final = """
-    alpha_dropout cosine_embedding_loss cosine_similarity diff dist feature_alpha_dropout hinge_embedding_loss isclose
-    isin linalg_matrix_norm linalg_norm logcumsumexp margin_ranking_loss multi_margin_loss multilabel_margin_loss
-    nanmean nansum pairwise_distance poisson_nll_loss soft_margin_loss triangular_solve triplet_margin_loss
+    alpha_dropout cosine_similarity dist feature_alpha_dropout hinge_embedding_loss isclose linalg_matrix_norm
+    linalg_norm logcumsumexp margin_ranking_loss nanmean nansum pairwise_distance poisson_nll_loss soft_margin_loss
+    triplet_margin_loss
 """
 _SORTED: Final = "argsort cummax cummin kthvalue median mode nanmedian sort topk"
 _RULES: Final[dict[str, Callable[[Call], int]]] = {
     **dict.fromkeys(_NO_MEMORY.split(), shape_sizes.nothing),
     **dict.fromkeys(_COPIES.split(), copy_bytes),
+    **dict.fromkeys(_OWN.split(), own_times(3)),
     **dict.fromkeys(_TWICE.split(), times(2)),
+    **dict.fromkeys(("bucketize", "searchsorted"), index_sizes.searched),
+    **dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), index_sizes.sampled),
+    **dict.fromkeys(("nonzero", "where"), index_sizes.places_of_true),
+    **dict.fromkeys(("diff", "isin"), lambda call: 6 * all_bytes(call)),
+    "cosine_embedding_loss": index_sizes.compared,
+    "triangular_solve": product_sizes.solved,
     **dict.fromkeys(_SEVERAL_TIMES.split(), times(6)),
     **dict.fromkeys(_SORTED.split(), index_sizes.sorted_bytes),
     **dict.fromkeys("cat concat stack hstack vstack dstack column_stack".split(), lambda call: 2 * all_bytes(call)),
@@ -142,7 +151,6 @@ _RULES: Final[dict[str, Callable[[Call], int]]] = {
     **{"scaled_dot_product_attention": product_sizes.attention, "ctc_loss": index_sizes.ctc},
     **dict.fromkeys("lstm gru rnn_tanh rnn_relu".split(), product_sizes.recurrent),
     **dict.fromkeys("chunk split split_with_sizes tensor_split unbind".split(), shape_sizes.parts),
-    **{"nonzero": lambda call: call.first().numel() * max(1, call.first().dim()) * 8},
     **{
         "normal": lambda call: (
             shape_sizes.shaped("size")(call) if call["size"] is not None else 3 * common_elements(call) * 8
