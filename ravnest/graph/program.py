@@ -312,7 +312,7 @@ class Step:
         self.frees = frees
         self.function = function_of(node, device, memory_bytes)
         self._shape_guard = shape_guard(node.op)
-        self._value_guard = value_guard(node.op)
+        self._value_guard = value_guard(node.op, node.args[1] if len(node.args) > 1 else node.kwargs.get("other"))
         self._parameters = () if ops.is_python(node.op) else parameters_of(self.function)
         self.follows_values = shape_follows_values(node.op)
         self._grad = node.grad

@@ -9,7 +9,7 @@ with every call, and are few.
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from ravnest.graph.operators import index_guards, loss_guards, norm_guards, recurrent_guards, window_guards
 from ravnest.graph.operators.calls import Call
@@ -43,8 +43,10 @@ def shape_guard(op: str) -> Guard | None:
     return _for(_SHAPES, op)
 
 
-def value_guard(op: str) -> Guard | None:
-    """The check of values in front of this operator."""
+def value_guard(op: str, second: Any = None) -> Guard | None:
+    """The check of values in front of this operator; `second` is its second argument, where that is fixed."""
+    if isinstance(second, int | float) and second != -1 and op.split(".")[1] in index_guards.DIVISIONS:
+        return None
     return _for(_VALUES, op)
 
 

@@ -80,11 +80,14 @@ def _rounded(call: Call) -> str:
     return _division("self", "other")(call) if call["rounding_mode"] is not None else ""
 
 
-_DIVISIONS: Final = "floor_divide floor_divide_ fmod fmod_ remainder remainder_".split()
+_WHOLE_DIVISIONS: Final = "floor_divide floor_divide_ fmod fmod_ remainder remainder_".split()
+_ROUNDED_DIVISIONS: Final = ("div", "div_", "divide")
+DIVISIONS: Final = frozenset((*_WHOLE_DIVISIONS, *_ROUNDED_DIVISIONS))
+"""Operators of which only a divisor of -1 needs a look."""
 SHAPES: Final[dict[str, Callable[[Call], str]]] = {}
 VALUES: Final[dict[str, Callable[[Call], str]]] = {
     "embedding_bag": _bag_values,
     **dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), _grid_values),
-    **dict.fromkeys(_DIVISIONS, _division("self", "other")),
-    **{f"{name}.{kind}_mode": _rounded for name in ("div", "div_", "divide") for kind in ("Tensor", "Scalar")},
+    **dict.fromkeys(_WHOLE_DIVISIONS, _division("self", "other")),
+    **{f"{name}.{kind}_mode": _rounded for name in _ROUNDED_DIVISIONS for kind in ("Tensor", "Scalar")},
 }
