@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _MASK = (1 << 63) - 1
 _UNLIMITED_BYTES = 1 << 62
+_MAX_SHAPES = 10_000
+"""Sets of shapes that are remembered as checked."""
 
 
 def draw_seed(seed: int, microbatch: int, number: int) -> int:
@@ -62,7 +64,7 @@ class Program:
         memory_bytes: int | None = None,
     ) -> None:
         """With `compiled`, what is run in training is compiled for the device. With `memory_bytes`, a microbatch that
-        would take more than that ends with a GraphError before it does."""
+        would take more than that ends with a LentMemoryError before it does."""
         self.graph = graph
         self.device = torch.device(device)
         self._slots = {name: i for i, name in enumerate(graph.given_names())}
@@ -134,6 +136,8 @@ class Program:
             for slot in step.frees:
                 env[slot] = None
         if account is not None and not self._follows_values and not account.follows_values:
+            if len(self._checked) >= _MAX_SHAPES:
+                self._checked.clear()
             self._checked.add(signature)
         # In training the loss alone: whatever else came back with a gradient would be trained on.
         return {name: env[self._slots[name]] for name in (self._trained if train else self._evaluated)}
@@ -252,7 +256,8 @@ class Program:
 class BackwardPass:
     """The backward pass of one node, laid out as steps over slots of its own: gradients, saved values, results.
 
-    Autograd calls it, outside the run of the program: so it checks each of its calls, and holds them to the lent memory.
+    Autograd calls it, outside the run of the program: so it checks each of its calls itself, and holds them to the lent
+    memory.
     """
 
     def __init__(self, backward: Backward, device: torch.device, memory_bytes: int) -> None:

@@ -191,6 +191,11 @@ TRICKS: dict[str, tuple[Callable[[Order], None], str]] = {
     "a function for an operator": (graph(*OPERATOR, value="os.system"), "operator 'os.system' is not on the allow"),
     "a custom operator": (graph(*OPERATOR, value="evil.run.default"), "is not on the allow-list"),
     "an operator on another's memory": (graph(*OPERATOR, value="aten.as_strided.default"), "is not on the allow-list"),
+    "an overload that writes elsewhere": (graph(*OPERATOR, value="aten.add.out"), "is not on the allow-list"),
+    "an element type as a number": (
+        graph("nodes", 0, value={"name": "h", "op": "aten.zeros.default", "args": [[2]], "kwargs": {"dtype": 128}}),
+        "gives aten.zeros.default as 'dtype' 128, which is no element type",
+    ),
     "a device of the provider's": (
         graph(
             "nodes", 0, value={"name": "h", "op": "aten.ones.default", "args": [[2]], "kwargs": {"device": "cuda:0"}}

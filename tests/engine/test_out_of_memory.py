@@ -4,6 +4,11 @@ import pytest
 import torch
 
 from ravnest.engine.out_of_memory import asked_bytes, is_out_of_memory, told
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.stage import Stage
+from ravnest.errors import LentMemoryError
+from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
+from ravnest.spec import OptimizerSpec
 
 
 @pytest.mark.parametrize(
@@ -37,3 +42,24 @@ def test_torch_says_so_itself_when_it_cannot_have_what_it_asks_for() -> None:
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("out of memory"), OSError(2, "no")])
 def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
     assert not is_out_of_memory(error)
+
+
+def test_a_stage_that_would_take_more_than_is_lent_has_no_memory_and_goes_on() -> None:
+    doubled = [Node(f"n{i}", "aten.cat.default", ((Ref(f"n{i - 1}" if i else "h"),) * 2,)) for i in range(30)]
+    graph = PortableGraph(
+        nodes=(
+            Node("h", "aten.mul.Tensor", (Ref("x"), Ref("w"))),
+            *doubled,
+            Node("loss", "aten.mean.default", (Ref("n29"),)),
+        ),
+        inputs=(ValueSpec("x", torch.float32, ("b", 4)),),
+        parameters=(WeightSpec("w", "w", torch.float32, (4,)),),
+        loss="loss",
+    )
+    settings = StageSettings(optimizer=OptimizerSpec("SGD", {"lr": 0.1}).to_json())
+    stage = Stage(graph, {"w": torch.ones(4)}, settings, memory_bytes=64 << 20)
+    with pytest.raises(LentMemoryError, match=r"node 'n\d+' \(aten.cat.default\) would take the stage to") as raised:
+        stage.forward(0, {"x": torch.ones(2, 4)})
+    assert is_out_of_memory(raised.value)
+    assert told(raised.value) == "memory ran out"
+    assert stage.in_flight == 0
