@@ -47,22 +47,21 @@ def run(case: Case, memory: GuardedMemory | None, tell: Callable[[int], None] = 
     except GraphError as error:
         return Found(ended=f"GraphError: {error}")
     if memory is None:
-        found, _ = _once(case, program, tell)
-        return found
+        return _once(case, program, None, tell)[0]
     memory.fill(0xA5)
-    memory.forget_peak()
-    found, first = _once(case, program, tell)
-    found.wrong = found.wrong or memory.wrong(LENT_BYTES + SLACK_BYTES)
+    found, first = _once(case, program, memory, tell)
     if found.wrong or (found.ended and not first):
         return found
     memory.fill(0x5B)
-    again, second = _once(case, program, tell)
-    found.wrong = again.wrong or memory.wrong(LENT_BYTES + SLACK_BYTES) or _difference(first, second)
+    again, second = _once(case, program, memory, tell)
+    found.wrong = again.wrong or _difference(first, second)
     return found
 
 
-def _once(case: Case, program: Program, tell: Callable[[int], None]) -> tuple[Found, dict[str, bytes]]:
-    """The run, and the bytes of whatever came out."""
+def _once(
+    case: Case, program: Program, memory: GuardedMemory | None, tell: Callable[[int], None]
+) -> tuple[Found, dict[str, bytes]]:
+    """The run, and the bytes of whatever came out. What the graph is given, and gradients for that, are the stage's."""
     found = Found()
     leaves, values = {}, {}
     for name, given in case.given.items():
@@ -73,12 +72,30 @@ def _once(case: Case, program: Program, tell: Callable[[int], None]) -> tuple[Fo
             values[name] = tensor
     places = {node["name"]: place for place, node in enumerate(case.nodes)}
     torch.manual_seed(0)
+    if memory is not None:
+        memory.forget_peak()
+    most_bytes = LENT_BYTES + SLACK_BYTES + sum(leaf.nbytes for leaf in leaves.values())
+    bytes_of = _run(program, values, leaves, found, places, tell)
+    if memory is not None:
+        found.wrong = memory.wrong(most_bytes)
+    return found, bytes_of
+
+
+def _run(
+    program: Program,
+    values: dict[str, torch.Tensor],
+    leaves: dict[str, torch.Tensor],
+    found: Found,
+    places: dict[str, int],
+    tell: Callable[[int], None],
+) -> dict[str, bytes]:
+    """Forward and backward."""
     try:
         with _watched(places, tell, found):
             results = program.run(values, leaves, train=True, seed=1)
     except Exception as error:
         found.ended = f"{type(error).__name__}: {str(error)[:300]}"
-        return found, {}
+        return {}
     bytes_of: dict[str, bytes] = {}
     outputs = []
     for name, result in results.items():
@@ -98,7 +115,7 @@ def _once(case: Case, program: Program, tell: Callable[[int], None]) -> tuple[Fo
             found.went_back = True
         except Exception as error:
             found.ended = f"{type(error).__name__}: {str(error)[:300]}"
-    return found, bytes_of
+    return bytes_of
 
 
 def _has_backward(tensor: torch.Tensor) -> bool:
