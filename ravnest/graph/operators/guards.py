@@ -11,7 +11,14 @@ with every call, and are few.
 from collections.abc import Callable
 from typing import Any, Final
 
-from ravnest.graph.operators import index_guards, loss_guards, norm_guards, recurrent_guards, window_guards
+from ravnest.graph.operators import (
+    attention_guards,
+    index_guards,
+    loss_guards,
+    norm_guards,
+    recurrent_guards,
+    window_guards,
+)
 from ravnest.graph.operators.calls import Call
 
 Guard = Callable[[Call], str]
@@ -19,6 +26,7 @@ Guard = Callable[[Call], str]
 
 _SHAPES: Final[dict[str, Guard]] = {
     **recurrent_guards.SHAPES,
+    **attention_guards.SHAPES,
     **window_guards.SHAPES,
     **norm_guards.SHAPES,
     **loss_guards.SHAPES,

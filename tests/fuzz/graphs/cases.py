@@ -225,7 +225,8 @@ def _changed_values(values: Any, random: Random) -> Any:
     if isinstance(values, bool):
         return not values
     if isinstance(values, int):
-        return random.choice((-1, 0, 1, values + 1, values - 1, 100, 10**6, -100, 2**31, 2**40, 2**62, -(2**63)))
+        changed = random.choice((-1, 0, 1, values + 1, values - 1, 100, 10**6, -100, 2**31, 2**40, 2**62, -(2**63)))
+        return max(-(2**63), min(2**63 - 1, changed))
     return random.choice((0.0, -1.0, 1e30, 2.0, -1e30))
 
 

@@ -96,6 +96,10 @@ CRASHES: Final[dict[str, tuple[list[Given], list[Any]]]] = {
         [_real(2, 1, 5, 20), Given("float32", [2, 13, 10, 2], fill="inf", grad=True)],
         [_node("grid_sampler_2d.default", A, B, 0, 2, False)],
     ),
+    "attention to more values than keys": (
+        [_real(1, 4, 4, 3), _real(1, 2, 4, 3), _real(1, 2, 5, 3)],
+        [_node("scaled_dot_product_attention.default", A, B, C, enable_gqa=True)],
+    ),
     "native_group_norm with sizes that are not its input's": (
         [_real(2, 4, 3), _real(4), _real(4)],
         [_node("native_group_norm.default", A, B, C, 2, 4, 3000, 2, 1e-5)],
