@@ -92,6 +92,8 @@ class Passes:
         self._most_pending = settings.accumulate if policy.within_accumulate else None
         self._receives = [v.name for v in graph.receives if v.needs_grad]
         self._given = [v.name for v in (*graph.inputs, *graph.receives)]
+        self._led_back = {*(v.name for v in graph.sends if v.needs_grad), *([graph.loss] if graph.loss else ())}
+        """What gradients may come for."""
         self._states = [s.name for s in graph.states]
         aliases = Aliases(graph)
         written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
@@ -307,7 +309,7 @@ class Passes:
             )
             results = self._precision.as_told(results, self._sent_types)
         ends = {id(tensor) for tensor in (*received.values(), *leaves.values())}
-        outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor) and _leads_back(r, ends)}
+        outputs = {n: r for n, r in results.items() if n in self._led_back and _leads_back(r, ends)}
         return _Computed(received, leaves, outputs, apart), results
 
     def _copied_states(self) -> dict[str, torch.Tensor]:
@@ -328,6 +330,6 @@ class Passes:
 
 
 def _leads_back(tensor: torch.Tensor, ends: Container[int]) -> bool:
-    """Whether a gradient can go back from here to what was received or to a weight, or is one of these, by identity. A
-    view that was taken under no_grad says that it requires a gradient, and has nothing to hand it to."""
+    """Whether a gradient can go back from this value to what was received or to a weight, or the value is itself one of
+    these, by identity. A view that was taken under no_grad says that it requires a gradient, and leads nowhere."""
     return tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in ends)

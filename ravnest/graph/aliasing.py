@@ -11,9 +11,7 @@ from ravnest.graph import ops
 from ravnest.graph.portable import Node, PortableGraph
 
 _HANDING_BACK: Final = frozenset(
-    """
-    alpha_dropout contiguous dropout feature_alpha_dropout feature_dropout lift_fresh pad reshape reshape_as to type_as
-    """.split()
+    "alpha_dropout contiguous dropout feature_alpha_dropout feature_dropout lift_fresh to type_as".split()
 )
 """Operators that yield their argument itself where nothing has to be done."""
 

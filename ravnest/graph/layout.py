@@ -85,15 +85,20 @@ def _specs(graph: PortableGraph, line: tuple[Node, ...], aliases: Aliases) -> di
     """What each value is where it can cross: behind all that is written into it. A tensor of zeros needs no gradient
     when it is made, and does once something trained has been written into it or into a view of it."""
     needing = _needing(graph, line)
-    trained = {aliases.group(name) for node in line if node.name in needing for name in written_names(node)}
-    return {
-        node.name: replace(node.output, needs_grad=True)
-        if node.output is not None
-        and _is_real(node.output)
-        and (node.name in needing or aliases.group(node.name) in trained)
-        else node.output
-        for node in line
+    trained = {
+        aliases.group(name): place
+        for place, node in enumerate(line)
+        if node.name in needing
+        for name in written_names(node)
     }
+    found: dict[str, ValueSpec | None] = {}
+    for place, node in enumerate(line):
+        value = node.output
+        if value is not None and value.dtype is not None and value.dtype.is_floating_point:
+            is_filled_later = trained.get(aliases.group(node.name), -1) >= place
+            value = replace(value, needs_grad=is_filled_later or node.name in needing)
+        found[node.name] = value
+    return found
 
 
 def _needing(graph: PortableGraph, line: tuple[Node, ...]) -> set[str]:
@@ -105,10 +110,6 @@ def _needing(graph: PortableGraph, line: tuple[Node, ...]) -> set[str]:
         if handed_back or (node.output is not None and node.output.needs_grad):
             needing.add(node.name)
     return needing
-
-
-def _is_real(value: ValueSpec) -> bool:
-    return value.dtype is not None and value.dtype.is_floating_point
 
 
 def _shared(graph: PortableGraph) -> dict[str, Node]:
