@@ -194,13 +194,19 @@ class FilledIn(ThreeLayers):
 
 
 class ChangedUnderNoGrad(ThreeLayers):
-    """What no_grad changes in place, or hands back as it is, still depends on what was trained before."""
+    """What no_grad changes in place, or hands back as it is, still depends on what was trained before; a view that is
+    taken there leads nowhere."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.a(x)
+        doubled = 2 * hidden
         with torch.no_grad():
             changed, view = hidden.mul_(0.5).contiguous(), hidden.view(-1, 8)
-        return self.c(torch.tanh(self.b(changed)) + view)
+            first = doubled[:, 0].mul_(0.5)
+        middle = torch.tanh(self.b(changed)) + view
+        with torch.no_grad():
+            level = first.mean()
+        return self.c(middle) + level
 
 
 class SameGradientTwice(ThreeLayers):
