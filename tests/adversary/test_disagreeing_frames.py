@@ -75,12 +75,3 @@ def test_who_sends_what_does_not_fit_the_microbatch_is_named_and_the_run_goes_on
     assert {fault.provider for fault in result.summary.faults} == {liar}
     honest = {stage.provider for cluster in result.summary.clusters for stage in cluster.stages}
     assert liar not in honest and len(honest) == 2
-
-
-def test_a_standby_takes_the_stage_of_who_sent_what_does_not_fit(tmp_path: Path) -> None:
-    with LyingSwarm(4, "provider-1", "activations of a smaller batch", first=4) as swarm:
-        result = swarm.train(a_job(), providers=3, run=tmp_path / "run", display=False)
-    assert result.summary.status == "finished" and adds_up(result, 24)
-    assert [event["provider"] for event in events(tmp_path / "run", "rules_broken")] == ["provider-1"]
-    failovers = events(tmp_path / "run", "failover")
-    assert [event["takers"] for event in failovers] == [["provider-3"]], failovers
