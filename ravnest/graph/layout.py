@@ -15,6 +15,8 @@ from ravnest.graph.aliasing import Aliases, handed_back_names, written_names
 from ravnest.graph.portable import Node, PortableGraph, ValueSpec
 from ravnest.graph.switch import draws_random_numbers
 
+_PICK = "py.getitem"
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -153,6 +155,25 @@ def _state_uses(graph: PortableGraph, line: tuple[Node, ...], aliases: Aliases) 
     return uses
 
 
+def _function_span(line: tuple[Node, ...], place: dict[str, int], end: int) -> tuple[int, int]:
+    """From where to where a custom function reaches, whose backward pass is at `end`: from the first operator of its
+    forward, which runs without gradients. A hook on a parameter reaches to the parameter's first use, so that the stage
+    that uses it owns it."""
+    node = line[end]
+    outputs = node.references_at(0)
+    if not any(name in place and line[place[name]].op != _PICK for name in outputs) and outputs == node.references_at(
+        1
+    ):
+        picks = {n.name for n in line[end + 1 :] if n.op == _PICK and node.name in n.references()}
+        used = (i for i, n in enumerate(line) if not picks.isdisjoint(n.references()))
+        return end, next(used, end)
+    needed, start = set(outputs), end
+    while start > 0 and not line[start - 1].grad and line[start - 1].name in needed:
+        start -= 1
+        needed.update(line[start].references())
+    return start, end
+
+
 def _forbidden(
     graph: PortableGraph,
     line: tuple[Node, ...],
@@ -174,4 +195,5 @@ def _forbidden(
             if group not in states:
                 spans.append((min(members[group]), i))
     spans += [(min(found), max(found)) for found in state_uses.values()]
+    spans += [_function_span(line, place, i) for i, node in enumerate(line) if node.backward is not None]
     return {cut for start, end in spans for cut in range(start + 1, end + 1)}

@@ -218,7 +218,7 @@ class _Gathering:
     def _next_to_their_users(self, nodes: list[Node]) -> list[Node]:
         """With hooks on parameters moved to where the parameter is used: the stage that uses it is to own it."""
         for hook in reversed([n for n in nodes if n.op == ops.OWN_GRADIENT]):
-            if not all(name in self.given for name in hook.references_at(0)):
+            if not all(self.hooked.get(name, name) in self.given for name in hook.references_at(0)):
                 continue
             group = [n for n in nodes if n is hook or (n.op == "py.getitem" and n.args[0] == Ref(hook.name))]
             names = {n.name for n in group}
