@@ -12,8 +12,6 @@ def _attention(call: Call) -> str:
     dimensions = max(t.dim() for t in tensors)
     if min(t.dim() for t in tensors) < 2:
         return "gives queries, keys or values of fewer than two dimensions"
-    if len({t.dtype for t in tensors}) > 1 or len({t.device for t in tensors}) > 1:
-        return "mixes element types or devices"
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
         return f"gives queries, keys and values of shapes that do not fit each other, {shapes}"

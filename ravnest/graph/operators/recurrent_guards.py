@@ -50,7 +50,9 @@ def _weights_misfit(call: Call, own: torch.Tensor, states: list[torch.Tensor], b
     if len({s.shape[1] for s in states}) != 1:
         return "gives first states for different batches"
     tensors = [own, *states, *params]
-    if any(t.dtype != own.dtype or t.device != own.device for t in tensors) or not own.is_floating_point():
+    # Autocast makes one type of all of them.
+    types = {t.dtype for t in tensors if not torch.is_autocast_enabled(own.device.type)}
+    if len(types) > 1 or any(not t.is_floating_point() or t.device != own.device for t in tensors):
         return "mixes element types or devices"
     for place in range(layers * directions):
         width = own.shape[-1] if place < directions else given_back * directions

@@ -29,8 +29,6 @@ def _convolution(call: Call) -> str:
         return f"gives {channels} channels to a weight of shape {tuple(weight.shape)}"
     if bias is not None and tuple(bias.shape) != (made,):
         return f"gives a bias of shape {tuple(bias.shape)} for {made} channels"
-    if own.dtype != weight.dtype:
-        return "gives an input and a weight of different types"
     return _steps_misfit(call, count, [*own.shape[-count:]], [*weight.shape[2:]], moved)
 
 
