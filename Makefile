@@ -25,7 +25,7 @@ fuzz: $(VENV)/.fuzz-installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.graphs --graphs $(or $(GRAPHS),20000)
 
-# Every way to cut 300 random graphs, or GRAPHS=N, against each graph in one piece; SEED=N begins with another graph.
+# Every way to cut 300 random graphs, or GRAPHS=N, against each graph in one piece; a few minutes. SEED=N begins with another.
 cuts: $(VENV)/.dev-installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuts --graphs $(or $(GRAPHS),300) $(if $(SEED),--seed $(SEED))
 
