@@ -26,6 +26,7 @@ from ravnest.coordinator.feeder import first_batches
 from ravnest.graph.capture import capture
 from ravnest.graph.operators.allowed import TABLE
 from ravnest.graph.operators.python_numbers import FUNCTIONS
+from ravnest.graph.ops import OWN_GRADIENT
 from ravnest.graph.partition import most_stages
 from ravnest.graph.portable import FORMAT_VERSION, PortableGraph
 from ravnest.jobfile import load_job
@@ -128,7 +129,7 @@ def test_every_file_the_architecture_names_exists() -> None:
 def test_the_operators_on_the_page_are_the_allow_list() -> None:
     blocks = [block.split() for block in _blocks(GRAPH, "")]
     assert TABLE.split() in blocks, textwrap.fill(" ".join(TABLE.split()), 116)
-    assert list(FUNCTIONS) in blocks
+    assert [OWN_GRADIENT, *FUNCTIONS] in blocks
 
 
 def test_the_graph_on_the_page_is_what_capture_makes() -> None:

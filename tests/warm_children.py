@@ -27,7 +27,7 @@ def children_are_forked() -> None:
         return _Child(command, inherited, **options)
 
     parts = {"Popen": forked, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    processes.subprocess = SimpleNamespace(**parts)  # type: ignore[assignment]
+    processes.subprocess = SimpleNamespace(**parts)  # type: ignore[assignment, attr-defined]
 
 
 class _Child:

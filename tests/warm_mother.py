@@ -134,7 +134,7 @@ def why_not_fork() -> str:
         [threads] = [int(line.split()[1]) for line in status if line.startswith("Threads:")]
     if threads != 1:
         return f"its imports have started {threads - 1} more thread{'' if threads == 2 else 's'}"
-    return "CUDA is in use there" if torch.cuda.is_initialized() else ""
+    return "CUDA is in use there" if torch.cuda.is_initialized() else ""  # type: ignore[no-untyped-call]
 
 
 def main() -> int:

@@ -101,7 +101,10 @@ def is_allowed(op: str) -> bool:
 
 
 def compilable(op: str) -> Callable[..., Any]:
-    """The callable for a compiler, which follows plain numbers as symbols: without our own checks of them."""
+    """The callable for a compiler, which follows plain numbers as symbols: without our own checks of them. GraphError
+    for a node that brings a backward pass, which is interpreted."""
+    if op == OWN_GRADIENT:
+        raise GraphError(f"{OWN_GRADIENT} cannot be compiled: the backward pass of its node is interpreted")
     return TARGETS[op] if op in TARGETS else resolve(op)
 
 

@@ -254,14 +254,14 @@ def check(graph: PortableGraph) -> None:
 
 def _check_node(node: Node, known: set[str]) -> None:
     """What holds for every operator call, be it of a forward or of a backward pass."""
+    if (node.op == ops.OWN_GRADIENT) != (node.backward is not None):
+        raise GraphError(f"node {node.name!r} of the portable graph must be {ops.OWN_GRADIENT} to have a backward pass")
     check_node(node)
     for reference in node.references():
         if reference not in known:
             raise GraphError(f"node {node.name!r} of the portable graph uses {reference!r} before it exists")
     if node.name in known:
         raise GraphError(f"the portable graph defines {node.name!r} twice")
-    if (node.op == ops.OWN_GRADIENT) != (node.backward is not None):
-        raise GraphError(f"node {node.name!r} of the portable graph must be {ops.OWN_GRADIENT} to have a backward pass")
 
 
 def check_node(node: Node) -> None:

@@ -294,13 +294,13 @@ def test_a_buffer_that_becomes_another_one_is_named() -> None:
         (lambda n: n["backward"]["nodes"][0].update(op="aten.from_file.default"), "not on the allow-list"),
         (lambda n: n["backward"]["nodes"][0].update(name="g0"), "defines 'g0' twice"),
         (lambda n: n["backward"]["nodes"][0].update(name="a b"), "not a name"),
-        (lambda n: n["backward"]["nodes"][0]["args"].append({"ref": "inputs"}), "uses 'inputs' before it exists"),
+        (lambda n: n["backward"]["nodes"][0].update(args=[{"ref": "inputs"}]), "uses 'inputs' before it exists"),
         (
             lambda n: n["backward"]["nodes"][0].update(backward={**n["backward"], "nodes": []}),
             "a backward pass of its own",
         ),
         (lambda n: n["backward"]["nodes"][0].update(op="aten.rand_like.default"), "which no backward pass may have"),
-        (lambda n: n["backward"]["nodes"][0].update(op="aten.mul_.Tensor"), "changes a value in place"),
+        (lambda n: n["backward"]["nodes"][0].update(op="aten.neg_.default"), "changes a value in place"),
         (lambda n: n["backward"].update(nodes={}), "no proper nodes"),
         (lambda n: n.update(backward=[]), "no proper backward pass"),
         (

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any, Final
 
 from ravnest.graph.operators.allowed import OVERLOADS
+from ravnest.graph.portable import FORMAT_VERSION
 
 CALLS: Final[dict[str, list[Any]]] = {
     f"aten.{name}": calls for name, calls in json.loads((Path(__file__).parent / "calls.json").read_text()).items()
@@ -107,7 +108,13 @@ class Case:
         sends = [{"name": n["name"], "dtype": "float32", "shape": [], "needs_grad": True} for n in self.nodes]
         return json.dumps(
             {
-                **{"format": "ravnest.graph", "version": 1, "inputs": inputs, "receives": [], "sends": sends},
+                **{
+                    "format": "ravnest.graph",
+                    "version": FORMAT_VERSION,
+                    "inputs": inputs,
+                    "receives": [],
+                    "sends": sends,
+                },
                 **{"parameters": weights, "constants": [], "states": [], "nodes": self.nodes},
                 **{"loss": None, "metrics": {}},
             }
