@@ -10,7 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from ravnest.graph import ops
 from ravnest.graph.operators.allowed import OVERLOADS
+from ravnest.graph.ops import OWN_GRADIENT
 from ravnest.graph.portable import FORMAT_VERSION
 
 CALLS: Final[dict[str, list[Any]]] = {
@@ -18,6 +20,8 @@ CALLS: Final[dict[str, list[Any]]] = {
 }
 """Valid calls of every allowed operator; a tensor is `{"t": [element type, shape, values or null]}`."""
 OPERATORS: Final = sorted(OVERLOADS)
+_SOBER: Final = [op for op in OPERATORS if not ops.is_random(op) and not ops.written_arguments(op)]
+"""What a backward pass may call: it draws nothing and changes nothing that it was given."""
 
 _NUMBERS: Final = (
     *(0, 1, -1, 2, 3, 4, 5, 7, 8, -2, -3, 16, 63, 64, 65, 127, 128, 255, 1000, 2**15, 2**20, 2**24, 2**31 - 1, 2**31),
@@ -128,9 +132,41 @@ def case(number: int) -> Case:
     _add(made, OPERATORS[number % len(OPERATORS)], random, reuse=0.0)
     for _ in range(random.choice((0, 0, 1, 2, 3, 5))):
         _add(made, random.choice(_MORE if random.random() < 0.5 else OPERATORS), random, reuse=0.7)
+    if random.random() < 0.08:
+        _bring_backward(made, random)
     for _ in range(random.choice((0, 1, 1, 1, 2, 3))):
         _change(made, random)
     return made
+
+
+def _bring_backward(made: Case, random: Random) -> None:
+    """Adds a node with a backward pass: a graph of its own, on the gradient that comes and on saved values."""
+    known = [n["name"] for n in made.nodes] + list(made.given)
+    trained = [name for name, given in made.given.items() if given.grad]
+    value = random.choice(trained if trained and random.random() < 0.9 else known)
+    gradient = made.given.get(value, Given("float32", [2, 3]))
+    saved = {f"s{place}": random.choice(known) for place in range(random.randrange(3))}
+    inner = Case(made.number, {"d": gradient, **{name: Given("float32", [2, 3]) for name in saved}})
+    for _ in range(random.choice((1, 1, 2, 3))):
+        _add(inner, random.choice(_SOBER if random.random() < 0.95 else OPERATORS), random, reuse=0.7)
+    if random.random() < 0.5:
+        _change(inner, random)
+    for name in [name for name in inner.given if name != "d" and name not in saved]:
+        # What the backward pass needs besides is given to the whole graph, and saved.
+        saved[name] = f"g{len(made.given)}"
+        made.given[saved[name]] = inner.given[name]
+    for node in inner.nodes:
+        node.pop("seed", None)
+    yields = [random.choice(["d", *(node["name"] for node in inner.nodes)])]
+    backward = {"gradients": ["d"], "saved": list(saved), "nodes": inner.nodes, "yields": yields}
+    lists = [
+        [{"ref": value}],
+        [{"ref": value if random.random() < 0.9 else random.choice(known)}],
+        [{"ref": name} for name in saved.values()],
+    ]
+    name = f"n{len(made.nodes)}"
+    made.nodes.append({"name": name, "op": OWN_GRADIENT, "args": lists, "kwargs": {}, "backward": backward})
+    made.nodes.append({"name": f"n{len(made.nodes)}", "op": "py.getitem", "args": [{"ref": name}, 0]})
 
 
 def _add(made: Case, op: str, random: Random, reuse: float) -> None:
@@ -160,8 +196,6 @@ _SEVERAL: dict[str, int] = {}
 def _result_count(op: str) -> int:
     """How many results the operator has, where these are picked one by one; else 0."""
     if op not in _SEVERAL:
-        from ravnest.graph import ops
-
         returns = ops.resolve(op)._schema.returns  # type: ignore[attr-defined]
         is_list = len(returns) == 1 and str(returns[0].type).startswith("List")
         _SEVERAL[op] = 2 if is_list else len(returns) if len(returns) > 1 else 0
