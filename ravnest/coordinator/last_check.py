@@ -15,7 +15,7 @@ import torch
 
 from ravnest.coordinator.check_decisions import Effort, effort, tolerance
 from ravnest.coordinator.checkpoints import CheckpointInfo, load_checkpoint
-from ravnest.coordinator.model_check import check_model, computes_in_halves, weights_of
+from ravnest.coordinator.model_check import check_model, computes_in_halves, draws_in_evaluation, weights_of
 from ravnest.coordinator.prepare import Prepared
 from ravnest.coordinator.witness import Witnessed, shortened
 from ravnest.errors import TrainingError
@@ -62,12 +62,17 @@ def check_written(
         return Check(reason="not checked: the swarm has evaluated nothing of the model that was saved")
     captured = prepared.captured
     graph = captured.graph
+    other_device = any(device and not device.startswith("cpu") for device in devices.values())
+    if other_device and draws_in_evaluation(graph):
+        return Check(
+            reason="not checked: the model draws random numbers in evaluation, and the swarm's devices draw other ones "
+            "than this processor"
+        )
     elsewhere = {spec.key: captured.weights[spec.key] for spec in graph.constants}
     if unsaved := {spec.key for spec in graph.states} & set(captured.not_saved):
         buffers = load_checkpoint(info).buffers
         elsewhere |= {key: buffers[key] for key in unsaved if key in buffers}
     began = time.perf_counter()
-    other_device = any(device and not device.startswith("cpu") for device in devices.values())
     found = check_model(
         graph,
         weights_of(path, captured.aliases, elsewhere),

@@ -21,6 +21,7 @@ from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program
+from ravnest.graph.switch import draws_random_numbers, evaluation_form
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 
@@ -134,6 +135,11 @@ def computes_in_halves(graph: PortableGraph) -> bool:
     """Whether anything in the graph is of 16 bits."""
     outputs = (node.output.dtype for node in graph.nodes if node.output is not None)
     return not _HALVES.isdisjoint([*(w.dtype for w in graph.weights), *outputs])
+
+
+def draws_in_evaluation(graph: PortableGraph) -> bool:
+    """Whether what the graph yields in evaluation depends on random numbers."""
+    return any(draws_random_numbers(evaluation_form(node)) for node in graph.nodes)
 
 
 class _Part:

@@ -11,7 +11,13 @@ from torch import nn
 
 from ravnest.coordinator.check_decisions import effort, judge, tolerance
 from ravnest.coordinator.feeder import EvalBatch
-from ravnest.coordinator.model_check import check_model, computes_in_halves, cut_to_fit, weights_of
+from ravnest.coordinator.model_check import (
+    check_model,
+    computes_in_halves,
+    cut_to_fit,
+    draws_in_evaluation,
+    weights_of,
+)
 from ravnest.coordinator.witness import Witness, Witnessed, shortened
 from ravnest.errors import RunError
 from ravnest.graph.capture import Captured, capture
@@ -130,6 +136,21 @@ def test_a_model_of_bfloat16_is_known_as_such() -> None:
         [(inputs.bfloat16(), targets) for inputs, targets in batches([8, 5])],
     )
     assert computes_in_halves(half.graph)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + torch.randn(x.shape[0], CLASSES)
+
+
+def test_a_model_that_draws_in_evaluation_is_known_as_such() -> None:
+    dropping = nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES))
+    assert not draws_in_evaluation(capture(dropping, F.cross_entropy, {}, batches([8, 5])).graph)
+    assert draws_in_evaluation(capture(Noisy(), F.cross_entropy, {}, batches([8, 5])).graph)
 
 
 def test_the_sample_is_of_the_last_evaluation_random_and_bounded() -> None:
