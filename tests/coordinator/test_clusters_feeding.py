@@ -57,7 +57,7 @@ def test_data_that_comes_slower_than_it_is_learnt_goes_to_all_in_turn() -> None:
     assert order == [0, 1, 2] * 3
 
 
-def test_a_root_is_fed_even_where_it_needs_nothing_of_the_batch_and_other_stages_where_they_need_something() -> None:
+def test_every_stage_is_told_of_each_microbatch_even_where_it_needs_nothing_of_the_batch() -> None:
     value, inputs = ValueSpec("hidden", torch.float32), (ValueSpec("inputs", torch.float32),)
     graphs = (
         PortableGraph((), sends=(value,)),
@@ -65,7 +65,8 @@ def test_a_root_is_fed_even_where_it_needs_nothing_of_the_batch_and_other_stages
         PortableGraph((), receives=(value,), inputs=inputs),
     )
     stages = tuple(StagePlan(f"s{number}", number, "stem", graph, 1) for number, graph in enumerate(graphs))
-    assert ClusterRun(ClusterPlan(0, stages, 1, 0, 1.0, "made up")).inputs_of == [("s0", ()), ("s2", ("inputs",))]
+    told = ClusterRun(ClusterPlan(0, stages, 1, 0, 1.0, "made up")).inputs_of
+    assert told == [("s0", ()), ("s1", ()), ("s2", ("inputs",))]
 
 
 def test_whoever_completes_something_gets_the_next() -> None:

@@ -32,7 +32,10 @@ class Normed(nn.Module):
 
     def __init__(self, norm: Norm) -> None:
         super().__init__()
-        self.first, self.second = norm(nn.Linear(8, 16)), nn.Linear(16, 4)
+        # The old weight norm computes the weight here already, and a module with a computed weight cannot be copied.
+        with torch.no_grad():
+            self.first = norm(nn.Linear(8, 16))
+        self.second = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x)))

@@ -15,7 +15,8 @@ from ravnest.graph import ops
 from ravnest.graph.aliasing import Aliases
 from ravnest.graph.operators.allowed import OVERLOADS
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
-from ravnest.graph.program import Program, Step, draw_seed
+from ravnest.graph.program import Program, draw_seed
+from ravnest.graph.step import Step
 from ravnest.spec import OptimizerSpec
 from tests.graph.cutting import ALL, example, kept_generator, run
 

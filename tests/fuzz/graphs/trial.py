@@ -16,7 +16,8 @@ import torch
 from ravnest.errors import GraphError
 from ravnest.graph.operators.memory_account import MemoryAccount
 from ravnest.graph.portable import PortableGraph, dtype_named
-from ravnest.graph.program import Program, Step
+from ravnest.graph.program import Program
+from ravnest.graph.step import Step
 from tests.fuzz.graphs.cases import Case, Given
 from tests.fuzz.graphs.memory import GuardedMemory
 
