@@ -14,7 +14,8 @@ import torch
 from ravnest.graph import ops
 from ravnest.graph.clock import work_clock
 from ravnest.graph.portable import PortableGraph
-from ravnest.graph.program import Program, Step
+from ravnest.graph.program import Program
+from ravnest.graph.step import Step
 from ravnest.graph.update_cost import UpdateCost
 
 _BUDGET_SECONDS = 4.0
