@@ -61,18 +61,25 @@ def repeat(call: Call) -> int:
 
 def repeat_interleave(call: Call) -> int:
     repeats, own, dim = call["repeats"], call["self"], call["dim"]
-    if not isinstance(repeats, torch.Tensor):
-        return int((own.numel() * max(0, repeats)) * (own.element_size() + 8) * 2)
-    if repeats.is_floating_point() or repeats.is_complex():
+    if isinstance(repeats, torch.Tensor) and (repeats.is_floating_point() or repeats.is_complex()):
         raise ValueError("how often something is repeated is a whole number")
-    # In floating point, where a sum of large numbers stays large.
-    times = int(min(2.0**62, float(repeats.double().clamp(min=0).sum()))) if repeats.numel() else 0
+    places = 1 if own is None else own.numel() if dim is None else own.shape[dim]
+    if not isinstance(repeats, torch.Tensor):
+        times = max(0, repeats) * places
+    elif not repeats.numel():
+        times = 0
+    else:
+        # In floating point, where a sum of large numbers stays large.
+        times = int(min(2.0**62, float(repeats.double().clamp(min=0).sum())))
+        times *= places if repeats.numel() == 1 else 1
+    if call["output_size"] not in (None, times):
+        # The kernel takes the memory for that size before it sees that the result has another one.
+        raise ValueError(f"the result has {times} places, and not the {call['output_size']} of output_size")
     if own is None:
-        return times * 16
-    each = own.numel() if dim is None else own.numel() // max(1, own.shape[dim])
-    if repeats.numel() == 1:
-        times *= max(1, own.numel() if dim is None else own.shape[dim])
-    return int(times * ((1 if dim is None else each) * own.element_size() + 16) + own.numel() * own.element_size())
+        return int(times * 16)
+    each = 1 if dim is None else own.numel() // max(1, own.shape[dim])
+    copies = 1 if isinstance(repeats, torch.Tensor) else 2
+    return int(times * (copies * each * own.element_size() + 16) + own.numel() * own.element_size())
 
 
 def pad(call: Call) -> int:

@@ -51,6 +51,10 @@ CRASHES: Final[dict[str, tuple[list[Given], list[Any]]]] = {
         [_SCORES, _whole([[1, 2, 3], [2, 3, 1]]), _whole([6, 100_000]), _whole([3, 2])],
         [_node("ctc_loss.Tensor", A, B, C, D)],
     ),
+    "repeat_interleave into more places than there are": (
+        [_real(4, 1), _whole([0, 1, 2, 3])],
+        [_node("repeat_interleave.self_Tensor", A, B, 0, output_size=2**31)],
+    ),
     "_weight_norm with scales of another size": ([_real(40, 3), _real(1, 1)], [_node("_weight_norm.default", A, B, 0)]),
     "_weight_norm backward with other dimensions": (
         [_real(5, 5), _real(4, 1, 1)],
