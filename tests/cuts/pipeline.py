@@ -80,7 +80,7 @@ class _Line:
             )
             stage = Stage(part, {spec.key: weights[spec.key].clone() for spec in part.weights}, told)
             self._stages.append(stage)
-            self._workers.append(StageWorker(stage, _Box(self, number)))
+            self._workers.append(StageWorker(stage, _Box(self, number), announced=True))
         nodes = [
             StagePlan(str(number), number, role_of(number, len(graphs)), part, 0) for number, part in enumerate(graphs)
         ]
