@@ -22,7 +22,7 @@ def usable_cores() -> int:
 
 
 def fair_share(cores: int, providers: int, place: int = 0) -> int:
-    """Cores for the provider at this place among so many that share a machine; at least 1.
+    """Cores for the provider at this place among those that share a machine; at least 1.
 
     What does not divide goes to the first ones, so that no core stays idle.
     """

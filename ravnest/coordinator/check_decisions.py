@@ -14,7 +14,7 @@ _MIN_SECONDS: Final = 0.3
 _MAX_SECONDS: Final = 120.0
 _SHARE: Final = 0.02
 _FLIPPED: Final = 2.0
-"""So many samples may be counted differently by a metric, where two classes are as good as equal."""
+"""How many samples a metric may count differently, where two classes are as good as equal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ _MAX_KNOWN: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So many at once, and then one at each interval."""
+    """How many may come at once; after that, one at each interval."""
 
     burst: int = 32
     interval_seconds: float = 0.25

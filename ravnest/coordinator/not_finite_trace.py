@@ -31,7 +31,7 @@ class Ruling:
     """What is to be done about it."""
 
     accused: str
-    """Who sent what it says it did not compute; empty where nobody did."""
+    """The provider that sent what it says it did not compute; empty where there is none."""
     accuser: str
     """Who got that."""
     reason: str

@@ -18,13 +18,13 @@ from ravnest.net.identity import as_node_id
 from ravnest.net.invite_key import InviteToken
 
 DEFAULT_USES: Final = 20
-"""Machines that an invite lets in unless its maker says otherwise: enough for a group of friends. Whoever gets hold of
-the invite has so many identities."""
+"""Machines that an invite lets in unless its maker says otherwise: enough for a group of friends. One that
+gets hold of the invite has as many identities."""
 DEFAULT_LIFETIME_SECONDS: Final = 7 * 86400.0
 
 
 def uses_for(providers: int | None) -> int:
-    """For how many machines the invite of a run is that waits for so many: twice that, since machines are replaced."""
+    """Uses of the invite of a run: twice the machines that it waits for, since machines are replaced."""
     return max(DEFAULT_USES, 2 * (providers or 0))
 
 

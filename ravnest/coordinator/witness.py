@@ -77,7 +77,7 @@ class Witness:
 
 
 class _Reservoir:
-    """Keeps so many of what it is offered, each with the same chance, and never more bytes than allowed."""
+    """Keeps a given number of what it is offered, each with the same chance, and never more bytes than allowed."""
 
     def __init__(self, most: int, draw: random.Random) -> None:
         self.kept: list[EvalBatch] = []
@@ -99,7 +99,7 @@ class _Reservoir:
 def shortened(
     tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, Sequence[int | str]], samples: int
 ) -> Mapping[str, torch.Tensor]:
-    """The first so many samples of a batch: of every value that has the batch as its first size. `sizes` are the shapes
+    """The first samples of a batch: of every value that has the batch as its first size. `sizes` are the shapes
     as the graph says them. The batch as it is where its first size is not free."""
     first = next((shape[0] for shape in sizes.values() if shape), None)
     if not isinstance(first, str):

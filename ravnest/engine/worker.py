@@ -476,8 +476,8 @@ class StageWorker:
                 )
 
     def _note_gradients(self, microbatch: int, gradients: Tensors) -> None:
-        """Remembers whether what is sent is finite, without waiting for it: nobody asks, unless a loss or a gradient is
-        not."""
+        """Remembers whether what is sent is finite, without waiting for it: the question arises only where a loss or a
+        gradient is not."""
         self._sent_finite[microbatch] = [asked_for(all_finite(g)) for g in gradients.values()]
         while len(self._sent_finite) > _TESTIFIED:
             self._sent_finite.pop(next(iter(self._sent_finite)))

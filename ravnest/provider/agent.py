@@ -354,7 +354,7 @@ class _Agent:
                 await stay.control.send(ProviderMessage(speed=message))
 
     async def _speed_on_share(self, known: Speed, threads_before: int) -> Speed:
-        """The speed with the threads of now: as it was kept, measured while nothing is computed here, or estimated."""
+        """The speed with the present number of threads: kept, measured while nothing is computed here, or estimated."""
         kept = read_kept(Setup.here(self._device))
         if kept is None and self._deployment is None:
             kept = await machine_speed(self._device, self._memory_bytes)

@@ -67,7 +67,7 @@ class CoreClaim:
 
     @classmethod
     def make(cls, cores: int | None, folder: Path | None = None) -> Self:
-        """Claims so many cores for all to see. None: as many as OMP_NUM_THREADS says, or else a fair share."""
+        """Claims this many cores for all to see. None: as many as OMP_NUM_THREADS says, or else a fair share."""
         folder = folder or Path(tempfile.gettempdir()) / _FOLDER
         is_told = cores is not None or not _threads_of_environment()
         cores = cores or _threads_of_environment()
@@ -78,7 +78,7 @@ class CoreClaim:
             return cls(folder, claim, -1, is_told)
 
     def share(self, cores: int) -> tuple[int, str]:
-        """With how many of so many cores to compute now, and why."""
+        """With how many of these cores to compute now, and why."""
         return share_of(self.claim, list(self._others()), cores)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ def _locked_file(folder: Path, claim: Claim) -> int:
 
 def _live(folder: Path, name: str) -> Claim | None:
     """The claim in this file; None, and no file, where its provider has ended."""
-    # Nobody's pipe is waited for.
+    # No pipe is waited for.
     descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

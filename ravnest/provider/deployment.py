@@ -333,7 +333,7 @@ class Deployment:
         self._worker.set_limit(in_flight)
 
     def set_threads(self, threads: int) -> None:
-        """Computes with so many threads after the task that is under way."""
+        """Computes with this many threads after the task that is under way."""
         # torch keeps the number for each thread that has computed: the one that computes has to set it.
         self._worker.between(lambda: torch.set_num_threads(threads))
 

@@ -16,7 +16,7 @@ from ravnest.graph.operators.size_parts import all_bytes, common_elements, copy_
 
 
 def call_bytes(call: Call) -> int:
-    """An upper bound of what the call takes anew; ValueError where its arguments are nonsense."""
+    """An upper bound of the memory that the call takes; ValueError where its arguments are nonsense."""
     rule = _RULES.get(call.short_name)
     if rule is not None:
         return rule(call)
