@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.report import Row, Target, arguments, finish, say
 from ravnest.errors import RavnestError
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.partition import most_stages
 
 Tensor = torch.Tensor

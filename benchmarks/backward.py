@@ -19,7 +19,7 @@ from benchmarks.models import GPT, SMALL, GPTSize, next_token_loss, token_batche
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
-from ravnest.graph.capture import capture
+from ravnest.graph.capture.capture import capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.jobfile import load_job
@@ -27,7 +27,7 @@ from ravnest.spec import OptimizerSpec
 
 _SETTINGS = OptimizerSpec("SGD", {"lr": 0.0}).to_json()
 _MOST = 1.35
-"""Times the backward at once, for both parts together: planner/split_choice.py reckons with no more than that."""
+"""Times the backward at once, for both parts together; planner/search/split_choice.py assumes no more."""
 
 
 @dataclass(frozen=True, slots=True)

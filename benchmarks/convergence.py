@@ -33,7 +33,7 @@ from typing import Final
 import ravnest
 from benchmarks.learning import TASKS, Task
 from benchmarks.report import Row, Target, arguments, finish, say
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from ravnest.monitor.metrics import read_metrics
 

@@ -17,8 +17,8 @@ import torch
 import ravnest
 from benchmarks.models import GPT, LARGE, Repeated, next_token_loss, token_batches
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.coordinator.prepare import Prepared, prepare
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.plan.prepared_job import Prepared, prepare
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.monitor.events import read_events

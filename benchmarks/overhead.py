@@ -17,7 +17,7 @@ import torch
 from benchmarks.cases import CASES, GPU_CASES, Case
 from benchmarks.plain import PlainLoop
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 
 _FIRST_UPDATE = "first-update"

@@ -15,16 +15,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.planning.bound import upper_bound
 from benchmarks.planning.brute_force import best_listed_score, best_score
 from benchmarks.planning.instances import random_instance
 from benchmarks.planning.paper_rule import PaperPlan, paper_plan
 from benchmarks.planning.promise import SET_UPS, measured
 from benchmarks.report import Row, Target, arguments, finish, say
 from ravnest.errors import PlanError
-from ravnest.planner.bound import upper_bound
-from ravnest.planner.cuts import best_cuts
-from ravnest.planner.formation import form
-from ravnest.planner.order import score
+from ravnest.planner.search.cuts import best_cuts
+from ravnest.planner.search.order import score
+from ravnest.planner.search.search import form
 from tests.wan import Lab
 
 _COUNTS = {2: 10, 3: 22, 4: 28, 5: 28, 6: 20, 7: 10}

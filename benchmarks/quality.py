@@ -40,7 +40,7 @@ from benchmarks.quality_parts.times import times_to_loss
 from benchmarks.quality_parts.trial import Trial, Way, job_of
 from benchmarks.quality_parts.virtual import in_flight_of_plan
 from benchmarks.report import Row, Target, finish, say
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.engine.corrections.correction import DEFAULT
 from ravnest.monitor.metrics import read_metrics
 from ravnest.settings import CORRECTIONS, VERSION_POLICIES

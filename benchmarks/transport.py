@@ -20,10 +20,10 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from benchmarks.transport_ends import AUTHORITY, RECEIVER, SENDER
-from ravnest.coordinator.admission import Admission
-from ravnest.net.certificates import certificate_pem
-from ravnest.net.identity import Identity
-from ravnest.net.node_identity import NodeIdentity
+from ravnest.coordinator.access.admission import Admission
+from ravnest.net.identity.certificates import certificate_pem
+from ravnest.net.identity.identity import Identity
+from ravnest.net.identity.node_identity import NodeIdentity
 from tests.wan import Host, Lab, LabHost
 from tests.wan import Path as LabPath
 from tests.wan.traffic import connect

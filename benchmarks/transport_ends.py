@@ -22,15 +22,15 @@ import torch
 from grpc import aio
 
 from ravnest.errors import PeerError
-from ravnest.net.certificates import read_certificate
-from ravnest.net.client import dial_link
-from ravnest.net.frames import Frame, FrameKind
-from ravnest.net.identity import node_host
-from ravnest.net.link import Link
-from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.resumable import ResumableLink
-from ravnest.net.server import ProviderServer
-from ravnest.net.tls import channel_credentials, expecting, server_credentials
+from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.identity.certificates import read_certificate
+from ravnest.net.identity.identity import node_host
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.identity.tls import channel_credentials, expecting, server_credentials
+from ravnest.net.rpc.client import dial_link
+from ravnest.net.rpc.server import ProviderServer
+from ravnest.net.streams.frame_stream import Link
+from ravnest.net.streams.resumable_link import ResumableLink
 
 SENDER, RECEIVER, AUTHORITY = "sender", "receiver", "authority.pem"
 _METHOD = "/bare.Bare/Send"

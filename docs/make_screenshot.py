@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.jobfile import load_job
 from ravnest.monitor.live import LiveDisplay
 from ravnest.monitor.snapshot import Snapshot

@@ -21,7 +21,7 @@ from ravnest.errors import (
 )
 
 if TYPE_CHECKING:
-    from ravnest.coordinator.session import TrainResult
+    from ravnest.coordinator.launch.session import TrainResult
     from ravnest.job import Job
     from ravnest.settings import Averaging, Checkpoint, Pipeline
 
@@ -51,7 +51,7 @@ _LAZY = {
     "Averaging": "ravnest.settings",
     "Checkpoint": "ravnest.settings",
     "Pipeline": "ravnest.settings",
-    "TrainResult": "ravnest.coordinator.session",
+    "TrainResult": "ravnest.coordinator.launch.session",
 }
 
 

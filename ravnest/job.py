@@ -20,7 +20,7 @@ from ravnest.settings import Averaging, Checkpoint, Pipeline, check_whole
 from ravnest.spec import OptimizerSpec, ScheduleSpec, optimizer_refusal, schedule_refusal, split_partial
 
 if TYPE_CHECKING:
-    from ravnest.coordinator.session import TrainResult
+    from ravnest.coordinator.launch.session import TrainResult
 
 Loss = Callable[..., torch.Tensor]
 """Called with (outputs, targets) of a microbatch; gives one number, the mean over the samples."""
@@ -146,7 +146,7 @@ class Job:
         is "stopped". Raises a RavnestError when the run cannot start or go on; what was saved by then stays in the run
         directory, and `resume` takes it up. Progress goes to stderr, unless `display` is False.
         """
-        from ravnest.coordinator.embedded import train
+        from ravnest.coordinator.launch.embedded import train
 
         return train(
             self, providers=providers, clusters=clusters, run=run, resume=resume, display=display, devices=devices

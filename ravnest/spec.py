@@ -18,7 +18,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from ravnest.errors import GraphError
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 
 Plain = bool | int | float | str | None | tuple[float, ...]
 """What an argument may be: a number, a flag, a string, None, or a tuple of numbers."""

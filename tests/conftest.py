@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ravnest.coordinator import prepare, processes
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.coordinator.kept_costs import key_of
-from ravnest.engine.speed import Speed
-from ravnest.graph.capture import Captured
+from ravnest.coordinator.launch import provider_processes as processes
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.plan import prepared_job as prepare
+from ravnest.coordinator.plan.cost_cache import key_of
+from ravnest.engine.speed.device_speed import Speed
+from ravnest.graph.capture.capture import Captured
 from ravnest.graph.profile import CostProfile
 from ravnest.graph.update_cost import UpdateCost
 from ravnest.job import Job

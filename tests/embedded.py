@@ -2,7 +2,7 @@
 
 import psutil
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 
 
 def providers_of(swarm: EmbeddedSwarm) -> list[psutil.Process]:

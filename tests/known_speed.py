@@ -2,7 +2,7 @@
 
 A provider keeps what it has measured on its disk, and does not where others kept the processor busy meanwhile, which
 is always so while tests run: then every join of a machine whose disk is a test's own would measure anew. Tests of the
-measuring itself are in tests/provider/test_machine_speed.py.
+measuring itself are in tests/provider/machine/test_machine_speed.py.
 """
 
 from functools import cache
@@ -12,8 +12,8 @@ import psutil
 import pytest
 import torch
 
-from ravnest.engine.speed import Speed, measure_speed
-from ravnest.provider.measuring import Setup, keep
+from ravnest.engine.speed.device_speed import Speed, measure_speed
+from ravnest.provider.machine.speed_cache import Setup, keep
 
 _CPU = torch.device("cpu")
 

@@ -9,7 +9,17 @@ from typing import Final
 
 import pytest
 
-REAL: Final = ("tests/chaos/", "tests/wan/", "tests/e2e_swarm/", "tests/soak/", "tests/e2e/", "tests/net/")
+REAL: Final = (
+    "tests/chaos/",
+    "tests/wan/",
+    "tests/e2e_swarm/",
+    "tests/soak/",
+    "tests/e2e/",
+    "tests/net/",
+    "tests/coordinator/swarm/",
+    "tests/coordinator/health/test_watchdog.py",
+    "tests/provider/fetch/test_artifacts.py",
+)
 """Where tests have processes or lines of their own, those that take longest first."""
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ravnest.cli import export, status
-from ravnest.coordinator.checkpoints import CheckpointStore
+from ravnest.coordinator.checkpoints.store import CheckpointStore
 from ravnest.errors import RunError
 from ravnest.graph.weights import stream_tensors
 from ravnest.monitor.events import EventLog
@@ -179,7 +179,7 @@ def test_status_does_not_wait_for_torch(run: RunDirectory) -> None:
 
 
 def test_invites_are_made_and_members_thrown_out_without_waiting_for_torch() -> None:
-    script = "import sys, ravnest.coordinator.admission; assert 'torch' not in sys.modules"
+    script = "import sys, ravnest.coordinator.access.admission; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 

@@ -22,8 +22,8 @@ from torch import nn
 import ravnest
 import ravnest.net
 from ravnest.cli.main import COMMANDS
-from ravnest.coordinator.feeder import first_batches
-from ravnest.graph.capture import capture
+from ravnest.coordinator.feed.feeder import first_batches
+from ravnest.graph.capture.capture import capture
 from ravnest.graph.operators.allowed import TABLE
 from ravnest.graph.operators.python_numbers import FUNCTIONS
 from ravnest.graph.ops import OWN_GRADIENT
@@ -32,9 +32,9 @@ from ravnest.graph.portable import FORMAT_VERSION, PortableGraph
 from ravnest.jobfile import load_job
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import ClusterSummary, Ledger, StageSummary, Summary
-from ravnest.net.frames import Frame, FrameKind, encode
-from ravnest.net.swarm_invite import SwarmInvite
-from ravnest.net.tensors import WIRE_DTYPES
+from ravnest.net.frames.frames import Frame, FrameKind, encode
+from ravnest.net.frames.tensor_bytes import WIRE_DTYPES
+from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.v1 import control_pb2
 from ravnest.net.version import PROTOCOL_VERSION
 

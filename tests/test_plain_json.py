@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ravnest.errors import SENTENCE_CHARACTERS, PeerError
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 
 
 @pytest.mark.parametrize("value", [None, True, 0, -(2**70), 0.5, "", "é", "😀", [], {}, [[1, {"a": [None]}]]])

@@ -11,5 +11,5 @@ def test_tests_of_real_processes_are_tried_again() -> None:
 
 
 def test_nothing_is_tried_again_where_the_suite_stays_red_anyway() -> None:
-    assert once_more([REAL, "tests/planner/test_cuts.py::test_cuts"]) == []
+    assert once_more([REAL, "tests/planner/search/test_best_cuts.py::test_cuts"]) == []
     assert once_more([f"{REAL}-{number}" for number in range(MOST + 1)]) == []

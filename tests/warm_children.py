@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from ravnest.cli.main import main as ravnest_main
-from ravnest.coordinator import processes
+from ravnest.coordinator.launch import provider_processes as processes
 from tests.warm_mother import become
 
 
@@ -31,7 +31,7 @@ def children_are_forked() -> None:
 
 
 class _Child:
-    """As much of `subprocess.Popen` as ravnest/coordinator/processes.py uses."""
+    """As much of `subprocess.Popen` as ravnest/coordinator/launch/provider_processes.py uses."""
 
     def __init__(
         self,

@@ -141,8 +141,8 @@ def main() -> int:
     import torch._dynamo
     import torch.export
 
-    import ravnest.coordinator.embedded
-    import ravnest.coordinator.session
+    import ravnest.coordinator.launch.embedded
+    import ravnest.coordinator.launch.session
     import ravnest.provider.agent  # noqa: F401
     from ravnest.cli import join, serve, train  # noqa: F401
     from ravnest.cli.main import main as ravnest_main

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from ravnest.coordinator.admission import Admission
-from ravnest.net.certificates import certificate_pem, read_certificate
-from ravnest.net.identity import Identity
-from ravnest.net.node_identity import NodeIdentity
+from ravnest.coordinator.access.admission import Admission
+from ravnest.net.identity.certificates import certificate_pem, read_certificate
+from ravnest.net.identity.identity import Identity
+from ravnest.net.identity.node_identity import NodeIdentity
 
 _AUTHORITY = "authority.pem"
 

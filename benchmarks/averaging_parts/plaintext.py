@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from ravnest.net.address import split_address
 from ravnest.net.direct_line import DirectLine, DirectServer
-from ravnest.net.node_identity import NodeIdentity
-from ravnest.provider import ring_lines
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.provider.rings import lines as ring_lines
 
 
 class PlaintextServer(DirectServer):

@@ -18,10 +18,10 @@ from benchmarks.averaging_parts.plaintext import PlaintextServer, use_plaintext
 from ravnest.averaging.ring_reduce import Piece, RingReduce
 from ravnest.codecs.codec import codec_named
 from ravnest.net.direct_line import DirectLine, DirectServer
-from ravnest.net.frames import RingPlace
+from ravnest.net.frames.frames import RingPlace
 from ravnest.net.v1.control_pb2 import Neighbour
-from ravnest.provider.ring_attempt import RingAttempt
-from ravnest.provider.ring_lines import RingLines
+from ravnest.provider.rings.attempt import RingAttempt
+from ravnest.provider.rings.lines import RingLines
 
 _TOLERANCES = {"float32": 1e-5, "lossless": 1e-5, "float16": 2e-3, "bfloat16": 2e-2, "int8": 5e-2, "int4": 0.5}
 

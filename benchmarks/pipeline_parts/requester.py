@@ -24,13 +24,13 @@ import ravnest
 from benchmarks.models import Batch
 from benchmarks.pipeline_parts.models import TASKS, Task, cut_blocks
 from benchmarks.pipeline_parts.steady import Moment, StageMoment, steady
-from ravnest.coordinator.admission import Admission
-from ravnest.coordinator.interrupts import Interrupts
-from ravnest.coordinator.loop import NetworkLoop
-from ravnest.coordinator.progress import Progress
-from ravnest.coordinator.session import Session
-from ravnest.coordinator.starting import choose_display
-from ravnest.coordinator.swarm import Swarm
+from ravnest.coordinator.access.admission import Admission
+from ravnest.coordinator.launch.display import choose_display
+from ravnest.coordinator.launch.interrupts import Interrupts
+from ravnest.coordinator.launch.network_loop import NetworkLoop
+from ravnest.coordinator.launch.session import Session
+from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import RavnestError
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.planning.instances import Instance
 from ravnest.planner.cluster import Cluster, cluster_of
-from ravnest.planner.cuts import best_cuts
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.order import score
-from ravnest.planner.providers import Goal, Network, Provider
-from ravnest.planner.totals import totals
+from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.search.cuts import best_cuts
+from ravnest.planner.search.order import score
+from ravnest.planner.shared_limits import totals
 
 
 def best_score(instance: Instance) -> float:

@@ -7,7 +7,7 @@ import numpy as np
 
 from ravnest.planner.cluster import memory_bytes
 from ravnest.planner.model_costs import ModelCosts, Table
-from ravnest.planner.providers import Goal, Line, Network, Provider, Requester
+from ravnest.planner.problem import Goal, Line, Network, Provider, Requester
 
 _MEGABIT = 1e6 / 8
 

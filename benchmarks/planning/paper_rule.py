@@ -14,9 +14,9 @@ import numpy as np
 from benchmarks.planning.instances import Instance
 from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.model_costs import ModelCosts, Table
-from ravnest.planner.order import score
-from ravnest.planner.providers import Provider
-from ravnest.planner.totals import totals
+from ravnest.planner.problem import Provider
+from ravnest.planner.search.order import score
+from ravnest.planner.shared_limits import totals
 
 _POPULATION = 60
 _GENERATIONS = 60

@@ -11,13 +11,13 @@ import torch
 import ravnest
 from benchmarks.quality_parts.tasks import TASKS
 from benchmarks.quality_parts.virtual import BACKWARD, FORWARD, VirtualPipeline, in_flight_of_plan
-from ravnest.coordinator.data_order import begin_epoch, seed_everything
-from ravnest.coordinator.feeder import first_batches
-from ravnest.coordinator.prepare import stage_settings
-from ravnest.coordinator.rate_course import rate_course_of
+from ravnest.coordinator.feed.data_order import begin_epoch, seed_everything
+from ravnest.coordinator.feed.feeder import first_batches
+from ravnest.coordinator.plan.lr_schedule import rate_course_of
+from ravnest.coordinator.plan.prepared_job import stage_settings
 from ravnest.engine.stage import Stage
 from ravnest.graph.batch import samples_in
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph

@@ -18,9 +18,9 @@ import torch
 from ravnest.codecs.codec import codec_named
 from ravnest.engine.schedule import Task, Waiting, next_task
 from ravnest.engine.stage import Stage
-from ravnest.net.frames import Frame, FrameKind
-from ravnest.planner.enough import enough_in_flight
-from ravnest.provider.coding import coded, decoded
+from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.planner.pipeline_depth import enough_in_flight
+from ravnest.provider.links.tensor_codec import coded, decoded
 
 FORWARD: Final = 1.0
 BACKWARD: Final = 2.0

@@ -5,7 +5,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from ravnest.errors import GraphError
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ravnest.cli.join import host_and_port, memory_bytes
 
 if TYPE_CHECKING:
-    from ravnest.provider.findings import Finding
+    from ravnest.provider.doctor.checks import Finding
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -37,8 +37,8 @@ def add_parser(subparsers: "Subparsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings as they come; 2 when one is a problem, otherwise 0."""
-    from ravnest.provider.doctor import Wanted, examine
-    from ravnest.provider.findings import exit_code
+    from ravnest.provider.doctor.checks import exit_code
+    from ravnest.provider.doctor.doctor import Wanted, examine
 
     invite = sys.stdin.readline().strip() if args.invite == "-" else args.invite
     wanted = Wanted(invite, args.device, args.memory, args.listen or ("0.0.0.0", 0))

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from ravnest.coordinator.checkpoint_reading import find_checkpoint, load_checkpoint, newest_good
+    from ravnest.coordinator.checkpoints.reader import find_checkpoint, load_checkpoint, newest_good
     from ravnest.monitor import words
     from ravnest.monitor.export import fuse, write_model
 

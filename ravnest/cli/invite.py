@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ravnest.cli.train import whole_number
 
 if TYPE_CHECKING:
-    from ravnest.coordinator.tokens import Node, Token
+    from ravnest.coordinator.access.invites import Node, Token
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
 
         raise RunError("--uses and --hours are for a new invite; give --new with them")
 
-    from ravnest.coordinator.admission import Admission
-    from ravnest.coordinator.tokens import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES
+    from ravnest.coordinator.access.admission import Admission
+    from ravnest.coordinator.access.invites import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES
 
     admission = Admission.of_run(args.path)
     try:

@@ -4,7 +4,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING
 
-from ravnest import amounts
+from ravnest import units as amounts
 from ravnest.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -80,11 +80,11 @@ def add_parser(subparsers: "Subparsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Provide until the coordinator ends the run; raises a RavnestError when that cannot be done."""
-    from ravnest.provider.core_claims import CoreClaim
+    from ravnest.provider.machine.core_claims import CoreClaim
 
     # Before the slow imports: others that start at the same time are seen by then.
     claim = CoreClaim.make(args.cores)
-    from ravnest.engine.pace import Pretence, StageSeconds
+    from ravnest.engine.speed.pace import Pretence, StageSeconds
     from ravnest.provider import agent
 
     seconds = None if args.pretend_seconds is None else StageSeconds(*args.pretend_seconds)

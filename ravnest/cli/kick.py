@@ -28,7 +28,7 @@ def add_parser(subparsers: "Subparsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Throw it out; raises a RunError when the run is not one that was served, or has no such node."""
-    from ravnest.coordinator.admission import Admission
+    from ravnest.coordinator.access.admission import Admission
 
     admission = Admission.of_run(args.path)
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ravnest.cli.train import whole_number
 
 if TYPE_CHECKING:
-    from ravnest.coordinator.dry_run import DryRun
+    from ravnest.preview.dry_run import DryRun
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -73,8 +73,8 @@ def add_parser(subparsers: "Subparsers") -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print; raises a RavnestError for a mistake in the job or the file, and where the model does not fit."""
     # What can be told without torch is told first.
-    from ravnest.coordinator.interrupts import Interrupts
-    from ravnest.coordinator.nodes_file import read_nodes
+    from ravnest.coordinator.launch.interrupts import Interrupts
+    from ravnest.preview.nodes_file import read_nodes
     from ravnest.reference import parse_reference
 
     def tell(phase: str) -> None:
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     nodes = read_nodes(_file(args.nodes), str(args.nodes))
     with Interrupts() as interrupts, _stdout_for_the_plan_alone():
         tell("loading the job")
-        from ravnest.coordinator.dry_run import dry_run
+        from ravnest.preview.dry_run import dry_run
 
         interrupts.check()
         planned = dry_run(
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
             tell=tell,
         )
     if args.json:
-        from ravnest.coordinator.plan_json import plan_json
+        from ravnest.preview.as_json import plan_json
 
         print(json.dumps(plan_json(planned), indent=2))
     else:
@@ -109,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _file(path: Path) -> bytes:
-    from ravnest.coordinator.nodes_file import MOST_BYTES
     from ravnest.errors import PlanError
+    from ravnest.preview.nodes_file import MOST_BYTES
 
     try:
         with path.open("rb") as file:
@@ -123,8 +123,8 @@ def _file(path: Path) -> bytes:
 def _show(planned: "DryRun") -> None:
     from rich.console import Console
 
-    from ravnest.coordinator.plan_picture import PLAIN
-    from ravnest.coordinator.plan_text import print_plan
+    from ravnest.preview.as_text import print_plan
+    from ravnest.preview.diagram import PLAIN
 
     encoding = (sys.stdout.encoding or "").lower()
     if "utf" in encoding:

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
         raise RunError("say where to wait for providers with --listen HOST:PORT, such as --listen 0.0.0.0:7700")
 
-    from ravnest.coordinator.serve import serve_from_reference
+    from ravnest.coordinator.launch.serve import serve_from_reference
 
     return serve_from_reference(
         args.job,

@@ -16,7 +16,7 @@ from ravnest.monitor.run_directory import RunPaths, existing_run, lock_holder
 from ravnest.monitor.summary import Summary
 
 if TYPE_CHECKING:
-    from ravnest.coordinator.state import KnownMember
+    from ravnest.coordinator.access.swarm_store import KnownMember
 
 SHOWN_EVENTS = 8
 
@@ -53,7 +53,7 @@ def _members(paths: RunPaths) -> "list[KnownMember] | None":
     """Who has been in the swarm of a run that was served; None for any other run."""
     if not paths.store_path.exists():
         return None
-    from ravnest.coordinator.state import SwarmState
+    from ravnest.coordinator.access.swarm_store import SwarmState
 
     with closing(SwarmState(paths.store_path)) as state:
         return state.members()

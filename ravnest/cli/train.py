@@ -65,7 +65,7 @@ def add_parser(subparsers: "Subparsers") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train and return the exit code; raises a RavnestError when the run cannot start or go on."""
-    from ravnest.coordinator import embedded
+    from ravnest.coordinator.launch import embedded
 
     return embedded.train_from_reference(
         args.job,

@@ -2,9 +2,9 @@
 
 It lives on the network's loop; the thread that owns the requester's Python hands it items one by one (`take`) and is
 held back there while the swarm has enough. What happens on failure: a stage whose provider vanishes, or that fails, is
-taken by another, or the run is formed anew (recovery.py, forming.py); a loss that is not finite, a disk that is full or
-a swarm that nobody can join and that cannot hold the model any more is one error that every wait raises from then on;
-checkpoints already written stay.
+taken by another, or the run is formed anew (deploy/recovery.py, deploy/form_run.py); a loss that is not finite, a disk
+that is full or a swarm that nobody can join and that cannot hold the model any more is one error that every wait raises
+from then on; checkpoints already written stay.
 """
 
 import asyncio
@@ -16,50 +16,50 @@ from typing import Any, TypeVar
 
 import torch
 
-from ravnest.amounts import counted
-from ravnest.coordinator.believed import Believed
-from ravnest.coordinator.borrowing import Borrowing
-from ravnest.coordinator.changing import Changing
-from ravnest.coordinator.checkpoints import CheckpointInfo, CheckpointStore
-from ravnest.coordinator.clusters import ClusterRun
-from ravnest.coordinator.course import Course
-from ravnest.coordinator.event_share import EventShare
-from ravnest.coordinator.feeder import Item
-from ravnest.coordinator.formation import Formation
-from ravnest.coordinator.forming import Asked, Forming, position_of
-from ravnest.coordinator.items import Items
-from ravnest.coordinator.leases import Replacement
-from ravnest.coordinator.ledger import Place
-from ravnest.coordinator.measures import describe, figures
-from ravnest.coordinator.members import Member
-from ravnest.coordinator.planning import Machine
-from ravnest.coordinator.prepare import Prepared
-from ravnest.coordinator.progress import Progress
-from ravnest.coordinator.recording import Recorder
-from ravnest.coordinator.recovery import Recovery
-from ravnest.coordinator.regaining import Announced
-from ravnest.coordinator.run_plan import RunPlan
-from ravnest.coordinator.save_watch import SaveWatch
-from ravnest.coordinator.slow_links import SlowLinks
-from ravnest.coordinator.slow_stages import SlowStages
-from ravnest.coordinator.stage_failures import StageFailures
-from ravnest.coordinator.standing_by import StandingBy
-from ravnest.coordinator.standstill import RunNow
-from ravnest.coordinator.standstill_watch import StandstillWatch, cluster_now
-from ravnest.coordinator.surroundings import Surroundings
-from ravnest.coordinator.swarm import Swarm
-from ravnest.coordinator.tracing import Tracing
-from ravnest.coordinator.watching import Watch
-from ravnest.coordinator.witness import Witnessed
+from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore
+from ravnest.coordinator.deploy.deployment import Formation
+from ravnest.coordinator.deploy.form_run import Asked, Forming, position_of
+from ravnest.coordinator.deploy.membership_changes import Changing
+from ravnest.coordinator.deploy.recovery import Recovery
+from ravnest.coordinator.deploy.replace_slow import SlowStages
+from ravnest.coordinator.deploy.stage_failures import StageFailures
+from ravnest.coordinator.deploy.standbys import StandingBy
+from ravnest.coordinator.deploy.state_sources import Borrowing
+from ravnest.coordinator.feed.cluster_state import ClusterRun
+from ravnest.coordinator.feed.feeder import Item
+from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.health.checkpoint_watch import SaveWatch
+from ravnest.coordinator.health.lease import Replacement
+from ravnest.coordinator.health.slow_links import SlowLinks
+from ravnest.coordinator.health.standstill import RunNow
+from ravnest.coordinator.health.standstill_watch import StandstillWatch, cluster_now
+from ravnest.coordinator.health.watchdog import Watch
+from ravnest.coordinator.intake import Items
+from ravnest.coordinator.plan.observed_limits import Believed
+from ravnest.coordinator.plan.plan_run import Machine
+from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.replicas.surviving import Announced
+from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.report.recorder import Recorder
+from ravnest.coordinator.report.trace_collector import Tracing
+from ravnest.coordinator.run.context import Course
+from ravnest.coordinator.run.surroundings import Surroundings
+from ravnest.coordinator.swarm.event_quota import EventShare
+from ravnest.coordinator.swarm.link_measurements import describe, figures
+from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.swarm import Swarm
+from ravnest.coordinator.verification.reported_scores import Witnessed
 from ravnest.errors import DiskFullError, RavnestError, RefusedError, TrainingError, printable
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Fault
-from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ProviderMessage
-from ravnest.planner.providers import Provider
+from ravnest.planner.problem import Provider
+from ravnest.planner.run_plan import RunPlan
+from ravnest.units import counted
 
 _VANISHED_SECONDS = 0.2
 """How long after a provider has vanished the reason is waited for: whoever started its process knows better."""

@@ -5,8 +5,8 @@ from typing import Final
 
 import torch
 
-from ravnest.amounts import gibibytes, size_bytes
 from ravnest.errors import LentMemoryError
+from ravnest.units import gibibytes, size_bytes
 
 _WORDS: Final = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "bad_alloc")
 _ASKED_FOR: Final = re.compile(r"tried to allocate (\d[\d.]*) ?([KMGT]i?B|bytes)", re.IGNORECASE | re.ASCII)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ravnest.engine.corrections.discount import WARM_UP_UPDATES
 from ravnest.errors import GraphError
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 from ravnest.settings import CORRECTIONS, PRECISIONS, VERSION_POLICIES
 from ravnest.spec import OptimizerSpec, ScheduleSpec
 from ravnest.version_policy import DEFAULT_POLICY, POLICIES

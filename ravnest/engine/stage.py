@@ -20,7 +20,7 @@ from ravnest.engine.settings import StageSettings
 from ravnest.engine.versions import WeightVersions
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 
 _MOST_STATE_VALUES = 4_000_000
 _MOST_SCHEDULE_STEPS = 10_000

@@ -29,8 +29,8 @@ from ravnest.engine.early_number import asked_for
 from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, LossRecord, Message, Outbox, Snapshot, Span
 from ravnest.engine.not_finite import Finding, Testimony, all_finite, steep
 from ravnest.engine.out_of_memory import is_out_of_memory, told
-from ravnest.engine.pace import NO_PRETENCE, Pace, Pretence
 from ravnest.engine.schedule import Bound, Task, Waiting, next_task, updates_before
+from ravnest.engine.speed.pace import NO_PRETENCE, Pace, Pretence
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.training_time import TrainingTime, warm_up_for
 from ravnest.errors import PeerError, RavnestError

@@ -18,7 +18,7 @@ from ravnest.errors import GraphError
 from ravnest.graph import ops
 from ravnest.graph.operators.python_numbers import unfit_numbers
 from ravnest.graph.operators.signatures import Forms, check_arguments
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 
 FORMAT_VERSION = 2
 MAX_NODES = 200_000

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ravnest.errors import GraphError
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 
 MAX_HEADER_BYTES: Final = 64 << 20
 MAX_DIMENSIONS: Final = 64

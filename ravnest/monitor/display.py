@@ -5,12 +5,12 @@ from typing import Final, Protocol, TextIO
 
 from rich.console import Console
 
-from ravnest.amounts import counted
 from ravnest.monitor import words
 from ravnest.monitor.live import LiveDisplay
 from ravnest.monitor.report import final_lines
 from ravnest.monitor.snapshot import Snapshot
 from ravnest.monitor.summary import Summary
+from ravnest.units import counted
 
 __all__ = ["Display", "LiveDisplay", "PlainDisplay", "QuietDisplay", "open_display"]
 

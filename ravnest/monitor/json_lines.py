@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ravnest.monitor.files import read_error, write_error
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 
 
 class JsonLines:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Final
 
-from ravnest.amounts import counted
 from ravnest.monitor import words
 from ravnest.monitor.summary import Averaging, ClusterSummary, Summary
+from ravnest.units import counted
 
 _NAMED_CLUSTERS: Final = 4
 

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Final
 
-from ravnest.amounts import counted
 from ravnest.monitor import words
 from ravnest.monitor.gantt import gantt, legend
 from ravnest.monitor.report import final_facts, headline
 from ravnest.monitor.steady import StageFigures, Stretch, last_of, steady_stretch
 from ravnest.monitor.summary import StageSummary, Summary
 from ravnest.monitor.trace import Trace, TraceStage
+from ravnest.units import counted
 
 SHOWN_MICROBATCHES: Final = 40
 SHOWN_CLUSTERS: Final = 8

@@ -13,7 +13,7 @@ from ravnest.errors import RunError
 from ravnest.monitor.files import read_error, write_atomic
 from ravnest.monitor.json_lines import strict
 from ravnest.monitor.run_directory import RunPaths
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 
 Status = Literal["running", "finished", "stopped", "failed"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ravnest.errors import RunError
 from ravnest.monitor.files import read_error, write_atomic
-from ravnest.plain_json import read_json
+from ravnest.safe_json import read_json
 
 BUSY_KINDS: Final = ("forward", "backward", "weights", "update", "evaluate", "average", "save")
 KINDS: Final = (*BUSY_KINDS, "wait", "send", "receive")

@@ -23,12 +23,12 @@ import torch
 
 from ravnest.errors import PeerError, RunError
 from ravnest.net.address import split_address
-from ravnest.net.certificates import read_certificate
 from ravnest.net.connection import bind_refusal
-from ravnest.net.frames import RingPlace
-from ravnest.net.identity import node_host
-from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.tls import TlsKeys
+from ravnest.net.frames.frames import RingPlace
+from ravnest.net.identity.certificates import read_certificate
+from ravnest.net.identity.identity import node_host
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.identity.tls import TlsKeys
 
 MAGIC: Final = b"RVD\x01"
 PIECE_BYTES: Final = 4 << 20

@@ -11,11 +11,11 @@ from typing import Final
 
 import numpy as np
 
-from ravnest.amounts import counted
-from ravnest.planner.enough import enough_in_flight
 from ravnest.planner.link_codecs import ClusterLines, LinkCodec, assumed_share, choose_codecs
 from ravnest.planner.model_costs import ModelCosts, Table
-from ravnest.planner.providers import Goal, Network, Provider
+from ravnest.planner.pipeline_depth import enough_in_flight
+from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.units import counted
 
 FRAME_SECONDS: Final = 300e-6
 """Processor time that a frame costs a node beyond its computation: packing, the transport, passing it from thread to

@@ -13,10 +13,10 @@ from typing import Final, Self
 
 import torch
 
-from ravnest.amounts import milliseconds
 from ravnest.codecs.codec import CODECS
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.providers import Goal, Line, Network, Provider
+from ravnest.planner.problem import Goal, Line, Network, Provider
+from ravnest.units import milliseconds
 
 CHOICES: Final = ("float32", "lossless", "bfloat16", "int8")
 """What is chosen from where nothing is set, the one that loses and costs least first."""

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ravnest.planner.cluster import Cluster
-from ravnest.planner.providers import Goal, Network, Provider
-from ravnest.planner.totals import totals
+from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.shared_limits import totals
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,25 +23,26 @@ from typing import Any
 
 import torch
 
-from ravnest import __version__, amounts
+from ravnest import __version__
+from ravnest import units as amounts
 from ravnest.cores import usable_cores
 from ravnest.engine.out_of_memory import is_out_of_memory, told
-from ravnest.engine.pace import NO_PRETENCE, Pretence
-from ravnest.engine.speed import Speed
+from ravnest.engine.speed.device_speed import Speed
+from ravnest.engine.speed.pace import NO_PRETENCE, Pretence
 from ravnest.errors import PeerError, RavnestError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
-from ravnest.net.certificates import Certificate
-from ravnest.net.client import CoordinatorClient
-from ravnest.net.control_link import ControlLink
 from ravnest.net.direct_line import DirectLine, DirectServer
-from ravnest.net.link import Link
-from ravnest.net.measuring import LinkSpeed
-from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.pinning import pin_authority
-from ravnest.net.resumable import FIRST_BACKOFF_SECONDS, ResumableLink, longer_pause
-from ravnest.net.server import ProviderServer
-from ravnest.net.swarm_invite import SwarmInvite
+from ravnest.net.identity.certificates import Certificate
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.identity.swarm_invite import SwarmInvite
+from ravnest.net.probe.measuring import LinkSpeed
+from ravnest.net.rpc.client import CoordinatorClient
+from ravnest.net.rpc.first_contact import pin_authority
+from ravnest.net.rpc.server import ProviderServer
+from ravnest.net.streams.control_channel import ControlLink
+from ravnest.net.streams.frame_stream import Link
+from ravnest.net.streams.resumable_link import FIRST_BACKOFF_SECONDS, ResumableLink, longer_pause
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     Deploy,
@@ -54,23 +55,23 @@ from ravnest.net.v1.control_pb2 import (
 )
 from ravnest.net.v1.control_pb2 import Speed as SpeedMessage
 from ravnest.net.version import PROTOCOL_VERSION
-from ravnest.provider.artifact_cache import ArtifactCache
-from ravnest.provider.artifacts import Artifacts
-from ravnest.provider.core_claims import CoreClaim
-from ravnest.provider.deployment import Deployment
-from ravnest.provider.device import choose_device
-from ravnest.provider.fetching import FetchLine, fetching
-from ravnest.provider.footprint import give_memory_back, leave_out_the_compiler
-from ravnest.provider.joining import join, kept_identity
-from ravnest.provider.links import PeerMeasuring, report_link
-from ravnest.provider.measuring import Setup, device_name, machine_speed, read_kept
-from ravnest.provider.memory import available_bytes, lent_bytes, resident_bytes
-from ravnest.provider.part_files import PartFiles
-from ravnest.provider.parts import ORDERS, Parts
-from ravnest.provider.stage_part import joined
-from ravnest.provider.state_transfers import StateTransfers
-from ravnest.provider.stay import Stay
-from ravnest.provider.warming import warm_up
+from ravnest.provider.fetch.artifacts import Artifacts
+from ravnest.provider.fetch.cache import ArtifactCache
+from ravnest.provider.fetch.progress import FetchLine, fetching
+from ravnest.provider.machine.core_claims import CoreClaim
+from ravnest.provider.machine.device import choose_device
+from ravnest.provider.machine.memory import available_bytes, lent_bytes, resident_bytes
+from ravnest.provider.machine.speed_cache import Setup, device_name, machine_speed, read_kept
+from ravnest.provider.machine.torch_footprint import give_memory_back, leave_out_the_compiler
+from ravnest.provider.machine.warm_up import warm_up
+from ravnest.provider.membership.joining import join, kept_identity
+from ravnest.provider.membership.link_measurements import PeerMeasuring, report_link
+from ravnest.provider.membership.session import Stay
+from ravnest.provider.replicas.files import PartFiles
+from ravnest.provider.replicas.format import joined
+from ravnest.provider.replicas.outgoing import StateTransfers
+from ravnest.provider.replicas.service import ORDERS, Parts
+from ravnest.provider.stage.hosted_stage import Deployment
 
 _FIRST_TELL_SECONDS = 2.0
 _TELL_SECONDS = 10.0

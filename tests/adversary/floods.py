@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Self
 
-from ravnest.net.descriptors import raise_descriptor_limit
+from ravnest.net.door.descriptors import raise_descriptor_limit
 
 ROOT: Final = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ import torch
 
 from ravnest.cli.main import main
 from ravnest.engine.messages import Message
-from ravnest.provider.outbox import FrameOutbox
+from ravnest.provider.stage.outbox import FrameOutbox
 
 LIE, FIRST = os.environ["RAVNEST_LIE"], int(os.environ["RAVNEST_LIE_FROM"])
 

@@ -14,10 +14,10 @@ import torch
 
 from ravnest.averaging.ring_state import Contribution, RingState
 from ravnest.cli.main import main
-from ravnest.net.frames import RingPlace
+from ravnest.net.frames.frames import RingPlace
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, ProviderMessage
-from ravnest.provider.ring_lines import RingLines
-from ravnest.provider.rings import Rings
+from ravnest.provider.rings.lines import RingLines
+from ravnest.provider.rings.rings import Rings
 
 FAR = 1e3
 """How far beyond what anybody learns each of its parameters is."""

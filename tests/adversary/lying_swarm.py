@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ravnest.coordinator import processes
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch import provider_processes as processes
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 
 START, PROGRAM = subprocess.Popen, Path(__file__).with_name("lying_neighbour.py")

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable
 
 from ravnest.cli.main import main
 from ravnest.engine.messages import Message
-from ravnest.net.client import CoordinatorClient
+from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import Transfer
-from ravnest.provider.outbox import FrameOutbox
-from ravnest.provider.state_transfers import Sending
+from ravnest.provider.replicas.outgoing import Sending
+from ravnest.provider.stage.outbox import FrameOutbox
 
 FROM = int(os.environ.get("RAVNEST_FROM", "0"))
 

@@ -10,26 +10,26 @@ from typing import Any
 from grpc import aio
 
 from ravnest import __version__
-from ravnest.coordinator.admission import Admission
-from ravnest.coordinator.members import Member
-from ravnest.coordinator.prepare import Artifact
-from ravnest.coordinator.swarm import Swarm
-from ravnest.coordinator.tokens import TokenStore
-from ravnest.coordinator.waiting import Changes
+from ravnest.coordinator.access.admission import Admission
+from ravnest.coordinator.access.invites import TokenStore
+from ravnest.coordinator.swarm.artifacts import Artifact
+from ravnest.coordinator.swarm.changes import Changes
+from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.graph.portable import FORMAT_VERSION
-from ravnest.net.authority import SwarmAuthority
-from ravnest.net.calls import LINK_KEY
-from ravnest.net.client import CoordinatorClient
-from ravnest.net.control_link import ControlLink
-from ravnest.net.frames import MAGIC, Frame, FrameKind, encode
-from ravnest.net.identity import COORDINATOR_HOST
-from ravnest.net.node_identity import NodeIdentity, joiner_keys
-from ravnest.net.resumable import ResumableLink
-from ravnest.net.swarm_invite import SwarmInvite
-from ravnest.net.tls import TlsKeys, open_secure_channel
+from ravnest.net.frames.frames import MAGIC, Frame, FrameKind, encode
+from ravnest.net.identity.authority import SwarmAuthority
+from ravnest.net.identity.identity import COORDINATOR_HOST
+from ravnest.net.identity.node_identity import NodeIdentity, joiner_keys
+from ravnest.net.identity.swarm_invite import SwarmInvite
+from ravnest.net.identity.tls import TlsKeys, open_secure_channel
+from ravnest.net.rpc.call_server import LINK_KEY
+from ravnest.net.rpc.client import CoordinatorClient
+from ravnest.net.streams.control_channel import ControlLink
+from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
-from ravnest.provider.stay import Stay
+from ravnest.provider.membership.session import Stay
 from tests.net.secure_ends import Clock, run
 
 __all__ = ["A_PICKLE", "Joined", "RawStream", "SwarmUnderAttack", "attacked", "raw_stream", "refusal", "run"]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from ravnest.coordinator.prepare import Artifact
+from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.engine.settings import StageSettings
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
 from ravnest.graph.weights import stream_tensors

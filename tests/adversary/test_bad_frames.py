@@ -9,8 +9,8 @@ import torch
 from ravnest.errors import PeerError
 from ravnest.graph.portable import ValueSpec
 from ravnest.net.frame_limits import FrameLimits
-from ravnest.net.frames import Frame, FrameKind, decode, encode
-from ravnest.provider.frame_check import check_frame
+from ravnest.net.frames.frames import Frame, FrameKind, decode, encode
+from ravnest.provider.links.frame_check import check_frame
 
 SPECS = {
     "h": ValueSpec("h", torch.float32, ("s0", 4), True),

@@ -14,27 +14,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.access.admission import Admission
 from ravnest.engine.settings import StageSettings
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.weights import stream_tensors
-from ravnest.net.client import dial_link
-from ravnest.net.frames import Frame, FrameKind
-from ravnest.net.identity import Identity
-from ravnest.net.link import Link
-from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.resumable import ResumableLink
-from ravnest.net.server import ProviderServer
+from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.identity.identity import Identity
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.rpc.client import dial_link
+from ravnest.net.rpc.server import ProviderServer
+from ravnest.net.streams.frame_stream import Link
+from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, ArtifactRef, Deploy, Neighbour, ProviderMessage
-from ravnest.provider.artifacts import Artifacts
-from ravnest.provider.deployment import Deployment
-from ravnest.provider.fetching import FetchProgress
+from ravnest.provider.fetch.artifacts import Artifacts
+from ravnest.provider.fetch.progress import FetchProgress
+from ravnest.provider.stage.hosted_stage import Deployment
 from ravnest.spec import OptimizerSpec
 from tests.adversary.strangers import run
-from tests.provider.test_deployment import FakeClient, captured
+from tests.provider.stage.test_hosted_stage import FakeClient, captured
 
 GENERATION = 4
 LINK = "d1-0"

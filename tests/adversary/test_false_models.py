@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ravnest.coordinator.last_check import NotAsReportedError
+from ravnest.coordinator.verification.final_check import NotAsReportedError
 from ravnest.monitor.summary import Summary
 from tests.adversary.lying_swarm import LyingSwarm, events
 from tests.e2e.jobs import a_job, accuracy, batches, every_updates

@@ -12,14 +12,15 @@ import pytest
 from cryptography import x509
 from grpc import aio
 
-from ravnest.net import calls, certificates
-from ravnest.net.calls import LINK_KEY, MAX_STREAMS
-from ravnest.net.descriptors import raise_descriptor_limit
-from ravnest.net.door import budgets_for
-from ravnest.net.identity import COORDINATOR_HOST, node_common_name
-from ravnest.net.open_connections import OpenConnections
-from ravnest.net.swarm_invite import SwarmInvite
-from ravnest.net.tls import open_secure_channel
+from ravnest.net.door.budgets import budgets_for
+from ravnest.net.door.descriptors import raise_descriptor_limit
+from ravnest.net.door.open_connections import OpenConnections
+from ravnest.net.identity import certificates
+from ravnest.net.identity.identity import COORDINATOR_HOST, node_common_name
+from ravnest.net.identity.swarm_invite import SwarmInvite
+from ravnest.net.identity.tls import open_secure_channel
+from ravnest.net.rpc import call_server as calls
+from ravnest.net.rpc.call_server import LINK_KEY, MAX_STREAMS
 from tests.adversary.floods import FloodProcess, Place, Trickle, flooding, shake_hands
 from tests.adversary.strangers import RawStream, attacked, run
 from tests.e2e.command import Running

@@ -12,18 +12,18 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.x509.oid import NameOID
 from grpc import aio
 
-from ravnest.coordinator.reception import remember
-from ravnest.coordinator.state import SwarmState
+from ravnest.coordinator.access.swarm_store import SwarmState
+from ravnest.coordinator.swarm.membership_log import remember
 from ravnest.errors import PeerError, RefusedError
-from ravnest.net import certificates
-from ravnest.net.calls import REQUEST_KEY
 from ravnest.net.connection import CHANNEL_OPTIONS
-from ravnest.net.identity import COORDINATOR_HOST, COORDINATOR_NAME, Identity, node_common_name
-from ravnest.net.invite_key import InviteToken
-from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.pinning import pin_authority
-from ravnest.net.swarm_invite import SwarmInvite
-from ravnest.net.tls import TlsKeys, expecting, open_secure_channel
+from ravnest.net.identity import certificates
+from ravnest.net.identity.identity import COORDINATOR_HOST, COORDINATOR_NAME, Identity, node_common_name
+from ravnest.net.identity.invite_key import InviteToken
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.identity.swarm_invite import SwarmInvite
+from ravnest.net.identity.tls import TlsKeys, expecting, open_secure_channel
+from ravnest.net.rpc.call_server import REQUEST_KEY
+from ravnest.net.rpc.first_contact import pin_authority
 from tests.adversary.strangers import A_PICKLE, SwarmUnderAttack, a_request, attacked, run
 
 REFUSED = "does not accept this: it has expired, was revoked, or is another swarm's; ask the requester for a new invite"

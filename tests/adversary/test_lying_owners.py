@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from ravnest import Averaging, Pipeline
 from ravnest.averaging import deadlines
-from ravnest.coordinator import processes
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.coordinator.session import TrainResult
+from ravnest.coordinator.launch import provider_processes as processes
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.session import TrainResult
 from ravnest.monitor.events import read_events
 from tests.e2e.jobs import a_job, a_net
 from tests.e2e.watching import PATIENCE_SECONDS, adds_up, endless, kinds, wait_for

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from ravnest import Checkpoint, Pipeline
-from ravnest.coordinator import processes
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.coordinator.session import TrainResult
+from ravnest.coordinator.launch import provider_processes as processes
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.session import TrainResult
 from ravnest.monitor.events import read_events
 from tests.e2e.disturbing import kill
 from tests.e2e.jobs import a_job, batches, every_updates

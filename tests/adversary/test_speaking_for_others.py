@@ -15,20 +15,19 @@ import psutil
 import pytest
 import torch
 
-from ravnest.coordinator.checkpointing import Checkpointing
-from ravnest.coordinator.checkpoints import CheckpointStore, newest_good
-from ravnest.coordinator.clusters import Clusters
+from ravnest.coordinator.checkpoints.part_check import StagePart
+from ravnest.coordinator.checkpoints.saver import Mark, Saver
+from ravnest.coordinator.checkpoints.store import CheckpointStore, newest_good
 from ravnest.coordinator.coordinator import Coordinator
-from ravnest.coordinator.evaluation import Evaluation
-from ravnest.coordinator.feeding import Feeding
-from ravnest.coordinator.formation import Formation
-from ravnest.coordinator.ledger import Ledger, Place
-from ravnest.coordinator.progress import Progress
-from ravnest.coordinator.recovery import Recovery
-from ravnest.coordinator.run_plan import ClusterPlan
-from ravnest.coordinator.saving import Mark, Saver
-from ravnest.coordinator.stage_parts import StagePart
-from ravnest.coordinator.waiting import Changes
+from ravnest.coordinator.deploy.deployment import Formation
+from ravnest.coordinator.deploy.recovery import Recovery
+from ravnest.coordinator.feed.cluster_state import Clusters
+from ravnest.coordinator.feed.evaluation import Evaluation
+from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.run.checkpointer import Checkpointing
+from ravnest.coordinator.run.dispatcher import Feeding
+from ravnest.coordinator.swarm.changes import Changes
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.graph.weights import stream_tensors
@@ -36,13 +35,14 @@ from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.events import Event, EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
-from ravnest.net.client import dial_link
-from ravnest.net.frames import Frame, FrameKind, encode
-from ravnest.net.link import CONTROL_BYTES, Link
-from ravnest.net.server import ProviderServer
+from ravnest.net.frames.frames import Frame, FrameKind, encode
+from ravnest.net.rpc.client import dial_link
+from ravnest.net.rpc.server import ProviderServer
+from ravnest.net.streams.frame_stream import CONTROL_BYTES, Link
 from ravnest.net.v1.control_pb2 import Chunk, CoordinatorMessage, Deploy, ProviderMessage, UploadHeader
+from ravnest.planner.run_plan import ClusterPlan
 from ravnest.planner.stage_plan import StagePlan
-from ravnest.provider.uploading import upload
+from ravnest.provider.links.upload import upload
 from ravnest.settings import Checkpoint
 from tests.adversary.strangers import A_PICKLE, Joined, SwarmUnderAttack, attacked, raw_stream, refusal, run
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_swarm import VECTOR, RingSwarm, drawn
 from torch import Tensor
 
 from ravnest.codecs.codec import CODECS, Codec
+from tests.averaging.ring_swarm import VECTOR, RingSwarm, drawn
 
 FLOAT32 = CODECS["float32"]
 

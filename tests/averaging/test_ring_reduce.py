@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_drive import run_ring
 from torch import Tensor
 
 from ravnest.averaging.norms import codec_error, norm
 from ravnest.averaging.ring_reduce import Piece, RingReduce
 from ravnest.codecs.codec import CODECS, Codec
 from ravnest.errors import PeerError
+from tests.averaging.ring_drive import run_ring
 
 FLOAT32 = CODECS["float32"]
 LOSSY = [codec for codec in CODECS.values() if codec.lossy]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from ring_swarm import RingSwarm
 
 from ravnest.averaging.guards import Usual
 from ravnest.averaging.ring_reduce import Piece
@@ -23,6 +22,7 @@ from ravnest.averaging.ring_round import (
     RingRound,
 )
 from ravnest.codecs.codec import CODECS
+from tests.averaging.ring_swarm import RingSwarm
 
 OWNERS = ("a", "b", "c")
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_drive import run_ring
 from torch import Tensor
 
 from ravnest.averaging.outer.outer import outer_named
@@ -16,6 +15,7 @@ from ravnest.averaging.ring_state import Change, RingState
 from ravnest.averaging.vector import Entry, RingVector
 from ravnest.codecs.codec import CODECS, Codec
 from ravnest.errors import PeerError
+from tests.averaging.ring_drive import run_ring
 
 FLOAT32 = CODECS["float32"]
 VECTOR = RingVector([Entry("weight", (3, 4)), Entry("scalar", ())], [Entry("mean", (2,)), Entry("variance", (2,))])

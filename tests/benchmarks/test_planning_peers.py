@@ -7,10 +7,10 @@ import pytest
 from benchmarks.planning.brute_force import best_listed_score, best_score
 from benchmarks.planning.instances import random_instance
 from benchmarks.planning.paper_rule import _equal_cuts, paper_plan
-from ravnest.planner.cuts import best_cuts
-from ravnest.planner.formation import form
-from ravnest.planner.order import score
-from ravnest.planner.totals import totals
+from ravnest.planner.search.cuts import best_cuts
+from ravnest.planner.search.order import score
+from ravnest.planner.search.search import form
+from ravnest.planner.shared_limits import totals
 
 
 @pytest.mark.parametrize("seed", range(3))

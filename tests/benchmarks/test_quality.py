@@ -21,7 +21,7 @@ from ravnest.engine.corrections.correction import DEFAULT
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import RunError
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.partition import split
 from ravnest.spec import OptimizerSpec
 

@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 from types import TracebackType
 from typing import IO, Self
 
-from ravnest.net.swarm_invite import SwarmInvite
+from ravnest.net.identity.swarm_invite import SwarmInvite
 from tests import warm
 from tests.chaos.watching import Mark, Watch
 from tests.known_speed import speed_is_known

@@ -19,16 +19,17 @@ from typing import Any, cast
 
 import torch
 
+from ravnest.coordinator.access.swarm_store import SwarmState
 from ravnest.coordinator.coordinator import Coordinator, RewoundError
-from ravnest.coordinator.feeder import EpochEnd, EvalBatch, EvalEnd, TrainBatch
-from ravnest.coordinator.ledger import Ledger, Place
-from ravnest.coordinator.members import Held as HeldBefore
-from ravnest.coordinator.members import Member, Members
-from ravnest.coordinator.prepare import Artifact, Prepared
-from ravnest.coordinator.progress import Progress
-from ravnest.coordinator.reachability import Reach
-from ravnest.coordinator.state import SwarmState
-from ravnest.coordinator.swarm import Swarm, may_return
+from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, TrainBatch
+from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.swarm.artifacts import Artifact
+from ravnest.coordinator.swarm.members import Held as HeldBefore
+from ravnest.coordinator.swarm.members import Member, Members
+from ravnest.coordinator.swarm.reachability import Reach
+from ravnest.coordinator.swarm.swarm import Swarm, may_return
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.weights import WeightsReader, content_hash, stream_tensors
@@ -36,7 +37,7 @@ from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
-from ravnest.net.frames import Frame, FrameKind
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     Deploy,

@@ -10,18 +10,18 @@ from typing import Any, Final
 
 import torch
 
-from ravnest.coordinator.clusters import ClusterRun
-from ravnest.coordinator.run_plan import ClusterPlan
+from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
-from ravnest.net.frames import Frame, FrameKind, decode, encode
+from ravnest.net.frames.frames import Frame, FrameKind, decode, encode
+from ravnest.planner.run_plan import ClusterPlan
 from ravnest.planner.stage_plan import StagePlan, role_of
-from ravnest.provider.frame_check import check_frame
-from ravnest.provider.outbox import message_of
+from ravnest.provider.links.frame_check import check_frame
+from ravnest.provider.stage.outbox import message_of
 from ravnest.spec import OptimizerSpec
 
 PATIENCE_SECONDS: Final = 20.0

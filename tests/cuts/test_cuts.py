@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ravnest.coordinator.clusters import ClusterRun
-from ravnest.graph.capture import capture
+from ravnest.coordinator.feed.cluster_state import ClusterRun
+from ravnest.graph.capture.capture import capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec

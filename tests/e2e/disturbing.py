@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from ravnest import Pipeline
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.coordinator.session import TrainResult
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.session import TrainResult
 from ravnest.monitor.events import Event, read_events
 from tests.e2e.jobs import Batch, Net, a_job, a_net, batches, samples
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from ravnest import CaptureError, JobError, PlanError, RavnestError, RunError, TrainingError
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.jobfile import JobFileFailed, load_job
 from ravnest.monitor.events import read_events
 from ravnest.monitor.run_directory import RunPaths

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ravnest.coordinator import session
-from ravnest.coordinator.check_decisions import Effort
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch import session
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.verification.decisions import Effort
 from ravnest.monitor.summary import Check, Summary
 from tests.e2e.jobs import CLASSES, FEATURES, a_job, accuracy, batches
 from tests.e2e.watching import kinds

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ravnest import Averaging, Job, Pipeline
 from ravnest.averaging import deadlines
-from ravnest.coordinator import leases
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.coordinator.session import TrainResult
+from ravnest.coordinator.health import lease as leases
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.session import TrainResult
 from ravnest.errors import PlanError
 from ravnest.monitor.events import read_events
 from tests.e2e.jobs import CLASSES, FEATURES, Batch, a_job, accuracy, batches, every_updates, samples

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ravnest import Job
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from tests.e2e.jobs import BATCH, Batch, Net, a_job, a_net, accuracy, batches, samples
 
 

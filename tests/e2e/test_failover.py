@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from ravnest import Averaging, Pipeline, TrainingError
-from ravnest.coordinator import replica_pace, replicas
-from ravnest.coordinator.session import TrainResult
+from ravnest.coordinator.launch.session import TrainResult
+from ravnest.coordinator.replicas import pace as replica_pace
+from ravnest.coordinator.replicas import tracker as replicas
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.json_lines import read_lines
 from ravnest.monitor.summary import Summary

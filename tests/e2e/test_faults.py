@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ravnest import RunError, TrainingError
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from ravnest.monitor.summary import Summary
 from tests.e2e.command import Running, ravnest, still_there, within

@@ -11,11 +11,11 @@ import torch
 
 from ravnest import Pipeline
 from ravnest.cli import status
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from ravnest.monitor.metrics import read_metrics
 from ravnest.monitor.summary import Summary
-from ravnest.planner import cautious_flight
+from ravnest.planner.in_flight import lr_bound as cautious_flight
 from tests.e2e.jobs import a_job, batches
 
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ravnest import RunError, TrainResult
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from tests.e2e.jobs import Batch, a_job, batches
 from tests.embedded import providers_of
 

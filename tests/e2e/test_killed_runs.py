@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from ravnest.coordinator.checkpoint_reading import CheckpointInfo, checkpoint_folders, newest_good
-from ravnest.coordinator.checkpoints import CheckpointStore
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo, checkpoint_folders, newest_good
+from ravnest.coordinator.checkpoints.store import CheckpointStore
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.metrics import read_metrics
 from ravnest.monitor.summary import Summary

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ravnest import Job, Pipeline, TrainingError
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from tests.e2e.jobs import Batch, a_job, batches, every_updates
 from tests.embedded import providers_of

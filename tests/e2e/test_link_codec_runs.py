@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ravnest import Job, Pipeline
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from tests.e2e.jobs import accuracy
 
 WIDTH, BATCH = 64, 32

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader, TensorDataset
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from tests.e2e.jobs import a_job, samples
 
 

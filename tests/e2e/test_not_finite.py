@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.errors import TrainingError
 from tests.e2e.jobs import CLASSES, FEATURES, a_job, batches
 

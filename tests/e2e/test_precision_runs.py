@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ravnest import Job, Pipeline
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from tests.e2e.jobs import a_net, batches
 
 

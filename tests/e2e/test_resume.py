@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ravnest import Job, JobError, Pipeline, RunError
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from ravnest.monitor.metrics import read_metrics
 from tests.e2e.jobs import Net, a_job, a_net, batches, every_updates, samples

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from tests.e2e.command import ravnest
 from tests.e2e.jobs import Batch, a_job, batches, every_updates

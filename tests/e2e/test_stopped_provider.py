@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from ravnest.coordinator import slow_stages
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.health import slow_stages
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from tests.e2e.jobs import Batch, a_job, batches, every_updates
 from tests.embedded import providers_of

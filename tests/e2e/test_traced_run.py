@@ -10,7 +10,7 @@ import pytest
 
 from ravnest import Averaging, Pipeline
 from ravnest.cli.main import main
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.trace import Trace
 from tests.e2e.jobs import a_job, batches
 

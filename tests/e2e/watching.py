@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ravnest.coordinator.session import TrainResult
+from ravnest.coordinator.launch.session import TrainResult
 from ravnest.monitor.events import read_events
 from tests.e2e.jobs import Batch, batches
 

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from ravnest.net.swarm_invite import SwarmInvite
+from ravnest.net.identity.swarm_invite import SwarmInvite
 from tests.e2e.command import Running, ravnest
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.jobfile import load_job
 from tests.e2e.command import Running, ravnest, within
 from tests.e2e.jobs import a_job_file

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ravnest.cores import usable_cores
-from ravnest.net.swarm_invite import SwarmInvite
+from ravnest.net.identity.swarm_invite import SwarmInvite
 from tests.e2e.command import Running, ravnest
 from tests.e2e.jobs import a_job_file
 from tests.e2e_swarm.machines import Swarm, ended_well

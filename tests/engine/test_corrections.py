@@ -17,7 +17,7 @@ from ravnest.engine.corrections.predict import Predict
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import GraphError
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.settings import CORRECTIONS
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ravnest.engine import pieces as pieces_module
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
-from ravnest.graph.capture import capture
+from ravnest.graph.capture.capture import capture
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches
 

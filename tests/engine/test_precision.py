@@ -8,7 +8,7 @@ import torch
 from ravnest.engine.precision import FIRST_FACTOR, GROWS_AFTER, Precision
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.spec import OptimizerSpec

@@ -21,7 +21,7 @@ from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph

@@ -19,7 +19,7 @@ from ravnest.engine.schedule import Bound, Task, Waiting, next_task, updates_bef
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.spec import OptimizerSpec

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 from ravnest.engine.activity import ANY, Missing
 from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, LossRecord, Message, Snapshot, Span
-from ravnest.engine.pace import Pretence
 from ravnest.engine.settings import StageSettings
+from ravnest.engine.speed.pace import Pretence
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.spec import OptimizerSpec

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ravnest import Job, Pipeline
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from tests.exactness.plain_loop import kept_generator, replayed_draws, worst_difference
 from tests.odd_models import DropsPaths, Hooked, OwnBackwards, ThreeLayers
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ravnest import Averaging, Job, Pipeline
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from tests.e2e.jobs import CLASSES, FEATURES, Batch, batches
 
 EVERY = 3

@@ -19,7 +19,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ravnest import Job, Pipeline
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from tests.exactness.plain_loop import copied, kept_generator, replayed_draws, train_plainly, worst_difference
 from tests.models import ZOO, Made

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ravnest import Job, Pipeline
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.coordinator.prepare import prepare
-from ravnest.coordinator.session import TrainResult
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.session import TrainResult
+from ravnest.coordinator.plan.prepared_job import prepare
 from ravnest.monitor.summary import Summary
 from tests.exactness.plain_loop import call, copied, train_plainly, worst_difference
 from tests.models import ZOO, Kind, Made
@@ -36,7 +36,7 @@ def test_one_to_four_stages_train_and_evaluate_as_a_plain_loop_does(
     name: str,
 ) -> None:
     # The four runs share one capture, which is what takes longest and is the same for all.
-    monkeypatch.setattr("ravnest.coordinator.session.prepare", _once(prepare))
+    monkeypatch.setattr("ravnest.coordinator.launch.session.prepare", _once(prepare))
     kind, made = ZOO[name], ZOO[name].make()
     plain = _plain(name)
     assert _moved(made.model, plain), "a model that does not learn would show nothing"

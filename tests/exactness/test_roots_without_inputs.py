@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from ravnest import Job, Pipeline
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.graph.capture import capture
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.graph.capture.capture import capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.planner.model_costs import cut_before

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from ravnest import Job, Pipeline
-from ravnest.coordinator import session
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.coordinator.prepare import Prepared, prepare
-from ravnest.coordinator.session import TrainResult
+from ravnest.coordinator.launch import session
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.session import TrainResult
+from ravnest.coordinator.plan.prepared_job import Prepared, prepare
 from ravnest.monitor.events import read_events
 from ravnest.version_policy import POLICIES
 from tests.exactness.plain_loop import train_plainly, worst_difference

@@ -9,10 +9,10 @@ import torch
 
 from ravnest.codecs.codec import CODECS
 from ravnest.errors import PeerError, RavnestError
-from ravnest.net.control_link import ControlLink
-from ravnest.net.frames import MAGIC, Frame, FrameKind, decode_at, encode
-from ravnest.net.link import Control, Link
-from ravnest.net.resumable import ResumableLink
+from ravnest.net.frames.frames import MAGIC, Frame, FrameKind, decode_at, encode
+from ravnest.net.streams.control_channel import ControlLink
+from ravnest.net.streams.frame_stream import Control, Link
+from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import (
     Chunk,
     CoordinatorMessage,
@@ -21,7 +21,7 @@ from ravnest.net.v1.control_pb2 import (
     Neighbour,
     ProviderMessage,
 )
-from ravnest.provider.coding import coded, decoded
+from ravnest.provider.links.tensor_codec import coded, decoded
 from ravnest.settings import ACTIVATION_CODECS
 from tests.fuzz.rule import Target
 

@@ -3,15 +3,15 @@
 from functools import cache
 
 from ravnest import __version__
-from ravnest.coordinator.admission import Admission
-from ravnest.coordinator.members import check_machine, check_version
+from ravnest.coordinator.access.admission import Admission
+from ravnest.coordinator.swarm.members import check_machine, check_version
 from ravnest.graph.portable import FORMAT_VERSION
-from ravnest.net import certificates
 from ravnest.net.address import split_address
-from ravnest.net.authority import AUTHORITY_FILE, SwarmAuthority
-from ravnest.net.identity import Callers, Identity
-from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.swarm_invite import SwarmInvite
+from ravnest.net.identity import certificates
+from ravnest.net.identity.authority import AUTHORITY_FILE, SwarmAuthority
+from ravnest.net.identity.identity import Callers, Identity
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.v1.control_pb2 import (
     JoinRequest,
 )

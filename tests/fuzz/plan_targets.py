@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ravnest.coordinator.nodes_file import read_nodes
+from ravnest.preview.nodes_file import read_nodes
 from tests.fuzz.rule import Target
 
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "nodes.toml"

@@ -9,7 +9,7 @@ import torch
 from ravnest.averaging.ring_reduce import Piece, RingReduce
 from ravnest.codecs.codec import CODECS
 from ravnest.net.direct_line import PIECE_BYTES, DirectLine
-from ravnest.net.frames import RingPlace
+from ravnest.net.frames.frames import RingPlace
 from tests.fuzz.rule import Target
 
 _VALUES, _CODED = 90, 70

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from ravnest.cli import status
-from ravnest.coordinator.checkpoint_reading import load_checkpoint, newest_good
-from ravnest.coordinator.data_order import data_state, set_data_state
-from ravnest.coordinator.ledger import Ledger
-from ravnest.coordinator.progress import Progress
-from ravnest.coordinator.resuming import resumed_metadata, trained_with
-from ravnest.coordinator.run_plan import ClusterPlan, RunPlan
-from ravnest.coordinator.saving import place_of
-from ravnest.coordinator.tracing import Tracing
+from ravnest.coordinator.checkpoints.reader import load_checkpoint, newest_good
+from ravnest.coordinator.checkpoints.resume_optimizer import resumed_metadata, trained_with
+from ravnest.coordinator.checkpoints.saver import place_of
+from ravnest.coordinator.feed.data_order import data_state, set_data_state
+from ravnest.coordinator.feed.ledger import Ledger
+from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.report.trace_collector import Tracing
 from ravnest.graph.weights import stream_tensors
 from ravnest.monitor.events import read_events
 from ravnest.monitor.report_page import report_page
@@ -31,6 +30,7 @@ from ravnest.net.v1.control_pb2 import (
     Span,
 )
 from ravnest.planner.plan import Plan
+from ravnest.planner.run_plan import ClusterPlan, RunPlan
 from ravnest.planner.stage_plan import StagePlan
 from tests.fuzz.files import File
 from tests.fuzz.message_targets import control

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ravnest.coordinator import processes
+from ravnest.coordinator.launch import provider_processes as processes
 
 
 @pytest.fixture(scope="module", autouse=True)

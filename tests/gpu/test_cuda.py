@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.engine.speed import measure_speed
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.engine.speed.device_speed import measure_speed
 from ravnest.job import Job
-from ravnest.provider.measuring import device_name
-from ravnest.provider.memory import forget_peak, peak_bytes
+from ravnest.provider.machine.memory import forget_peak, peak_bytes
+from ravnest.provider.machine.speed_cache import device_name
 from ravnest.settings import Averaging, Pipeline
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and there is none here")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ravnest.codecs.codec import CODECS
-from ravnest.coordinator.embedded import EmbeddedSwarm
-from ravnest.net.frames import Frame, FrameKind, decode
-from ravnest.provider.coding import coded, decoded
-from ravnest.provider.packing import Outgoing, Packing
-from ravnest.provider.transfers import Transfers
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.net.frames.frames import Frame, FrameKind, decode
+from ravnest.provider.links.cuda_copies import Transfers
+from ravnest.provider.links.pack_threads import Outgoing, Packing
+from ravnest.provider.links.tensor_codec import coded, decoded
 from ravnest.settings import ACTIVATION_CODECS
 from tests.e2e.test_link_codec_runs import links, trained
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.profile import CostProfile, NodeCost
 from ravnest.graph.program import Program
-from ravnest.net.frames import Frame, FrameKind, decode, encode
-from ravnest.planner.cuts import best_cuts
+from ravnest.net.frames.frames import Frame, FrameKind, decode, encode
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.providers import Goal, Network, Provider
+from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.search.cuts import best_cuts
 from tests.exactness.plain_loop import copied
 from tests.models import ZOO, Kind, Made
 from tests.odd_models import ODD

@@ -9,7 +9,7 @@ import torch._dynamo.exc
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.graph.capture import Captured, capture
+from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.compiling import as_module
 from ravnest.graph.program import Program
 from tests.models import ZOO

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from ravnest.coordinator.planning import check_stages
+from ravnest.coordinator.plan.plan_run import check_stages
 from ravnest.errors import PlanError
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import most_stages, split

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ravnest.graph.capture import capture
+from ravnest.graph.capture.capture import capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import ValueSpec

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.graph.capture import capture
+from ravnest.graph.capture.capture import capture
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program, WeightUse
 from ravnest.graph.weight_uses import weight_uses

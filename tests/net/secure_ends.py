@@ -10,16 +10,16 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from ravnest.coordinator.admission import Admission
-from ravnest.coordinator.tokens import TokenStore
+from ravnest.coordinator.access.admission import Admission
+from ravnest.coordinator.access.invites import TokenStore
 from ravnest.errors import PeerError
-from ravnest.net.authority import SwarmAuthority
-from ravnest.net.certificates import Certificate
-from ravnest.net.identity import COORDINATOR_HOST, Callers, node_host
-from ravnest.net.node_identity import NodeIdentity, joiner_keys
-from ravnest.net.pinning import pin_authority
-from ravnest.net.swarm_invite import SwarmInvite
-from ravnest.net.tls import TlsKeys, open_secure_channel, server_credentials, tls_failure
+from ravnest.net.identity.authority import SwarmAuthority
+from ravnest.net.identity.certificates import Certificate
+from ravnest.net.identity.identity import COORDINATOR_HOST, Callers, node_host
+from ravnest.net.identity.node_identity import NodeIdentity, joiner_keys
+from ravnest.net.identity.swarm_invite import SwarmInvite
+from ravnest.net.identity.tls import TlsKeys, open_secure_channel, server_credentials, tls_failure
+from ravnest.net.rpc.first_contact import pin_authority
 
 TEST_SECONDS = 30.0
 

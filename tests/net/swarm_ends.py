@@ -5,19 +5,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from secure_ends import run
-
-from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.access.admission import Admission
 from ravnest.errors import PeerError
-from ravnest.net.client import CoordinatorClient, dial_link
-from ravnest.net.frames import Frame, FrameKind
-from ravnest.net.identity import Identity
-from ravnest.net.link import Link, RelayEnd
-from ravnest.net.node_identity import NodeIdentity, joiner_keys
-from ravnest.net.server import CoordinatorServer, ProviderServer
-from ravnest.net.swarm_invite import SwarmInvite
-from ravnest.net.tls import TlsKeys
+from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.identity.identity import Identity
+from ravnest.net.identity.node_identity import NodeIdentity, joiner_keys
+from ravnest.net.identity.swarm_invite import SwarmInvite
+from ravnest.net.identity.tls import TlsKeys
+from ravnest.net.rpc.client import CoordinatorClient, dial_link
+from ravnest.net.rpc.server import CoordinatorServer, ProviderServer
+from ravnest.net.streams.frame_stream import Link, RelayEnd
 from ravnest.net.v1.control_pb2 import CheckReply, CheckRequest, JoinReply, JoinRequest
+from tests.net.secure_ends import run
 
 __all__ = ["run"]
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.access.admission import Admission
 from ravnest.errors import PeerError, RunError
 from ravnest.net import direct_line
 from ravnest.net.direct_line import MAGIC, PIECE_BYTES, DirectLine, DirectServer, dial_direct
-from ravnest.net.frames import RingPlace
-from ravnest.net.identity import Identity
-from ravnest.net.node_identity import NodeIdentity, joiner_keys
+from ravnest.net.frames.frames import RingPlace
+from ravnest.net.identity.identity import Identity
+from ravnest.net.identity.node_identity import NodeIdentity, joiner_keys
 
 SECONDS = 20.0
 PLACE = RingPlace(7, 3, attempt=2, hop=1, segment=4, chunk=5)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ravnest.planner.model_costs import ModelCosts, Table
-from ravnest.planner.providers import Provider
+from ravnest.planner.problem import Provider
 
 MEGABIT = 1e6 / 8
 

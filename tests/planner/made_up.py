@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from ravnest.planner.cluster import Cluster, cluster_of
-from ravnest.planner.cuts import best_cuts
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan, plan_of
-from ravnest.planner.providers import Goal, Network, Provider
+from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.search.cuts import best_cuts
 
 GIGABYTE = 10**9
 

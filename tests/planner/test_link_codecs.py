@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ravnest.planner.cluster import Cluster, cluster_of
-from ravnest.planner.cuts import best_cuts
-from ravnest.planner.formation import form
 from ravnest.planner.link_codecs import CHOICES, EXACT, FREE_SHARE, share_of
-from ravnest.planner.providers import Goal, Line, Network, Provider
+from ravnest.planner.problem import Goal, Line, Network, Provider
+from ravnest.planner.search.cuts import best_cuts
+from ravnest.planner.search.search import form
 from tests.planner.instances import random_model, random_providers
 from tests.planner.made_up import machine, model
 

@@ -13,17 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ravnest.coordinator.dry_run import MOST_SEARCHED
-from ravnest.coordinator.run_plan import LEAST_UPDATES, ROUND_SHARE
-from ravnest.planner import exhaustive, flight, flight_measures, order, ring_order
-from ravnest.planner.cautious_flight import cautious_flight
 from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
-from ravnest.planner.formation import expected_absent
+from ravnest.planner.in_flight import decision as flight
+from ravnest.planner.in_flight import measures as flight_measures
+from ravnest.planner.in_flight.lr_bound import cautious_flight
 from ravnest.planner.link_codecs import CHOICES, EXACT, FREE_SHARE, PACKED_BYTES_PER_SECOND, share_of
 from ravnest.planner.model_costs import MOST_PLACES, ModelCosts
-from ravnest.planner.providers import MOST_IN_FLIGHT, Goal, Line, Network, Provider, Requester
-from ravnest.planner.replan import DEPLOY_SECONDS, HORIZON_SECONDS
-from ravnest.planner.totals import totals
+from ravnest.planner.problem import MOST_IN_FLIGHT, Goal, Line, Network, Provider, Requester
+from ravnest.planner.recovery.replan import DEPLOY_SECONDS, HORIZON_SECONDS
+from ravnest.planner.rings import order as ring_order
+from ravnest.planner.run_plan import LEAST_UPDATES, ROUND_SHARE
+from ravnest.planner.search import exhaustive, order
+from ravnest.planner.search.search import expected_absent
+from ravnest.planner.shared_limits import totals
+from ravnest.preview.dry_run import MOST_SEARCHED
 from ravnest.version_policy import POLICIES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()

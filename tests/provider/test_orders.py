@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ravnest.engine.pace import NO_PRETENCE
+from ravnest.engine.speed.pace import NO_PRETENCE
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, Stop
 from ravnest.provider import agent as module
 

@@ -4,15 +4,15 @@ import ast
 from pathlib import Path
 
 import pytest
-from code_walker import Finding, findings, imported_names, modules_of, reachable
 
 import ravnest
+from tests.security.code_walker import Finding, findings, imported_names, modules_of, reachable
 
 ROOMS = ["ravnest.net", "ravnest.graph", "ravnest.provider", "ravnest.engine"]
 
-FOOTPRINT = "ravnest.provider.footprint"
+FOOTPRINT = "ravnest.provider.machine.torch_footprint"
 STAND_IN = "imports torch's own compiler, by a name that is written there, when torch itself asks for it"
-DOCTOR = "ravnest.provider.doctor"
+DOCTOR = "ravnest.provider.doctor.doctor"
 VERSION = "reads which version of torch is installed, and runs nothing of it"
 ITSELF = "CDLL(None) is the process itself: it loads nothing"
 ALLOWED = {
@@ -61,9 +61,9 @@ def test_every_exception_is_still_needed() -> None:
 def test_the_walk_reaches_what_a_provider_runs_and_not_the_requesters_side() -> None:
     reached, _ = package_findings()
     assert {"ravnest.spec", "ravnest.errors", "ravnest.graph.ops", "ravnest.provider.agent"} <= reached
-    assert {"ravnest.net.v1.frame_pb2", "ravnest.net.frames", "ravnest.engine.stage"} <= reached
+    assert {"ravnest.net.v1.frame_pb2", "ravnest.net.frames.frames", "ravnest.engine.stage"} <= reached
     # These do run the requester's Python, on the requester's machine.
-    assert {"ravnest.jobfile", "ravnest.job", "ravnest.coordinator.embedded"} & reached == set()
+    assert {"ravnest.jobfile", "ravnest.job", "ravnest.coordinator.launch.embedded"} & reached == set()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_imports_are_followed_through_the_package(tmp_path: Path) -> None:
     files = {
         "__init__.py": "",
         "net/__init__.py": "",
-        "net/wire.py": "def late():\n    from ..deep import well as w",
+        "net/streams/wire.py": "def late():\n    from ..deep import well as w",
         "deep/__init__.py": "from . import side",
         "deep/side.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.typed\n",
         "deep/well.py": "import p.bottom",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ravnest.monitor.events import read_events
-from ravnest.net.swarm_invite import SwarmInvite
+from ravnest.net.identity.swarm_invite import SwarmInvite
 from tests.e2e.command import Running, ravnest
 from tests.known_speed import speed_is_known
 from tests.wan import Lab

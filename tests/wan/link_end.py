@@ -15,17 +15,17 @@ from pathlib import Path
 
 import torch
 
-from ravnest.coordinator.admission import Admission
+from ravnest.coordinator.access.admission import Admission
 from ravnest.errors import PeerError
 from ravnest.net.address import split_address
-from ravnest.net.certificates import certificate_pem, read_certificate
-from ravnest.net.client import dial_link
-from ravnest.net.frames import Frame, FrameKind
-from ravnest.net.identity import Identity
-from ravnest.net.link import Link
-from ravnest.net.node_identity import NodeIdentity
-from ravnest.net.resumable import ResumableLink
-from ravnest.net.server import ProviderServer
+from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.identity.certificates import certificate_pem, read_certificate
+from ravnest.net.identity.identity import Identity
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.rpc.client import dial_link
+from ravnest.net.rpc.server import ProviderServer
+from ravnest.net.streams.frame_stream import Link
+from ravnest.net.streams.resumable_link import ResumableLink
 
 
 def make_ends(folder: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path as FilePath
 
 import pytest
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.jobfile import load_job
 from tests.wan import Host, Lab, Path
 from tests.wan.internet import Internet, ended_well, stages

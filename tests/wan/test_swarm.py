@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ravnest.coordinator.embedded import EmbeddedSwarm
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.jobfile import load_job
 from tests.e2e.command import ravnest
 from tests.wan import Host, Lab, Path

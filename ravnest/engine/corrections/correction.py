@@ -20,7 +20,7 @@ from ravnest.spec import OptimizerSpec
 
 CAUTIOUS: Final = "cautious"
 """The one that is careful in other ways too: with it, the number in flight follows the learning rate
-(planner/cautious_flight.py)."""
+(planner/in_flight/lr_bound.py)."""
 
 DEFAULT: Final = CAUTIOUS
 """What learns best, by `python -m benchmarks.quality`."""

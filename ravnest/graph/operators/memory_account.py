@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ravnest.amounts import gibibytes
 from ravnest.errors import GraphError, LentMemoryError
 from ravnest.graph.operators.calls import Call
 from ravnest.graph.operators.sizes import call_bytes, logical_bytes
+from ravnest.units import gibibytes
 
 
 class MemoryAccount:

@@ -1,0 +1,136 @@
+"""A score that no plan can have more of: to say how good a plan of many providers is, whose best nobody can compute.
+
+Let every part of the model have a price, all prices together 1. A cluster that makes r microbatches a second earns r,
+and each of its stages earns its part of that: the price of what lies in it, r times a second. A provider has one stage,
+from place i to place j, and its cluster cannot be faster than that stage: so it earns at most
+
+    e(provider) = max over i, j that fit into its memory of  price(i, j) / seconds(provider, i, j)
+
+with the seconds that computing takes, or its own line. All clusters together make no more than the sum of e, for any
+prices; prices for which that sum is small are found by raising those of the parts that hold the least earners.
+
+Averaging: where no stage takes longer than A to pass its provider's line, stages that would are left out of e; and of C
+clusters with the rate R together each round takes 2(C-1)/C * A. A plan lies between two such A: it can do no more than
+the longer allows, and loses no less than the shorter takes. Many clusters lose less, and are slower each: for any bonus
+b on a cluster, R + b C is at most the sum of e with price(i, j) * (1 / seconds + b), by the same argument. And every
+input leaves the requester's line once for every microbatch.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from ravnest.planner.cluster import memory_bytes
+from ravnest.planner.model_costs import ModelCosts, Table
+from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.search.estimates import Estimates
+from ravnest.planner.search.objective import averaging_bounds, score_of
+
+_STEPS: Final = 20
+_BOUNDS: Final = 24
+_BONUSES: Final = (0.3, 1.0, 3.0, 10.0)
+"""On a cluster, against the rate that one has on average."""
+_SAMPLE: Final = 400
+"""Providers by which prices are found; the bound itself is that of all of them."""
+
+
+def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> float:
+    """A score that no plan of these providers can exceed."""
+    # A cluster that trains alone keeps nothing for averaging.
+    goal = replace(goal, average_memory=0.0)
+    least = goal.most_in_flight if goal.in_flight is not None else 1
+    held = np.minimum(memory_bytes(model, goal, least), memory_bytes(model, goal, 1))
+    seconds = np.concatenate(
+        [Estimates(model, goal, network, providers[k : k + 500]).own_seconds() for k in range(0, len(providers), 500)]
+    )
+    memory = np.array([float(p.memory_bytes) for p in providers])
+    fits = (held[None] <= memory[:, None, None]) & model.legal[None]
+    speed: Table = np.where(fits, 1.0 / seconds, 0.0)
+    most_clusters = goal.most_clusters or len(providers)
+    clusters = min(most_clusters, math.floor(_least_sum(fits.astype(float), model) + 1e-6))
+    if clusters < 1:
+        return 0.0
+    if clusters == 1:
+        return model.samples * _least_sum(speed, model)
+    lines = np.array([min(p.up_bytes_per_second, p.down_bytes_per_second) for p in providers])
+    owned = model.between(model.parameter_bytes)
+    averaging = owned[None] / lines[:, None, None]
+    bounds = sorted({0.0, *averaging_bounds(model, providers, _BOUNDS)})
+    # A single cluster averages with nobody, and is no faster than a provider's earnings with one copy of the model.
+    best = _one_cluster(model, speed)
+    fed = sum(model.input_bytes)
+    most_fed = model.samples * network.requester.up_bytes_per_second / fed if fed else math.inf
+    counts = np.unique(np.geomspace(2, clusters, 200).round())
+    for shorter, longer in itertools.pairwise([*bounds, math.inf]):
+        within = averaging <= longer
+        rates = np.full(len(counts), most_fed)
+        fastest = _least_sum(np.where(within, speed, 0), model)
+        for bonus in (0.0, *(fastest / clusters * factor for factor in _BONUSES)):
+            most = _least_sum(np.where(within & fits, speed + bonus, 0), model) if bonus else fastest
+            # Between two counts that are looked at there are others: the fewer may be as fast as the fewest.
+            fewer = np.concatenate([[2.0], counts[:-1]])
+            rates = np.minimum(rates, model.samples * np.maximum(0.0, most - bonus * fewer))
+        best = max(best, float(score_of(goal, model.samples, rates, counts, shorter).max()))
+    return best
+
+
+def _least_sum(gain: Table, model: ModelCosts) -> float:
+    """The least, over some prices, of what all providers gain together: the most of price(i, j) * gain each."""
+    parts = model.last
+    step = max(1, len(gain) // _SAMPLE)
+    sample = gain[::step]
+    work = np.diff(model.heavy_seconds + model.light_seconds)
+    owned = np.diff(model.parameter_bytes)
+    starts = [p / p.sum() for p in (work, owned, work / work.sum() + owned / owned.sum(), np.ones(parts)) if p.sum()]
+    best_prices = min(starts, key=lambda p: _sum(sample, p)[0])
+    best = _sum(sample, best_prices)[0]
+    prices = best_prices
+    for k in range(_STEPS):
+        total, held = _sum(sample, prices)
+        if total < best:
+            best, best_prices = total, prices
+        # Parts that earn less than their share are dearer next time.
+        share = held / max(held.sum(), 1e-30) * parts
+        prices = prices * np.exp(-(0.5 / (1 + k)) * (share - 1))
+        prices = prices / prices.sum()
+    return min(_sum(gain, p)[0] for p in (*starts, best_prices))
+
+
+def _sum(gain: Table, prices: Table) -> tuple[float, Table]:
+    """What all gain, and how much of that comes by each part, for a price of 1."""
+    sums = np.concatenate([[0.0], np.cumsum(prices)])
+    between = np.maximum(sums[None, :] - sums[:, None], 0)
+    earned = gain * between[None]
+    flat = earned.reshape(len(gain), -1)
+    at = flat.argmax(axis=1)
+    total = float(flat[np.arange(len(gain)), at].sum(dtype=float))
+    starts, ends = np.divmod(at, len(sums))
+    each = gain.reshape(len(gain), -1)[np.arange(len(gain)), at].astype(float)
+    held = np.zeros(len(sums))
+    np.add.at(held, starts, each)
+    np.add.at(held, ends, -each)
+    return total, np.cumsum(held)[:-1]
+
+
+def _one_cluster(model: ModelCosts, speed: Table) -> float:
+    """No cluster is faster than the fastest that any provider could be with the part of it that is done soonest."""
+    count = min(len(speed), model.most_stages)
+    # Every part is in some stage: of the parts, the one that even the fastest provider takes longest for.
+    containing = np.zeros(model.last)
+    for part in range(model.last):
+        containing[part] = speed[:, : part + 1, part + 1 :].max(initial=0.0)
+    fastest = float(containing.min())
+    earned = np.sort(_earned(speed, model))[::-1][:count]
+    return model.samples * min(fastest, float(earned.sum()))
+
+
+def _earned(speed: Table, model: ModelCosts) -> Table:
+    work = model.heavy_seconds + model.light_seconds
+    prices = work / work[-1]
+    between = np.maximum(prices[None, :] - prices[:, None], 0)
+    earned: Table = (speed * between[None]).reshape(len(speed), -1).max(axis=1)
+    return earned

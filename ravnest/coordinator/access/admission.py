@@ -1,0 +1,118 @@
+"""Admission: the coordinator's authority and its tokens together, from the invite to the node's certificate."""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from ravnest.coordinator.access.invites import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES, TokenStore, admit
+from ravnest.coordinator.access.steady_clock import SteadyClock
+from ravnest.errors import PeerError, RunError
+from ravnest.monitor.run_directory import RunPaths, existing_run
+from ravnest.net.identity.authority import SwarmAuthority
+from ravnest.net.identity.certificates import certificate_der, key_id, request_key
+from ravnest.net.identity.identity import AuthContext, Callers, Identity, Kind
+from ravnest.net.identity.swarm_invite import SwarmInvite
+from ravnest.net.identity.tls import TlsKeys, server_credentials
+
+if TYPE_CHECKING:
+    import grpc
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A node that was let in: its id, its certificate in DER, and whether it had not joined before."""
+
+    node_id: str
+    certificate: bytes
+    new: bool
+
+
+class Admission:
+    """Who gets in and who may call what. `clock` gives seconds since the epoch, where it is not the machine's own.
+
+    Invites end when their time has passed, whatever the machine's clock is set to meanwhile; certificates are dated by
+    the clock as it is, since others check them by theirs.
+    """
+
+    def __init__(self, authority: SwarmAuthority, tokens: TokenStore, clock: Callable[[], float] | None = None) -> None:
+        self.authority = authority
+        self.tokens = tokens
+        self._clock = clock or SteadyClock()
+        self._date = clock or (lambda: time.time())
+        self._callers = Callers(authority.certificate, tokens.root, tokens.is_member)
+
+    @classmethod
+    def open(cls, run: Path) -> Self:
+        """The admission of the run in this folder, made at the first call. RunError when it cannot be kept there."""
+        paths = RunPaths(run)
+        return cls(SwarmAuthority.open(paths.identity_path), TokenStore(paths.store_path))
+
+    @classmethod
+    def of_run(cls, run: Path) -> Self:
+        """The admission of a run that was served, for another process than the coordinator's. RunError for others."""
+        paths = existing_run(run)
+        if not paths.store_path.exists():
+            raise RunError(f"{run} has no invites: it was not begun with `ravnest serve`")
+        return cls.open(run)
+
+    @classmethod
+    def in_memory(cls) -> Self:
+        """The admission of a swarm that ends with its process."""
+        return cls(SwarmAuthority.new(), TokenStore())
+
+    def close(self) -> None:
+        """Let go of the store; may be called again."""
+        self.tokens.close()
+
+    def invite(
+        self,
+        host: str,
+        port: int,
+        uses: int | None = DEFAULT_USES,
+        lifetime_seconds: float | None = DEFAULT_LIFETIME_SECONDS,
+        note: str = "",
+    ) -> SwarmInvite:
+        """A new invite to the coordinator at this address."""
+        token = self.tokens.create(self._clock(), uses, lifetime_seconds, note)
+        return SwarmInvite(host, port, token, self.authority.fingerprint)
+
+    def server_credentials(self) -> "grpc.ServerCredentials":
+        """For the coordinator's port: nodes of the swarm and holders of live invites get through the handshake."""
+        return server_credentials(self.server_keys)
+
+    def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
+        """Who makes this call. PeerError when the swarm does not know the caller or it may not make the call."""
+        identity = self._callers.caller(auth_context, kinds, call)
+        if identity.kind == "invite" and call == "Measure":
+            # Its messages may be as large as a node's: only for those who could be one.
+            good, reason = self.check(identity)
+            if not good:
+                raise PeerError(reason)
+        return identity
+
+    def check(self, identity: Identity) -> tuple[bool, str]:
+        """Whether this caller could join now, and why; nothing is used up."""
+        if identity.kind == "invite":
+            return admit(self.tokens.token(identity.name), self._clock())
+        return True, f"{identity} has joined before and needs no invite"
+
+    def is_new(self, identity: Identity, request: bytes) -> bool:
+        """Whether `join` would bring a node in that has not joined before. PeerError for what is no request."""
+        return identity.kind == "invite" and not self.tokens.is_known(key_id(request_key(request)))
+
+    def join(self, identity: Identity, request: bytes, name: str) -> Admitted:
+        """Let the holder of an invite in; a node that asks gets a fresh certificate. PeerError says why not."""
+        key = request_key(request)
+        if identity.kind == "invite":
+            joined = self.tokens.redeem(identity.name, key_id(key), name, self._clock())
+            node_id, new = joined.node_id, joined.new
+        else:
+            assert identity.kind == "node", "the coordinator does not join its own swarm"
+            node_id, new = identity.name, False
+        return Admitted(node_id, certificate_der(self.authority.issue(request, node_id, now=self._date())), new)
+
+    def server_keys(self) -> TlsKeys:
+        """What the coordinator's port shows and trusts now."""
+        return self.authority.tls_keys(self.tokens.live_roots(self._clock()))

@@ -1,0 +1,158 @@
+"""The clusters of a run while it goes on: what each has been fed, and which one gets the next microbatch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
+from ravnest.planner.run_plan import ClusterPlan
+
+
+class RoundMark(NamedTuple):
+    """A round of averaging that a cluster has not been told of yet."""
+
+    round: int
+    fragment: int
+
+
+class Kept(NamedTuple):
+    """A microbatch that was fed and may have to be fed again."""
+
+    item: TrainBatch
+    ends: bool
+    """Whether it completed an update of the cluster that it was fed to."""
+
+
+@dataclass
+class ClusterRun:
+    """One cluster at work."""
+
+    plan: ClusterPlan
+    fed_samples: int = 0
+    samples: int = 0
+    """Completed."""
+    open: dict[int, TrainBatch] = field(default_factory=dict)
+    """What it has been fed and has not completed; kept whole, to be fed to another cluster if this one is lost."""
+    evaluating: dict[int, EvalBatch] = field(default_factory=dict)
+    retained: dict[int, Kept] = field(default_factory=dict)
+    """What it has been fed since its last replica, in order: a stage that begins with the replica needs it again."""
+    dropped: int = 0
+    """Of those, so many could not be kept."""
+    sent: set[int] = field(default_factory=set)
+    """What its stages have been sent since they were formed, and have not said to be done."""
+    again: set[int] = field(default_factory=set)
+    """Completed before, and to be done once more for a stage that begins with a replica."""
+    generation: int = 0
+    """Grows whenever it is formed; what comes of an older one is passed over."""
+    resumed_at: float | None = None
+    """When it completed something for the first time since it was formed, on the clock `time.monotonic`."""
+    returned: set[str] = field(default_factory=set)
+    """Who held a stage of it, was lost, and is back before another has taken it."""
+    taking: set[int] = field(default_factory=set)
+    """Stages that somebody has taken, or is to take, who may lack what the others have applied."""
+    forming: str = ""
+    """Why it is not fed for now: it is being formed anew."""
+    mark: RoundMark | None = None
+    lost: str = ""
+    """Why it does not train any more."""
+    in_flight: int = field(init=False)
+    """Microbatches between forward and backward at its root, at most: as planned, until something else was decided."""
+    flight_reason: str = field(init=False)
+    ahead: int = field(init=False)
+    """Microbatches to feed beyond those in flight."""
+
+    def __post_init__(self) -> None:
+        self.in_flight, self.flight_reason, self.ahead = self.plan.in_flight, self.plan.flight_reason, self.plan.ahead
+
+    @property
+    def id(self) -> int:
+        return self.plan.id
+
+    @property
+    def nodes(self) -> list[str]:
+        return [stage.node for stage in self.plan.stages]
+
+    @property
+    def inputs_of(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Which values of a batch go to which of its providers. Each is told of every microbatch, also where its stage
+        has no inputs: what the stage before says of it is held against that."""
+        return [(stage.node, tuple(value.name for value in stage.graph.inputs)) for stage in self.plan.stages]
+
+    @property
+    def room(self) -> int:
+        """Microbatches that it can be fed now."""
+        return 0 if self.forming else self.in_flight + self.ahead - len(self.open) - len(self.again)
+
+    @property
+    def room_to_send(self) -> int:
+        """The same while it is being formed: of those that are fed again."""
+        return self.in_flight + self.ahead - len(self.sent)
+
+    def among_first(self, samples: int) -> set[int]:
+        """Of what is retained, the microbatches that are among the first so many samples that it was fed."""
+        found, end = set(), self.fed_samples
+        for microbatch, kept in reversed(self.retained.items()):
+            if end <= samples:
+                found.add(microbatch)
+            end -= kept.item.samples
+        return found
+
+    @property
+    def evaluation_room(self) -> int:
+        # As planned: no stage takes many more at a time than it was told to begin with.
+        return 0 if self.forming else 2 * self.plan.in_flight + self.plan.ahead - len(self.evaluating)
+
+
+class Clusters:
+    """All of them. What belongs to one update goes to one cluster, so that at most one has an update unfinished."""
+
+    def __init__(self, plans: Sequence[ClusterPlan]) -> None:
+        self.all = [ClusterRun(plan) for plan in plans]
+        self.replaced()
+        self.group: ClusterRun | None = None
+        """Which one has an update unfinished."""
+
+    def replaced(self) -> None:
+        """A stage has another owner than before."""
+        # Who is left of a lost one may have a stage of another by now.
+        self._by_node = {node: cluster for cluster in self.whole for node in cluster.nodes}
+
+    @property
+    def whole(self) -> list[ClusterRun]:
+        """Those that can train."""
+        return [cluster for cluster in self.all if not cluster.lost]
+
+    def of(self, node_id: str) -> ClusterRun | None:
+        """The one that this provider has a stage in, unless it is lost."""
+        cluster = self._by_node.get(node_id)
+        return None if cluster is None or cluster.lost else cluster
+
+    def lose(self, cluster: ClusterRun, reason: str) -> tuple[list[TrainBatch], list[EvalBatch]]:
+        """This one does not train any more; what it has not completed."""
+        cluster.lost, cluster.mark = reason, None
+        left, evaluations = list(cluster.open.values()), list(cluster.evaluating.values())
+        cluster.open, cluster.evaluating, cluster.retained = {}, {}, {}
+        cluster.sent, cluster.again = set(), set()
+        if self.group is cluster:
+            self.group = None
+        return left, evaluations
+
+    def for_batch(self) -> ClusterRun | None:
+        """Who gets the next microbatch; None while nobody has room for it."""
+        if self.group is not None:
+            return self.group if self.group.room > 0 else None
+        return hungriest([(cluster, cluster.room) for cluster in self.whole])
+
+    def for_evaluation(self) -> ClusterRun | None:
+        return hungriest([(cluster, cluster.evaluation_room) for cluster in self.whole])
+
+
+def hungriest(rooms: Sequence[tuple[ClusterRun, int]]) -> ClusterRun | None:
+    """The cluster with most room, which has waited longest for its size; of several alike the one that was fed least,
+    then the first. None: all are full.
+
+    Data goes to whoever asks: a faster cluster has room more often, and so it does more. Where the data is what is
+    slow, all have room, and all are to learn from it.
+    """
+    cluster, room = max(rooms, key=lambda pair: (pair[1] / pair[0].in_flight, -pair[0].fed_samples), default=(None, 0))
+    return cluster if room > 0 else None

@@ -1,0 +1,284 @@
+"""Why nothing is completed: which stage waits for what, from what the stages report and what the coordinator knows.
+
+Pure functions. Every stage says what it works on or what it misses; who is to give it that is the stage before or after
+it, or the coordinator. Following that from stage to stage leads to the cause: a stage that is not heard, that is at
+work or sends its state, or the requester's own data loader. Where two stages wait for each other, one of them does not
+do its part, and both are named. Stages may lie: the result is a sentence for the user, and costs no provider
+its stage.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from ravnest.coordinator.swarm.upload_activity import megabytes
+from ravnest.engine.activity import ANY, Missing
+from ravnest.units import counted
+
+LEAST_SECONDS: Final = 10.0
+TIMES_USUAL: Final = 20.0
+"""Patience, in multiples of the mean time between two completed microbatches."""
+FIRST_SECONDS: Final = 60.0
+"""Patience before the first microbatch, when the pace is not known."""
+SILENT_SECONDS: Final = 5.0
+"""A stage that has not reported for this long is what the others wait for, whatever it said last."""
+_FADING: Final = 1 / 8
+_MOST_TIMES: Final = 4.0
+"""The mean, that a pause counts for at most."""
+_MOST_CLUSTERS: Final = 3
+"""Clusters that are described."""
+
+
+class Pace(NamedTuple):
+    """How long it is between two microbatches that are completed."""
+
+    mean_seconds: float | None = None
+
+    def after(self, gap_seconds: float) -> "Pace":
+        """With one more; a standstill says nothing of how fast the run is."""
+        if self.mean_seconds is None:
+            return Pace(min(gap_seconds, FIRST_SECONDS))
+        gap = min(gap_seconds, _MOST_TIMES * max(self.mean_seconds, LEAST_SECONDS / TIMES_USUAL))
+        return Pace(self.mean_seconds + _FADING * (gap - self.mean_seconds))
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long nothing may be completed before the reason is told."""
+        return FIRST_SECONDS if self.mean_seconds is None else max(LEAST_SECONDS, TIMES_USUAL * self.mean_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSent:
+    """State that a stage says it sends."""
+
+    done_bytes: int
+    total_bytes: int
+    still_seconds: float
+    """Since some of it last got through."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageNow:
+    """One stage at one moment."""
+
+    node: str
+    silent_seconds: float = 0.0
+    """Since it last reported."""
+    kind: str = "wait"
+    """What it works on, as `engine.activity.Activity` has it."""
+    microbatch: int = -1
+    seconds: float = 0.0
+    """For how long."""
+    missing: tuple[Missing, ...] = ()
+    sends: StateSent | None = None
+    unconfirmed: tuple[tuple[str, int], ...] = ()
+    """Frames that neighbours have not confirmed, by node."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNow:
+    """One cluster at one moment."""
+
+    id: int
+    stages: tuple[StageNow, ...]
+    under_way: tuple[int, ...] = ()
+    """Microbatches that it was fed and has not completed, evaluations among them."""
+    forming: str = ""
+    """Why it is being formed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunNow:
+    """A run at one moment."""
+
+    phase: str
+    clusters: tuple[ClusterNow, ...] = ()
+    data_seconds: float | None = None
+    """How long the requester's data has been waited for; None while it is not."""
+    waits: tuple[str, ...] = field(default=())
+    """What the coordinator itself waits for before it feeds more, in words."""
+
+
+class Standstill(NamedTuple):
+    reason: str
+    culprits: tuple[str, ...]
+    """Nodes without whom it might go on, as far as can be told; none where it is no provider's doing."""
+
+
+def explain(run: RunNow) -> Standstill:
+    """Which stage waits for what, and who holds the run up."""
+    told: list[str] = []
+    culprits: list[str] = []
+    several = len(run.clusters) > 1
+    for cluster in run.clusters:
+        if len(told) == _MOST_CLUSTERS:
+            break
+        if cluster.forming:
+            told.append(f"cluster {cluster.id} is being formed again: {cluster.forming}")
+            continue
+        if not cluster.under_way and not any(_holds_up(stage, cluster) for stage in cluster.stages):
+            continue
+        found = _explain_cluster(cluster, several)
+        told += [found.reason] if found.reason else []
+        culprits += found.culprits
+    told += run.waits
+    is_fed = any(cluster.under_way for cluster in run.clusters)
+    if run.data_seconds is not None and not is_fed:
+        told.append(f"the data loader has not yielded a batch for {run.data_seconds:.0f} s")
+    if not told:
+        no_stage = ", and no stage says what it waits for" if run.clusters else ""
+        told.append(f"the run is at '{run.phase}'{no_stage}")
+    return Standstill("; ".join(told), tuple(dict.fromkeys(culprits)))
+
+
+def _explain_cluster(cluster: ClusterNow, several: bool) -> Standstill:
+    words = _Words(cluster, several)
+    starts = range(len(cluster.stages)) if cluster.under_way else range(0)
+    paths = [_follow(cluster.stages, start) for start in starts if _waits(cluster.stages[start])]
+    # The way that passes most stages; of two, the one that ends with a stage that does something.
+    path = max(paths, key=lambda path: (len(path.stages), path.other is None), default=_Path((), None, None))
+    told = [words.path(path)] if path.stages else []
+    culprits = list(words.culprits(path))
+    for number, stage in enumerate(cluster.stages):
+        if number not in path.stages and _holds_up(stage, cluster):
+            told.append(f"{words.name(number)} {words.doing(number)}")
+            culprits.append(stage.node)
+    return Standstill("; ".join(told), tuple(culprits))
+
+
+class _Path(NamedTuple):
+    """From a stage that waits to the one at the end of what it waits for."""
+
+    stages: tuple[int, ...]
+    """Each but the last waits for the one after it."""
+    missing: Missing | None
+    """What the last one misses; None where it does not wait."""
+    other: int | None
+    """The stage that it misses that of, which is on the way here already; None: the coordinator."""
+
+
+def _follow(stages: Sequence[StageNow], start: int) -> _Path:
+    path = [start]
+    while _waits(stages[path[-1]]):
+        now = path[-1]
+        targets = [(missing, _target(now, missing)) for missing in stages[now].missing]
+        ways = [(missing, target) for missing, target in targets if target is not None and 0 <= target < len(stages)]
+        onward = next((target for _, target in ways if target not in path), None)
+        if onward is not None:
+            path.append(onward)
+            continue
+        feed = next((missing for missing, target in targets if target is None), None)
+        if feed is not None or not ways:
+            return _Path(tuple(path), feed or Missing("feed", ANY, 0), None)
+        return _Path(tuple(path), ways[0][0], ways[0][1])
+    return _Path(tuple(path), None, None)
+
+
+def _target(stage: int, missing: Missing) -> int | None:
+    """The stage that gives it; None: the coordinator."""
+    return {"forward": stage - 1, "gradient": stage + 1}.get(missing.what)
+
+
+def _waits(stage: StageNow) -> bool:
+    return stage.kind == "wait" and bool(stage.missing) and stage.silent_seconds < SILENT_SECONDS
+
+
+def _holds_up(stage: StageNow, cluster: ClusterNow) -> bool:
+    """Whether something waits for this stage that does not wait itself: where nothing else is under way, its state."""
+    sends = stage.sends is not None and not cluster.under_way
+    return sends or stage.kind != "wait" or stage.silent_seconds >= SILENT_SECONDS
+
+
+class _Words:
+    """What is said of the stages of one cluster."""
+
+    def __init__(self, cluster: ClusterNow, several: bool) -> None:
+        self._cluster = cluster
+        self._several = several
+
+    def name(self, stage: int) -> str:
+        of = f" of cluster {self._cluster.id}" if self._several else ""
+        return f"stage {stage}{of} ({self._cluster.stages[stage].node})"
+
+    def path(self, path: _Path) -> str:
+        stages = self._cluster.stages
+        text = self.name(path.stages[0])
+        for now, onward in zip(path.stages, path.stages[1:], strict=False):
+            missing = next(each for each in stages[now].missing if _target(now, each) == onward)
+            text += f" waits for {_what(missing)} from {self.name(onward)}, which"
+        last = path.stages[-1]
+        if path.missing is None:
+            return f"{text} {self.doing(last)}"
+        if path.other is not None:
+            where = self.name(path.other) if len(path.stages) > 2 else "that one"
+            return (
+                f"{text} waits for {_what(path.missing)} from {where}: one of the two does not do its part, or nothing "
+                f"passes between them{self._stuck(last, path.other)}"
+            )
+        return f"{text} waits for {_what(path.missing)}{self._was_fed(path)}"
+
+    def culprits(self, path: _Path) -> tuple[str, ...]:
+        stages = self._cluster.stages
+        if not path.stages:
+            return ()
+        last = stages[path.stages[-1]].node
+        if path.missing is None:
+            return (last,)
+        if path.other is not None:
+            return (stages[path.other].node, last)
+        fed = self._fed(path)
+        if fed is None:
+            return ()
+        # Nothing comes back to a stage of what it evaluates: it may have sent it on.
+        is_sent_on = fed < 0 and path.missing.microbatch == ANY and len(path.stages) > 1
+        return (last, stages[path.stages[-2]].node) if is_sent_on else (last,)
+
+    def doing(self, number: int) -> str:
+        stage = self._cluster.stages[number]
+        if stage.silent_seconds >= SILENT_SECONDS:
+            return f"has not been heard for {stage.silent_seconds:.0f} s"
+        if stage.kind == "save" and stage.sends is None:
+            return f"has been saving its state for {stage.seconds:.0f} s"
+        if stage.kind in ("save", "wait") and stage.sends is not None:
+            sent = f"{megabytes(stage.sends.done_bytes)} of {megabytes(stage.sends.total_bytes)}"
+            still = stage.sends.still_seconds
+            halts = f", nothing of it for {still:.0f} s" if still >= LEAST_SECONDS else ""
+            return f"sends its state, {sent}{halts}"
+        if stage.kind == "average":
+            return f"has been taking its part in a round for {stage.seconds:.0f} s"
+        if stage.kind == "wait":
+            return "does not say what it waits for"
+        return f"has been at {stage.kind} of microbatch {stage.microbatch} for {stage.seconds:.0f} s"
+
+    def _fed(self, path: _Path) -> int | None:
+        """The microbatch that the last stage says it misses the feed of, or has nothing of, and that was fed."""
+        under_way, missing = self._cluster.under_way, path.missing
+        assert missing is not None, "the last one waits"
+        if missing.microbatch != ANY:
+            return missing.microbatch if missing.microbatch in under_way else None
+        if len(path.stages) > 1:
+            before, last = path.stages[-2:]
+            wanted = [m for m in self._cluster.stages[before].missing if _target(before, m) == last]
+            if wanted[0].microbatch in under_way:
+                return wanted[0].microbatch
+        return min((number for number in under_way if number >= 0), default=None)
+
+    def _was_fed(self, path: _Path) -> str:
+        fed = self._fed(path)
+        if fed is None or path.missing is None:
+            return ""
+        return f", though it was fed microbatch {fed}" if path.missing.microbatch == ANY else ", though it was fed"
+
+    def _stuck(self, one: int, other: int) -> str:
+        stages = self._cluster.stages
+        frames = dict(stages[one].unconfirmed).get(stages[other].node, 0)
+        frames += dict(stages[other].unconfirmed).get(stages[one].node, 0)
+        return f" ({counted(frames, 'frame is', 'frames are')} not confirmed)" if frames else ""
+
+
+def _what(missing: Missing) -> str:
+    """Like "the gradient of microbatch 17"."""
+    of = "" if missing.microbatch == ANY else f" of microbatch {missing.microbatch}"
+    if missing.what == "feed":
+        return f"its feed{of}"
+    return f"the {missing.what}{of}" if of else f"any {missing.what}"

@@ -1,0 +1,162 @@
+"""The embedded swarm: a coordinator and its providers on this machine, the same code as across the world.
+
+The calling thread owns the requester's Python: it loads the job, captures the model and walks the data. A second
+thread runs the network's loop with the coordinator on it. Providers are processes of their own, started first of all,
+because importing torch is what takes longest; they get the invite through their standard input once the server
+listens, and end when that pipe does.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ravnest.coordinator.launch.display import choose_display, showing
+from ravnest.coordinator.launch.interrupts import Interrupts
+from ravnest.coordinator.launch.network_loop import NetworkLoop
+from ravnest.coordinator.launch.provider_processes import ProviderProcesses
+from ravnest.coordinator.plan.cluster_count import check_clusters
+from ravnest.cores import fair_share, usable_cores
+from ravnest.errors import RefusedError, TrainingError
+from ravnest.monitor.run_directory import check_run
+from ravnest.reference import parse_reference
+
+if TYPE_CHECKING:
+    from ravnest.coordinator.launch.session import TrainResult
+    from ravnest.coordinator.swarm.swarm import Swarm
+    from ravnest.job import Job
+    from ravnest.monitor.display import Display
+
+
+def train(
+    job: "Job",
+    *,
+    providers: int = 2,
+    clusters: int = 1,
+    run: str | PathLike[str] | None = None,
+    resume: bool = False,
+    display: bool = True,
+    devices: Sequence[str] = ("auto",),
+) -> "TrainResult":
+    """Trains the job on `providers` processes of this machine, in so many clusters; raises a RavnestError when it
+    cannot go on."""
+    check_clusters(providers, clusters)
+    check_run(None if run is None else Path(run), job_name="job", resume=resume)
+    with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
+        return swarm.train(job, clusters=clusters, run=run, resume=resume, display=display, interrupts=interrupts)
+
+
+def train_from_reference(
+    reference: str,
+    *,
+    providers: int,
+    clusters: int,
+    run: Path | None,
+    resume: bool,
+    overrides: list[str],
+    display: bool,
+    devices: Sequence[str] = ("auto",),
+) -> int:
+    """`ravnest train`: the same for a job file. The exit code: 0 when it finished, 130 or 143 when it was interrupted
+    (SIGINT, SIGTERM)."""
+    # What can be told without torch is told before anything is started.
+    name = parse_reference(reference).title
+    check_clusters(providers, clusters)
+    check_run(run, job_name=name, resume=resume)
+    with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
+        shown = choose_display(enabled=True, plain=not display)
+        with closing(shown):
+            with showing(shown, f"starting {providers} provider{'s' if providers > 1 else ''}", name):
+                # Only now: the providers import torch while this process does.
+                from ravnest.jobfile import load_job
+                from ravnest.overrides import apply_overrides
+
+                job = apply_overrides(load_job(reference), overrides)
+                interrupts.check()
+            result = swarm.train(
+                job, clusters=clusters, name=name, run=run, resume=resume, display=shown, interrupts=interrupts
+            )
+    return 0 if result.summary.status == "finished" else interrupts.exit_code
+
+
+class EmbeddedSwarm:
+    """Providers on this machine that can train one job after another; however the block ends, none outlives it."""
+
+    def __init__(self, providers: int, devices: Sequence[str] = ("auto",), slower: Sequence[float] = (1.0,)) -> None:
+        """Starts the providers, on the `devices` in turn; those for which `slower` says more than 1, in turn as well,
+        compute as machines that are so many times slower."""
+        self._stack = ExitStack()
+        self._processes = self._stack.enter_context(ProviderProcesses(providers, devices, slower))
+        self._loop: NetworkLoop | None = None
+        self._swarm: Swarm | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def train(
+        self,
+        job: "Job",
+        *,
+        providers: int | None = None,
+        clusters: int = 1,
+        name: str = "job",
+        run: str | PathLike[str] | None = None,
+        resume: bool = False,
+        display: "bool | Display" = True,
+        interrupts: Interrupts | None = None,
+    ) -> "TrainResult":
+        """Trains the job on the first `providers` of the swarm (None: all that are left), in so many clusters; a
+        RavnestError when it cannot go on. Those who have no stage stand by."""
+        from ravnest.coordinator.launch.session import Session
+
+        # Those that an earlier run has lost are not missed by this one.
+        left = self._processes.count - self._processes.told
+        if not left:
+            raise TrainingError("all providers of this swarm have ended; start another one")
+        count = left if providers is None else min(providers, left)
+        check_clusters(count, clusters)
+        loop, swarm = self._open()
+        shown = choose_display(enabled=display, plain=False) if isinstance(display, bool) else display
+        path = None if run is None else Path(run)
+        with ExitStack() as stack:
+            if interrupts is None:
+                interrupts = stack.enter_context(Interrupts())
+            interrupts.hurry = self._processes.kill
+            stack.callback(shown.close)
+            session = Session(swarm, job, name, path, resume, shown, interrupts, self._processes.take_start_time())
+            stack.callback(session.close)
+            swarm.most = left
+            loop.call(session.coordinator.start(count))
+            stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
+
+            def died(name: str, how: str) -> None:
+                loop.soon(session.coordinator.lost, name, how)
+                # Also where that run is over: the next one is not to wait for it.
+                loop.soon(swarm.dismiss, name, RefusedError(f"{name} has ended: {how}"))
+
+            self._processes.on_death(died)
+            threads = fair_share(usable_cores(), count, count - 1)
+            return session.train(count, clusters, threads, loop.call)
+
+    def _open(self) -> "tuple[NetworkLoop, Swarm]":
+        """The network's loop and the swarm on it; at the first call they start and the providers are invited."""
+        if self._loop is None or self._swarm is None:
+            from ravnest.coordinator.access.admission import Admission
+            from ravnest.coordinator.swarm.swarm import Swarm
+
+            self._loop = self._stack.enter_context(NetworkLoop())
+            admission = Admission.in_memory()
+            self._swarm = Swarm(admission, most=self._processes.count)
+            port = self._loop.call(self._swarm.start())
+            invite = admission.invite("127.0.0.1", port, uses=self._processes.count, lifetime_seconds=None)
+            loop, swarm = self._loop, self._swarm
+            self._stack.callback(lambda: loop.call_quietly(swarm.stop("the run is over")))
+            self._processes.invite(invite.line)
+        return self._loop, self._swarm

@@ -1,0 +1,64 @@
+"""What a model costs on this machine, kept in the run directory: a run that goes on need not measure it again.
+
+It is measured once, which takes seconds, or a minute for a large model; all stages of a swarm wait for a coordinator
+that was killed and starts again. What was kept counts for the same model, optimizer and batch on the same machine.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ravnest.errors import RunError
+from ravnest.graph.capture.capture import Captured
+from ravnest.graph.profile import CostProfile, NodeCost
+from ravnest.graph.update_cost import UpdateCost
+from ravnest.job import Job
+from ravnest.monitor.files import write_atomic
+
+
+def key_of(job: Job, captured: Captured, threads: int | None) -> str:
+    """Of all on which the costs hang."""
+    shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in sorted(captured.sample.items())}
+    machine = [platform.node(), platform.machine(), os.cpu_count(), torch.__version__]
+    pipeline = [job.pipeline.accumulate, job.pipeline.precision, job.pipeline.compiled]
+    told = [captured.graph.to_json(), job.optimizer_spec.to_json(), pipeline, shapes, machine, threads]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def kept_costs(path: Path, key: str) -> CostProfile | None:
+    """What was kept under this key; None where nothing was, or nobody can read it."""
+    try:
+        told: dict[str, Any] = json.loads(path.read_text())
+        if told.pop("key") != key:
+            return None
+        nodes = {name: NodeCost(**cost) for name, cost in told.pop("nodes").items()}
+        return CostProfile(nodes, update=UpdateCost(**told.pop("update")), **told)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def keep_costs(path: Path, key: str, costs: CostProfile) -> None:
+    """Keeps them, if the disk takes them: the run goes on without."""
+    nodes = {name: asdict(cost) for name, cost in costs.nodes.items()}
+    rest = {name: getattr(costs, name) for name in _FIGURES}
+    told = {"key": key, **rest, "update": asdict(costs.update), "nodes": nodes}
+    with contextlib.suppress(RunError):
+        write_atomic(path, json.dumps(told))
+
+
+_FIGURES = (
+    "samples",
+    "threads",
+    "flops_per_second",
+    "memory_bytes_per_second",
+    "precision",
+    "precision_speed",
+    "stage_seconds",
+)

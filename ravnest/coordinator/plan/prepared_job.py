@@ -1,0 +1,251 @@
+"""From a job to something that can be deployed: captured, profiled, and later cut for the providers that came."""
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ravnest.coordinator.checkpoints.resume_optimizer import resumed_metadata
+from ravnest.coordinator.checkpoints.store import CheckpointContents
+from ravnest.coordinator.feed.data_order import epoch_size
+from ravnest.coordinator.feed.feeder import Guard, first_batches
+from ravnest.coordinator.plan.cost_cache import keep_costs, kept_costs, key_of
+from ravnest.coordinator.swarm.artifacts import Artifact
+from ravnest.cores import usable_cores
+from ravnest.engine.corrections.correction import DEFAULT as DEFAULT_CORRECTION
+from ravnest.engine.corrections.correction import correction_refusal
+from ravnest.engine.corrections.discount import warm_up_updates
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.speed.calibrate import calibrate, products_speed, step_bytes, time_steps
+from ravnest.engine.speed.device_speed import measure_speed
+from ravnest.errors import RunError
+from ravnest.graph.batch import samples_in
+from ravnest.graph.capture.capture import Captured, capture
+from ravnest.graph.profile import CostProfile, profile
+from ravnest.graph.program import Program
+from ravnest.graph.update_cost import time_update
+from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
+from ravnest.job import Job
+from ravnest.planner.stage_plan import StagePlan
+
+_SPEED_SECONDS = 0.4
+_LONG_FORWARD_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A job ready to be planned and deployed."""
+
+    job: Job
+    captured: Captured
+    costs: CostProfile
+    peeked: Sequence[Any]
+    """The batches the model was captured on."""
+    restored: CheckpointContents | None = None
+
+
+def prepare(
+    job: Job,
+    threads: int | None,
+    restored: CheckpointContents | None,
+    on_phase: Callable[[str], None],
+    guard: Guard = contextlib.nullcontext,
+    kept: Path | None = None,
+) -> Prepared:
+    """Captures and profiles the job's model; CaptureError or JobError names what stands in the way.
+
+    Profiled is with so many threads, or, without a number, with as many as `choose_threads` says; what was found is in
+    the file `kept`, if there is one, from then on.
+    """
+    on_phase("capturing the model")
+    peeked = first_batches(job, guard)
+    captured = capture(job.model, job.loss, job.metrics, peeked)
+    key = key_of(job, captured, threads)
+    costs = None if kept is None else kept_costs(kept, key)
+    if costs is None:
+        on_phase("profiling the model")
+        costs = _measured(job, captured, threads)
+        if kept is not None:
+            keep_costs(kept, key, costs)
+    return Prepared(job, captured, costs, peeked, restored)
+
+
+def _measured(job: Job, captured: Captured, threads: int | None) -> CostProfile:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads or 1)
+        if threads is None:
+            torch.set_num_threads(choose_threads(_forward_seconds(captured), usable_cores()))
+        return measure_costs(job, captured)
+    finally:
+        torch.set_num_threads(before)
+
+
+def choose_threads(forward_seconds: float, cores: int) -> int:
+    """With how many threads to profile a model whose forward takes one thread so long.
+
+    One, whose time on the processor can be told from that of others, unless that would take too long.
+    """
+    return 1 if forward_seconds <= _LONG_FORWARD_SECONDS else cores
+
+
+def _forward_seconds(captured: Captured) -> float:
+    weights = {spec.name: captured.weights[spec.key] for spec in captured.graph.weights}
+    began = time.perf_counter()
+    with torch.no_grad():
+        Program(captured.graph).run(captured.sample, weights, train=False)
+    return time.perf_counter() - began
+
+
+def measure_costs(job: Job, captured: Captured) -> CostProfile:
+    """What the model costs on this machine, with as many threads as torch uses now, and how fast the machine is."""
+    graph, weights, sample = captured.graph, captured.weights, captured.sample
+    costs = profile(graph, weights, sample, samples_in(sample))
+    costs = replace(costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate))
+    available_bytes = psutil.virtual_memory().available
+    # Without the schedule: it costs nothing to speak of, and may be made for no more steps than the job has.
+    settings = replace(stage_settings(job, 0, 1, 1), schedule=None)
+    exact = replace(settings, precision="float32")
+    costs = calibrate(costs, graph, weights, sample, exact, available_bytes)
+    if settings.precision != exact.precision:
+        # It changes the products alone, by another factor on every machine.
+        fits = step_bytes(costs, graph) <= available_bytes
+        faster = products_speed(costs, time_steps(graph, weights, sample, settings)) if fits else 1.0
+        costs = replace(costs, precision=settings.precision, precision_speed=faster)
+    speed = measure_speed(torch.device("cpu"), available_bytes, _SPEED_SECONDS, halves=())
+    return replace(
+        costs, flops_per_second=speed.flops_per_second, memory_bytes_per_second=speed.memory_bytes_per_second
+    )
+
+
+def stage_settings(
+    job: Job,
+    stage: int,
+    stages: int,
+    in_flight: int,
+    *,
+    most_in_flight: int | None = None,
+    versions: str = "stash",
+    split_backward: bool = False,
+    clusters: int = 1,
+) -> StageSettings:
+    """What the provider of one stage is told about training it, where so many clusters share the run."""
+    schedule = job.schedule_spec
+    return StageSettings(
+        optimizer=job.optimizer_spec.to_json(),
+        schedule=None if schedule is None else schedule.to_json(),
+        stage=stage,
+        stages=stages,
+        seed=job.seed,
+        accumulate=job.pipeline.accumulate,
+        clip_norm=job.pipeline.clip_norm,
+        clip_value=job.pipeline.clip_value,
+        in_flight=in_flight,
+        most_in_flight=most_in_flight,
+        max_staleness=job.pipeline.max_staleness,
+        versions=versions,
+        correction=choose_correction(job)[0],
+        warm_up_updates=warm_up_updates(updates_of(job, clusters)),
+        precision=job.pipeline.precision,
+        compiled=job.pipeline.compiled,
+        split_backward=split_backward,
+        trace=job.pipeline.trace,
+        record_updates=job.pipeline.record_updates,
+    )
+
+
+def updates_of(job: Job, clusters: int) -> int | None:
+    """How many updates each cluster makes in all of the run, as far as is known; None where the data does not tell."""
+    size = epoch_size(job.train_data, 1)
+    known = [] if size is None else [job.epochs * size[0] // job.pipeline.accumulate]
+    updates = min([*known, *([] if job.max_updates is None else [job.max_updates])], default=None)
+    return None if updates is None else updates // clusters
+
+
+def choose_correction(job: Job) -> tuple[str, str]:
+    """What is done about staleness in this job, and why."""
+    asked = job.pipeline.correction
+    if asked == "none":
+        return "none", "staleness is not corrected, as asked for"
+    name = asked or DEFAULT_CORRECTION
+    refusal = correction_refusal(name, job.optimizer_spec)
+    if refusal is not None:
+        return (
+            "none",
+            f"staleness is not corrected: {name} was {'asked for' if asked else 'the default'}, and {refusal}",
+        )
+    return name, f"staleness is corrected by {name}, {'as asked for' if asked else 'the default'}"
+
+
+def graph_artifact(plan: StagePlan) -> Artifact:
+    text = plan.graph.to_json().encode()
+    return _artifact(
+        f"graph-{plan.stage}", hashlib.sha256(text).hexdigest(), len(text), lambda offset: iter([text[offset:]])
+    )
+
+
+def weights_artifact(plan: StagePlan, prepared: Prepared, averaged: bool = False) -> Artifact:
+    """The stage's weights, as the model has them or as a checkpoint left them, with optimizer state in that case; where
+    it is `averaged` with that of other clusters, with the outer optimizer's too."""
+    tensors, metadata = _stage_tensors(plan, prepared)
+    if averaged and prepared.restored is not None and prepared.job.averaging.outer == "nesterov":
+        outer = prepared.restored.outer
+        tensors |= {f"outer:{s.key}": _saved(outer, s.key, s.shape) for s in plan.graph.parameters if s.key in outer}
+    return _artifact(
+        f"weights-{plan.stage}",
+        content_hash(stream_tensors(tensors, metadata)),
+        stream_size_bytes(tensors, metadata),
+        lambda offset: stream_tensors(tensors, metadata, offset_bytes=offset),
+    )
+
+
+def constants_artifact(plan: StagePlan, prepared: Prepared) -> Artifact:
+    """The stage's weights that never change: with a part of a replica they make the whole stage."""
+    weights = prepared.captured.weights
+    tensors = {f"weight:{spec.key}": weights[spec.key] for spec in plan.graph.constants}
+    return _artifact(
+        f"constants-{plan.stage}",
+        content_hash(stream_tensors(tensors, {})),
+        stream_size_bytes(tensors, {}),
+        lambda offset: stream_tensors(tensors, {}, offset_bytes=offset),
+    )
+
+
+def static_tensors(captured: Captured) -> dict[str, torch.Tensor]:
+    """Entries of the model's state_dict that training never changes."""
+    constants = {c.key: captured.weights[c.key] for c in captured.graph.constants if c.key not in captured.not_saved}
+    return {**constants, **captured.static}
+
+
+def _artifact(name: str, sha256: str, size_bytes: int, open_at: Callable[[int], Iterator[bytes]]) -> Artifact:
+    # By content: a transfer that is taken up again after another deployment must not go on with that one's bytes.
+    return Artifact(f"{name}-{sha256[:16]}", sha256, size_bytes, open_at)
+
+
+def _stage_tensors(plan: StagePlan, prepared: Prepared) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    restored, weights = prepared.restored, prepared.captured.weights
+    tensors: dict[str, torch.Tensor] = {f"weight:{w.key}": weights[w.key] for w in plan.graph.weights}
+    if restored is None:
+        return tensors, {}
+    for spec in plan.graph.parameters:
+        tensors[f"weight:{spec.key}"] = _saved(restored.parameters, spec.key, spec.shape)
+        for name, value in restored.optimizer.get(spec.key, {}).items():
+            tensors[f"optim:{spec.key}:{name}"] = value
+    for spec in plan.graph.states:
+        tensors[f"weight:{spec.key}"] = _saved(restored.buffers, spec.key, spec.shape)
+    return tensors, resumed_metadata(restored.metadata, restored.manifest["state"], prepared.job)
+
+
+def _saved(saved: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = saved.get(key)
+    if tensor is None or tuple(tensor.shape) != shape:
+        raise RunError(
+            f"the checkpoint does not fit the model: {key} is missing or has another shape; resume with the same model"
+        )
+    return tensor

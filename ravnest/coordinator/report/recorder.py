@@ -1,0 +1,93 @@
+"""What stages report while they train, on its way to the progress and into the run's curves."""
+
+from pathlib import Path
+from typing import Final
+
+from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.report.trace_collector import Tracing
+from ravnest.monitor.json_lines import JsonLines
+from ravnest.monitor.metrics import MetricLog
+from ravnest.net.v1.control_pb2 import Report
+
+_MOST_EARLY: Final = 4096
+
+
+class Recorder:
+    """Takes the stages' reports; RunError when the disk refuses a line."""
+
+    def __init__(self, progress: Progress, metrics: MetricLog) -> None:
+        self._progress = progress
+        self._metrics = metrics
+        self._places: dict[int, Place] = {}
+        self._early: dict[int, float] = {}
+        """Losses of what another coordinator has fed, until the data comes to it."""
+        self._updates: JsonLines | None = None
+        self.tracing: Tracing | None = None
+        """Who keeps the spans that stages report."""
+
+    def record_updates(self, path: Path) -> None:
+        """From now on every update of every stage becomes a line of the file at `path`."""
+        self._updates = JsonLines(path)
+
+    def fed(self, microbatch: int, after: Place) -> None:
+        """A microbatch has been fed whose loss will be reported; `after` is where it stands on the curves."""
+        loss = self._early.pop(microbatch, None)
+        if loss is not None:
+            self._metrics.write("train", samples=after.samples, updates=after.updates, values={"loss": loss})
+            return
+        self._places[microbatch] = after
+
+    def take(self, node_id: str, cluster: int, stage: int, report: Report) -> None:
+        """What the provider of a stage reports."""
+        before = self._progress.reports.get(node_id)
+        if self.tracing is not None:
+            self.tracing.take(node_id, report)
+        self._progress.reports[node_id] = report
+        self._write_staleness(cluster, stage, report, before if before is not None else Report())
+        for record in report.losses:
+            self._progress.losses.append((record.loss, record.samples))
+            place = self._places.pop(record.microbatch, None)
+            if place is not None:
+                values = {"loss": record.loss}
+                self._metrics.write("train", samples=place.samples, updates=place.updates, values=values)
+            elif record.microbatch >= self._progress.ledger.fed and len(self._early) < _MOST_EARLY:
+                self._early[record.microbatch] = record.loss
+        if self._updates is not None:
+            for update in report.records:
+                line = {
+                    "cluster": cluster,
+                    "stage": stage,
+                    "microbatch": update.microbatch,
+                    "forward_version": update.forward_version,
+                    "version": update.version,
+                }
+                self._updates.append(line)
+
+    def _write_staleness(self, cluster: int, stage: int, report: Report, before: Report) -> None:
+        """How stale the updates of a stage were since its report before."""
+        updates = report.updates - before.updates
+        known = dict(enumerate(before.staleness_counts))
+        newer = [k for k, count in enumerate(report.staleness_counts) if count > known.get(k, 0)]
+        if updates > 0 and newer:
+            ledger = self._progress.ledger
+            values = {
+                "staleness": (report.staleness_sum - before.staleness_sum) / updates,
+                # Only the last of all is told by itself, where it is beyond what is counted.
+                "staleness_max": max(
+                    newer[-1], report.staleness_max if report.staleness_max > before.staleness_max else 0
+                ),
+            }
+            self._metrics.write(
+                "stage", samples=ledger.samples, updates=report.updates, values=values, cluster=cluster, stage=stage
+            )
+
+    def evaluated(self, values: dict[str, float]) -> None:
+        """An evaluation is complete."""
+        self._progress.eval = values
+        ledger = self._progress.ledger
+        self._metrics.write("eval", samples=ledger.samples, updates=ledger.updates, values=values)
+
+    def close(self) -> None:
+        if self._updates is not None:
+            self._updates.close()

@@ -1,0 +1,248 @@
+"""The orders by which providers take their stages and link to one another."""
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from ravnest.averaging.outer.nesterov import momentum_for
+from ravnest.averaging.settings import RingSettings
+from ravnest.coordinator.plan.lr_scaling import rate_factor, scaled_optimizer, scaled_schedule
+from ravnest.coordinator.plan.prepared_job import (
+    Prepared,
+    constants_artifact,
+    graph_artifact,
+    stage_settings,
+    weights_artifact,
+)
+from ravnest.coordinator.swarm.artifacts import Artifact
+from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.reachability import Reach, choose_dialling
+from ravnest.engine.settings import StageSettings
+from ravnest.job import Job
+from ravnest.net.address import join_address, split_address
+from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, Ring
+from ravnest.planner.run_plan import ClusterPlan, RingPlan, RunPlan
+from ravnest.planner.stage_plan import StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOrder:
+    """A link between two stages: what each end is told of the other, and why it is dialled as it is."""
+
+    before: str
+    after: str
+    to_before: Neighbour
+    to_after: Neighbour
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return self.to_after.link
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """An order for each stage, by the provider that is to take it, and what the orders tell providers to fetch."""
+
+    by_node: dict[str, Deploy]
+    artifacts: dict[str, Artifact]
+    links: tuple[LinkOrder, ...]
+    """Between neighbouring stages."""
+    ring_links: tuple[LinkOrder, ...] = ()
+    """Between the owners of each ring, every two of them: whoever is left out of a round, the others close the ring."""
+
+    @classmethod
+    async def make(
+        cls,
+        prepared: Prepared,
+        plan: RunPlan,
+        members: Mapping[str, Member],
+        reaches: Mapping[str, Reach],
+        deployment: str,
+        generation: int,
+        *,
+        donated: bool = False,
+    ) -> Self:
+        """Hashes every stage's weights on the way, which takes a moment; RunError where a checkpoint does not fit.
+
+        Where others have what stages begin with, that is `donated`, and only what never changes comes from here."""
+
+        def weights(stage: StagePlan) -> Artifact:
+            if donated:
+                return constants_artifact(stage, prepared)
+            return weights_artifact(stage, prepared, bool(plan.rings))
+
+        made = await asyncio.to_thread(lambda: {s.node: (graph_artifact(s), weights(s)) for s in plan.stages})
+        links: dict[tuple[str, str], LinkOrder] = {}
+        for cluster in plan.clusters:
+            links |= stage_links(cluster, members, reaches, f"{deployment}-{generation}")
+        ring_links = order_ring_links(plan, members, reaches, deployment)
+        orders = {}
+        for cluster in plan.clusters:
+            for stage in cluster.stages:
+                order = stage_order(
+                    prepared, plan, cluster, stage, links, ring_links, deployment, generation, generation
+                )
+                for field, artifact in zip((order.graph, order.weights), made[stage.node], strict=True):
+                    field.CopyFrom(reference(artifact))
+                orders[stage.node] = order
+        artifacts = {artifact.id: artifact for pair in made.values() for artifact in pair}
+        return cls(orders, artifacts, tuple(links.values()), ring_links)
+
+
+def stage_order(
+    prepared: Prepared,
+    plan: RunPlan,
+    cluster: ClusterPlan,
+    stage: StagePlan,
+    links: Mapping[tuple[str, str], LinkOrder],
+    ring_links: Iterable[LinkOrder],
+    deployment: str,
+    generation: int,
+    ring_generation: int,
+) -> Deploy:
+    """The order for one stage of a cluster, but for what it begins with."""
+    stages = cluster.stages
+    before = stages[stage.stage - 1].node if stage.stage else ""
+    after = stages[stage.stage + 1].node if stage.stage + 1 < len(stages) else ""
+    return Deploy(
+        deployment=deployment,
+        stage=stage.stage,
+        stages=len(stages),
+        settings_json=_settings(prepared.job, stage, cluster, plan).to_json(),
+        generation=generation,
+        ring_generation=ring_generation,
+        previous=links[before, stage.node].to_before if before else None,
+        next=links[stage.node, after].to_after if after else None,
+        rings=[ring_order(ring) for ring in plan.rings if stage.node in ring.owners],
+        ring_peers=ring_neighbours(stage.node, ring_links),
+        averaging_json=ring_settings(prepared.job, len(plan.clusters)).to_json() if plan.rings else "",
+        key=stage_key(deployment, stage),
+    )
+
+
+def stage_key(deployment: str, stage: StagePlan) -> str:
+    """How replicas name a stage of a deployment, whoever holds it."""
+    return f"{deployment}-{stage.cluster}-{stage.stage}"
+
+
+def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, plan: RunPlan) -> StageSettings:
+    settings = stage_settings(
+        job,
+        stage.stage,
+        len(cluster.stages),
+        cluster.in_flight,
+        most_in_flight=plan.bound_in_flight,
+        versions=plan.versions,
+        split_backward=stage.split_backward,
+        clusters=len(plan.clusters),
+    )
+    factor = rate_factor(job, len(plan.clusters)).factor
+    schedule = scaled_schedule(job.schedule_spec, factor)
+    return replace(
+        settings,
+        optimizer=scaled_optimizer(job.optimizer_spec, factor).to_json(),
+        schedule=None if schedule is None else schedule.to_json(),
+        # Microbatches are numbered through all clusters, and each is to have as many traced.
+        trace=settings.trace * len(plan.clusters),
+    )
+
+
+def ring_order(ring: RingPlan) -> Ring:
+    """What an owner is told of a ring: the same to all of them."""
+    tensors = ring.tensors
+    return Ring(
+        ring=ring.ring,
+        fragment=ring.fragment,
+        parameters=[spec.key for spec in tensors.parameters],
+        buffers=[spec.key for spec in tensors.buffers],
+        counters=[spec.key for spec in tensors.counters],
+    )
+
+
+def ring_settings(job: Job, clusters: int) -> RingSettings:
+    """What every owner is told of how so many clusters average."""
+    averaging = job.averaging
+    momentum = averaging.outer_momentum
+    if averaging.outer == "nesterov" and momentum is None:
+        momentum = momentum_for(clusters)
+    return RingSettings(
+        outer=averaging.outer,
+        outer_rate=averaging.outer_rate,
+        outer_momentum=momentum,
+        codec=averaging.codec,
+        optimizer_state=averaging.optimizer_state,
+    )
+
+
+def stage_links(
+    cluster: ClusterPlan, members: Mapping[str, Member], reaches: Mapping[str, Reach], prefix: str
+) -> dict[tuple[str, str], LinkOrder]:
+    """The links between neighbouring stages of a cluster, by the nodes that hold these."""
+    return {
+        (before.node, after.node): order_link(
+            f"{prefix}-{cluster.id}-{before.stage}", members[before.node], members[after.node], reaches, after.codec
+        )
+        for before, after in itertools.pairwise(cluster.stages)
+    }
+
+
+def order_ring_links(
+    plan: RunPlan, members: Mapping[str, Member], reaches: Mapping[str, Reach], deployment: str
+) -> tuple[LinkOrder, ...]:
+    """The links between the owners of each ring. They are named by their ends, so that one stays where both do."""
+    pairs = dict.fromkeys(pair for ring in plan.rings for pair in itertools.combinations(sorted(ring.owners), 2))
+    return tuple(
+        order_link(f"{deployment}-ring-{_short(one, other)}", members[one], members[other], reaches)
+        for one, other in pairs
+        if one in members and other in members
+    )
+
+
+def ring_neighbours(node_id: str, links: Iterable[LinkOrder]) -> list[Neighbour]:
+    """The other ends of the links that this node is an end of."""
+    return [
+        link.to_after if link.before == node_id else link.to_before
+        for link in links
+        if node_id in (link.before, link.after)
+    ]
+
+
+def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, Reach], codec: str = "") -> LinkOrder:
+    """The link between the stages of these two, dialled by whichever end can; both ends are told the codec."""
+    reach_before, reach_after = reaches[before.node_id], reaches[after.node_id]
+    earlier, later, reason = choose_dialling(reach_before, reach_after)
+
+    def neighbour(member: Member, reach: Reach, dialling: int) -> Neighbour:
+        address = reach.address or member.address
+        direct = ""
+        if reach.address and member.direct_port:
+            direct = join_address(split_address(reach.address)[0], member.direct_port)
+        return Neighbour(
+            node=member.node_id,
+            address=address,
+            link=name,
+            dialling=dialling,  # type: ignore[arg-type]
+            direct_address=direct,
+            codec=codec,
+        )
+
+    return LinkOrder(
+        before.node_id,
+        after.node_id,
+        to_before=neighbour(before, reach_before, later),
+        to_after=neighbour(after, reach_after, earlier),
+        reason=reason,
+    )
+
+
+def _short(*nodes: str) -> str:
+    return hashlib.sha256("\0".join(nodes).encode()).hexdigest()[:12]
+
+
+def reference(artifact: Artifact) -> ArtifactRef:
+    """How an order names what is to be fetched."""
+    return ArtifactRef(id=artifact.id, sha256=artifact.sha256, size_bytes=artifact.size_bytes)

@@ -1,0 +1,172 @@
+"""What is known of the connections: each provider's own to the coordinator, and between two on request.
+
+Between two providers the first dials the second, as a stage dials the next one. A provider is in one measurement at a
+time, so that they do not measure one another.
+"""
+
+import asyncio
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ravnest import units as amounts
+from ravnest.errors import PeerError
+from ravnest.monitor.words import printable
+from ravnest.net.probe.measuring import LinkSpeed
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer, PeerMeasured, ProviderMessage
+
+if TYPE_CHECKING:
+    from ravnest.coordinator.swarm.members import Member, Members
+    from ravnest.coordinator.swarm.swarm import Swarm
+
+Pair = tuple[str, str]
+"""Who measures, and to whom."""
+
+PAIR_SECONDS = 45.0
+"""When a provider that does not answer is given up: longer than it may take to dial, wait for its turn and measure."""
+
+_ERROR_CHARACTERS = 500
+
+
+async def measure_pairs(
+    swarm: "Swarm", pairs: Iterable[Pair], timeout_seconds: float = PAIR_SECONDS
+) -> dict[Pair, LinkSpeed | PeerError]:
+    """Has the first provider of each pair measure the connection to the second, and gives what each found.
+
+    A pair that could not be measured has the error that says why, and never delays the others by more than
+    `timeout_seconds`. Pairs in which one does not measure, as in the embedded swarm, where all are on one machine, are
+    left out. On the network's loop.
+    """
+    asked = {pair for pair in pairs if pair[0] != pair[1] and all(_measures(swarm, node) for node in pair)}
+    free = {node: asyncio.Lock() for pair in asked for node in pair}
+
+    async def one(pair: Pair) -> LinkSpeed | PeerError:
+        # In one order everywhere, so that no two wait for each other.
+        first, second = sorted(pair)
+        async with free[first], free[second]:
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    return await _measure_pair(swarm, pair)
+            except TimeoutError:
+                return PeerError(f"{pair[0]} did not say within {timeout_seconds:g} seconds how fast {pair[1]} is")
+            except PeerError as error:
+                return error
+
+    ordered = sorted(asked)
+    return dict(zip(ordered, await asyncio.gather(*map(one, ordered)), strict=True))
+
+
+class PairAnswers:
+    """The answers to what providers were asked to measure. What was not asked for is not kept."""
+
+    def __init__(self) -> None:
+        self._expected: dict[Pair, LinkSpeed | PeerError | None] = {}
+
+    def expect(self, pair: Pair) -> None:
+        self._expected[pair] = None
+
+    def take(self, pair: Pair) -> LinkSpeed | PeerError | None:
+        """The answer, which is forgotten with this; None where there is none."""
+        return self._expected.pop(pair, None)
+
+    def has(self, pair: Pair) -> bool:
+        return self._expected.get(pair) is not None
+
+    def heard(self, node_id: str, answer: PeerMeasured) -> None:
+        pair = (node_id, answer.node)
+        if pair in self._expected:
+            self._expected[pair] = link_of(answer) or PeerError(
+                printable(answer.error[:_ERROR_CHARACTERS]) or "it gave no figures"
+            )
+
+
+def hear(members: "Members", member: "Member", message: ProviderMessage) -> bool:
+    """Keeps what a provider says it measured; whether that is what it said."""
+    if message.HasField("measured"):
+        member.link = link_of(message.measured)
+        member.link_error = (
+            "" if member.link else printable(message.measured.error[:_ERROR_CHARACTERS]) or "it gave no figures"
+        )
+    elif message.HasField("speed"):
+        member.shares_again(message.speed)
+    elif message.HasField("peer_measured"):
+        members.pairs.heard(member.node_id, message.peer_measured)
+    else:
+        return False
+    members.changes.notify()
+    return True
+
+
+def link_of(answer: "Measured | PeerMeasured") -> LinkSpeed | None:
+    """The figures in a provider's answer; None where there are none that can be."""
+    figures = answer.round_trip_seconds, answer.up_bytes_per_second, answer.down_bytes_per_second
+    if answer.error or not all(map(positive, figures)):
+        return None
+    return LinkSpeed(*figures)
+
+
+def positive(figure: float) -> float:
+    """A figure from another machine; 0 for one that cannot be."""
+    return figure if math.isfinite(figure) and figure > 0 else 0.0
+
+
+def describe(member: "Member") -> str:
+    """The machine in words, as far as it is known: "cpu, 8 cores, 12.0 GiB, 95 GFLOP/s, 24 ms, 92/31 Mbit/s".
+
+    Of the two rates the first is to the provider, the second from it.
+    """
+    parts = [member.device]
+    if member.cores and member.device == "cpu":
+        parts.append(amounts.counted(member.cores, "core"))
+    if member.flops_per_second:
+        parts += [amounts.gibibytes(member.memory_bytes), amounts.flops(member.flops_per_second)]
+    if (link := member.link) is not None:
+        rates = f"{amounts.megabits(link.down_bytes_per_second)}/{amounts.megabits(link.up_bytes_per_second)} Mbit/s"
+        parts += [amounts.milliseconds(link.round_trip_seconds), rates]
+    elif member.link_error:
+        parts.append("connection not measured")
+    return ", ".join(parts)
+
+
+def figures(member: "Member") -> dict[str, object]:
+    """The same as plain values, for the events of the run; what is not known is left out."""
+    known: dict[str, object] = {
+        "memory_bytes": member.memory_bytes,
+        "cores": member.cores,
+        "flops_per_second": member.flops_per_second,
+        "bfloat16_flops_per_second": member.bfloat16_flops_per_second,
+        "float16_flops_per_second": member.float16_flops_per_second,
+        "memory_bytes_per_second": member.memory_bytes_per_second,
+        "device_name": member.device_name,
+        "link_error": member.link_error,
+    }
+    if member.link is not None:
+        known["round_trip_seconds"] = member.link.round_trip_seconds
+        known["up_bytes_per_second"] = member.link.up_bytes_per_second
+        known["down_bytes_per_second"] = member.link.down_bytes_per_second
+    return {name: value for name, value in known.items() if value}
+
+
+async def _measure_pair(swarm: "Swarm", pair: Pair) -> LinkSpeed | PeerError:
+    measuring, measured = pair
+    members = swarm.members
+    members.pairs.expect(pair)
+    try:
+        order = MeasurePeer(node=measured, address=_address(members[measured]))
+        await swarm.tell(measuring, CoordinatorMessage(measure_peer=order))
+        await members.changes.until(lambda: members.pairs.has(pair) or not members.is_present(measuring))
+    finally:
+        answer = members.pairs.take(pair)
+    return answer or PeerError(f"{measuring} left before it had measured the connection to {measured}")
+
+
+def _address(member: "Member") -> str:
+    """Where it can be dialled; PeerError when it is known that it cannot."""
+    address = member.address if member.reach is None else member.reach.address
+    if not address:
+        raise PeerError(member.reach.reason if member.reach is not None else f"{member.node_id} dials out only")
+    return address
+
+
+def _measures(swarm: "Swarm", node_id: str) -> bool:
+    return node_id in swarm.members and swarm.members[node_id].measures_link

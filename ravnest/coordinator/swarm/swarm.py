@@ -1,0 +1,404 @@
+"""The coordinator's side of every provider: admits them, hands out artifacts, and passes on what they say.
+
+It decides nothing about training: a `SwarmEvents` does, and is told of everything that happens.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from ravnest import __version__
+from ravnest.coordinator.access.admission import Admission
+from ravnest.coordinator.access.join_rate import JoinPace
+from ravnest.coordinator.access.swarm_store import SwarmState
+from ravnest.coordinator.swarm.artifacts import Artifact
+from ravnest.coordinator.swarm.event_quota import EventShare
+from ravnest.coordinator.swarm.heartbeat import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENCE_SECONDS, Line
+from ravnest.coordinator.swarm.link_measurements import hear
+from ravnest.coordinator.swarm.members import Member, Members, check_machine, check_version
+from ravnest.coordinator.swarm.reachability import Reach, find_reach
+from ravnest.coordinator.swarm.relay import Relay
+from ravnest.errors import PeerError, RefusedError, printable
+from ravnest.graph.portable import FORMAT_VERSION
+from ravnest.net.address import split_address
+from ravnest.net.door.budgets import origin_of
+from ravnest.net.door.doorkeeper import TurnedAway
+from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.identity.identity import Identity
+from ravnest.net.probe.measuring import LinkSpeed
+from ravnest.net.probe.reverse_dial import NONCE_BYTES, dial_back
+from ravnest.net.rpc.server import CoordinatorServer
+from ravnest.net.streams.frame_stream import Link, RelayEnd
+from ravnest.net.streams.resumable_link import ResumableLink
+from ravnest.net.v1.control_pb2 import (
+    CheckReply,
+    CheckRequest,
+    CoordinatorMessage,
+    Deploy,
+    Hold,
+    JoinReply,
+    JoinRequest,
+    Meet,
+    ProviderMessage,
+    Stop,
+)
+from ravnest.net.version import PROTOCOL_VERSION
+
+_STOP_SECONDS = 1.0
+
+
+class SwarmEvents(Protocol):
+    """Who is told what providers do. All calls come on the network's loop."""
+
+    def joined(self, member: Member) -> None:
+        """A provider has been admitted."""
+
+    def said(self, node_id: str, message: ProviderMessage) -> None:
+        """A provider reports, is ready, has failed or leaves."""
+
+    def returned(self, node_id: str, frame: Frame) -> None:
+        """A stage has sent a result or finished a microbatch."""
+
+    def disconnected(self, node_id: str, reason: str) -> None:
+        """A provider's connection is down; it may come back."""
+
+    def reconnected(self, node_id: str) -> None:
+        """A provider has come back, with nothing lost."""
+
+    def vanished(self, node_id: str, reason: str) -> None:
+        """A provider's stay in the swarm has ended, in order or not."""
+
+    async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
+        """A stage uploads its state."""
+
+    def turned_away(self, address: str, connections: int, reason: str) -> None:
+        """Connections of an address took more than their share of the port and were closed. Told seldom."""
+
+
+class Swarm:
+    """A server and its members. Made and used on the network's loop."""
+
+    def __init__(self, admission: Admission, *, most: int | None = None) -> None:
+        """`admission` says who gets in; it is closed when the swarm stops."""
+        self.admission = admission
+        self.most = most
+        """How many providers there can be, those that are lost not counted; None: anybody with an invite may come."""
+        self.events: SwarmEvents | None = None
+        """Who is told; a run sets it when it begins. What happens while nobody listens is only kept as membership."""
+        self.state: SwarmState | None = None
+        """What is kept for a coordinator that is started again; None where the swarm ends with its process."""
+        self.generation = 0
+        """Number of the newest deployment; frames of earlier ones are refused."""
+        self.host = ""
+        """Where the coordinator listens; providers there share its cores."""
+        self._server = CoordinatorServer(self, admission.server_keys, admission.caller, self._turned_away)
+        self.members = Members()
+        self.artifacts: dict[str, Artifact] = {}
+        self._orders: dict[str, Deploy] = {}
+        """The newest order to each node: what it may fetch and send follows from it."""
+        self._holds: dict[str, dict[str, Hold]] = {}
+        """Of each node, whose replicas it is to keep, by the stage's key: it may fetch what it takes to go on there."""
+        self._numbers = 0
+        self._process = secrets.token_hex(16)
+        self._pace = JoinPace()
+        self._refusals = EventShare()
+        """Rate limit for events about joins that were refused, by address."""
+        self._relay = Relay(self._call_to_relay)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Listens; the port, chosen by the system for port 0. RunError when it is taken."""
+        self.host = host
+        return await self._server.start(host, port)
+
+    async def stop(self, reason: str) -> None:
+        """Tells every provider to stop, gives them a moment to go, and stops listening."""
+        for member in self.members.listening():
+            with contextlib.suppress(PeerError, TimeoutError):
+                async with asyncio.timeout(_STOP_SECONDS):
+                    await self.tell(member.node_id, CoordinatorMessage(stop=Stop(reason=reason)))
+        await self.members.wait_until_gone(_STOP_SECONDS)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.stop()
+        self.admission.close()
+
+    def expel(self, node_id: str, reason: str = "") -> None:
+        """Ends the stay of a node that was thrown out."""
+        because = f" ({reason})" if reason else ""
+        why = f"{node_id} was thrown out of the swarm{because}; ask the requester for a new invite"
+        self.members.remove(node_id, why)
+        self._server.drop(node_id, why)
+
+    def dismiss(self, node_id: str, error: RefusedError) -> None:
+        """Ends the stay of a node that broke the rules; it is told why, and may join again."""
+        if node_id in self.members:
+            self.members[node_id].fail(error)
+        self._server.drop(node_id, str(error))
+
+    @property
+    def open_to_more(self) -> bool:
+        """Whether somebody else may come in the place of a provider that is lost."""
+        return self.most is None
+
+    def next_number(self) -> int:
+        """One that nobody has had: for names that must not be those of something before."""
+        self._numbers += 1
+        return self._numbers
+
+    async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
+        """Says something to a provider, now or when it is connected again; PeerError when it is gone."""
+        if message.HasField("deploy"):
+            self._orders[node_id] = message.deploy
+            # It is busy fetching and building now, and reports when that is done.
+            self.members[node_id].reports = False
+        elif message.HasField("hold"):
+            self._holds.setdefault(node_id, {})[message.hold.key] = message.hold
+        await self.members[node_id].control.send(message)
+
+    async def feed_frame(self, node_id: str, frame: Frame) -> None:
+        """Sends a frame to a stage, waiting while it is slow; PeerError when it is gone."""
+        await self.members[node_id].feed.send(frame)
+
+    async def reaches(self, members: Sequence[Member]) -> dict[str, Reach]:
+        """Whether each of these can be dialled; waits for those that are still being tried. One that has gone
+        meanwhile cannot."""
+        links = [(member, member.control.link) for member in members]
+        await self.members.changes.until(lambda: all(member.reach is not None or link.over for member, link in links))
+        gone = Reach("", "it has gone")
+        return {member.node_id: member.reach or gone for member in members}
+
+    async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
+        # Before the invite is used: a provider that cannot take part should not use it up.
+        check_version(request)
+        check_machine(request)
+        if request.address:
+            split_address(request.address)
+        await self._keep_pace(identity, request, seen_host)
+        admitted = await asyncio.to_thread(self.admission.join, identity, request.certificate_request, request.name)
+        member = Member.of(admitted.node_id, request, seen_host)
+        if member.node_id in self.members:
+            self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
+        self.members.put(member)
+        self._orders.pop(member.node_id, None)
+        self._holds.pop(member.node_id, None)
+        for work in (self._listen(member), self._take_frames(member), self._watch(member)):
+            self._spawn(work)
+        return JoinReply(
+            node_id=member.node_id,
+            certificate=admitted.certificate,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            session=member.session,
+            process=self._process,
+        )
+
+    async def _keep_pace(self, identity: Identity, request: JoinRequest, seen_host: str) -> None:
+        """Lets a new node wait for its turn; RefusedError where that would take too long."""
+        if self.most is not None or not await asyncio.to_thread(
+            self.admission.is_new, identity, request.certificate_request
+        ):
+            return
+        address = f"address {origin_of(seen_host)}"
+        wait_seconds, why = self._pace.take(f"invite {identity.name}", address, time.monotonic())
+        if wait_seconds is None:
+            if self.events is not None and self._refusals.take(address, time.monotonic()):
+                self.events.turned_away(origin_of(seen_host), 1, why)
+            raise PeerError(why)
+        await asyncio.sleep(wait_seconds)
+
+    async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
+        good, reason = await asyncio.to_thread(self.admission.check, identity)
+        dialled = good and 0 < request.port < 65536 and len(request.nonce) == NONCE_BYTES and bool(seen_host)
+        return CheckReply(
+            good=good,
+            reason=reason,
+            dialled=dialled,
+            not_reached=await dial_back(seen_host, request.port, request.nonce) if dialled else "",
+            seen_host=seen_host,
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
+            graph_format=FORMAT_VERSION,
+            unix_seconds=time.time(),
+        )
+
+    async def control(self, node_id: str, connection: Link) -> None:
+        member = self.members.staying(node_id, connection.label)
+        await self._carry(member, member.control.link, connection)
+
+    async def feed(self, node_id: str, connection: Link) -> None:
+        member = self.members.staying(node_id, connection.label)
+        await self._carry(member, member.feed, connection)
+
+    async def relay(self, node_id: str, end: RelayEnd) -> None:
+        await self._relay.serve(node_id, end)
+
+    def allow_relays(self, links: Mapping[str, frozenset[str]]) -> None:
+        """The links of the newest deployment, by name, each with the two nodes it is between."""
+        self._relay.allow(links)
+
+    async def _carry(self, member: Member, link: ResumableLink, connection: Link) -> None:
+        """Carries one of a member's links over this connection, and tells when it is lost or back."""
+        again, was_present = link.connections > 0, member.present
+        carrying = asyncio.create_task(link.carry(connection))
+        connected = asyncio.create_task(link.until_connected())
+        try:
+            await asyncio.wait({carrying, connected}, return_when=asyncio.FIRST_COMPLETED)
+            self._greet(member)
+            self.members.changes.notify()
+            if link.connected and again and was_present and self.events is not None:
+                self.events.reconnected(member.node_id)
+            await carrying
+        except PeerError as error:
+            if member.present and not link.connected and self.events is not None:
+                self.events.disconnected(member.node_id, str(error))
+            # Whoever watches how long it is away begins to count.
+            self.members.changes.notify()
+            raise
+        finally:
+            carrying.cancel()
+            connected.cancel()
+            await asyncio.gather(carrying, connected, return_exceptions=True)
+
+    async def _listen(self, member: Member) -> None:
+        """Passes on what a provider says, until its stay is over."""
+        reason, left = "it ended its connection", ""
+        try:
+            while (message := await self._next_message(member)) is not None:
+                self._hear_whether_it_reports(member, message)
+                if self._hear_measures(member, message):
+                    continue
+                if message.HasField("leaving"):
+                    left = printable(f"it left: {message.leaving.reason}")
+                if self.events is not None:
+                    self.events.said(member.node_id, message)
+        except PeerError as error:
+            reason = str(error)
+        finally:
+            member.fail(PeerError(f"{member.node_id} is gone"))
+            if self.events is not None:
+                self.events.vanished(member.node_id, left or reason)
+            self.members.changes.notify()
+
+    async def _next_message(self, member: Member) -> ProviderMessage | None:
+        """What a provider says next. One that holds a stage says something every second: silence ends its stay."""
+        seconds = silence_seconds(member.link)
+        try:
+            while True:
+                began = time.monotonic()
+                try:
+                    async with asyncio.timeout(seconds if member.reports else None):
+                        return await member.control.receive()
+                except TimeoutError:
+                    # One that uploads is there, whatever its report waits behind.
+                    if member.uploads.heard_at < began:
+                        raise
+        except TimeoutError:
+            why = RefusedError(f"{member.node_id} is connected and has said nothing for {seconds:.0f} s")
+            member.fail(why)
+            self._server.drop(member.node_id, str(why))
+            raise why from None
+
+    def _hear_whether_it_reports(self, member: Member, message: ProviderMessage) -> None:
+        """A stage reports until it fails: so does that of a run before, whose neighbours have other stages now."""
+        order = self._orders.get(member.node_id)
+        for kind in ("report", "failed"):
+            if order is not None and message.HasField(kind) and getattr(message, kind).deployment == order.deployment:
+                member.reports = kind == "report"
+
+    def _hear_measures(self, member: Member, message: ProviderMessage) -> bool:
+        heard = hear(self.members, member, message)
+        self._greet(member)
+        return heard
+
+    def _greet(self, member: Member) -> None:
+        """Tells of a provider, once: when it can be given something, and it is known what kind of machine it is."""
+        if member.present and not member.greeted:
+            member.greeted = True
+            if self.events is not None:
+                self.events.joined(member)
+
+    async def _take_frames(self, member: Member) -> None:
+        """Passes on what a stage returns, until its stay is over; one that breaks the rules is dismissed."""
+        node_id = member.node_id
+        try:
+            while (frame := await member.feed.receive()) is not None:
+                order = self._orders.get(node_id)
+                if order is not None and frame.generation < order.generation:
+                    # Of a run that was given up: it was under way when the new order went out.
+                    continue
+                allowed, reason = may_return(node_id, order, frame)
+                if not allowed:
+                    raise RefusedError(reason)
+                if self.events is not None:
+                    self.events.returned(node_id, frame)
+            # A provider says that it leaves on its other link, and then both are over.
+            raise RefusedError(f"{node_id} ended its feed in the middle of its stay")
+        except PeerError as error:
+            # A provider that cannot be fed is no use, and one that broke the rules is no friend.
+            member.fail(error)
+            if isinstance(error, RefusedError) and self.members.is_current(member):
+                self._server.drop(node_id, str(error))
+
+    async def _watch(self, member: Member) -> None:
+        """Finds out whether the provider can be dialled, and gives it up when it is away for too long."""
+        link = member.control.link
+        patience = asyncio.create_task(link.fail_when_gone(PATIENCE_SECONDS))
+        try:
+            with contextlib.suppress(PeerError):
+                await link.until_connected()
+                authority = self.admission.authority.certificate
+                member.reach = await find_reach(member.node_id, member.address, member.seen_host, authority)
+                self.members.changes.notify()
+            await patience
+        finally:
+            patience.cancel()
+
+    def _turned_away(self, turned_away: TurnedAway) -> None:
+        if self.events is not None:
+            self.events.turned_away(turned_away.address, turned_away.connections, str(turned_away))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _call_to_relay(self, node_id: str, link: str) -> None:
+        await self.tell(node_id, CoordinatorMessage(meet=Meet(link=link)))
+
+    async def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
+        named = [self._orders.get(node_id), *self._holds.get(node_id, {}).values()]
+        found = self.artifacts.get(artifact)
+        if found is None or all(order is None or artifact not in (order.graph.id, order.weights.id) for order in named):
+            raise RefusedError(f"there is no artifact {artifact!r} for {node_id} here")
+        if offset > found.size_bytes:
+            raise RefusedError(f"the artifact {artifact!r} has {found.size_bytes} bytes and no byte {offset}")
+        for chunk in found.open(offset):
+            yield chunk
+
+    async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
+        if self.events is None:
+            raise RefusedError("there is no run to upload to")
+        with self.members[node_id].uploads.taking(name) as upload:
+            await self.events.uploaded(node_id, name, upload.counted(chunks))
+
+
+def silence_seconds(link: LinkSpeed | None) -> float:
+    """How long a provider that reports may be silent: longer over a slow line, where a report waits for what else is
+    being sent."""
+    line = Line() if link is None else Line(link.round_trip_seconds, link.up_bytes_per_second)
+    return SILENCE_SECONDS + line.most_waiting_seconds
+
+
+def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, str]:
+    """Whether a node that was given this order may send this frame to the coordinator, and why."""
+    if order is None:
+        return False, f"{node_id} sent a {frame.kind.name} frame and holds no stage"
+    if frame.kind is FrameKind.DONE and order.stage == 0:
+        return True, f"{node_id} holds the root, where a microbatch ends"
+    if frame.kind is FrameKind.RESULT and order.stage == order.stages - 1:
+        return True, f"{node_id} holds the leaf, which computes the loss"
+    return False, f"{node_id} sent a {frame.kind.name} frame, which is not for stage {order.stage} of {order.stages}"

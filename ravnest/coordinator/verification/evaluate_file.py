@@ -1,0 +1,182 @@
+"""Check of the model that was written: it is evaluated from its file, and must score what the swarm reported.
+
+The requester computes with the portable graph, as every stage does, on its own processors. Where the model is larger
+than the memory that is free, it is cut: each part of it is loaded, run on the sample, and forgotten before the next. So
+a stage that saves something else than it trained, or a leaf that reports another score than it computed, is found.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ravnest.coordinator.verification.decisions import Effort, Finding, Tolerance, judge
+from ravnest.coordinator.verification.reported_scores import Witnessed
+from ravnest.errors import RunError
+from ravnest.graph.layout import layout
+from ravnest.graph.partition import split
+from ravnest.graph.portable import PortableGraph
+from ravnest.graph.program import Program
+from ravnest.graph.switch import draws_random_numbers, evaluation_form
+
+_HALVES: Final = frozenset({torch.float16, torch.bfloat16})
+
+Weights = Callable[[PortableGraph], dict[str, torch.Tensor]]
+"""The weights of a graph by their names in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a check has found."""
+
+    finding: Finding
+    samples: int
+    batches: int
+    reported: Mapping[str, float]
+    measured: Mapping[str, float]
+    providers: tuple[str, ...]
+    """Who reported."""
+
+
+def check_model(
+    graph: PortableGraph,
+    weights: Weights,
+    witnessed: Sequence[Witnessed],
+    effort: Effort,
+    allowed: Tolerance,
+    free_bytes: int,
+    seed: int,
+) -> Checked:
+    """Evaluates batches of the sample until the effort is spent, at least one, and compares."""
+    stages = cut_to_fit(graph, free_bytes)
+    # Of a model in parts, all batches go through one part before the next is loaded: how many is decided before.
+    chosen = witnessed if len(stages) == 1 else witnessed[: effort.batches]
+    scores: list[dict[str, float]] = []
+    if len(stages) == 1:
+        began = time.perf_counter()
+        run = _Part(graph, weights(graph))
+        for each in chosen:
+            scores.append(_scores(graph, run.evaluate(each.batch.tensors, each.batch.microbatch, seed)))
+            if time.perf_counter() - began > effort.seconds:
+                break
+    else:
+        values = [dict(each.batch.tensors) for each in chosen]
+        for stage in stages:
+            part = _Part(stage, weights(stage))
+            for each, own in zip(chosen, values, strict=True):
+                own.update(part.evaluate(own, each.batch.microbatch, seed))
+        scores = [_scores(graph, own) for own in values]
+    looked_at = chosen[: len(scores)]
+    samples = [each.batch.samples for each in looked_at]
+    reported = _means([each.scores for each in looked_at], samples)
+    measured = _means(scores, samples)
+    finding = judge(reported, measured, sum(samples), len(samples), allowed)
+    providers = tuple(dict.fromkeys(each.provider for each in looked_at))
+    return Checked(finding, sum(samples), len(samples), reported, measured, providers)
+
+
+def weights_of(path: Path, aliases: Mapping[str, str], elsewhere: Mapping[str, torch.Tensor]) -> Weights:
+    """Reads weights from a written model, each when it is asked for. What no state_dict has (buffers that are not
+    persistent, constants of the graph) is from `elsewhere`. RunError where the file lacks something."""
+    names: dict[str, str] = {}
+    for name, owner in aliases.items():
+        names.setdefault(owner, name)
+
+    def read(graph: PortableGraph) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        try:
+            with safe_open(path, framework="pt") as file:
+                there = set(file.keys())
+                for spec in graph.weights:
+                    key = spec.key if spec.key in there else names.get(spec.key, spec.key)
+                    if key in there:
+                        found[spec.name] = file.get_tensor(key)
+                    elif spec.key in elsewhere:
+                        found[spec.name] = elsewhere[spec.key]
+                    else:
+                        raise RunError(f"{path} lacks {spec.key}, which the model has; export another checkpoint")
+        except (SafetensorError, OSError) as error:
+            raise RunError(f"{path} cannot be read back: {error}") from error
+        return found
+
+    return read
+
+
+def cut_to_fit(graph: PortableGraph, free_bytes: int) -> tuple[PortableGraph, ...]:
+    """The model in as few parts as the weights of each take half of this memory at most, where it can be cut so."""
+    sizes = {w.name: w.dtype.itemsize * _count(w.shape) for w in graph.weights}
+    if sum(sizes.values()) <= free_bytes // 2:
+        return (graph,)
+    plan = layout(graph)
+    places: list[int] = []
+    held: set[str] = set()
+    cuts = iter([*plan.cuts, len(plan.line)])
+    cut, here = next(cuts), 0
+    pending: set[str] = set()
+    for place, node in enumerate(plan.line):
+        while place >= cut:
+            if held and sum(sizes[name] for name in held | pending) > free_bytes // 2:
+                places.append(here)
+                held = set()
+            held |= pending
+            pending, here = set(), cut
+            cut = next(cuts)
+        pending |= {name for name in node.references() if name in sizes}
+    if held and here and sum(sizes[name] for name in held | pending) > free_bytes // 2:
+        places.append(here)
+    return split(graph, places)
+
+
+def computes_in_halves(graph: PortableGraph) -> bool:
+    """Whether anything in the graph is of 16 bits."""
+    outputs = (node.output.dtype for node in graph.nodes if node.output is not None)
+    return not _HALVES.isdisjoint([*(w.dtype for w in graph.weights), *outputs])
+
+
+def draws_in_evaluation(graph: PortableGraph) -> bool:
+    """Whether what the graph yields in evaluation depends on random numbers."""
+    return any(draws_random_numbers(evaluation_form(node)) for node in graph.nodes)
+
+
+class _Part:
+    """A graph with its weights."""
+
+    def __init__(self, graph: PortableGraph, weights: Mapping[str, torch.Tensor]) -> None:
+        self._program = Program(graph)
+        self._weights = weights
+        self._given = [value.name for value in (*graph.inputs, *graph.receives)]
+
+    def evaluate(self, values: Mapping[str, Any], microbatch: int, seed: int) -> dict[str, Any]:
+        # Copies: an operator may write to what it is given, and the batch may be looked at again.
+        given = {name: _copied(values[name]) for name in self._given}
+        with torch.no_grad():
+            return self._program.run(given, self._weights, train=False, seed=seed, microbatch=microbatch)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _scores(graph: PortableGraph, results: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        "loss": float(results[str(graph.loss)]),
+        **{name: float(results[value]) for name, value in graph.metrics.items()},
+    }
+
+
+def _means(scores: Sequence[Mapping[str, float]], samples: Sequence[int]) -> dict[str, float]:
+    total = sum(samples)
+    return {
+        name: sum(each[name] * count for each, count in zip(scores, samples, strict=True)) / total for name in scores[0]
+    }
+
+
+def _count(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

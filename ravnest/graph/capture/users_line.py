@@ -1,0 +1,46 @@
+"""The line of the user's code that an error or an operator of a graph comes from."""
+
+import re
+import traceback
+from pathlib import Path
+
+import torch
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in .*\n\s*(.*)')
+_RAVNEST = str(Path(__file__).parents[2])
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), _RAVNEST, "<")
+
+Frame = tuple[str, str, str]
+"""File, line number and code."""
+
+
+def line_of_error(error: BaseException) -> str:
+    """` at file:line (code)` of the innermost frame that is the user's, or nothing where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _told([(f.filename, str(f.lineno), str(f.line)) for f in frames], own_only=True)
+
+
+def line_of_trace(trace: str | None) -> str:
+    """The same of a trace as torch keeps it for an operator; in a library where that is all there is."""
+    return _told(_FRAME.findall(trace or ""), own_only=False)
+
+
+def line_of_caller() -> str:
+    """The same of the code that runs now."""
+    return _told([(f.filename, str(f.lineno), str(f.line)) for f in traceback.extract_stack()], own_only=True)
+
+
+def line_of_function(function: object) -> str:
+    """` at file:line` where a function is defined, or nothing where that cannot be told."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+def _told(frames: list[Frame], own_only: bool) -> str:
+    outside = [f for f in frames if not f[0].startswith(_NOT_THE_USERS)]
+    own = (
+        [f for f in outside if "site-packages" not in f[0]]
+        or outside
+        or ([] if own_only else [f for f in frames if not f[0].startswith(_RAVNEST)])
+    )
+    return " at {}:{} (`{}`)".format(*own[-1]) if own else ""

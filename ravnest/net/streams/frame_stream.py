@@ -1,0 +1,148 @@
+"""What nodes speak over one stream of gRPC: frames (Link) or protobuf messages (Control). The same on both ends."""
+
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from ravnest.errors import PeerError, RefusedError
+from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
+from ravnest.net.frames.frames import Frame, decode_at, encode
+from ravnest.net.streams.stream import ByteStream
+from ravnest.net.streams.wire import Wire
+
+CONTROL_BYTES: Final = 16 << 20
+"""The largest control message either side takes."""
+
+SentT = TypeVar("SentT", bound=Message)
+ReceivedT = TypeVar("ReceivedT", bound=Message)
+
+
+class Link:
+    """One stream of frames in both directions, in order.
+
+    - A slow peer makes `send` wait; it never makes it pile up frames.
+    - A broken connection, or a bad frame from the peer, makes `receive` and `send` raise PeerError from then on.
+    - `send` and `receive` can be cancelled without harm to the stream.
+    """
+
+    def __init__(self, wire: Wire, limits: FrameLimits = DEFAULT_LIMITS) -> None:
+        self.stream = ByteStream(wire, batch=True)
+        self.label = wire.label
+        """What the dialling side says the stream is for: the name of the link that it carries."""
+        self._limits = limits
+        self._message = b""
+        self._offset = 0
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end: the node's id where it proved one, otherwise its address."""
+        return self.stream.peer
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of frames handed to the connection so far."""
+        return self.stream.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of frames that have arrived so far."""
+        return self.stream.bytes_received
+
+    def watch_writing(self, written: Callable[[int], None]) -> None:
+        """From now on `written` is called with `bytes_sent` whenever it has grown."""
+        self.stream.on_written = written
+
+    async def send(self, frame: Frame) -> None:
+        """Send a frame, waiting while the peer is slow. Raises PeerError when the link is broken or closed.
+
+        The tensors have been read when this returns, so the caller may change them.
+        """
+        await self.send_encoded(encode(frame, self._limits))
+
+    async def send_encoded(self, data: bytes) -> None:
+        """The same for a frame that has been encoded already."""
+        await self.stream.send(data)
+
+    async def receive(self) -> Frame | None:
+        """The next frame; None at the peer's orderly end. Raises PeerError when the link broke or the frame is bad."""
+        if self._offset >= len(self._message):
+            message = await self.stream.receive()
+            if message is None:
+                return None
+            self._message, self._offset = message, 0
+        try:
+            frame, self._offset = decode_at(self._message, self._offset, self._limits)
+        except PeerError as error:
+            refused = RefusedError(f"{self.peer} sent a bad frame: {error}")
+            self._message, self._offset = b"", 0
+            self.stream.discard(refused)
+            raise refused from None
+        if self._offset >= len(self._message):
+            # Only the frame's own tensors keep the message alive from here on.
+            self._message, self._offset = b"", 0
+        return frame
+
+    async def close(self) -> None:
+        """Deliver what was sent and say that no more comes. What the peer still sends can be received. Idempotent."""
+        await self.stream.close()
+
+    def abort(self, why: PeerError | None = None) -> None:
+        """End the stream at once, both ways; the peer sees a broken link, and if it dialled it is told why."""
+        self.stream.fail(why or PeerError(f"the link to {self.peer} was closed on this side"))
+
+
+class RelayEnd:
+    """One stream of messages that somebody else will read: they are passed on as they are."""
+
+    def __init__(self, wire: Wire) -> None:
+        self.stream = ByteStream(wire, batch=False)
+        self.label = wire.label
+        """The name of the link that the messages are of."""
+
+
+class Control(Generic[SentT, ReceivedT]):
+    """One stream of protobuf messages in both directions, in order; fails as a Link does."""
+
+    def __init__(self, wire: Wire, received: type[ReceivedT]) -> None:
+        self.stream = ByteStream(wire, batch=False)
+        self._received = received
+
+    @property
+    def peer(self) -> str:
+        """Who is at the other end: the node's id where it proved one, otherwise its address."""
+        return self.stream.peer
+
+    async def send(self, message: SentT) -> None:
+        """Send a message, waiting while the peer is slow. Raises PeerError when the stream is broken or closed."""
+        data = message.SerializeToString()
+        if not data or len(data) > CONTROL_BYTES:
+            raise PeerError(
+                f"a {type(message).__name__} of {len(data)} bytes cannot be sent to {self.peer}; "
+                f"1 to {CONTROL_BYTES} are allowed"
+            )
+        await self.stream.send(data)
+
+    async def receive(self) -> ReceivedT | None:
+        """The next message; None at the peer's orderly end. Raises PeerError when the stream broke or it is bad."""
+        data = await self.stream.receive()
+        if data is None:
+            return None
+        try:
+            if len(data) > CONTROL_BYTES:
+                raise ValueError(f"{len(data)} bytes are more than {CONTROL_BYTES}")
+            message = self._received()
+            message.ParseFromString(data)
+        except (DecodeError, ValueError) as error:
+            refused = RefusedError(f"{self.peer} sent a bad message: {error}")
+            self.stream.discard(refused)
+            raise refused from None
+        return message
+
+    async def close(self) -> None:
+        """Deliver what was sent and say that no more comes. What the peer still sends can be received. Idempotent."""
+        await self.stream.close()
+
+    def abort(self) -> None:
+        """End the stream at once, both ways; the peer sees a broken stream."""
+        self.stream.fail(PeerError(f"the stream to {self.peer} was closed on this side"))

@@ -1,0 +1,237 @@
+"""What another number of clusters, one more machine, a faster line or more memory would do to a plan.
+
+Each question is answered with the plan changed a little, so that a few cuts answer it, and where a search is given and
+the providers are few enough, with the best plan that it finds: the better of the two counts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ravnest.errors import PlanError
+from ravnest.planner.cluster import Cluster, StageCost
+from ravnest.planner.plan import Plan, plan_of
+from ravnest.planner.problem import Goal, Line, Network, Provider
+from ravnest.planner.recovery.repairs import Case, figures, improvements
+
+Search = Callable[[Goal, Network, Sequence[Provider]], Plan]
+"""The best plan that can be found for these providers; PlanError where there is none."""
+
+SEARCHED: Final = 200
+"""Of more providers than these, changed plans are looked at and none is searched for."""
+
+LOOKED_AT: Final = 4
+"""Clusters that a change is tried in."""
+
+DISSOLVED: Final = 2
+"""Clusters that are dissolved to see what one fewer would do; its members then join others one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """What would be with one thing changed."""
+
+    change: str
+    samples_per_second: float
+    gain: float
+    """Of the score, as a share of it: 0.25 is a quarter more. Never below 0, as the plan may stay as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherCount:
+    """The best plan that was found with another number of clusters."""
+
+    clusters: int
+    samples_per_second: float
+    gain: float
+    """Of the score, as a share of it: below 0 where it is worse."""
+
+
+def what_ifs(case: Case, plan: Plan, search: Search | None = None) -> tuple[WhatIf, ...]:
+    """What would bring more, the most first; what brings nothing as well, as that is worth knowing."""
+    asked = _Asked(case, plan, search if len(case.providers) <= SEARCHED else None)
+    found = [*asked.one_more_machine(), *asked.better_at_the_bottleneck(), *asked.better_around()]
+    return tuple(sorted(found, key=lambda one: -one.gain))
+
+
+def other_counts(case: Case, plan: Plan, search: Search | None = None) -> tuple[OtherCount, ...]:
+    """With at least one cluster fewer, and with one more made by splitting one, as far as there are such plans."""
+    asked = _Asked(case, plan, search if len(case.providers) <= SEARCHED else None)
+    found = []
+    for other in (asked.one_cluster_fewer(), asked.one_cluster_more()):
+        if other is not None and other.clusters:
+            rate, gain = other.predicted_samples_per_second, other.score / plan.score - 1
+            found.append(OtherCount(len(other.clusters), rate, gain))
+    return tuple(found)
+
+
+def gain_of_using(case: Case, plan: Plan, name: str) -> float:
+    """How much better a plan would be by the best use of one who stands by; 0 or less where there is no good one."""
+    tried = _tried(case, plan, [name], ())
+    return max((other.score for other in tried), default=0.0) / plan.score - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    case: Case
+    plan: Plan
+    search: Search | None
+
+    def one_more_machine(self) -> Iterator[WhatIf]:
+        by_speed = sorted(self.case.providers.values(), key=lambda p: (-p.compute_speed, p.name))
+        like = [("the fastest", by_speed[0]), ("the middle one", by_speed[len(by_speed) // 2])]
+        if figures(like[0][1]) == figures(like[1][1]):
+            like.pop()
+        for word, provider in like:
+            twin = replace(provider, name=f"{provider.name}, once more", host="")
+            case = replace(self.case, providers={**self.case.providers, twin.name: twin})
+            tried = [plan_of(case.goal, case.network, case.providers, self.plan.clusters)]
+            tried += _tried(case, self.plan, [twin.name], self.plan.standbys)
+            yield self._answer(case, tried, f"one more machine like {provider.name} ({word})", self.search)
+
+    def better_at_the_bottleneck(self) -> Iterator[WhatIf]:
+        """Where one property is scarcest, in the cluster where more of it brings most."""
+        for word, (scarce, better) in _BETTER.items():
+            found: list[tuple[WhatIf, Case, list[Plan], list[Plan]]] = []
+            for cluster in self._fastest():
+                name = max(
+                    cluster.stages, key=lambda stage: scarce(stage, self.case.providers[stage.provider])
+                ).provider
+                case = better(self.case, name)
+                tried = [self._with(case, cluster, changed) for changed in _refitted(case, cluster)]
+                # A plan that was not chosen by its score may be better as it is, with other cuts: that is no gain.
+                alike = [self._with(self.case, cluster, same) for same in _refitted(self.case, cluster)]
+                found.append((self._answer(case, tried, f"{word} of {name}", None, alike), case, tried, alike))
+            best, case, tried, alike = max(found, key=lambda one: one[0].gain)
+            yield self._answer(case, tried, best.change, self.search, alike)
+
+    def better_around(self) -> Iterator[WhatIf]:
+        """What all clusters share."""
+        goal = replace(self.case.goal, average_every=2 * self.case.goal.average_every)
+        if self.plan.averaging_seconds:
+            rarer = replace(self.case, goal=goal)
+            same = plan_of(goal, self.case.network, self.case.providers, self.plan.clusters)
+            # Rounds that training does not feel cost nothing, though plans with short ones are preferred.
+            if same.predicted_samples_per_second > self.plan.predicted_samples_per_second:
+                yield self._answer(rarer, [same], "half as many rounds of averaging", None)
+        if self.plan.limit:
+            requester = self.case.network.requester
+            line = replace(
+                requester,
+                up_bytes_per_second=2 * requester.up_bytes_per_second,
+                down_bytes_per_second=2 * requester.down_bytes_per_second,
+            )
+            case = replace(self.case, network=replace(self.case.network, requester=line))
+            same = plan_of(case.goal, case.network, case.providers, self.plan.clusters)
+            yield self._answer(case, [same], "twice the requester's line", None)
+
+    def one_cluster_fewer(self) -> Plan | None:
+        count = len(self.plan.clusters) - 1
+        if count < 1:
+            return None
+        case = replace(self.case, goal=replace(self.case.goal, most_clusters=count))
+        if found := self._searched(case):
+            return found[0]
+        tried: list[Plan] = []
+        for cluster in sorted(self.plan.clusters, key=lambda c: (c.samples_per_second, c.providers))[:DISSOLVED]:
+            rest = [other for other in self.plan.clusters if other != cluster]
+            best = plan_of(case.goal, case.network, case.providers, rest)
+            for _ in cluster.providers:
+                free = [name for name in cluster.providers if name in best.standbys]
+                better = max(_tried(case, best, free, ()), key=lambda plan: plan.score, default=best)
+                if better.score <= best.score:
+                    break
+                best = better
+            tried.append(best)
+        return max(tried, key=lambda plan: plan.score)
+
+    def one_cluster_more(self) -> Plan | None:
+        most = self.case.goal.most_clusters
+        if most is not None and len(self.plan.clusters) >= most:
+            return None
+        tried = []
+        for cluster in sorted(self.plan.clusters, key=lambda c: (-len(c.stages), c.providers))[:LOOKED_AT]:
+            members = sorted(
+                self.case.named(cluster.providers), key=lambda p: (-p.compute_speed, -p.memory_bytes, p.name)
+            )
+            half = len(members) // 2
+            for one, other in ((members[::2], members[1::2]), (members[:half], members[half:])):
+                parts = [self.case.in_any_order(part) for part in (one, other) if part]
+                if len(parts) == 2 and all(part is not None and self.case.allows(part) for part in parts):
+                    tried.append(self._with(self.case, cluster, *(part for part in parts if part is not None)))
+        return max(tried, key=lambda plan: plan.score, default=None)
+
+    def _fastest(self) -> list[Cluster]:
+        """Those where a better machine counts most."""
+        return sorted(self.plan.clusters, key=lambda c: (-c.samples_per_second, c.providers))[:LOOKED_AT]
+
+    def _with(self, case: Case, cluster: Cluster, *instead: Cluster) -> Plan:
+        others = [other for other in self.plan.clusters if other != cluster]
+        return plan_of(case.goal, case.network, case.providers, [*others, *instead])
+
+    def _answer(
+        self, case: Case, tried: Sequence[Plan], change: str, search: Search | None, without: Sequence[Plan] = ()
+    ) -> WhatIf:
+        """The best of what was tried and what is found, against the plan and what it may be `without` the change."""
+        found = [*tried, *(self._searched(case) if search else ())]
+        base = max([self.plan, *without], key=lambda plan: plan.score)
+        best = max([base, *found], key=lambda plan: plan.score)
+        return WhatIf(change, best.predicted_samples_per_second, best.score / base.score - 1)
+
+    def _searched(self, case: Case) -> list[Plan]:
+        if self.search is None:
+            return []
+        try:
+            return [self.search(case.goal, case.network, list(case.providers.values()))]
+        except PlanError:
+            return []
+
+
+def _tried(case: Case, plan: Plan, free: Sequence[str], spare: Sequence[str]) -> list[Plan]:
+    """The plans that are one step away by using somebody who is free."""
+    found = []
+    for step in improvements(case, plan, free, spare):
+        clusters = [cluster for cluster in plan.clusters if cluster not in step.removed]
+        found.append(plan_of(case.goal, case.network, case.providers, [*clusters, *step.added]))
+    return found
+
+
+def _refitted(case: Case, cluster: Cluster) -> list[Cluster]:
+    """The cluster of the same members as they are now: with its cuts, with others, and in another order."""
+    members = case.named(cluster.providers)
+    found = [case.cut_alike(members, cluster), case.cut_anew(members), case.in_any_order(members)]
+    return [one for one in found if one is not None]
+
+
+def _faster_line(case: Case, name: str) -> Case:
+    provider = case.providers[name]
+    faster = replace(
+        provider,
+        up_bytes_per_second=2 * provider.up_bytes_per_second,
+        down_bytes_per_second=2 * provider.down_bytes_per_second,
+    )
+    measured: Mapping[tuple[str, str], Line] = {
+        pair: Line(2 * line.bytes_per_second, line.latency_seconds) if name in pair else line
+        for pair, line in case.network.measured.items()
+    }
+    network = replace(case.network, measured=measured)
+    return replace(case, network=network, providers={**case.providers, name: faster})
+
+
+def _more_memory(case: Case, name: str) -> Case:
+    provider = case.providers[name]
+    return replace(case, providers={**case.providers, name: replace(provider, memory_bytes=2 * provider.memory_bytes)})
+
+
+def _faster_machine(case: Case, name: str) -> Case:
+    provider = case.providers[name]
+    faster = replace(provider, compute_speed=2 * provider.compute_speed, memory_speed=2 * provider.memory_speed)
+    return replace(case, providers={**case.providers, name: faster})
+
+
+_BETTER: Final[Mapping[str, tuple[Callable[[StageCost, Provider], float], Callable[[Case, str], Case]]]] = {
+    "twice the line": (lambda stage, _: max(stage.up_seconds, stage.down_seconds, stage.line_seconds), _faster_line),
+    "twice the memory": (lambda stage, provider: stage.memory_bytes / provider.memory_bytes, _more_memory),
+    "twice the speed": (lambda stage, _: stage.compute_seconds, _faster_machine),
+}
+"""What can be better: where it is scarce, and how it becomes so."""

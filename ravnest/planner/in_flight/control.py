@@ -1,0 +1,188 @@
+"""From what the stages of a cluster report, one by one, to how many microbatches it has in flight."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ravnest.planner.in_flight.decision import FlightDecision, decide_flight, when_planned
+from ravnest.planner.in_flight.measures import FlightMeasures
+
+LEAST_MICROBATCHES: Final = 4
+LEAST_SECONDS: Final = 1.0
+WINDOW_MICROBATCHES: Final = 96
+WINDOW_SECONDS: Final = 4.0
+"""A window has at least so much of both, and forgets what came before it has the second lot."""
+_CHANGED: Final = 0.02
+"""A second half that is so much slower or faster than the first, beyond what counting whole microbatches explains, is
+looked at by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCounts:
+    """What a stage has done up to a moment of its own clock."""
+
+    seconds: float
+    forwards: int
+    forward_seconds: float
+    backwards: int
+    backward_seconds: float
+    """With the updates that follow."""
+    flight_seconds: float = 0.0
+    """That microbatches were between forward and backward."""
+    delay_seconds: float = 0.0
+    """Of the link to the next stage, lately."""
+
+
+def _has_changed(history: Sequence[StageCounts]) -> bool:
+    """Whether a cluster has become slower or faster within the window of a stage."""
+    first, middle, last = history[0], history[len(history) // 2], history[-1]
+    before, after = middle.backwards - first.backwards, last.backwards - middle.backwards
+    if min(before, after) < LEAST_MICROBATCHES:
+        return False
+    then, now = (middle.seconds - first.seconds) / before, (last.seconds - middle.seconds) / after
+    return abs(now - then) > (_CHANGED + 1 / before + 1 / after) * max(now, then)
+
+
+class FlightControl:
+    """Of one cluster. `take` may be called whenever a stage reports, in any order."""
+
+    def __init__(self, stages: int, limit: int, most: int, line_seconds: float = 0.0) -> None:
+        """`line_seconds` is the period where a line is the limit, by the plan."""
+        self.limit = limit
+        self.reason = ""
+        self.period_seconds = 0.0
+        """From one microbatch to the next, lately; 0: not known."""
+        self.is_starved = False
+        """Whether the root is not fed as fast as it could go on."""
+        self._most = most
+        self._allowed: int | None = None
+        self.wanted = limit
+        """What the limit would be if as many were allowed."""
+        self._memory = when_planned(line_seconds)
+        self._has_decided = False
+        self._settled: int | None = None
+        """Microbatches of the root with which the limit of now has come to show; None: not known yet."""
+        self._done = 0
+        """Microbatches of the root."""
+        self._counts: list[deque[StageCounts]] = [deque() for _ in range(stages)]
+
+    def hold(self, most: int) -> bool:
+        """From now on there are at most so many, whatever is measured; whether that makes the limit lower."""
+        self._most = max(1, most)
+        self.wanted = min(self.wanted, self._most)
+        if self.limit <= self._most:
+            return False
+        self.limit = self._most
+        self.restart()
+        return True
+
+    def allow(self, most: int) -> bool:
+        """For now there may be so many, however many are enough; whether that changes the limit.
+
+        It says nothing of this cluster: as more are allowed, there are as many again as there were.
+        """
+        self._allowed, before = max(1, most), self.limit
+        self.limit = min(self.wanted, self._allowed)
+        if self.limit == before:
+            return False
+        self._memory = replace(self._memory, trial=None)
+        self.restart()
+        return True
+
+    @property
+    def is_held(self) -> bool:
+        """Whether more might be in flight, and are not allowed."""
+        return self._allowed is not None and self._allowed <= self.limit < self._most
+
+    def restart(self) -> None:
+        """Training stood still, or will: what was counted so far says nothing of how fast it is."""
+        self._settled = None
+        for counts in self._counts:
+            counts.clear()
+
+    def take(self, stage: int, counts: StageCounts) -> FlightDecision | None:
+        """What a stage has counted so far; a decision where there is to be another number from now on."""
+        if not self._has_decided:
+            self._note_delay(stage, counts.delay_seconds)
+        if not stage:
+            if counts.backwards < self._done:
+                # It counts anew.
+                self.restart()
+            self._done = counts.backwards
+            if self._settled is None:
+                self._settled = counts.backwards + self.limit + 1
+            if counts.backwards < self._settled:
+                return None
+        if self._settled is None or (stage and not self._counts[0]):
+            # What is in flight began with another number.
+            return None
+        history = self._counts[stage]
+        if history and counts.backwards < history[-1].backwards:
+            history.clear()
+        history.append(counts)
+        self._forget(history)
+        while not stage and _has_changed(history):
+            for each in self._counts:
+                for _ in range(len(each) // 2):
+                    each.popleft()
+        seen = None if stage else self._measures()
+        if seen is None:
+            return None
+        self._has_decided = True
+        self.period_seconds, self.is_starved = seen.period_seconds, seen.is_starved
+        most = self._most if self._allowed is None else min(self._most, self._allowed)
+        decided = decide_flight(seen, self._memory, most)
+        self._memory, self.reason = decided.memory, decided.reason
+        if decided.afresh:
+            self._counts = [deque(list(each)[-1:]) for each in self._counts]
+        if decided.limit == self.limit:
+            return None
+        self.restart()
+        # Those that were in flight before have to come back before the limit of now shows.
+        self._settled = counts.backwards + max(self.limit, decided.limit) + 1
+        self.limit = self.wanted = decided.limit
+        return decided
+
+    def _note_delay(self, stage: int, seconds: float) -> None:
+        """The first microbatches on a line wait for no other: what they took is worth knowing before all else is."""
+        known = list(self._memory.delays or [math.inf] * (len(self._counts) - 1))
+        if stage < len(known) and seconds > 0:
+            known[stage] = min(known[stage], seconds)
+            self._memory = replace(self._memory, delays=tuple(known))
+
+    def _forget(self, history: deque[StageCounts]) -> None:
+        least = max(WINDOW_MICROBATCHES, 4 * self.limit)
+        while len(history) > 2:
+            last, second = history[-1], history[1]
+            if last.backwards - second.backwards < least or last.seconds - second.seconds < WINDOW_SECONDS:
+                break
+            history.popleft()
+
+    def _measures(self) -> FlightMeasures | None:
+        """What all stages did lately; None where that is too little to go by."""
+        seconds, periods = [], []
+        for history in self._counts:
+            if len(history) < 2:
+                return None
+            first, last = history[0], history[-1]
+            done, took = last.backwards - first.backwards, last.seconds - first.seconds
+            begun = last.forwards - first.forwards
+            if begun < 1 or done < max(LEAST_MICROBATCHES, self.limit) or took < LEAST_SECONDS:
+                return None
+            forward = max(0.0, last.forward_seconds - first.forward_seconds) / begun
+            seconds.append(forward + max(0.0, last.backward_seconds - first.backward_seconds) / done)
+            periods.append((done, took))
+        delays = tuple(history[-1].delay_seconds for history in self._counts[:-1])
+        first, last = self._counts[0][0], self._counts[0][-1]
+        together = sum(done for done, _ in periods)
+        return FlightMeasures(
+            limit=self.limit,
+            seconds=tuple(seconds),
+            delays=delays,
+            period_seconds=sum(took for _, took in periods) / together,
+            flying=(last.flight_seconds - first.flight_seconds) / (last.seconds - first.seconds),
+            microbatches=min(done for done, _ in periods),
+            at_seconds=last.seconds,
+        )

@@ -1,0 +1,151 @@
+"""Which stage each standby is kept warm for: the least reliable ones first, wherever its memory holds the stage."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ravnest.planner.cluster import Cluster, StageCost
+from ravnest.planner.problem import NO_LIMIT, Network, Provider
+from ravnest.units import gibibytes, megabits
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """A standby and the stage that it is to have at hand; none where its memory holds none."""
+
+    standby: str
+    cluster: int | None
+    """Its number among the clusters that were given; None: no stage."""
+    stage: int | None
+    provider: str
+    """Who holds the stage now; empty where there is none."""
+    reason: str
+
+
+def assign_standbys(
+    clusters: Sequence[Cluster],
+    standbys: Sequence[Provider],
+    providers: Mapping[str, Provider],
+    network: Network,
+    reliability: Mapping[str, float] | None = None,
+) -> dict[str, Warm]:
+    """For each standby the stage it is kept warm for, by the standby's name.
+
+    As many different stages as can be have a standby, the least reliable first, and of equally reliable ones the
+    largest; only then does one have a second. Of those with enough memory a stage has the one with the best lines to
+    its neighbours. `reliability` is what was seen of those who hold stages, and counts before what `providers` says of
+    them. The same arguments always give the same answer.
+    """
+    seen = reliability or {}
+    places = [_Place(k, n, cluster) for k, cluster in enumerate(clusters) for n in range(len(cluster.stages))]
+
+    def trust(place: _Place) -> float:
+        holder = place.cost.provider
+        return seen.get(holder, providers[holder].reliability if holder in providers else 1.0)
+
+    places.sort(key=lambda place: (trust(place), -place.cost.parameter_bytes, place.cluster, place.stage))
+    free = {standby.name: standby for standby in sorted(standbys, key=lambda standby: standby.name)}
+    found: dict[str, Warm] = {}
+    layer = 0
+    while free:
+        wanted = {place: _fitting(place, list(free.values()), providers, network) for place in places}
+        matched = _matched(wanted)
+        if not matched:
+            break
+        for place, name in matched.items():
+            standby = free.pop(name)
+            found[name] = _warm(place, standby, trust(place), _line(place, standby, providers, network), layer)
+        layer += 1
+    for name, standby in free.items():
+        found[name] = Warm(name, None, None, "", _why_none(places, standby))
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class _Place:
+    cluster: int
+    stage: int
+    of: Cluster
+
+    @property
+    def cost(self) -> StageCost:
+        return self.of.stages[self.stage]
+
+    @property
+    def neighbours(self) -> list[str]:
+        names = self.of.providers
+        return [names[k] for k in (self.stage - 1, self.stage + 1) if 0 <= k < len(names)]
+
+
+def _fitting(
+    place: _Place, standbys: Sequence[Provider], providers: Mapping[str, Provider], network: Network
+) -> list[str]:
+    """Those whose memory holds the stage, the one with the best lines first."""
+    fit = [standby for standby in standbys if standby.memory_bytes >= place.cost.memory_bytes]
+
+    def rank(standby: Provider) -> tuple[float, float, float, str]:
+        rate, latency = _line(place, standby, providers, network)
+        return -rate, latency, -standby.compute_speed, standby.name
+
+    return [standby.name for standby in sorted(fit, key=rank)]
+
+
+def _line(place: _Place, standby: Provider, providers: Mapping[str, Provider], network: Network) -> tuple[float, float]:
+    """The slowest of its lines to and from the neighbours, and the way through all of them."""
+    there = [providers[name] for name in place.neighbours if name in providers]
+    lines = [network.line(*pair) for one in there for pair in ((standby, one), (one, standby))]
+    if not lines:
+        # A stage alone talks to the coordinator only.
+        return min(standby.up_bytes_per_second, standby.down_bytes_per_second), 2 * standby.latency_seconds
+    return min(line.bytes_per_second for line in lines), sum(line.latency_seconds for line in lines)
+
+
+def _matched(wanted: Mapping[_Place, Sequence[str]]) -> dict[_Place, str]:
+    """A standby for each place, in the order of the places: a later one never takes the last one that an earlier one
+    could have, but an earlier one makes room where it has another."""
+    holder: dict[str, _Place] = {}
+    names = {name for each in wanted.values() for name in each}
+    for place in wanted:
+        if len(holder) == len(names):
+            break
+        # The shortest chain of places, each of which would take the standby of the next.
+        came_from: dict[str, _Place] = {}
+        open_places = deque([place])
+        freed: str | None = None
+        while open_places and freed is None:
+            at = open_places.popleft()
+            for name in wanted[at]:
+                if name in came_from:
+                    continue
+                came_from[name] = at
+                if name not in holder:
+                    freed = name
+                    break
+                open_places.append(holder[name])
+        given = {at: name for name, at in holder.items()}
+        while freed is not None:
+            at = came_from[freed]
+            holder[freed], freed = at, given.get(at)
+    return {place: name for name, place in holder.items()}
+
+
+def _warm(place: _Place, standby: Provider, trust: float, line: tuple[float, float], layer: int) -> Warm:
+    cost = place.cost
+    rate = "no line between them" if line[0] == NO_LIMIT else f"{megabits(line[0])} Mbit/s to its neighbours"
+    which = "which has one already" if layer else "the least reliable that had none and fits"
+    reason = (
+        f"{standby.name} is kept warm for stage {place.stage} of cluster {place.cluster}, held by {cost.provider} "
+        f"(reliability {trust:.2f}), {which}; {gibibytes(standby.memory_bytes)} hold its "
+        f"{gibibytes(cost.memory_bytes)}, {rate}"
+    )
+    return Warm(standby.name, place.cluster, place.stage, cost.provider, reason)
+
+
+def _why_none(places: Sequence[_Place], standby: Provider) -> str:
+    if not places:
+        return f"{standby.name} stands by: no cluster has a stage yet"
+    least = min(place.cost.memory_bytes for place in places)
+    return (
+        f"{standby.name} is kept warm for no stage: it lends {gibibytes(standby.memory_bytes)}, and the smallest stage "
+        f"needs {gibibytes(least)}"
+    )

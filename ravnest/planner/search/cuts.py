@@ -1,0 +1,211 @@
+"""Where to cut the model for providers in a given order: exactly the best place for every cut.
+
+For a number of microbatches in flight, a set of cuts is as good as its slowest stage or line allows, and no better than
+that number over the round trip. Both are found together: the cuts with the shortest round trip among those without a
+stage slower than a bound, for the smallest bound that is worth it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes, stage_tables
+from ravnest.planner.model_costs import ModelCosts, Table
+from ravnest.planner.problem import Goal, Network, Provider
+
+
+def best_cuts(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    order: Sequence[Provider],
+    averaging_seconds: float = math.inf,
+) -> Cluster | None:
+    """The best cluster of all of these in this order; None where the model cannot be cut so that each stage fits.
+
+    Best is the rate, times what a sample is worth with so many in flight; among equals the fewest in flight. With
+    `averaging_seconds`, no stage has more parameters than pass its provider's line in that time.
+    """
+    if not order or len(order) > model.most_stages:
+        return None
+    ways = _Ways.of(model, goal, network, order, averaging_seconds)
+    numbers = _numbers(goal, len(order))
+    found = ways.fastest(numbers)
+    if found is None:
+        return None
+    if goal.worth(found.in_flight) < 1 or found.period_seconds > ways.least_seconds(numbers[0]) * (1 + _CLOSE):
+        # Memory, staleness and the length of the way stand against one another.
+        found = ways.best_of_all(numbers, found)
+    cluster = cluster_of(model, goal, network, order, found.cuts, found.in_flight)
+    if len(order) == 1 or goal.in_flight is not None:
+        return cluster
+    # Codecs are settled with the cluster, and the way is longer where one loses less than was assumed; with more in
+    # flight, one may lose less than with fewer.
+    for _ in range(_ROUNDS):
+        enough = min(cluster.enough_in_flight, goal.most_in_flight)
+        number = next((n for n in range(enough, 1, -1) if _fits(model, goal, order, found, n)), 1)
+        if number == cluster.in_flight:
+            break
+        cluster = cluster_of(model, goal, network, order, found.cuts, number)
+    return cluster
+
+
+_CLOSE = 1e-9
+_ROUNDS = 4
+"""Until the number in flight and the codecs fit each other, at most."""
+
+
+def _fits(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_Found", in_flight: int) -> bool:
+    """Whether every stage has memory for so many in flight."""
+    held, bounds = memory_bytes(model, goal, in_flight), (0, *found.cuts, model.last)
+    return all(held[bounds[k], bounds[k + 1]] <= provider.memory_bytes for k, provider in enumerate(order))
+
+
+def _numbers(goal: Goal, stages: int) -> range:
+    """How many in flight may be tried."""
+    if stages == 1:
+        return range(1, 2)
+    if goal.in_flight is not None:
+        return range(goal.most_in_flight, goal.most_in_flight + 1)
+    return range(1, goal.most_in_flight + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    cuts: tuple[int, ...]
+    slowest_seconds: float
+    round_trip_seconds: float
+    in_flight: int
+
+    @property
+    def period_seconds(self) -> float:
+        return max(self.slowest_seconds, self.round_trip_seconds / self.in_flight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """For each position of the order, what a stage from place i to place j costs there."""
+
+    seconds: list[Table]
+    trips: list[Table]
+    model: ModelCosts
+    goal: Goal
+    order: Sequence[Provider]
+
+    @classmethod
+    def of(
+        cls, model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider], averaging_seconds: float
+    ) -> "_Ways":
+        around = (None, *order, None)
+        tables = [
+            stage_tables(model, goal, network, provider, around[k], around[k + 2]) for k, provider in enumerate(order)
+        ]
+        seconds = [np.where(model.legal, t.seconds, np.inf) for t in tables]
+        if math.isfinite(averaging_seconds):
+            owned = model.between(model.parameter_bytes)
+            for number, provider in enumerate(order):
+                line = min(provider.up_bytes_per_second, provider.down_bytes_per_second)
+                seconds[number] = np.where(owned <= averaging_seconds * line, seconds[number], np.inf)
+        return cls(seconds, [t.trip for t in tables], model, goal, order)
+
+    def best_of_all(self, numbers: range, known: _Found) -> _Found:
+        """The best rate, times what a sample is worth, over all numbers in flight; `known` is one to begin with."""
+        best = known
+        for in_flight in numbers:
+            seconds = self._fitting(in_flight)
+            least, _ = _shortest(seconds, np.maximum)
+            if not np.isfinite(least):
+                # More in flight need more memory.
+                break
+            worth = self.goal.worth(in_flight)
+            enough = worth / self._score(best) * (1 - _CLOSE)
+            if least < enough and self._shortest_way(seconds) / in_flight < enough:
+                found = self._best(seconds, least, in_flight, enough)
+                if self._score(found) > self._score(best) * (1 + _CLOSE):
+                    best = found
+            if best.in_flight <= in_flight and best.period_seconds <= least * (1 + _CLOSE):
+                # The slowest stage or line is the limit, and cannot be faster: with more in flight nothing is.
+                break
+        return best
+
+    def fastest(self, numbers: range) -> _Found | None:
+        """The cuts of the fastest slowest stage, with as many in flight as that takes; None where nothing fits."""
+        least = self.least_seconds(numbers[0])
+        if not np.isfinite(least):
+            return None
+        way = self._quickest(self._fitting(numbers[0]), least, numbers[0]).round_trip_seconds
+        enough = min(max(math.ceil(way / least - _CLOSE), numbers[0]), numbers[-1])
+        return self.best(enough) or self.best(numbers[0])
+
+    def least_seconds(self, in_flight: int) -> float:
+        """The slowest stage or line of the cuts that make it fastest."""
+        return _shortest(self._fitting(in_flight), np.maximum)[0]
+
+    def best(self, in_flight: int) -> _Found | None:
+        """The cuts of the shortest period with this many in flight; None where no cuts fit into the memory."""
+        seconds = self._fitting(in_flight)
+        least, _ = _shortest(seconds, np.maximum)
+        return self._best(seconds, least, in_flight, math.inf) if np.isfinite(least) else None
+
+    def _best(self, seconds: list[Table], least: float, in_flight: int, below: float) -> _Found:
+        """The cuts of the shortest period, if that is below a bound; `seconds` are those of all stages that fit."""
+        best = self._quickest(seconds, least, in_flight)
+        if best.round_trip_seconds <= in_flight * best.slowest_seconds:
+            return best
+        # A slower stage may have the shorter way: the longest of the two is least where they meet.
+        below = min(below, best.period_seconds)
+        bounds = np.unique(np.concatenate([t[(t > least) & (t < below)] for t in seconds]))
+        low, high = 0, len(bounds) - 1
+        while low <= high:
+            middle = (low + high) // 2
+            found = self._quickest(seconds, float(bounds[middle]), in_flight)
+            if found.period_seconds < best.period_seconds:
+                best = found
+            if found.round_trip_seconds > in_flight * bounds[middle]:
+                low = middle + 1
+            else:
+                high = middle - 1
+        return best
+
+    def _shortest_way(self, seconds: list[Table]) -> float:
+        """The shortest round trip of all cuts that fit."""
+        ways = [np.where(np.isfinite(table), trip, np.inf) for table, trip in zip(seconds, self.trips, strict=True)]
+        return _shortest(ways, np.add)[0]
+
+    def _score(self, found: _Found) -> float:
+        return self.goal.worth(found.in_flight) / found.period_seconds
+
+    def _fitting(self, in_flight: int) -> list[Table]:
+        """Seconds of the stages that fit into the memory of their provider."""
+        held = memory_bytes(self.model, self.goal, in_flight)
+        return [
+            np.where(held <= provider.memory_bytes, table, np.inf)
+            for provider, table in zip(self.order, self.seconds, strict=True)
+        ]
+
+    def _quickest(self, seconds: list[Table], bound: float, in_flight: int) -> _Found:
+        """The cuts of the shortest round trip among those without a stage or line slower than the bound."""
+        allowed = [np.where(table <= bound, trip, np.inf) for table, trip in zip(seconds, self.trips, strict=True)]
+        way, cuts = _shortest(allowed, np.add)
+        places = (0, *cuts, self.model.last)
+        slowest = max(float(table[places[k], places[k + 1]]) for k, table in enumerate(seconds))
+        return _Found(cuts, slowest, way, in_flight)
+
+
+def _shortest(tables: Sequence[Table], combine: np.ufunc) -> tuple[float, tuple[int, ...]]:
+    """Best way from the first place to the last, one table for each step, costs joined by `combine` (max or sum)."""
+    best = tables[0][0]
+    back = []
+    for table in tables[1:]:
+        through = combine(best[:, None], table)
+        step = np.argmin(through, axis=0)
+        back.append(step)
+        best = through[step, np.arange(len(best))]
+    place = len(best) - 1
+    cuts = []
+    for step in reversed(back):
+        place = int(step[place])
+        cuts.append(place)
+    return float(best[-1]), tuple(reversed(cuts))

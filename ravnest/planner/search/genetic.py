@@ -1,0 +1,86 @@
+"""The genetic search: groupings that inherit the best clusters of two others, and small changes at random.
+
+What is inherited is a whole cluster, because that is what has a rate. Clusters of both parents are taken by what they
+bring for each provider they bind, as long as they have nobody in common; the others make up clusters anew.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from ravnest.planner.search.local_search import Grouping, Improver, Rules
+from ravnest.planner.search.runs import Runs
+
+POPULATION: Final = 8
+
+
+def evolved(improver: Improver, first: Grouping, rules: Rules, go_on: Callable[[], bool]) -> Grouping:
+    """The best grouping of some generations that begin with one and what changes at random make of it."""
+    rng = improver.rng
+    population = [first]
+    while len(population) < POPULATION and go_on():
+        population.append(_child(improver, first, _shaken(first, rng), rules))
+    generation = 0
+    while go_on() and generation < 40:
+        generation += 1
+        one, other = (population[int(i)] for i in rng.choice(len(population), 2, replace=len(population) < 2))
+        child = _child(improver, one, other, rules)
+        rounds = iter(range(3))
+        child = improver.improved(child, rules, lambda rounds=rounds: next(rounds, None) is not None)  # type: ignore[misc]
+        worst = min(range(len(population)), key=lambda i: (_worth(population[i], rules), i))
+        if _worth(child, rules) > _worth(population[worst], rules) and child.orders not in [
+            p.orders for p in population
+        ]:
+            population[worst] = child
+    return max(population, key=lambda grouping: _worth(grouping, rules))
+
+
+def _worth(grouping: Grouping, rules: Rules) -> float:
+    return grouping.together + rules.bonus * len(grouping.orders)
+
+
+def _shaken(grouping: Grouping, rng: np.random.Generator) -> Grouping:
+    """Some of the clusters of a grouping; the others are free."""
+    kept = [i for i in range(len(grouping.orders)) if rng.random() < 0.6]
+    gone = [p for i in range(len(grouping.orders)) if i not in kept for p in grouping.orders[i]]
+    return Grouping(
+        [grouping.orders[i] for i in kept], [grouping.rates[i] for i in kept], sorted([*grouping.free, *gone])
+    )
+
+
+def _child(improver: Improver, one: Grouping, other: Grouping, rules: Rules) -> Grouping:
+    """Clusters of both, the best for each provider first, a little by chance; and of the others what can be made."""
+    rng = improver.rng
+    clusters = list(zip([*one.orders, *other.orders], [*one.rates, *other.rates], strict=True))
+    ranked = sorted(clusters, key=lambda c: (-(c[1] + rules.bonus) / len(c[0]) * rng.uniform(0.7, 1.3), c[0]))
+    everyone = {*one.free, *(p for order in one.orders for p in order)}
+    free = set(everyone)
+    child = Grouping([], [], [])
+    share = rng.uniform(0.4, 1.0)
+    for order, rate in ranked:
+        if len(child.orders) < share * len(one.orders) and free.issuperset(order):
+            child.orders.append(order)
+            child.rates.append(rate)
+            free.difference_update(order)
+    child.free = sorted(free)
+    regroup(improver, child, rules)
+    return child
+
+
+def regroup(improver: Improver, child: Grouping, rules: Rules) -> None:
+    """Cuts a line of the free ones, sorted by something, into clusters, in place."""
+    free = child.free
+    speed, line = improver.estimates.speed, improver.estimates.line_speed
+    weight = improver.rng.random()
+    ranked = sorted(free, key=lambda i: (-(speed[i] ** weight) * line[i] ** (1 - weight), i))
+    left = set(free)
+    if len(ranked) >= rules.least_stages:
+        largest = min(rules.most_stages, max((len(o) for o in child.orders), default=rules.most_stages) + 2)
+        runs = Runs.of(improver.estimates, ranked, range(rules.least_stages, max(largest, rules.least_stages) + 1))
+        for order, rate in sorted(runs.best(rules.bonus, 0.0), key=lambda one: -one[1]):
+            if len(child.orders) < rules.most_clusters and len(left) - len(order) >= rules.standbys:
+                child.orders.append(order)
+                child.rates.append(rate)
+                left.difference_update(order)
+    child.free = sorted(left)

@@ -1,0 +1,185 @@
+"""Cluster formation: which providers train together, and who stands by, for the most predicted samples a second.
+
+Of few providers all partitions are looked at; of many, several strategies compete for the same score. Like machines
+come together because that makes the fastest clusters; `likeness` says how alike they came out.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from ravnest.errors import PlanError
+from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
+from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.plan import Plan, plan_of
+from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.search.cuts import best_cuts
+from ravnest.planner.search.exhaustive import MOST, FewProviders
+from ravnest.planner.search.heuristic import ManyProviders
+from ravnest.planner.search.shortage import cannot_be_held, fitting_order
+from ravnest.planner.shared_limits import totals
+
+_MORE_PLACES: Final = 101
+
+
+def form(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    providers: Sequence[Provider],
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+    known: Sequence[Cluster] = (),
+) -> Plan:
+    """The plan with the best score that was found; PlanError, with what is lacking, where the model fits nowhere.
+
+    The same arguments and seed give the same plan, unless `seconds` says how long to look for a better one. `known` are
+    the clusters of another plan for the same model: the result is no worse than those whose providers are all here.
+    """
+    if goal.least_clusters > 1 or goal.most_clusters == 1 or not _averaging_matters(model, goal, providers):
+        return _formed(model, goal, network, providers, seed, seconds, known)
+    # A cluster that trains alone keeps nothing for averaging, and may fit where several do not.
+    alone = replace(goal, most_clusters=1)
+    plans = []
+    with contextlib.suppress(PlanError):
+        plans = [_formed(model, goal, network, providers, seed, seconds, known)]
+    # Of equals the first.
+    return max([_formed(model, alone, network, providers, seed, seconds, known), *plans], key=lambda plan: plan.score)
+
+
+def _formed(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    providers: Sequence[Provider],
+    seed: int,
+    seconds: float | None,
+    known: Sequence[Cluster],
+) -> Plan:
+    ordered = sorted(providers, key=lambda p: p.name)
+    by_name = {p.name: p for p in ordered}
+    assert len(by_name) == len(ordered), "Providers have names of their own."
+    usable = [p for p in ordered if p.memory_bytes >= _smallest_stage_bytes(model, goal)]
+    needed = max(goal.least_providers, goal.least_clusters * goal.least_stages)
+    most = (goal.most_clusters or len(usable)) * model.most_stages
+    if not usable or needed > min(len(usable), most) or goal.least_stages > model.most_stages:
+        raise cannot_be_held(model, goal, ordered)
+    search = _search(model, goal, network, usable, seed, seconds)
+    clusters: Sequence[Cluster] = ()
+    standbys = 0
+    for standbys in range(min(expected_absent(usable), len(usable) - needed), -1, -1):
+        clusters = search(standbys)
+        if clusters:
+            break
+    plans = [plan_of(goal, network, by_name, clusters)] if clusters else []
+    again = _known_plan(model, goal, network, by_name, known)
+    if again is not None and (not standbys or enough_stand_by(usable, again.clusters)):
+        plans.append(again)
+    if not plans:
+        # The search looks at what is likely to be fast; a model that just fits may need another order.
+        order = fitting_order(model, goal, usable) if goal.least_clusters == 1 else None
+        cluster = best_cuts(model, goal, network, order) if order is not None else None
+        if cluster is None:
+            raise cannot_be_held(model, goal, ordered)
+        plans = [plan_of(goal, network, by_name, [cluster])]
+    return max(plans, key=lambda plan: plan.score)
+
+
+def expected_absent(providers: Sequence[Provider]) -> int:
+    """How many of these will be missing, on average: so many stand by."""
+    return math.ceil(sum(1 - p.reliability for p in providers) - 1e-9)
+
+
+def enough_stand_by(providers: Sequence[Provider], clusters: Sequence[Cluster]) -> bool:
+    """Whether as many as will be missing stand by with the memory to take over some stage; others do not count."""
+    busy = {stage.provider for cluster in clusters for stage in cluster.stages}
+    least = min(stage.memory_bytes for cluster in clusters for stage in cluster.stages)
+    ready = [p for p in providers if p.name not in busy and p.memory_bytes >= least]
+    return len(ready) >= expected_absent([p for p in providers if p.name in busy] + ready)
+
+
+def _search(
+    model: ModelCosts,
+    goal: Goal,
+    network: Network,
+    providers: Sequence[Provider],
+    seed: int,
+    seconds: float | None,
+) -> Callable[[int], Sequence[Cluster]]:
+    """What finds clusters that leave a number of providers out."""
+
+    def rule(standbys: int) -> Callable[[Sequence[Cluster]], bool] | None:
+        """What clusters are allowed by; nothing where anything goes."""
+        if not standbys and goal.least_clusters == 1:
+            return None
+        return lambda clusters: _keeps_to(goal, clusters) and (not standbys or enough_stand_by(providers, clusters))
+
+    if len(providers) <= MOST:
+        few = FewProviders(model, goal, network, providers)
+        if not few.can_hold_it:
+            # It may be that a stage fits only between places that a search otherwise leaves out.
+            few = FewProviders(model, goal, network, providers, _MORE_PLACES)
+        return lambda standbys: few.best(standbys, rule(standbys))
+    if seconds is None:
+        many = ManyProviders(model, goal, network, providers, seed, None)
+        return lambda standbys: many.best(standbys, rule(standbys))
+    deadline = time.monotonic() + seconds
+    by_name = {p.name: p for p in providers}
+    timed = ManyProviders(model, goal, network, providers, seed, lambda: time.monotonic() < deadline)
+
+    def again_and_again(standbys: int) -> Sequence[Cluster]:
+        """Every time the search takes other ways, by chance."""
+        best = timed.best(standbys, rule(standbys))
+        while best and time.monotonic() < deadline:
+            other = timed.best(standbys, rule(standbys))
+            best = max(best, other, key=lambda c: totals(goal, network, by_name, c).score if c else 0.0)
+        return best
+
+    return again_and_again
+
+
+def _known_plan(
+    model: ModelCosts, goal: Goal, network: Network, providers: Mapping[str, Provider], known: Sequence[Cluster]
+) -> Plan | None:
+    """The plan with those of the known clusters that can still be as they were, cut as they were."""
+    index = {place: i for i, place in enumerate(model.places)}
+    found = []
+    for cluster in known:
+        if all(stage.provider in providers and stage.start in index for stage in cluster.stages):
+            order = [providers[stage.provider] for stage in cluster.stages]
+            cuts = [index[stage.start] for stage in cluster.stages[1:]]
+            again = cluster_of(model, goal, network, order, cuts, cluster.in_flight)
+            if all(stage.memory_bytes <= p.memory_bytes for stage, p in zip(again.stages, order, strict=True)):
+                found.append(again)
+    stages = min((len(cluster.stages) for cluster in found), default=0)
+    if not found or stages < goal.least_stages or not _keeps_to(goal, found):
+        return None
+    return plan_of(goal, network, providers, found)
+
+
+def _keeps_to(goal: Goal, clusters: Sequence[Cluster]) -> bool:
+    """Whether these are as many clusters, of as many providers, as were asked for."""
+    most = goal.most_clusters or len(clusters)
+    return (
+        goal.least_clusters <= len(clusters) <= most
+        and sum(len(cluster.stages) for cluster in clusters) >= goal.least_providers
+    )
+
+
+def _averaging_matters(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> bool:
+    """Whether what averaging takes may be what some stage does not fit for."""
+    if not goal.average_memory or not providers:
+        return False
+    held = memory_bytes(model, goal, goal.most_in_flight)
+    return float(held.max()) > min(p.memory_bytes for p in providers)
+
+
+def _smallest_stage_bytes(model: ModelCosts, goal: Goal) -> float:
+    held = memory_bytes(model, goal, goal.in_flight or 1)
+    return float(np.min(np.where(model.legal, held, np.inf)))

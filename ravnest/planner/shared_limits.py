@@ -1,0 +1,118 @@
+"""What several clusters do together: the cores and lines they share, and what averaging takes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ravnest.planner.cluster import FRAME_SECONDS, Cluster, StageCost
+from ravnest.planner.problem import Goal, Network, Provider
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The rates of clusters that train one model together."""
+
+    rates: tuple[float, ...]
+    """Samples a second of each, beside the others."""
+    averaging_seconds: float
+    """What one round takes."""
+    samples_per_second: float
+    """Of all of them, with what averaging takes of their lines, or of their time where they wait for it."""
+    score: float
+    """What a plan is chosen by: as if they waited for every round, so that rounds that take long count against it, and
+    less what staleness beyond the bound takes."""
+    limit: str
+    """What they share that holds them back; empty where nothing does."""
+
+
+def totals(goal: Goal, network: Network, providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> Totals:
+    """The rates of these clusters beside one another."""
+    rates, limit = _sharing_hosts(network, providers, clusters)
+    rates, limit = _sharing_the_requester(network, clusters, rates, limit)
+    together = sum(rates)
+    averaging = averaging_seconds(goal, providers, clusters)
+    kept, predicted = 1.0, together
+    if averaging and together:
+        # A round comes after so many microbatches of each cluster, on average.
+        between = goal.average_every * sum(c.samples for c in clusters) / together
+        kept = between / (between + averaging)
+        predicted = together * kept if goal.blocking else _beside_rounds(goal, providers, clusters, rates, between)
+    worth = sum(rate * goal.worth(cluster.needed_in_flight) for rate, cluster in zip(rates, clusters, strict=True))
+    return Totals(rates, averaging, predicted, worth * kept, limit)
+
+
+def averaging_seconds(goal: Goal, providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> float:
+    """How long a round takes: every node sends and receives 2(C-1)/C of its stage, all rings at once."""
+    count = len(clusters)
+    if count < 2:
+        return 0.0
+    return max(_averaged(goal, providers, count, stage) for cluster in clusters for stage in cluster.stages)
+
+
+def _averaged(goal: Goal, providers: Mapping[str, Provider], clusters: int, stage: StageCost) -> float:
+    """How long a round keeps the line of a stage's provider busy."""
+    provider = providers[stage.provider]
+    rate = min(provider.up_bytes_per_second, provider.down_bytes_per_second)
+    return 2 * (clusters - 1) / clusters * goal.average_share * stage.parameter_bytes / rate
+
+
+def _beside_rounds(
+    goal: Goal,
+    providers: Mapping[str, Provider],
+    clusters: Sequence[Cluster],
+    rates: Sequence[float],
+    between_seconds: float,
+) -> float:
+    """What they train together while rounds go on in the background: a line that has to carry more than it can, of
+    training and of rounds, slows its cluster down."""
+    together = 0.0
+    for rate, cluster in zip(rates, clusters, strict=True):
+        busiest = max(
+            rate / cluster.samples * max(stage.up_seconds, stage.down_seconds)
+            + _averaged(goal, providers, len(clusters), stage) / between_seconds
+            for stage in cluster.stages
+        )
+        together += rate / max(1.0, busiest)
+    return together
+
+
+def _sharing_hosts(
+    network: Network, providers: Mapping[str, Provider], clusters: Sequence[Cluster]
+) -> tuple[tuple[float, ...], str]:
+    """Providers on one host share its cores: where they would be busier than it has cores, all of them slow down."""
+    busy: dict[str, dict[int, float]] = {}
+    cores: dict[str, int] = {}
+    for number, cluster in enumerate(clusters):
+        for stage in cluster.stages:
+            provider = providers[stage.provider]
+            if provider.host:
+                share = busy.setdefault(provider.host, {})
+                share[number] = share.get(number, 0.0) + stage.compute_seconds * provider.threads
+                cores[provider.host] = provider.cores
+        if network.requester.host in busy:
+            fed = sum(stage.fed_bytes > 0 for stage in cluster.stages)
+            share = busy[network.requester.host]
+            share[number] = share.get(number, 0.0) + (fed + 1) * FRAME_SECONDS
+    rates = [cluster.samples_per_second for cluster in clusters]
+    limit = ""
+    for host in sorted(busy):
+        load = sum(seconds * rates[n] / clusters[n].samples for n, seconds in busy[host].items())
+        if load > cores[host]:
+            limit = f"the {cores[host]} cores of {host}"
+            for n in busy[host]:
+                rates[n] *= cores[host] / load
+    return tuple(rates), limit
+
+
+def _sharing_the_requester(
+    network: Network, clusters: Sequence[Cluster], rates: tuple[float, ...], limit: str
+) -> tuple[tuple[float, ...], str]:
+    """The requester's line carries what all clusters are fed, and what is relayed, which passes it both ways."""
+    fed = relayed = 0.0
+    for rate, cluster in zip(rates, clusters, strict=True):
+        fed += rate / cluster.samples * sum(s.fed_bytes for s in cluster.stages)
+        relayed += rate / cluster.samples * sum(s.relayed_bytes for s in cluster.stages)
+    requester = network.requester
+    load = max((fed + relayed) / requester.up_bytes_per_second, relayed / requester.down_bytes_per_second)
+    if load <= 1:
+        return rates, limit
+    return tuple(rate / load for rate in rates), "the requester's line"

@@ -1,0 +1,267 @@
+"""A plan for a person: the promise first, then each cluster as a picture and a table, then who stands by and why."""
+
+import itertools
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ravnest.monitor import words
+from ravnest.planner.cluster import StageCost
+from ravnest.planner.stage_plan import role_of
+from ravnest.preview.diagram import milliseconds, picture, rate
+from ravnest.preview.dry_run import DryRun
+from ravnest.version_policy import DEFAULT_POLICY
+
+SHOWN_STAGES: Final = 24
+"""Clusters are shown until they have so many stages together; the others are summed up."""
+SHOWN_ROWS: Final = 30
+"""Of one cluster's table."""
+SHOWN_NAMES: Final = 12
+SHOWN_RINGS: Final = 6
+SHOWN_OWNERS: Final = 6
+SHOWN_LINKS: Final = 6
+_NAME: Final = 16
+_AS_FAST: Final = 0.995
+"""A rate that is less slowed down is shown with the same digits."""
+
+
+def print_plan(dry: DryRun, console: Console) -> None:
+    """The plan, within the console's width."""
+    for part in renderables(dry, console.width):
+        console.print(part)
+
+
+def renderables(dry: DryRun, width: int) -> Iterator[RenderableType]:
+    """The parts of what is shown, from top to bottom."""
+    yield _headline(dry)
+    clusters = dry.plan.clusters
+    alone = [number for number, cluster in enumerate(clusters) if len(cluster.stages) == 1]
+    together = [number for number, cluster in enumerate(clusters) if len(cluster.stages) > 1]
+    shown = 0
+    for place, number in enumerate(together):
+        if shown and shown + len(clusters[number].stages) > SHOWN_STAGES:
+            yield Text("")
+            yield _the_others(dry, together[place:])
+            break
+        shown += len(clusters[number].stages)
+        yield Text("")
+        yield _cluster_line(dry, number)
+        yield Text("")
+        yield Text(words_of(picture(dry, number, width)), no_wrap=True, overflow="crop")
+        yield stage_table(dry, number)
+    if alone:
+        yield Text("")
+        yield Text("machines that hold the whole model, each a cluster of its own", style="bold")
+        yield Text("")
+        yield single_table(dry, alone[:SHOWN_ROWS])
+        if len(alone) > SHOWN_ROWS:
+            yield _the_others(dry, alone[SHOWN_ROWS:])
+    for line in (*_below(dry), *_reasons(dry)):
+        # What goes on in the next line stands a little further in.
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        yield Text(textwrap.fill(line, max(20, width), subsequent_indent=indent))
+
+
+def single_table(dry: DryRun, numbers: Sequence[int]) -> Table:
+    """One row for each of these clusters, which have one stage each."""
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column("\ncluster", justify="right", no_wrap=True)
+    table.add_column("\nprovider", overflow="fold")
+    for title in ("\nsamples/s", "memory\nneeds/has", "compute\nms", "line\nms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("\nlimit", no_wrap=True)
+    for number in numbers:
+        stage = dry.plan.clusters[number].stages[0]
+        rate_shown = words.rate(dry.plan.rates[number])
+        table.add_row(str(number + 1), Text(words_of(stage.provider)), rate_shown, *_figures(dry, stage))
+    return table
+
+
+def stage_table(dry: DryRun, number: int) -> Table:
+    """One row for each stage of a cluster."""
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
+    longest = max(cell_len(name) for name in dry.plan.clusters[number].providers)
+    table.add_column("\nprovider", overflow="fold", min_width=min(_NAME, longest))
+    table.add_column("\nlayers", overflow="fold")
+    table.add_column("\nparams", justify="right", no_wrap=True)
+    for title in ("memory\nneeds/has", "compute\nms", "line\nms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("\nlimit", no_wrap=True)
+    cluster = dry.plan.clusters[number]
+    slowest = max(cluster.stages, key=lambda stage: stage.seconds)
+    for k, stage in enumerate(cluster.stages):
+        if len(cluster.stages) > SHOWN_ROWS and k == SHOWN_ROWS - 5:
+            table.add_row("…", Text(f"{len(cluster.stages) - SHOWN_ROWS + 1} more"))
+        if len(cluster.stages) > SHOWN_ROWS and SHOWN_ROWS - 5 <= k < len(cluster.stages) - 4:
+            continue
+        part = dry.parts.between(stage.start, stage.end)
+        table.add_row(
+            role_of(k, len(cluster.stages)),
+            Text(words_of(stage.provider)),
+            Text(words_of(part.title)),
+            words.short_count(part.parameters),
+            *_figures(dry, stage),
+            style="bold" if stage is slowest else "",
+        )
+    return table
+
+
+def _figures(dry: DryRun, stage: StageCost) -> tuple[str, str, str, str]:
+    return (
+        f"{_size(stage.memory_bytes)}/{_size(dry.providers[stage.provider].memory_bytes)}",
+        milliseconds(stage.compute_seconds),
+        milliseconds(max(stage.up_seconds, stage.down_seconds, stage.line_seconds)),
+        limit_word(stage),
+    )
+
+
+def limit_word(stage: StageCost) -> str:
+    """What of a stage is busy longest, in one word."""
+    named = {
+        "compute": stage.compute_seconds,
+        "upload": stage.up_seconds,
+        "download": stage.down_seconds,
+        "link": stage.line_seconds,
+    }
+    return max(named, key=lambda name: named[name])
+
+
+def words_of(text: str) -> str:
+    """Names as they may be shown; line ends are ours."""
+    return "\n".join(words.printable(line) for line in text.split("\n"))
+
+
+def _headline(dry: DryRun) -> Text:
+    plan = dry.plan
+    stages = [len(cluster.stages) for cluster in plan.clusters]
+    what = f"{_counted(len(stages), 'cluster')} of {_stages(stages)}"
+    text = Text.assemble(
+        (f"{words_of(dry.title)}: {words.rate(plan.predicted_samples_per_second)} samples/s predicted", "bold"),
+        f" with {what}, of {_counted(len(dry.providers), 'machine')}",
+    )
+    parameters, size = words.short_count(dry.parts.count), words.size(float(dry.model.parameter_bytes[-1]))
+    text.append(f"\n{parameters} parameters, {size}; microbatches of {dry.model.samples} samples")
+    if dry.slowed < _AS_FAST:
+        over = words.rate(dry.slowed * plan.predicted_samples_per_second)
+        text.append(f"\n{over} samples/s over the whole run: fewer are in flight while the learning rate is high")
+    if dry.goal.versions != DEFAULT_POLICY:
+        text.append(f"\n{dry.versions_reason}")
+    return text
+
+
+def _cluster_line(dry: DryRun, number: int) -> Text:
+    cluster = dry.plan.clusters[number]
+    providers = [dry.providers[name] for name in cluster.providers]
+    speeds = [provider.compute_speed for provider in providers]
+    text = Text.assemble(
+        (f"cluster {number + 1}: {words.rate(dry.plan.rates[number])} samples/s", "bold"),
+        f", {_counted(cluster.in_flight, 'microbatch', 'microbatches')} in flight, staleness up to "
+        f"{dry.staleness(cluster)}",
+    )
+    text.append(f"\nlimited by {words_of(_limit(dry, number))}\nmachines {_range(speeds)} times as fast as this one")
+    rates = [line.bytes_per_second for k in range(1, len(providers)) for line in dry.line_before(cluster, k) or ()]
+    if rates:
+        slow, fast = rate(min(rates)), rate(max(rates))
+        text.append(f", lines of {slow}" if slow == fast else f", lines of {slow} to {fast}")
+    return text
+
+
+def _limit(dry: DryRun, number: int) -> str:
+    cluster = dry.plan.clusters[number]
+    if dry.plan.rates[number] > 0.999 * cluster.samples_per_second:
+        return cluster.limit
+    return f"{dry.plan.limit}; alone it would do {words.rate(cluster.samples_per_second)}, limited by {cluster.limit}"
+
+
+def _the_others(dry: DryRun, numbers: Sequence[int]) -> Text:
+    stages = [len(dry.plan.clusters[number].stages) for number in numbers]
+    return Text(
+        f"… and {_counted(len(numbers), 'cluster')} more like these, of {_stages(stages)} and "
+        f"{_range([dry.plan.rates[number] for number in numbers])} samples/s each; --json tells all"
+    )
+
+
+def _below(dry: DryRun) -> Iterator[str]:
+    plan = dry.plan
+    yield ""
+    if len(plan.clusters) > 1:
+        yield (
+            f"averaging: {_brief(plan.averaging_seconds)} a round, after every {dry.goal.average_every} "
+            f"microbatches of each cluster, in {_counted(len(dry.rings), 'ring')}"
+        )
+        yield from _rings(dry)
+    yield from _coded_links(dry)
+    if plan.limit and dry.explanation is None:
+        yield f"together they are held back by {words_of(plan.limit)}"
+    yield f"standing by: {_names(plan.standbys)}" if plan.standbys else "nobody stands by"
+
+
+def _reasons(dry: DryRun) -> Iterator[str]:
+    """What the pictures and tables have not said yet."""
+    if dry.explanation is None:
+        return
+    said = {cluster.sentence for cluster in dry.explanation.clusters}
+    yield ""
+    for sentence in dry.explanation.sentences:
+        if sentence not in said:
+            yield f"- {words_of(sentence)}"
+
+
+def _rings(dry: DryRun) -> Iterator[str]:
+    for ring in dry.rings[:SHOWN_RINGS]:
+        part = dry.parts.between(ring.start, ring.end)
+        owners = " > ".join(words_of(name) for name in ring.owners[:SHOWN_OWNERS])
+        more = len(ring.owners) - SHOWN_OWNERS
+        owners += f" > … {more:,} more" if more > 0 else ""
+        yield f"  {words_of(part.title)}: {owners}, slowest line {rate(ring.slowest_bytes_per_second)}"
+    if len(dry.rings) > SHOWN_RINGS:
+        yield f"  … and {len(dry.rings) - SHOWN_RINGS:,} more"
+
+
+def _coded_links(dry: DryRun) -> Iterator[str]:
+    """Links that lose something, and why."""
+    coded = [
+        f"{words_of(before.provider)} to {words_of(stage.provider)} in {stage.codec_reason}"
+        for cluster in dry.plan.clusters
+        for before, stage in itertools.pairwise(cluster.stages)
+        if stage.codec != "float32"
+    ]
+    yield from coded[:SHOWN_LINKS]
+    if len(coded) > SHOWN_LINKS:
+        yield f"… and {_counted(len(coded) - SHOWN_LINKS, 'link')} more in a codec; --json tells all"
+
+
+def _brief(seconds: float) -> str:
+    return words.duration(seconds) if seconds >= 1 else f"{milliseconds(seconds)} ms"
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(words_of(name) for name in names[:SHOWN_NAMES])
+    return shown if len(names) <= SHOWN_NAMES else f"{shown} and {len(names) - SHOWN_NAMES:,} more"
+
+
+def _size(value_bytes: float) -> str:
+    """1234567890 as "1.15G", in powers of 1024."""
+    return words.size(value_bytes).replace(" ", "").removesuffix("iB").removesuffix("B")
+
+
+def _counted(number: int, word: str, several: str = "") -> str:
+    return f"{number:,} {word if number == 1 else several or word + 's'}"
+
+
+def _stages(counts: Sequence[int]) -> str:
+    return f"{_range(counts)} {'stage' if max(counts) == 1 else 'stages'}"
+
+
+def _range(values: Sequence[float]) -> str:
+    """ "3", or "2 to 5", with three digits that matter."""
+    low, high = (f"{v:,.0f}" if v >= 1000 or v == math.floor(v) else f"{v:.3g}" for v in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,127 @@
+"""`ravnest plan`: a job planned for machines of a file, and nothing run but the capture and the profile."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ravnest.coordinator.launch.interrupts import Interrupts
+from ravnest.coordinator.plan.averaging import averaging_of, within_averaging
+from ravnest.coordinator.plan.plan_run import goal_of, model_costs, slowed_over_run
+from ravnest.coordinator.plan.prepared_job import prepare
+from ravnest.jobfile import load_job
+from ravnest.overrides import apply_overrides
+from ravnest.planner.cluster import Cluster
+from ravnest.planner.explain.explain import Explanation, explain
+from ravnest.planner.model_costs import ModelCosts
+from ravnest.planner.plan import Plan
+from ravnest.planner.problem import Goal, Line, Network, Provider
+from ravnest.planner.rings.rings import Ring
+from ravnest.planner.search.search import form
+from ravnest.planner.search.version_choice import choose_versions
+from ravnest.preview.module_names import Parts
+from ravnest.preview.nodes_file import NodesFile
+
+MOST_SEARCHED: Final = 12
+"""Up to so many machines, what would be with others is planned anew; for more, it is looked for close to the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """A plan with all that is needed to tell it."""
+
+    title: str
+    plan: Plan
+    providers: Mapping[str, Provider]
+    network: Network
+    goal: Goal
+    model: ModelCosts
+    parts: Parts
+    rings: tuple[Ring, ...] = ()
+    """Who averages with whom; none where there is one cluster."""
+    explanation: Explanation | None = None
+    """Why it is as it is, and what would make it better."""
+    devices: Mapping[str, str] = field(default_factory=dict)
+    """What the machines are, for the reader."""
+    versions_reason: str = ""
+    """Why weights and activations are kept as they are."""
+    slowed: float = 1.0
+    """The part of the plan's rate that is left over a whole run, where fewer are in flight at high learning rates."""
+
+    def line_before(self, cluster: Cluster, stage: int) -> tuple[Line, Line] | None:
+        """The line from the stage before, and the one back; None for the first stage."""
+        if stage == 0:
+            return None
+        before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
+        return self.network.line(before, here), self.network.line(here, before)
+
+    def relayed(self, cluster: Cluster, stage: int) -> bool:
+        """Whether the requester passes on what this stage and the one before send one another."""
+        if stage == 0:
+            return False
+        before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
+        return self.network.relayed(before, here)
+
+    def staleness(self, cluster: Cluster) -> int:
+        """Updates between a microbatch's forward and its backward, at most, at the first stage."""
+        return -(-(cluster.in_flight - 1) // self.goal.accumulate)
+
+
+def dry_run(
+    reference: str,
+    nodes: NodesFile,
+    *,
+    title: str,
+    overrides: Sequence[str] = (),
+    most_clusters: int | None = None,
+    least_stages: int = 1,
+    seed: int = 0,
+    seconds: float | None = None,
+    interrupts: Interrupts,
+    tell: Callable[[str], None] = lambda phase: None,
+) -> DryRun:
+    """Captures and profiles the job here, and plans it for the machines of the file.
+
+    JobError or CaptureError where the job is at fault; PlanError where the model does not fit.
+    """
+    job = apply_overrides(load_job(reference), overrides)
+    interrupts.check()
+    prepared = prepare(job, None, None, tell, interrupts.users_code)
+    costs, captured = prepared.costs, prepared.captured
+    providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second, costs.precision_speed)
+    tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
+    model = model_costs(prepared)
+    goal = replace(goal_of(job, None, None), least_stages=least_stages, most_clusters=most_clusters)
+    goal = within_averaging(captured.graph, goal)
+    chosen = choose_versions(
+        model,
+        goal,
+        providers,
+        job.pipeline.versions,
+        lambda goal: form(model, goal, nodes.network, providers, seed=seed, seconds=seconds),
+    )
+    plan, goal = chosen.plan, chosen.goal
+    by_name = {provider.name: provider for provider in providers}
+    rings: tuple[Ring, ...] = ()
+    if len(plan.clusters) > 1:
+        averaged = averaging_of(job.averaging, captured.graph, model, goal, nodes.network, by_name, plan)
+        plan, goal, rings = averaged.plan, averaged.goal, averaged.rings
+    tell("looking at what would make it better")
+
+    def search(goal: Goal, network: Network, others: Sequence[Provider]) -> Plan:
+        return form(model, goal, network, others, seed=seed)
+
+    few = len(providers) <= MOST_SEARCHED
+    return DryRun(
+        title=title,
+        plan=plan,
+        providers=by_name,
+        network=nodes.network,
+        goal=goal,
+        model=model,
+        parts=Parts.of(captured.graph),
+        rings=rings,
+        explanation=explain(model, goal, nodes.network, by_name, plan, search if few else None),
+        devices=nodes.devices,
+        versions_reason=chosen.reason,
+        slowed=slowed_over_run(job, plan),
+    )

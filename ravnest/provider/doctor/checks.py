@@ -1,0 +1,224 @@
+"""What `ravnest doctor` makes of what it sees: each check is a function from facts to a finding. No I/O, no torch."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ravnest import units as amounts
+
+Level = Literal["ok", "warning", "problem"]
+
+OLDEST_PYTHON = (3, 11)
+OLDEST_TORCH, FIRST_UNTRIED_TORCH = (2, 11), (2, 14)
+LITTLE_MEMORY_BYTES, LEAST_MEMORY_BYTES = 2 << 30, 256 << 20
+LITTLE_DISK_BYTES, LEAST_DISK_BYTES = 256 << 20, 1 << 20
+SLOW_FLOPS_PER_SECOND = 5e9
+SLOW_BYTES_PER_SECOND = 5e6 / 8
+LONG_ROUND_TRIP_SECONDS = 0.3
+CLOCK_WARNING_SECONDS, CLOCK_PROBLEM_SECONDS = 120.0, 20 * 3600.0
+"""Certificates are valid for a day before and after: beyond that no handshake succeeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was checked: how it stands, in a sentence, and what to do about it where there is something."""
+
+    check: str
+    level: Level
+    sentence: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Of a Ravnest: the package, what it speaks, and which graphs it reads."""
+
+    package: str
+    protocol: int
+    graph_format: int
+
+
+def exit_code(findings: Collection[Finding]) -> int:
+    """2 where something must be mended first."""
+    return 2 if any(finding.level == "problem" for finding in findings) else 0
+
+
+def from_error(check: str, error: Exception, level: Level = "problem", fix: str = "") -> Finding:
+    """A finding from one of our own errors, whose message is a sentence and, after its last semicolon, the fix."""
+    sentence, separator, told = str(error).rpartition("; ")
+    return Finding(check, level, sentence, told) if separator else Finding(check, level, told, fix)
+
+
+def judge_python(version: tuple[int, int]) -> Finding:
+    shown, oldest = ".".join(map(str, version)), ".".join(map(str, OLDEST_PYTHON))
+    if version < OLDEST_PYTHON:
+        return Finding("python", "problem", f"Python {shown} is too old", f"install Python {oldest} or newer")
+    return Finding("python", "ok", f"Python {shown}")
+
+
+def judge_torch(version: str | None, import_error: str = "") -> Finding:
+    oldest, newest = ".".join(map(str, OLDEST_TORCH)), f"{FIRST_UNTRIED_TORCH[0]}.{FIRST_UNTRIED_TORCH[1] - 1}"
+    install = f"install PyTorch {oldest} to {newest} into the environment of ravnest"
+    if version is None:
+        return Finding("torch", "problem", "PyTorch is not installed", install)
+    if import_error:
+        return Finding("torch", "problem", f"PyTorch {version} cannot be loaded ({import_error})", "install it again")
+    numbers = _numbers(version)
+    if numbers < OLDEST_TORCH:
+        return Finding("torch", "problem", f"PyTorch {version} is too old", install)
+    if numbers >= FIRST_UNTRIED_TORCH:
+        return Finding("torch", "warning", f"PyTorch {version} is newer than what Ravnest was tried with", install)
+    return Finding("torch", "ok", f"PyTorch {version}")
+
+
+def judge_device(device: str, name: str, cores: int, gpu_without_use: bool) -> Finding:
+    if device == "cpu" and gpu_without_use:
+        return Finding(
+            "device",
+            "warning",
+            "this machine has an NVIDIA GPU that PyTorch does not use; the processor computes instead",
+            "install PyTorch for CUDA, and check the driver with nvidia-smi",
+        )
+    count = f", {amounts.counted(cores, 'core')}" if device == "cpu" else ""
+    return Finding("device", "ok", f"{device}: {name}{count}")
+
+
+def judge_memory(available_bytes: int, cap_bytes: int | None) -> Finding:
+    lent = available_bytes if cap_bytes is None else min(available_bytes, cap_bytes)
+    free = amounts.gibibytes(available_bytes)
+    if lent < LEAST_MEMORY_BYTES:
+        what = f"{amounts.gibibytes(lent)} of memory can be lent, which is too little for a stage"
+        return Finding("memory", "problem", what, "close other programs, or lend more with --memory")
+    if cap_bytes is not None and cap_bytes > available_bytes:
+        what = f"--memory says {amounts.gibibytes(cap_bytes)}, but only {free} are free; that is what is lent"
+        return Finding("memory", "warning", what, "close other programs, or lend less")
+    if lent < LITTLE_MEMORY_BYTES:
+        what = f"{amounts.gibibytes(lent)} of memory can be lent: enough for a small stage alone"
+        return Finding("memory", "warning", what, "close other programs, or lend more with --memory")
+    return Finding("memory", "ok", f"{free} free" + ("" if lent == available_bytes else f", {_lent(lent)}"))
+
+
+def judge_speed(
+    flops_per_second: float, memory_bytes_per_second: float, half_flops_per_second: Mapping[str, float]
+) -> Finding:
+    """The last by the name of a mixed precision."""
+    moved = f"{memory_bytes_per_second / 1e9:.3g} GB/s in memory"
+    halves = ", ".join(f"{amounts.flops(figure)} in {name}" for name, figure in half_flops_per_second.items())
+    what = f"{amounts.flops(flops_per_second)} in training ({halves}), {moved}"
+    if flops_per_second < SLOW_FLOPS_PER_SECOND:
+        return Finding("speed", "warning", f"{what}: this is slow", "end other programs that compute, or use a GPU")
+    return Finding("speed", "ok", what)
+
+
+def judge_disk(folder: str, free_bytes: int) -> Finding:
+    what = f"{amounts.gibibytes(free_bytes)} free in {folder}"
+    fix = "free some space, or set XDG_DATA_HOME to a folder elsewhere"
+    if free_bytes < LEAST_DISK_BYTES:
+        return Finding("disk", "problem", f"{what}: this machine's key cannot be kept", fix)
+    if free_bytes < LITTLE_DISK_BYTES:
+        return Finding("disk", "warning", f"{what}: the disk is nearly full", fix)
+    return Finding("disk", "ok", what)
+
+
+def judge_port(address: str, port: int, refusal: str) -> Finding:
+    if refusal:
+        fix = "choose another with --listen HOST:PORT; port 0 takes any free one"
+        return Finding("port", "problem", f"cannot listen on {address}: {refusal}", fix)
+    which = "" if port else ", on a free port"
+    return Finding("port", "ok", f"can listen on {address}{which}")
+
+
+def judge_reach(host: str, port: int, refusal: str) -> Finding:
+    if refusal:
+        fix = (
+            "links will be dialled by the other side or go over the coordinator's relay; to spare that, let the router "
+            "and the firewall pass a port on, and join with --listen 0.0.0.0:PORT"
+        )
+        return Finding("reach", "warning", f"the coordinator cannot dial this machine at {host}: {refusal}", fix)
+    return Finding("reach", "ok", f"the coordinator can dial this machine at {host}, port {port}")
+
+
+def judge_name(host: str, addresses: Collection[str], error: str = "") -> Finding:
+    if not addresses:
+        fix = "check the address in the invite, and that this machine is online"
+        return Finding("name", "problem", f"there is no address for {host}" + (f" ({error})" if error else ""), fix)
+    return Finding("name", "ok", f"{host} is {', '.join(sorted(addresses)[:4])}" if {host} != set(addresses) else host)
+
+
+def judge_connection(address: str, seconds: float, error: str = "") -> Finding:
+    if error:
+        return Finding(
+            "connection",
+            "problem",
+            f"cannot connect to {address}: {error}",
+            "check that the coordinator runs, and that its firewall and router let this port through",
+        )
+    return Finding("connection", "ok", f"{address} answers, after {amounts.milliseconds(seconds)}")
+
+
+def judge_versions(ours: Versions, theirs: Versions) -> Finding:
+    if (ours.protocol, ours.graph_format) != (theirs.protocol, theirs.graph_format):
+        return Finding(
+            "version",
+            "problem",
+            f"this machine runs Ravnest {_version(ours)}, the coordinator {_version(theirs)}",
+            "update the older one",
+        )
+    if ours.package != theirs.package:
+        what = f"this machine runs Ravnest {ours.package}, the coordinator {theirs.package}; they understand each other"
+        return Finding("version", "ok", what)
+    return Finding("version", "ok", f"both run Ravnest {ours.package}")
+
+
+def judge_invite(good: bool, reason: str, known_as: str = "") -> Finding:
+    """`known_as`: this machine has joined before, and the coordinator accepts its certificate under that name."""
+    if good:
+        return Finding("invite", "ok", reason)
+    sentence, _, fix = reason.rpartition("; ")
+    if known_as:
+        again = f"this machine joined as {known_as} before and may come back without it"
+        return Finding("invite", "warning", f"{sentence or fix}, but {again}", "join with the same --name as then")
+    return Finding("invite", "problem", sentence or reason, fix if sentence else "ask the requester for a new invite")
+
+
+def judge_clock(ahead_seconds: float, uncertain_seconds: float) -> Finding:
+    """`ahead_seconds`: by how much the coordinator's clock is ahead of ours."""
+    off = max(0.0, abs(ahead_seconds) - uncertain_seconds)
+    way = "behind" if ahead_seconds > 0 else "ahead of"
+    what = f"the clock of this machine is {_duration(off)} {way} the coordinator's"
+    fix = "let the clock be set over the network, on both machines"
+    if off >= CLOCK_PROBLEM_SECONDS:
+        return Finding("clock", "problem", f"{what}: certificates would not be accepted", fix)
+    if off >= CLOCK_WARNING_SECONDS:
+        return Finding("clock", "warning", what, fix)
+    return Finding("clock", "ok", "the clocks agree" if off < 1 else what)
+
+
+def judge_link(round_trip_seconds: float, up_bytes_per_second: float, down_bytes_per_second: float) -> Finding:
+    down, up = amounts.megabits(down_bytes_per_second), amounts.megabits(up_bytes_per_second)
+    trip = amounts.milliseconds(round_trip_seconds)
+    what = f"{trip} there and back, {down} Mbit/s down, {up} Mbit/s up"
+    if min(up_bytes_per_second, down_bytes_per_second) < SLOW_BYTES_PER_SECOND:
+        return Finding("link", "warning", f"{what}: this is slow", "use a cable, or see what else uses the line")
+    if round_trip_seconds > LONG_ROUND_TRIP_SECONDS:
+        return Finding("link", "warning", f"{what}: that is a long way", "use a cable, or leave a VPN that is far away")
+    return Finding("link", "ok", what)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    first = version.split("+")[0].split(".")[:2]
+    return tuple(int("".join(c for c in part if c.isdecimal()) or 0) for part in first)
+
+
+def _lent(lent_bytes: int) -> str:
+    return f"{amounts.gibibytes(lent_bytes)} of it lent"
+
+
+def _version(versions: Versions) -> str:
+    return f"{versions.package} (protocol {versions.protocol}, graph format {versions.graph_format})"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"

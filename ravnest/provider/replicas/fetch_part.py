@@ -1,0 +1,157 @@
+"""How parts of replicas come to whoever is to go on with a stage: from its own disk, or from those who give them."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ravnest.errors import GraphError, PeerError, RavnestError
+from ravnest.graph.weights import WeightsReader
+from ravnest.net.v1.control_pb2 import Deploy, PartSource
+from ravnest.provider.machine.memory import available_bytes
+from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
+from ravnest.provider.replicas.links import PartLink, PartLinks
+from ravnest.provider.replicas.transfer import MOST_BYTES, PartArrivals, in_thread
+
+MOST_DONORS: Final = 1000
+"""Whose parts a stage begins with."""
+GIVER_SECONDS: Final = 30.0
+"""How long a giver may take to come, and then to begin."""
+
+
+class Taking:
+    """Gets the parts that orders name."""
+
+    def __init__(self, files: PartFiles, links: PartLinks, say: Callable[[str], None]) -> None:
+        """`say` gets a line for the user where the disk here does not take the part."""
+        self._files = files
+        self._links = links
+        self._say = say
+        self._coming: dict[str, PartLink] = {}
+        """By their names."""
+
+    def expect(self, order: Deploy) -> list[PartLink]:
+        """An order has come: those who give parts for it may dial from now on. The links of the order before, which are
+        to be closed."""
+        before = list(self._coming.values())
+        givers = [source.giver for source in _sources(order)[: MOST_DONORS + 1] if source.giver.node]
+        self._coming = {giver.link: self._links.add(giver) for giver in givers}
+        return before
+
+    async def part(self, order: Deploy, most_bytes: int = MOST_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors and metadata of the part that the order names; PeerError says why they cannot be had, or that
+        they are other ones than their owner kept."""
+        return await self._get(_sources(order)[0], most_bytes, keep=True)
+
+    async def donated(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
+        """The same of all parts that the order's donors have, which come at the same time."""
+        if len(order.donors) > MOST_DONORS:
+            raise PeerError(f"a stage is to begin with parts of {len(order.donors):,}, more than {MOST_DONORS:,}")
+        getting = [asyncio.create_task(self._get(source, MOST_BYTES, keep=False)) for source in order.donors]
+        try:
+            return list(await asyncio.gather(*getting))
+        finally:
+            for task in getting:
+                task.cancel()
+            await asyncio.gather(*getting, return_exceptions=True)
+
+    async def _get(
+        self, source: PartSource, most_bytes: int, *, keep: bool
+    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+        key = check_key(source.key)
+        if not source.giver.node:
+            part = self._files.find(key, source.replica)
+            _check_hash(source, part.sha256)
+            return await in_thread(part.read)
+        link = self._coming.pop(source.giver.link, None) or self._links.add(source.giver)
+        try:
+            arrivals = PartArrivals(await link.connected(GIVER_SECONDS), self._begin(source, most_bytes, keep=keep))
+            _, sink = await arrivals.next(GIVER_SECONDS)
+            return sink.read()
+        except PeerError as error:
+            said = f"{source.giver.node} did not give the part of {key} of replica {source.replica}: {error}"
+            raise PeerError(said) from None
+        finally:
+            await link.close()
+
+    def _begin(self, source: PartSource, most_bytes: int, *, keep: bool) -> "Callable[[int, int], _Sink]":
+        def begin(replica: int, size_bytes: int) -> _Sink:
+            if replica != source.replica:
+                raise PeerError(f"replica {source.replica} is wanted, not {replica}")
+            if size_bytes > most_bytes:
+                raise PeerError(f"a part of {size_bytes:,} bytes is more than the {most_bytes:,} its stage can need")
+            if size_bytes > (free := available_bytes(torch.device("cpu"))):
+                raise PeerError(
+                    f"a part of {size_bytes:,} bytes does not fit into the {free:,} of memory that are free"
+                )
+            writer: PartWriter | None = None
+            try:
+                writer = self._files.begin(source.key, replica, size_bytes) if keep else None
+            except RavnestError as error:
+                self._say(f"going on in memory: {error}")
+            return _Sink(size_bytes, writer, self._say, lambda sha256: _check_hash(source, sha256))
+
+        return begin
+
+
+def _sources(order: Deploy) -> list[PartSource]:
+    """All parts that an order names."""
+    own = PartSource(key=order.part_key, replica=order.part_replica, sha256=order.part_sha256, giver=order.giver)
+    return [*([own] if order.part_key or order.giver.node else []), *order.donors]
+
+
+def _check_hash(source: PartSource, sha256: str) -> None:
+    if source.sha256 not in ("", sha256):
+        raise PeerError("it is not the part that its owner kept: its sha256 is another")
+
+
+class _Sink:
+    """Makes tensors of the bytes; they go to the disk as well, where that takes them."""
+
+    def __init__(
+        self,
+        size_bytes: int,
+        writer: PartWriter | None,
+        say: Callable[[str], None],
+        check: Callable[[str], None],
+    ) -> None:
+        """`check` gets the hash of all bytes, and raises PeerError where it should be another."""
+        self._check = check
+        self._reader = WeightsReader(size_bytes)
+        self._digest = hashlib.sha256()
+        self._writer = writer
+        self._say = say
+
+    def feed(self, data: memoryview) -> None:
+        self._digest.update(data)
+        self._reader.feed(data)
+        self._on_disk(lambda writer: writer.feed(data))
+
+    def finish(self, sha256: str) -> None:
+        if self._digest.hexdigest() != sha256:
+            raise PeerError("it arrived damaged: its sha256 is another")
+        self._check(sha256)
+        self._on_disk(lambda writer: writer.finish(sha256))
+
+    def discard(self) -> None:
+        if self._writer is not None:
+            self._writer.discard()
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        try:
+            return self._reader.finish()
+        except GraphError as error:
+            raise PeerError(str(error)) from None
+
+    def _on_disk(self, work: Callable[[PartWriter], object]) -> None:
+        """A disk that refuses is no reason to do without the stage."""
+        if self._writer is not None:
+            try:
+                work(self._writer)
+            except RavnestError as error:
+                self._say(f"going on in memory: {error}")
+                self._writer.discard()
+                self._writer = None

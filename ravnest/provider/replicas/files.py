@@ -1,0 +1,319 @@
+"""Parts of replicas on this provider's disk: stages as they were after one microbatch, in the bytes of a checkpoint.
+
+In a folder `KEY@REPLICA@SHA256` is a whole part; what is being written has a name that begins with a dot until then.
+Without a folder the files have no names at all, so that nothing is left of them however the process ends. What is read
+is hashed, so nothing here is believed because it is here.
+
+What happens on failure: RunError where the disk refuses, is nearly full, or holds as much as it may, and what was
+written of the part is gone; PeerError where a key is none or a part is damaged.
+"""
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Final, Self
+
+from torch import Tensor
+
+from ravnest.errors import GraphError, PeerError, RunError
+from ravnest.graph.weights import WeightsReader, stream_size_bytes, stream_tensors
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.identity.private_files import make_private_folder
+from ravnest.net.v1.control_pb2 import HeldPart
+
+KEPT: Final = 2
+"""Of each stage: the newest may not be whole anywhere else yet. Besides them the one that `forget` has spared stays."""
+
+WEEK_SECONDS: Final = 7 * 24 * 3600.0
+"""What is older when the provider starts belongs to a run that nobody waits for any more."""
+
+LIMIT_BYTES: Final = 20 << 30
+"""How much is kept unless the user says otherwise; and never more than half of what would be free without it."""
+
+MOST_PARTS: Final = 200
+"""In all: each is an open file."""
+
+SPARE_BYTES: Final = 64 << 20
+"""That a disk is left with: whatever else runs on this machine needs some."""
+
+TOLD_BYTES: Final = 2 << 10
+"""Of parts that are told when joining, the newest first: the whole request may have twice as many."""
+
+_KEY: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,79}")
+_NAME: Final = re.compile(rf"({_KEY.pattern})@([0-9]{{1,20}})@([0-9a-f]{{64}})")
+_PIECE_BYTES: Final = 1 << 20
+
+
+def check_key(key: str) -> str:
+    """The same key; PeerError where it is none, before it comes near a path."""
+    if _KEY.fullmatch(key) is None:
+        raise PeerError(f"{key[:100]!r} is not the key of a stage; those have letters, digits, dots and dashes")
+    return key
+
+
+class Part:
+    """A part on the disk. It can be read for as long as somebody has this object, whatever becomes of its name."""
+
+    def __init__(self, key: str, replica: int, sha256: str, descriptor: int, path: Path | None) -> None:
+        self.key = key
+        self.replica = replica
+        self.sha256 = sha256
+        self.size_bytes = os.fstat(descriptor).st_size
+        self.path = path
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    def __str__(self) -> str:
+        return f"the part of {self.key} of replica {self.replica}"
+
+    def chunks(self, chunk_bytes: int = _PIECE_BYTES) -> Iterator[bytes]:
+        """All its bytes; PeerError at the end if they are not those that were written, or where they cannot be read."""
+        digest, offset = hashlib.sha256(), 0
+        try:
+            while data := os.pread(self._descriptor, chunk_bytes, offset):
+                digest.update(data)
+                offset += len(data)
+                yield data
+        except OSError as error:
+            raise PeerError(f"{self} cannot be read here: {error.strerror or error}") from None
+        if digest.hexdigest() != self.sha256:
+            raise PeerError(f"{self} is damaged on the disk here; use another replica")
+
+    def read(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Its tensors and metadata; PeerError when it is damaged."""
+        try:
+            reader = WeightsReader(self.size_bytes)
+            for data in self.chunks():
+                reader.feed(data)
+            return reader.finish()
+        except GraphError as error:
+            raise PeerError(f"{self} cannot be used: {error}") from None
+
+
+class PartFiles:
+    """The parts of one provider. Methods may be called from any thread, and wait for the disk."""
+
+    def __init__(self, folder: Path | None, limit_bytes: int | None = None) -> None:
+        """Takes up what is in `folder`, which is this provider's alone; None: files without names. RunError where the
+        folder cannot be used. `limit_bytes` bounds what is kept; None: LIMIT_BYTES, less on a disk that is nearly full.
+        """
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._coming: dict[PartWriter, int] = {}
+        self._parts: dict[str, dict[int, Part]] = {}
+        self._spared: dict[str, int] = {}
+        self._lock = threading.Lock()
+        if folder is not None:
+            make_private_folder(folder)
+            self._take_up(folder)
+
+    @classmethod
+    def of_node(cls, node: NodeIdentity, limit_bytes: int | None, say: Callable[[str], None]) -> Self:
+        """Those of a provider: with its identity where that is kept, so that a later process under it finds them.
+
+        With a limit of 0 nothing stays there: the files are without names and end with the process.
+        """
+        if node.folder is not None and limit_bytes != 0:
+            try:
+                return cls(node.folder / "parts", limit_bytes)
+            except RunError as error:
+                say(f"{error}: parts of replicas will not outlive this process")
+        return cls(None)
+
+    def write(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Part:
+        """Keeps a stage's state as a part."""
+        writer = self.begin(key, replica, stream_size_bytes(tensors, metadata))
+        try:
+            for data in stream_tensors(tensors, metadata):
+                writer.feed(data)
+            return writer.finish()
+        finally:
+            writer.discard()
+
+    def begin(self, key: str, replica: int, size_bytes: int) -> "PartWriter":
+        """A part that is to come; it counts once it is whole."""
+        check_key(key)
+        if not 0 < replica < 1 << 63:
+            raise PeerError(f"{replica} is not the number of a replica")
+        where = self._folder or Path(tempfile.gettempdir())
+        try:
+            self._check_room(where, size_bytes)
+            temporary = where / f".{key}.{secrets.token_hex(8)}"
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            if self._folder is None:
+                temporary.unlink()
+        except OSError as error:
+            raise _refused(where, error) from None
+        writer = PartWriter(self, key, replica, descriptor, None if self._folder is None else temporary)
+        with self._lock:
+            self._coming[writer] = size_bytes
+        return writer
+
+    def find(self, key: str, replica: int) -> Part:
+        """This part; PeerError where there is none."""
+        with self._lock:
+            part = self._parts.get(key, {}).get(replica)
+        if part is None:
+            raise PeerError(f"there is no part of {key[:100]!r} of replica {replica} on this disk")
+        return part
+
+    def held(self) -> list[HeldPart]:
+        """What to tell of the parts here when joining."""
+        with self._lock:
+            parts = [part for of_key in self._parts.values() for part in of_key.values()]
+        told, size = [], 0
+        for part in sorted(parts, key=lambda part: (-part.replica, part.key)):
+            held = HeldPart(key=part.key, replica=part.replica)
+            size += held.ByteSize() + 4
+            if size > TOLD_BYTES:
+                break
+            told.append(held)
+        return told
+
+    def forget(self, keep: Collection[str], before: int, of: Collection[str] = ()) -> None:
+        """Removes all but the parts of these stages that do not come before this number; or, where it is said `of`
+        which stages, the parts of these alone that do.
+
+        The first of those that are left of a stage is kept beyond what else is: others are whole only when all stages
+        say so.
+        """
+        keep = of or keep
+        with self._lock:
+            for key in [key for key in self._parts if not of or key in of]:
+                for replica in [*self._parts[key]]:
+                    if key not in keep or replica < before:
+                        self._remove(key, replica)
+                if key in self._parts and before > 0:
+                    self._spared[key] = min(self._parts[key])
+
+    def remove(self, part: Part) -> None:
+        """A part that is damaged."""
+        with self._lock:
+            if self._parts.get(part.key, {}).get(part.replica) is part:
+                self._remove(part.key, part.replica)
+
+    def _check_room(self, where: Path, size_bytes: int) -> None:
+        state = os.statvfs(where)
+        free = state.f_bavail * state.f_frsize
+        with self._lock:
+            sizes = [part.size_bytes for of_key in self._parts.values() for part in of_key.values()]
+            coming = [*self._coming.values()]
+        if size_bytes + sum(coming) + SPARE_BYTES > free:
+            raise RunError(
+                f"a part of {size_bytes:,} bytes does not fit on the disk of {where}, where {free:,} are free; "
+                "free some space"
+            )
+        held = sum(sizes) + sum(coming)
+        limit = self._limit_bytes or min(LIMIT_BYTES, (free + sum(sizes)) // 2)
+        if held + size_bytes > limit or len(sizes) + len(coming) >= MOST_PARTS:
+            raise RunError(
+                f"a part of {size_bytes:,} bytes is more than may be kept beside the {len(sizes) + len(coming)} parts "
+                f"here with {held:,} of {limit:,} bytes; let this provider keep more with --cache"
+            )
+
+    def _keep(self, part: Part) -> None:
+        with self._lock:
+            known = self._parts.setdefault(part.key, {})
+            before = known.get(part.replica)
+            known[part.replica] = part
+            if before is not None and before.path is not None and before.path != part.path:
+                before.path.unlink(missing_ok=True)
+            for replica in sorted(known)[:-KEPT]:
+                if replica != self._spared.get(part.key):
+                    self._remove(part.key, replica)
+
+    def _end(self, writer: "PartWriter") -> None:
+        with self._lock:
+            self._coming.pop(writer, None)
+
+    def _remove(self, key: str, replica: int) -> None:
+        part = self._parts[key].pop(replica)
+        if not self._parts[key]:
+            del self._parts[key]
+            self._spared.pop(key, None)
+        if part.path is not None:
+            # What cannot be removed is found again at the next start, and is old then.
+            with contextlib.suppress(OSError):
+                part.path.unlink()
+
+    def _take_up(self, folder: Path) -> None:
+        try:
+            entries = [*os.scandir(folder)]
+        except OSError as error:
+            raise _refused(folder, error) from None
+        for entry in entries:
+            path, name = Path(entry.path), _NAME.fullmatch(entry.name)
+            with contextlib.suppress(OSError):
+                old = entry.stat(follow_symlinks=False).st_mtime < time.time() - WEEK_SECONDS
+                if entry.name.startswith(".") or (name is not None and old):
+                    path.unlink()
+                elif name is not None:
+                    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+                    part = Part(name[1], int(name[2]), name[3], descriptor, path)
+                    # All of them: which of them is whole everywhere only the coordinator knows.
+                    self._parts.setdefault(part.key, {})[part.replica] = part
+
+
+class PartWriter:
+    """A part on its way to the disk. End it with `finish` or `discard`."""
+
+    def __init__(self, files: PartFiles, key: str, replica: int, descriptor: int, path: Path | None) -> None:
+        self._files = files
+        self._key = key
+        self._replica = replica
+        self._descriptor = descriptor
+        self._path = path
+        self._digest = hashlib.sha256()
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Adds the bytes that follow."""
+        view = memoryview(data)
+        self._digest.update(view)
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError as error:
+            raise _refused(self._path, error) from None
+
+    def finish(self, sha256: str | None = None) -> Part:
+        """It is whole: from now on it counts. PeerError where its hash is not this one."""
+        found = self._digest.hexdigest()
+        if sha256 is not None and found != sha256:
+            raise PeerError(
+                f"the part of {self._key} of replica {self._replica} arrived damaged (its sha256 is {found[:12]}…, "
+                f"not {sha256[:12]}…)"
+            )
+        final = None if self._path is None else self._path.with_name(f"{self._key}@{self._replica}@{found}")
+        try:
+            if self._path is not None and final is not None:
+                os.replace(self._path, final)
+        except OSError as error:
+            raise _refused(final, error) from None
+        part = Part(self._key, self._replica, found, self._descriptor, final)
+        self._descriptor, self._path = -1, None
+        self._files._keep(part)
+        self._files._end(self)
+        return part
+
+    def discard(self) -> None:
+        """Removes what was written, unless it is whole; may be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            self._files._end(self)
+            if self._path is not None:
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+
+
+def _refused(path: Path | None, error: OSError) -> RunError:
+    where = path or Path(tempfile.gettempdir())
+    return RunError(f"cannot keep a part in {where}: {error.strerror or error}; free some space or check the folder")

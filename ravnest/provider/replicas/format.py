@@ -1,0 +1,107 @@
+"""A stage's part of a replica as its provider reads it: tensors under the names of `Stage.state`, and plain values.
+
+Beside those there are, where the stage has rings, `outer:KEY` and `anchor:KEY`: what the outer optimizer remembers of a
+parameter, and where all clusters stood after the last round. The metadata has `applied`, the microbatches that are in
+the stage, and `rings`, the round of each ring's anchor and the samples since.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ravnest.engine.applied import REMEMBERED, Applied
+from ravnest.errors import GraphError
+from ravnest.graph.portable import PortableGraph
+from ravnest.safe_json import read_json
+
+Keep = Callable[[int, dict[str, Tensor], dict[str, str]], None]
+"""Takes a replica's number, tensors and metadata."""
+
+_MOST_NUMBER = 2**63
+_MOST_VALUES = 4_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RingStand:
+    """Where an owner stood in a ring: the round of its anchor, and what it had trained on since then."""
+
+    committed: int = 0
+    samples: int = 0
+
+
+@dataclass(slots=True)
+class Restored:
+    """What a stage begins with beside its weights; empty for one that begins anew."""
+
+    optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    outer: dict[str, Tensor] = field(default_factory=dict)
+    anchors: dict[str, Tensor] = field(default_factory=dict)
+    """By parameter key, as `outer`; empty where the weights themselves are where all clusters begin."""
+    rings: dict[int, RingStand] = field(default_factory=dict)
+    applied: Applied = field(default_factory=Applied)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> "Restored":
+        """What these hold, of a checkpoint or of a replica; GraphError where the plain values are none."""
+        found = cls()
+        for name, tensor in tensors.items():
+            kind, _, key = name.partition(":")
+            if kind == "optim":
+                key, _, entry = key.rpartition(":")
+                found.optimizer.setdefault(key, {})[entry] = tensor
+            elif kind in ("outer", "anchor"):
+                (found.outer if kind == "outer" else found.anchors)[key] = tensor
+        try:
+            found.applied = Applied(_numbers(read_json(metadata.get("applied", "[]"))))
+            for ring, stand in read_json(metadata.get("rings", "{}")).items():
+                committed, samples = _numbers(stand)
+                found.rings[int(ring)] = RingStand(committed, samples)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise GraphError(
+                f"what a part of a replica says of microbatches and rings cannot be read: {error}"
+            ) from None
+        return found
+
+
+def with_part(
+    graph: PortableGraph, weights: Mapping[str, Tensor], part: tuple[Mapping[str, Tensor], Mapping[str, str]]
+) -> dict[str, Tensor]:
+    """All weights of a stage by key, those that change from the part of a replica. KeyError names one that lacks."""
+    tensors, _ = part
+    found = {spec.key: weights[f"weight:{spec.key}"] for spec in graph.constants}
+    found |= {spec.key: tensors[f"param:{spec.key}"] for spec in graph.parameters}
+    return found | {spec.key: tensors[f"buffer:{spec.key}"] for spec in graph.states}
+
+
+def joined(parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, str]]]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parts of several stages of one replica as one, for a stage of another formation: where they stood in their rings,
+    and what they had applied, was of theirs. GraphError where their plain values cannot be read.
+
+    A tensor that several have (of a tied parameter) is taken from the first."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, object] = {}
+    optimizer: dict[str, object] = {}
+    try:
+        for of_part, metadata in reversed(parts):
+            tensors |= {name: tensor for name, tensor in of_part.items() if not name.startswith("anchor:")}
+            optimizer = read_json(metadata["optimizer"], _MOST_VALUES)
+            values |= dict(optimizer["values"])  # type: ignore[call-overload]
+    except (LookupError, TypeError, ValueError) as error:
+        raise GraphError(f"the optimizer's state in a part of a replica cannot be read: {error}") from None
+    rest = {name: value for name, value in parts[0][1].items() if name not in ("rings", "applied")}
+    return tensors, {**rest, "optimizer": json.dumps({**optimizer, "values": values})}
+
+
+def rings_in_words(stands: Mapping[int, RingStand]) -> str:
+    """As the metadata of a part has it."""
+    return json.dumps({str(ring): [stand.committed, stand.samples] for ring, stand in stands.items()})
+
+
+def _numbers(values: object) -> list[int]:
+    if not isinstance(values, list) or len(values) > REMEMBERED:
+        raise ValueError("it is no short list of numbers")
+    if not all(type(value) is int and 0 <= value < _MOST_NUMBER for value in values):
+        raise ValueError("it has something else than numbers that count")
+    return values

@@ -1,0 +1,141 @@
+"""The holder's side of replicas: parts of other nodes' stages come to the disk here, and with them what else it takes
+to go on with such a stage."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Collection
+from typing import Final
+
+from ravnest.errors import GraphError, PeerError, RavnestError, RunError
+from ravnest.graph.portable import PortableGraph
+from ravnest.net.streams.resumable_link import FIRST_BACKOFF_SECONDS
+from ravnest.net.v1.control_pb2 import ArtifactRef, Hold
+from ravnest.provider.fetch.artifacts import Artifacts
+from ravnest.provider.fetch.progress import FetchProgress
+from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
+from ravnest.provider.replicas.links import PartLink, PartLinks
+from ravnest.provider.replicas.transfer import MOST_BYTES, PartArrivals, PartRefusedError, in_thread
+
+_SPARE_BYTES: Final = 64 << 20
+_STATE_FACTOR: Final = 16
+"""A part may take so many bytes beyond its stage's weights, and so many times these, as the coordinator has it too."""
+_MOST_GRAPH_BYTES: Final = 256 << 20
+_MOST_HELD: Final = 1000
+
+
+def most_part_bytes(graph: PortableGraph) -> int:
+    """How large a part of this stage can be."""
+    weights = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in (*graph.parameters, *graph.states))
+    return _SPARE_BYTES + _STATE_FACTOR * weights
+
+
+class Holding:
+    """Holds parts for as many owners as the coordinator says."""
+
+    def __init__(self, files: PartFiles, links: PartLinks, artifacts: Artifacts, say: Callable[[str], None]) -> None:
+        """What never changes of a stage is fetched ahead where there is a cache; `say` gets lines for the user."""
+        self._files = files
+        self._links = links
+        self._artifacts = artifacts
+        self._say = say
+        self._held: dict[str, tuple[PartLink, asyncio.Task[None]]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def hold(self, order: Hold) -> None:
+        """Takes parts of this stage from its owner from now on, and from no earlier one."""
+        key = check_key(order.key)
+        if key not in self._held and len(self._held) >= _MOST_HELD:
+            raise PeerError(f"the coordinator wants parts of more than {_MOST_HELD} stages held")
+        self._end(key)
+        if order.owner.node:
+            link = self._links.add(order.owner)
+            self._held[key] = link, asyncio.create_task(self._serve(order, link))
+
+    def forget(self, keep: Collection[str]) -> None:
+        """Takes no more parts of other stages than these."""
+        for key in [*self._held]:
+            if key not in keep:
+                self._end(key)
+
+    async def close(self) -> None:
+        """Ends all of it. The files stay."""
+        for key in [*self._held]:
+            self._end(key)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+
+    def _end(self, key: str) -> None:
+        if key in self._held:
+            link, serving = self._held.pop(key)
+            serving.cancel()
+            task = asyncio.create_task(_closed(link, serving))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _serve(self, order: Hold, link: PartLink) -> None:
+        most, warming = await self._fetch_graph(order), asyncio.create_task(self._warm(order.weights))
+        try:
+            while True:
+                try:
+                    await self._take_all(order, link, most)
+                except PeerError:
+                    pass  # The owner hears it too, and tells the coordinator.
+                except Exception as error:
+                    self._say(f"cannot take a part of {order.key}: {type(error).__name__}: {error}")
+                await asyncio.sleep(FIRST_BACKOFF_SECONDS)
+        finally:
+            warming.cancel()
+            await asyncio.gather(warming, return_exceptions=True)
+
+    async def _take_all(self, order: Hold, link: PartLink, most_bytes: int) -> None:
+        """Takes parts until the link has failed."""
+
+        def begin(replica: int, size_bytes: int) -> PartWriter:
+            if size_bytes > most_bytes:
+                raise RunError(f"a part of {size_bytes:,} bytes is more than the {most_bytes:,} its stage can need")
+            return self._files.begin(order.key, replica, size_bytes)
+
+        arrivals = PartArrivals(await link.connected(None), begin)
+        while True:
+            with contextlib.suppress(PartRefusedError):
+                await arrivals.next()
+
+    async def _fetch_graph(self, order: Hold) -> int:
+        """How large a part can be, as the stage's graph tells."""
+        if not order.graph.id:
+            return MOST_BYTES
+        try:
+            if order.graph.size_bytes > _MOST_GRAPH_BYTES:
+                raise GraphError(f"the graph of {order.key} has {order.graph.size_bytes} bytes")
+            text = await self._artifacts.get(order.graph, _Text, FetchProgress(order.graph.size_bytes))
+            return await in_thread(lambda: most_part_bytes(PortableGraph.from_json(bytes(text.data))))
+        except RavnestError as error:
+            self._say(f"cannot get ready for a stage that this machine is to stand by for: {error}")
+            return MOST_BYTES
+
+    async def _warm(self, weights: ArtifactRef) -> None:
+        if weights.id and self._artifacts.cached:
+            try:
+                await self._artifacts.get(weights, _Nothing, FetchProgress(weights.size_bytes))
+            except RavnestError as error:
+                self._say(f"cannot get ready for a stage that this machine is to stand by for: {error}")
+
+
+async def _closed(link: PartLink, serving: asyncio.Task[None]) -> None:
+    await asyncio.gather(serving, return_exceptions=True)
+    await link.close()
+
+
+class _Text:
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        self.data += chunk
+
+
+class _Nothing:
+    """It is the cache that keeps it."""
+
+    def feed(self, chunk: bytes) -> None:
+        pass

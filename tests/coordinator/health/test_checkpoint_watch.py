@@ -1,0 +1,108 @@
+"""A checkpoint whose parts do not come costs the provider that does not send its own, wherever it can be replaced."""
+
+import asyncio
+
+from ravnest.coordinator.checkpoints.saver import Awaited
+from ravnest.coordinator.health.checkpoint_watch import SaveWatch, judge_part
+from ravnest.coordinator.health.lease import STILL_SECONDS, Replacement
+from ravnest.coordinator.swarm.members import Member, Members
+from ravnest.coordinator.swarm.upload_activity import Sent
+
+HOME = 10e6 / 8
+STATE = 63_000_000
+
+
+def test_a_part_that_comes_at_the_rate_of_its_line_is_waited_for_however_long_it_takes() -> None:
+    for seconds in (5.0, 50.0, 200.0):
+        given_up, why = judge_part(Sent(int(seconds * HOME / 2), seconds, 0.5), 0.5, HOME, "standby")
+        assert not given_up and "have come, some of it came" in why
+
+
+def test_a_part_of_which_nothing_comes_is_waited_for_as_long_as_a_stage_that_does_nothing() -> None:
+    for replacement in ("standby", "reform"):
+        limit = STILL_SECONDS[replacement]
+        assert not judge_part(None, limit - 1.0, HOME, replacement)[0]
+        given_up, why = judge_part(None, limit, HOME, replacement)
+        assert given_up and why.startswith(f"nothing of it has come for {limit:.0f} s, and ")
+
+
+def test_a_stage_whose_work_takes_long_may_take_as_long_to_begin() -> None:
+    assert not judge_part(None, 90.0, HOME, "standby", patience_seconds=100.0)[0]
+    assert judge_part(None, 100.0, HOME, "standby", patience_seconds=100.0)[0]
+
+
+def test_a_part_that_has_stopped_coming_or_trickles_is_given_up_with_how_much_has_come() -> None:
+    given_up, why = judge_part(Sent(12_000_000, 60.0, 40.0), 40.0, HOME, "reform")
+    assert given_up
+    assert why == "12 MB have come, nothing of it has come for 40 s, and the others can go on without it"
+    assert judge_part(Sent(200_000, 60.0, 0.1), 0.1, HOME, "reform")[0]
+
+
+def test_nobody_is_given_up_whose_place_nobody_can_take() -> None:
+    for sent in (None, Sent(0, 1e4, 1e4)):
+        given_up, why = judge_part(sent, 1e4, HOME, "none")
+        assert not given_up and "no other can take its place" in why
+
+
+class Watched:
+    """A checkpoint that two providers are to save, on a clock that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.lost: list[tuple[str, str]] = []
+        self.awaited: Awaited | None = Awaited("checkpoint-7", 1000.0, ("anna", "ben"))
+        self.members = Members()
+        for name in ("anna", "ben"):
+            member = Member(name, "", "cpu", 1)
+            for link in (member.control.link, member.feed):
+                link.connections = 1
+            self.members.put(member)
+        replaced: Replacement = "standby"
+        self.watch = SaveWatch(
+            self.members, lambda: self.awaited, lambda node: replaced, self._give_up, clock=lambda: self.now
+        )
+
+    def wait(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1.0
+            self.watch.look()
+
+    def _give_up(self, node_id: str, reason: str) -> None:
+        self.lost.append((node_id, reason))
+        assert self.awaited is not None
+        self.awaited = self.awaited._replace(nodes=tuple(node for node in self.awaited.nodes if node != node_id))
+
+
+async def _made() -> Watched:
+    return Watched()
+
+
+def test_the_one_of_whom_nothing_comes_is_given_up_and_the_one_that_sends_is_not() -> None:
+    async def test() -> None:
+        made = await _made()
+        with made.members["anna"].uploads.taking("checkpoint-7") as upload:
+            upload.began_at = upload.moved_at = made.now
+            for _ in range(30):
+                upload.done_bytes += 1 << 20
+                upload.moved_at = made.now
+                made.wait(1)
+        assert [node for node, _ in made.lost] == ["ben"]
+        assert made.lost[0][1] == (
+            "its state was asked for 11 s ago (checkpoint-7): nothing of it has come for 10 s, and a standby is ready"
+        )
+
+    asyncio.run(test())
+
+
+def test_a_coordinator_that_was_stopped_itself_gives_nobody_up_for_that() -> None:
+    async def test() -> None:
+        made = await _made()
+        made.wait(2)
+        made.now += 100.0
+        made.watch.look()
+        made.wait(8)
+        assert made.lost == []
+        made.wait(3)
+        assert [node for node, _ in made.lost] == ["anna", "ben"], "nothing comes after that either"
+
+    asyncio.run(test())

@@ -1,0 +1,58 @@
+"""Replicas come often enough to lose little, and rarely enough to cost little."""
+
+import pytest
+
+from ravnest.coordinator.replicas.pace import MOST_RETAINED_BYTES, MOST_RETAINED_MICROBATCHES, replica_due
+
+
+def due(**changed: float | None) -> tuple[bool, str]:
+    usual: dict[str, float | None] = {
+        "seconds_since_last": 10.0,
+        "last_seconds": 0.5,
+        "last_bytes": 1 << 20,
+        "line_bytes_per_second": 12.5e6,
+        "retained_microbatches": 20,
+        "retained_bytes": 1 << 20,
+        "updates_since": 5,
+    }
+    return replica_due(**(usual | changed))  # type: ignore[arg-type]
+
+
+def test_the_first_update_is_worth_a_replica() -> None:
+    assert due(seconds_since_last=None)[0]
+
+
+def test_without_an_update_there_is_none_whatever_is_kept() -> None:
+    assert not due(updates_since=0, retained_bytes=1 << 40)[0]
+
+
+def test_there_are_two_seconds_between_two_of_them_even_when_much_is_kept() -> None:
+    assert not due(seconds_since_last=1.9, retained_bytes=1 << 40)[0]
+    assert due(seconds_since_last=2.0, retained_bytes=1 << 40)[0]
+
+
+def test_sending_takes_at_most_a_fifth_of_a_lines_time() -> None:
+    size = 12_500_000  # a second on the line
+    late, reason = due(seconds_since_last=4.9, last_bytes=size)
+    assert not late and "20% of a line's time" in reason
+    assert due(seconds_since_last=5.1, last_bytes=size)[0]
+
+
+def test_a_line_that_is_not_known_is_judged_by_how_long_the_last_one_took() -> None:
+    assert not due(line_bytes_per_second=0, last_seconds=2.1)[0]
+    assert due(line_bytes_per_second=0, last_seconds=1.9)[0]
+
+
+def test_copying_takes_at_most_a_fiftieth_of_a_stages_time() -> None:
+    late, reason = due(copy_seconds=0.25)
+    assert not late and "copying took 0.25 s" in reason
+    assert due(copy_seconds=0.15)[0]
+
+
+@pytest.mark.parametrize(
+    "kept", [{"retained_bytes": MOST_RETAINED_BYTES}, {"retained_microbatches": MOST_RETAINED_MICROBATCHES}]
+)
+def test_much_that_is_kept_brings_one_however_slow_the_line(kept: dict[str, float]) -> None:
+    assert not due(last_bytes=1 << 30)[0]
+    came, reason = due(last_bytes=1 << 30, **kept)
+    assert came and "kept for feeding again" in reason

@@ -1,0 +1,176 @@
+"""A stage that pretends to be slower takes as long as that machine, without using the processor for it."""
+
+import threading
+import time
+
+import pytest
+
+from ravnest.engine.speed.pace import Pace, Pretence, StageSeconds
+
+WORK_SECONDS = 0.02
+
+
+def work() -> None:
+    until = time.thread_time() + WORK_SECONDS
+    while time.thread_time() < until:
+        pass
+
+
+def test_work_takes_so_many_times_as_long_and_no_more_of_the_processor() -> None:
+    pace = Pace(Pretence(4.0))
+    elapsed, used = time.perf_counter(), time.thread_time()
+    for _ in range(3):
+        with pace.work("forward"):
+            work()
+    elapsed, used = time.perf_counter() - elapsed, time.thread_time() - used
+    assert elapsed >= 3 * 4 * WORK_SECONDS * 0.95
+    assert used < 3 * WORK_SECONDS * 1.5
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "expected"),
+    [
+        (1.0, [3.0, 2.75, 2.75]),  # Woken a quarter of a second late each time.
+        (2.0, [2.0, 1.75, 1.75]),  # Others had the processor for half of the time.
+        (9.0, []),
+    ],
+)
+def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
+    elapsed: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pace = Pace(Pretence(4.0))
+    now, used = 0.0, 0.0
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        waits.append(seconds)
+        now += seconds + 0.25
+
+    monkeypatch.setattr("ravnest.engine.speed.pace._MOST_LATE_SECONDS", 1.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr("ravnest.engine.speed.pace.work_clock", lambda: lambda: used)
+    monkeypatch.setattr(pace._ended, "wait", wait)
+    for _ in range(3):
+        with pace.work("forward"):
+            now += elapsed
+            used += 1.0
+    assert waits == pytest.approx(expected)
+
+
+def test_at_its_own_speed_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace()
+    monkeypatch.setattr(pace._ended, "wait", None)
+    with pace.work("forward"):
+        work()
+
+
+def test_the_end_interrupts_a_wait_and_later_ones() -> None:
+    pace = Pace(Pretence(1e6))
+    worked = threading.Event()
+
+    def run() -> None:
+        for _ in range(2):
+            with pace.work("forward"):
+                work()
+                worked.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert worked.wait(10)
+    pace.end()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_error_is_not_waited_for() -> None:
+    pace = Pace(Pretence(1e6))
+    with pytest.raises(ValueError, match="at once"), pace.work("forward"):
+        work()
+        raise ValueError("at once")
+
+
+def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace(Pretence(10.0))
+    now, used = 0.0, 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr("ravnest.engine.speed.pace.work_clock", lambda: lambda: used)
+    taken = []
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(pace._ended, "wait", wait)
+    # Of four pieces of work one is interrupted; then comes one of another size, and one of another kind.
+    work = [("forward", 1.0), ("forward", 1.0), ("forward", 1.0), ("forward", 1.4), ("forward", 0.3), ("update", 1.4)]
+    for kind, seconds in work:
+        began = now
+        with pace.work(kind):
+            now, used = now + seconds, used + seconds
+        taken.append(now - began)
+    assert taken == pytest.approx([10.0, 10.0, 10.0, 10.0, 3.0, 14.0])
+
+
+class Clock:
+    """Time that passes when it is told to; whoever waits is woken `late` seconds too late."""
+
+    def __init__(self, pace: Pace, late: float, patch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self._late = late
+        patch.setattr(time, "perf_counter", lambda: self.now)
+        patch.setattr(pace._ended, "wait", self._wait)
+
+    def _wait(self, seconds: float) -> None:
+        self.now += seconds + self._late
+
+    def spent_on(self, pace: Pace, kind: str, seconds: float) -> float:
+        began = self.now
+        with pace.work(kind):
+            self.now += seconds
+        return self.now - began
+
+
+def test_any_stage_takes_as_long_as_was_pretended_and_what_is_longer_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)))
+    clock = Clock(pace, 0.0, monkeypatch)
+    work = [("forward", 0.5), ("backward", 0.5), ("forward", 0.9), ("evaluate", 0.1)]
+    assert [clock.spent_on(pace, *each) for each in work] == pytest.approx([1.0, 2.0, 1.0, 1.0])
+    assert pace.overruns == 0
+    assert clock.spent_on(pace, "forward", 1.04) == pytest.approx(1.04)
+    assert pace.overruns == 1
+    # What was lost is made up for.
+    assert clock.spent_on(pace, "forward", 0.5) == pytest.approx(0.96)
+
+
+def test_being_woken_late_does_not_add_up_over_many_pieces_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)))
+    clock = Clock(pace, 0.01, monkeypatch)
+    for _ in range(100):
+        clock.spent_on(pace, "forward", 0.1)
+    assert clock.now == pytest.approx(100.01)
+
+
+def test_both_parts_of_a_split_backward_take_as_long_as_a_whole_one() -> None:
+    seconds = StageSeconds(1.0, 2.0)
+    assert seconds.of("backward") == 2.0 and seconds.of("weights") == 0.0
+    assert seconds.of("backward", split_backward=True) + seconds.of("weights", split_backward=True) == 2.0
+
+
+def test_a_pretence_is_told_in_words() -> None:
+    assert Pretence().in_words == ""
+    assert "2.5 times slower" in Pretence(2.5).in_words
+    told = Pretence(seconds=StageSeconds(0.05, 0.1))
+    assert "50 ms forward and 100 ms backward" in told.in_words
+    assert told.stage_seconds == pytest.approx(0.15)
+
+
+def test_an_update_is_a_part_of_what_a_backward_is_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)))
+    clock = Clock(pace, 0.0, monkeypatch)
+    for _ in range(10):
+        for each in (("forward", 0.5), ("backward", 0.5), ("update", 0.05)):
+            clock.spent_on(pace, *each)
+    assert clock.now == pytest.approx(10 * 3.0 + 0.05), "the last one is made up for by what comes next"

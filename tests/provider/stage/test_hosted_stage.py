@@ -1,0 +1,196 @@
+"""A provider builds only what it was announced, and takes only frames that its stage may get now."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ravnest.engine.settings import StageSettings
+from ravnest.errors import GraphError, PeerError, RavnestError
+from ravnest.graph.capture.capture import Captured, capture
+from ravnest.graph.layout import layout
+from ravnest.graph.partition import split
+from ravnest.graph.weights import stream_tensors
+from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
+from ravnest.provider.fetch.artifacts import Artifacts
+from ravnest.provider.fetch.progress import FetchProgress
+from ravnest.provider.stage import hosted_stage as deployment_module
+from ravnest.provider.stage.hosted_stage import MOST_STALENESS_TOLD, Deployment, staleness_counts
+from ravnest.spec import OptimizerSpec
+from tests.e2e.jobs import a_net, batches
+
+
+@cache
+def captured() -> Captured:
+    return capture(a_net(), F.cross_entropy, {}, batches([8, 5]))
+
+
+class FakeClient:
+    """A coordinator that hands out what it has."""
+
+    def __init__(self, artifacts: dict[str, bytes]) -> None:
+        self.artifacts = artifacts
+
+    async def fetch(self, artifact: str, offset: int = 0) -> AsyncIterator[bytes]:
+        data = self.artifacts[artifact]
+        for start in range(offset, len(data), 1000):
+            yield data[start : start + 1000]
+
+    async def upload(self, name: str, chunks: AsyncIterator[bytes]) -> None:
+        async for _ in chunks:
+            pass
+
+
+def an_order(leave_out: str = "") -> tuple[Deploy, FakeClient]:
+    """The order to take the leaf of two stages, and the client to fetch it from."""
+    found = captured()
+    graph = split(found.graph, layout(found.graph).cuts[1:2])[1]
+    weights = {f"weight:{w.key}": found.weights[w.key] for w in graph.weights if w.key != leave_out}
+    artifacts = {"graph": graph.to_json().encode(), "weights": b"".join(stream_tensors(weights, {}))}
+    settings = StageSettings(optimizer=OptimizerSpec("SGD", {"lr": 0.1}).to_json(), stage=1, stages=2)
+    refs = {
+        name: ArtifactRef(id=name, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
+        for name, data in artifacts.items()
+    }
+    order = Deploy(
+        deployment="d1",
+        stage=1,
+        stages=2,
+        graph=refs["graph"],
+        weights=refs["weights"],
+        settings_json=settings.to_json(),
+        generation=4,
+    )
+    return order, FakeClient(artifacts)
+
+
+def deployed(change: Callable[[Deploy, FakeClient], None] | None = None, leave_out: str = "") -> Deployment:
+    async def make() -> Deployment:
+        order, client = an_order(leave_out)
+        if change is not None:
+            change(order, client)
+        client_as: Any = client
+        progress = FetchProgress(order.graph.size_bytes + order.weights.size_bytes)
+        return await Deployment.make(
+            order, client_as, NodeIdentity.new(), torch.device("cpu"), 0, Artifacts(client_as), progress
+        )
+
+    return asyncio.run(make())
+
+
+def damage_the_graph(order: Deploy, client: FakeClient) -> None:
+    client.artifacts["graph"] = client.artifacts["graph"][:-2] + b" }"
+
+
+def send_more_than_announced(order: Deploy, client: FakeClient) -> None:
+    client.artifacts["graph"] += b" " * 5000
+
+
+def damage_the_weights(order: Deploy, client: FakeClient) -> None:
+    client.artifacts["weights"] = client.artifacts["weights"][:-1] + b"\x01"
+
+
+def ask_for_too_much(order: Deploy, client: FakeClient) -> None:
+    order.graph.size_bytes = 1 << 40
+
+
+def ask_for_code(order: Deploy, client: FakeClient) -> None:
+    order.settings_json = order.settings_json.replace("SGD", "os.system")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "says"),
+    [
+        (damage_the_graph, PeerError, "the artifact graph arrived damaged"),
+        (send_more_than_announced, PeerError, "is larger than the"),
+        (damage_the_weights, PeerError, "the artifact weights arrived damaged"),
+        (ask_for_too_much, GraphError, "the stage's graph has 1099511627776 bytes"),
+        (ask_for_code, GraphError, "os.system"),
+    ],
+)
+def test_an_order_that_is_not_what_it_says_is_refused(
+    change: Callable[[Deploy, FakeClient], None], kind: type[RavnestError], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        deployed(change)
+
+
+def test_weights_that_are_not_there_are_named() -> None:
+    with pytest.raises(GraphError, match=r"the weights of stage 1 lack 'weight:layers.2.weight'"):
+        deployed(leave_out="layers.2.weight")
+
+
+def a_feed() -> Frame:
+    return Frame(
+        kind=FrameKind.FEED,
+        microbatch=0,
+        train=True,
+        samples=8,
+        checkpoint=0,
+        generation=4,
+        flush=False,
+        tensors={"targets": torch.zeros(8, dtype=torch.long)},
+        scalars={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"kind": FrameKind.FORWARD}, "a FORWARD frame came where only FEED frames may"),
+        ({"generation": 3}, "a frame of generation 3 came, this stage is of 4"),
+        ({"tensors": {}}, r"missing \['targets'\]"),
+        ({"scalars": {"more": 1}}, r"foreign \['more'\]"),
+        ({"tensors": {"targets": torch.zeros(8)}}, "has type torch.float32"),
+        ({"tensors": {"targets": torch.zeros(8, 2, dtype=torch.long)}}, r"shape \(8, 2\)"),
+    ],
+)
+def test_a_frame_that_does_not_fit_the_stage_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(PeerError, match=says):
+        deployed().take_feed(replace(a_feed(), **changes))
+
+
+def test_a_frame_that_fits_is_taken() -> None:
+    deployment = deployed()
+    deployment.take_feed(a_feed())
+    report, saved = deployment.report()
+    assert (report.deployment, report.updates, report.forwards, saved) == ("d1", 0, 0, [])
+    assert report.peak_memory_bytes > 0
+
+
+def test_a_report_tells_how_stale_updates_were_however_stale_they_were() -> None:
+    assert staleness_counts({}) == []
+    assert staleness_counts({0: 3, 2: 1}) == [3, 0, 1]
+    assert staleness_counts({70: 5})[70] == 5
+    far = staleness_counts({1: 2, MOST_STALENESS_TOLD: 3, 10**6: 4})
+    assert len(far) == MOST_STALENESS_TOLD + 1
+    assert (sum(far), far[1], far[-1]) == (9, 2, 7)
+
+
+def test_memory_that_is_short_is_told_and_what_is_exhausted_ends_the_stage_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deployment = deployed()
+    free, now = 1 << 40, 0.0
+    monkeypatch.setattr(deployment_module, "spare_bytes", lambda device: free)
+    monkeypatch.setattr(deployment_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(deployment._worker, "most_held", lambda: 3)
+    lent = 8 << 30
+    assert deployment.look_at_memory(lent) is None
+    free = 1 << 20
+    told = deployment.look_at_memory(lent)
+    assert told is not None and (told.deployment, told.in_flight) == ("d1", 2)
+    assert told.free_bytes == 1 << 20 and "1 MiB are left" in told.reason
+    while not deployment.failure.done() and now < 60:
+        now += 1.0
+        deployment.look_at_memory(lent)
+    kind, text, _ = deployment.failure.result()
+    assert kind == "memory" and "more are needed" in text
