@@ -1,0 +1,4 @@
+"""The rules of the house, checked by `make check`: plain words, small rooms, nothing written twice.
+
+Knows the source of `ravnest/`, `docs/` and the README as text and syntax trees; imports nothing of Ravnest.
+"""
