@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.report import Row, Target, arguments, finish, say
 from ravnest.errors import RavnestError
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.partition import most_stages
+from ravnest.graph.partition import max_stages
 
 Tensor = torch.Tensor
 Batch = tuple[Any, Tensor]
@@ -82,7 +82,7 @@ def _row(name: str, architecture: Architecture) -> Row:
         "captured": True,
         "seconds": seconds,
         "operators": operators,
-        "stages": most_stages(found.graph),
+        "stages": max_stages(found.graph),
         "reason": "",
     }
 

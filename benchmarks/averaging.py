@@ -194,7 +194,7 @@ def _row(case: str, name: str, measured: Measured) -> dict[str, object]:
     return {
         "case": f"{case}: {name}",
         "seconds": _seconds(took),
-        "least_seconds": min(one.seconds for one in took),
+        "min_seconds": min(one.seconds for one in took),
         "of_gloo_speed": _seconds(measured.took["gloo"]) / _seconds(took),
         # hivemind computes in processes of its own, whose time nobody tells us.
         "processor_seconds": None if name == "hivemind" else statistics.median(one.processor_seconds for one in took),

@@ -50,7 +50,7 @@ _SEEDS: Final = 3
 _AIMS: Final = {4: 0.02, 8: 0.05}
 _LINK: Final = 2.2
 """How many forwards of 50 ms a link of 100 Mbit/s and 50 ms takes for 1 MiB, one way."""
-_MOST_LINK: Final = 100.0
+_MAX_LINK: Final = 100.0
 _CODED: Final = 0.01
 """Nats that int8 on the links may cost."""
 _NOISE: Final = 0.03
@@ -104,8 +104,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rates", metavar="FILE", type=Path, help="what benchmarks.pipeline --json wrote")
     parser.add_argument("--no-swarm", dest="swarm", action="store_false", help="leave out the row in a real swarm")
     given = parser.parse_args()
-    if given.link is not None and not all(0 < link <= _MOST_LINK for link in given.link):
-        parser.error(f"--link is more than 0 forwards, and at most {_MOST_LINK:g}")
+    if given.link is not None and not all(0 < link <= _MAX_LINK for link in given.link):
+        parser.error(f"--link is more than 0 forwards, and at most {_MAX_LINK:g}")
     given.task = given.task or (["digits"] if given.quick else list(TASKS))
     given.stages = given.stages or ([4] if given.quick else list(_STAGES))
     given.swarm = given.swarm and not given.quick

@@ -74,7 +74,7 @@ class Job:
     """How microbatches flow through the stages."""
 
     averaging: Averaging = field(default_factory=Averaging)
-    """How several clusters average what they learnt."""
+    """How several clusters average what they learned."""
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """When the state of the run is saved."""

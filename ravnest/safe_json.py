@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
-MOST_VALUES: Final = 100_000
+MAX_VALUES: Final = 100_000
 """How many values a text may hold where nothing else is said: each takes some fifty bytes of memory or more."""
 
 _HALF_A_CHARACTER: Final = re.compile(r"\\u[dD][89a-fA-F]")
@@ -17,18 +17,18 @@ _HALF_A_CHARACTER: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 def read_json(
     text: str | bytes,
-    most_values: int = MOST_VALUES,
+    max_values: int = MAX_VALUES,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
     """The value that `text` holds; ValueError, with a short reason, for anything that is not one JSON value in UTF-8.
 
-    Numbers are finite and texts can be sent and printed as UTF-8. A text with more than `most_values` values, or so
+    Numbers are finite and texts can be sent and printed as UTF-8. A text with more than `max_values` values, or so
     nested that reading it would exhaust the stack, is refused.
     """
     plain = text.decode() if isinstance(text, bytes) else text
     # Every value but the first follows one of these; those inside of strings are counted too, which does no harm.
-    if plain.count(",") + plain.count("[") + plain.count("{") > most_values:
-        raise ValueError(f"it holds more than {most_values} values")
+    if plain.count(",") + plain.count("[") + plain.count("{") > max_values:
+        raise ValueError(f"it holds more than {max_values} values")
     try:
         value = json.loads(plain, parse_constant=_not_finite, parse_float=_finite, object_pairs_hook=object_pairs_hook)
     except RecursionError:

@@ -123,7 +123,7 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """How clusters that train the same model bring together what each of them learnt. One cluster averages nothing."""
+    """How clusters that train the same model bring together what each of them learned. One cluster averages nothing."""
 
     every: int | None = None
     """Samples, of all clusters together, between two rounds. None: chosen from the plan, so that a round takes a small

@@ -222,7 +222,7 @@ def _as_plain(value: object) -> Plain | _NotPlain:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return value if len(value) <= _MOST_CHARACTERS else _NotPlain()
+        return value if len(value) <= _MAX_CHARACTERS else _NotPlain()
     if isinstance(value, int | float):
         return value if _is_ordinary(value) else _NotPlain()
     if isinstance(value, list | tuple):
@@ -231,7 +231,7 @@ def _as_plain(value: object) -> Plain | _NotPlain:
     return _NotPlain()
 
 
-_MOST_CHARACTERS = 256
+_MAX_CHARACTERS = 256
 """Of a text that travels as an argument, and of an argument's name: torch's own have a dozen or two."""
 
 
@@ -265,7 +265,7 @@ def _from_json(kind: str, text: str | bytes) -> tuple[str, dict[str, Plain]]:
     arguments: dict[str, Plain] = {}
     for key, value in given.items():
         plain = _as_plain(value)
-        if len(key) > _MOST_CHARACTERS or isinstance(plain, _NotPlain):
+        if len(key) > _MAX_CHARACTERS or isinstance(plain, _NotPlain):
             raise GraphError(f"{kind} specification: argument {key[:80]!r} is not a plain value")
         arguments[key] = plain
     return name, arguments

@@ -27,7 +27,7 @@ from ravnest.graph.capture.capture import capture
 from ravnest.graph.operators.allowed import TABLE
 from ravnest.graph.operators.python_numbers import FUNCTIONS
 from ravnest.graph.ops import OWN_GRADIENT
-from ravnest.graph.partition import most_stages
+from ravnest.graph.partition import max_stages
 from ravnest.graph.portable import FORMAT_VERSION, PortableGraph
 from ravnest.jobfile import load_job
 from ravnest.monitor.run_directory import RunPaths
@@ -55,7 +55,7 @@ def test_the_readme_job_loads_captures_and_can_be_cut_for_the_command_it_shows(t
     graph = capture(job.model, job.loss, job.metrics, first_batches(job)).graph
     asked = re.search(r"ravnest train spirals\.py --providers (\d+)", README)
     assert asked is not None
-    assert most_stages(graph) >= int(asked[1])
+    assert max_stages(graph) >= int(asked[1])
 
 
 @pytest.mark.parametrize("settings", [ravnest.Job, ravnest.Pipeline, ravnest.Averaging, ravnest.Checkpoint])

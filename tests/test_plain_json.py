@@ -38,9 +38,9 @@ def test_anything_else_is_refused_in_a_few_words(text: str | bytes, says: str) -
 
 
 def test_how_many_values_may_come_is_the_callers_to_say() -> None:
-    assert read_json("[1, 2]", most_values=2) == [1, 2]
+    assert read_json("[1, 2]", max_values=2) == [1, 2]
     with pytest.raises(ValueError, match="it holds more than 2 values"):
-        read_json("[1, 2, 3]", most_values=2)
+        read_json("[1, 2, 3]", max_values=2)
 
 
 def test_what_an_error_quotes_can_neither_steer_a_terminal_nor_flood_it() -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 WARM: Final = b"warm"
 """What it says once it can be asked to fork; anything else is the reason why it cannot."""
-_MOST_BYTES: Final = 1 << 20
+_MAX_BYTES: Final = 1 << 20
 _CLONE_NEWNET: Final = 0x40000000
 _STANDARD: Final = 3
 
@@ -59,7 +59,7 @@ class Mother:
                 self._asked.send(str(child).encode())
 
     def _next(self) -> tuple[dict[str, Any] | None, list[int]]:
-        data, descriptors, _, _ = socket.recv_fds(self._asked, _MOST_BYTES, 8)
+        data, descriptors, _, _ = socket.recv_fds(self._asked, _MAX_BYTES, 8)
         return (json.loads(data) if data else None), list(descriptors)
 
     def _ended(self, watch: int) -> None:

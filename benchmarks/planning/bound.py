@@ -42,7 +42,7 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
     """A score that no plan of these providers can exceed."""
     # A cluster that trains alone keeps nothing for averaging.
     goal = replace(goal, average_memory=0.0)
-    least = goal.most_in_flight if goal.in_flight is not None else 1
+    least = goal.max_in_flight if goal.in_flight is not None else 1
     held = np.minimum(memory_bytes(model, goal, least), memory_bytes(model, goal, 1))
     seconds = np.concatenate(
         [Estimates(model, goal, network, providers[k : k + 500]).own_seconds() for k in range(0, len(providers), 500)]
@@ -50,12 +50,12 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
     memory = np.array([float(p.memory_bytes) for p in providers])
     fits = (held[None] <= memory[:, None, None]) & model.legal[None]
     speed: Table = np.where(fits, 1.0 / seconds, 0.0)
-    most_clusters = goal.most_clusters or len(providers)
-    clusters = min(most_clusters, math.floor(_least_sum(fits.astype(float), model) + 1e-6))
+    max_clusters = goal.max_clusters or len(providers)
+    clusters = min(max_clusters, math.floor(_min_sum(fits.astype(float), model) + 1e-6))
     if clusters < 1:
         return 0.0
     if clusters == 1:
-        return model.samples * _least_sum(speed, model)
+        return model.samples * _min_sum(speed, model)
     lines = np.array([min(p.up_bytes_per_second, p.down_bytes_per_second) for p in providers])
     owned = model.between(model.parameter_bytes)
     averaging = owned[None] / lines[:, None, None]
@@ -63,14 +63,14 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
     # A single cluster averages with nobody, and is no faster than a provider's earnings with one copy of the model.
     best = _one_cluster(model, speed)
     fed = sum(model.input_bytes)
-    most_fed = model.samples * network.requester.up_bytes_per_second / fed if fed else math.inf
+    max_fed = model.samples * network.requester.up_bytes_per_second / fed if fed else math.inf
     counts = np.unique(np.geomspace(2, clusters, 200).round())
     for shorter, longer in itertools.pairwise([*bounds, math.inf]):
         within = averaging <= longer
-        rates = np.full(len(counts), most_fed)
-        fastest = _least_sum(np.where(within, speed, 0), model)
+        rates = np.full(len(counts), max_fed)
+        fastest = _min_sum(np.where(within, speed, 0), model)
         for bonus in (0.0, *(fastest / clusters * factor for factor in _BONUSES)):
-            most = _least_sum(np.where(within & fits, speed + bonus, 0), model) if bonus else fastest
+            most = _min_sum(np.where(within & fits, speed + bonus, 0), model) if bonus else fastest
             # Between two counts that are looked at there are others: the fewer may be as fast as the fewest.
             fewer = np.concatenate([[2.0], counts[:-1]])
             rates = np.minimum(rates, model.samples * np.maximum(0.0, most - bonus * fewer))
@@ -78,7 +78,7 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
     return best
 
 
-def _least_sum(gain: Table, model: ModelCosts) -> float:
+def _min_sum(gain: Table, model: ModelCosts) -> float:
     """The least, over some prices, of what all providers gain together: the most of price(i, j) * gain each."""
     parts = model.last
     step = max(1, len(gain) // _SAMPLE)
@@ -118,7 +118,7 @@ def _sum(gain: Table, prices: Table) -> tuple[float, Table]:
 
 def _one_cluster(model: ModelCosts, speed: Table) -> float:
     """No cluster is faster than the fastest that any provider could be with the part of it that is done soonest."""
-    count = min(len(speed), model.most_stages)
+    count = min(len(speed), model.max_stages)
     # Every part is in some stage: of the parts, the one that even the fastest provider takes longest for.
     containing = np.zeros(model.last)
     for part in range(model.last):

@@ -33,7 +33,7 @@ def best_score(instance: Instance) -> float:
 
 def best_listed_score(model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider]) -> float:
     """The score of the best of all cuts and all numbers in flight, for providers in this order; 0 where none fits."""
-    numbers = range(1, goal.most_in_flight + 1) if goal.in_flight is None else (goal.most_in_flight,)
+    numbers = range(1, goal.max_in_flight + 1) if goal.in_flight is None else (goal.max_in_flight,)
     best = 0.0
     for cuts in itertools.combinations(range(1, model.last), len(order) - 1):
         if not all(model.legal[i, j] for i, j in itertools.pairwise((0, *cuts, model.last))):

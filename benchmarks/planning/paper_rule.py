@@ -79,10 +79,10 @@ def _fitness(assigned: np.ndarray, most: int, need: float, memory: Table, bandwi
 def _equal_shares(instance: Instance, group: Sequence[Provider]) -> Cluster | None:
     """A group in the order given, each with the same share of the parameters; None if one cannot hold it."""
     model, goal = instance.model, instance.goal
-    group = group[: model.most_stages]
+    group = group[: model.max_stages]
     cuts = _equal_cuts(model, len(group))
     best: Cluster | None = None
-    for in_flight in range(1, goal.most_in_flight + 1 if len(group) > 1 else 2):
+    for in_flight in range(1, goal.max_in_flight + 1 if len(group) > 1 else 2):
         cluster = cluster_of(model, goal, instance.network, group, cuts, in_flight)
         fits = all(s.memory_bytes <= p.memory_bytes for s, p in zip(cluster.stages, group, strict=True))
         if fits and (best is None or score(goal, cluster) > score(goal, best)):

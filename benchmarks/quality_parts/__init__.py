@@ -1,1 +1,1 @@
-"""The parts of benchmarks/quality.py: what is learnt, pipelines in virtual time, one training run, all of them."""
+"""The parts of benchmarks/quality.py: what is learned, pipelines in virtual time, one training run, all of them."""

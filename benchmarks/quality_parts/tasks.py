@@ -1,6 +1,6 @@
-"""What is learnt to compare ways of training: digits and characters, by models that eight stages can share.
+"""What is learned to compare ways of training: digits and characters, by models that eight stages can share.
 
-The data is that of benchmarks/learning.py. Digits are learnt at a constant learning rate; characters with a short
+The data is that of benchmarks/learning.py. Digits are learned at a constant learning rate; characters with a short
 warm-up and a rate that falls to nothing, as language models are trained.
 """
 

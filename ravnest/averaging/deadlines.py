@@ -1,4 +1,4 @@
-"""How long a round waits: for members to join, and for a reduce to end. Learnt from the rounds before.
+"""How long a round waits: for members to join, and for a reduce to end. Learned from the rounds before.
 
 A deadline follows the longest of recent times at once and forgets it slowly; where it cut members off it was too short,
 or they are dead: it doubles, and shrinks again with rounds that end in time. Pure functions; every deadline says why.

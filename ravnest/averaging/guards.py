@@ -34,7 +34,7 @@ class Usual:
 
 
 def usual(norms: Sequence[float], samples: Sequence[int], before: Usual | None = None) -> Usual | None:
-    """Of these members, all but those whose weight is 0 or who learnt nothing; None where nobody did.
+    """Of these members, all but those whose weight is 0 or who learned nothing; None where nobody did.
 
     Of two, of which either may lie, it is the one nearer to what was usual `before`, or that itself where it lies
     between them; with nothing known from before the longer one, so that nobody is made to look long by a claim.

@@ -24,7 +24,7 @@ __all__ = ["Abort", "Action", "Begin", "CatchUp", "Commit", "Join", "Member", "N
 
 SILENT_SECONDS: Final = 5.0
 """A member that is well says every second how far it is; one that has not for so long is silent."""
-MOST_EXTENSIONS: Final = 20
+MAX_EXTENSIONS: Final = 20
 """How often more time is given to an attempt in which pieces still arrive."""
 OUTLYING_ROUNDS: Final = 3
 """In the so many-th round in a row, one that is wildly beyond the others is not left out but its difference is dropped.
@@ -55,13 +55,13 @@ class RingRound:
         now: float,
         join_seconds: float,
         reduce_seconds: float,
-        most_attempts: int = 5,
+        max_attempts: int = 5,
         counted: Mapping[str, int] | None = None,
         outlying: Mapping[str, int] | None = None,
         usual_before: Usual | None = None,
     ) -> None:
         """`owners` in ring order; `samples`: what the ledger knows that each did since its anchor; `committed`: the
-        newest round that this ring has committed; `counted`: the newest that counted for each, with what it had learnt
+        newest round that this ring has committed; `counted`: the newest that counted for each, with what it had learned
         by then; `outlying`: in how many rounds in a row before this one each was left out as wildly beyond the others;
         `usual_before`: what was usual in the last round that counted. Times are those of any clock that does not go
         back."""
@@ -75,7 +75,7 @@ class RingRound:
         self.outliers: set[str] = set()
         """Those of them who were wildly beyond the others."""
         self.alike = False
-        """Whether all owners joined, stand at the same round and have learnt nothing since: there is nothing to do."""
+        """Whether all owners joined, stand at the same round and have learned nothing since: there is nothing to do."""
         self.join_took: Took | None = None
         """How long the last one took to join, and how many were cut off; None while joining."""
         self.reduce_took: Took | None = None
@@ -85,7 +85,7 @@ class RingRound:
         self._committed = committed
         self._outlier = outlier
         self._reduce_seconds = reduce_seconds
-        self._most_attempts = most_attempts
+        self._max_attempts = max_attempts
         self._counted = counted or {}
         self._outlying = outlying or {}
         self.usual = usual_before
@@ -134,7 +134,7 @@ class RingRound:
         self._samples[node], reason = bounded(join.samples, self._ledger.get(node, 0))
         actions: list[Action] = [Notice("bounded", reason, node)] if reason is not None else []
         if join.committed < self._counted.get(node, 0):
-            # The mean of that round holds what it had learnt: with what it brings now that would count once more.
+            # The mean of that round holds what it had learned: with what it brings now that would count once more.
             why = f"it stands at round {join.committed}, but round {self._counted[node]} counted for it"
             actions.append(self._drop(node, why))
         if join.committed < self._committed:
@@ -305,7 +305,7 @@ class RingRound:
                     actions.append(self._drop(node, f"{reason}, and so it was {before} times before"))
         shares = dict(zip(nodes, samples, strict=True))
         if not any(samples):
-            # The others may have averaged all they learnt: those whose difference is dropped are to have that too.
+            # The others may have averaged all they learned: those whose difference is dropped are to have that too.
             shares |= {node: 1 for node in nodes if self._dropped and node not in self._dropped}
         total = sum(shares.values())
         why = self._hopeless(nodes, total)
@@ -334,9 +334,9 @@ class RingRound:
         if len(nodes) < 2:
             return f"of {len(self._owners)} owners {'only ' + nodes[0] if nodes else 'nobody'} is left to average with"
         if samples == 0:
-            return "nobody has learnt anything since the last round"
-        if self._attempt == self._most_attempts:
-            return f"given up after {self._most_attempts} attempts"
+            return "nobody has learned anything since the last round"
+        if self._attempt == self._max_attempts:
+            return f"given up after {self._max_attempts} attempts"
         return None
 
     def _late(self, now: float) -> list[Action]:
@@ -344,7 +344,7 @@ class RingRound:
         heard = {node: pieces for node, (pieces, at) in self._heard.items() if now - at <= SILENT_SECONDS}
         arrived = sum(pieces for pieces, _ in self._heard.values()) + len(self._digests)
         silent = len(self._digests.keys() | heard.keys()) < len(self._members)
-        if not silent and arrived > self._arrived and self._extensions < MOST_EXTENSIONS:
+        if not silent and arrived > self._arrived and self._extensions < MAX_EXTENSIONS:
             # It takes longer than it was thought to.
             self._arrived = arrived
             self._extensions += 1
@@ -381,7 +381,7 @@ class RingRound:
         self._dropped.add(node)
         self._samples[node] = 0
         self._joins[node] = replace(self._joins[node], norm=0.0)
-        return Notice("dropped", f"{reason}: what it has learnt since is dropped for the mean of the others", node)
+        return Notice("dropped", f"{reason}: what it has learned since is dropped for the mean of the others", node)
 
     def _abort(self, reason: str) -> list[Action]:
         self._end("aborted")

@@ -2,11 +2,11 @@
 
 The anchor is the parameters after the last committed round, bit for bit the same at all members. A member contributes
 how far it has come from there; a commit moves the anchor by one step that all compute alike, and gives the local
-change: where the step differs from the member's own way. Adding that to the parameters of now keeps what was learnt
+change: where the step differs from the member's own way. Adding that to the parameters of now keeps what was learned
 since.
 
 Nothing here changes except in `commit` and `catch_up`. A round that fails leaves no trace, and the next contribution
-holds everything learnt since the anchor.
+holds everything learned since the anchor.
 """
 
 import math
@@ -80,7 +80,7 @@ class RingState:
         return {} if self.outer.state is None else self.vector.parameter_views(self.outer.state)
 
     def contribute(self, snapshot: Tensor) -> Contribution:
-        """What this member has learnt since the anchor, from a flat snapshot of its tensors, which is taken over."""
+        """What this member has learned since the anchor, from a flat snapshot of its tensors, which is taken over."""
         assert snapshot.numel() == self.vector.values
         coded = snapshot[: self.vector.coded_values].sub_(self.anchor)
         length = norm(coded)
@@ -143,7 +143,7 @@ class RingState:
         return torch.cat((self.anchor, self.outer.state))
 
     def catch_up(self, committed: int, donation: Tensor) -> Change:
-        """Takes over where a current member stands; what was learnt here stays on top of it, and so does a
+        """Takes over where a current member stands; what was learned here stays on top of it, and so does a
         contribution that was made before. PeerError, and nothing changed: the donation does not fit or is not finite.
         """
         coded = self.vector.coded_values

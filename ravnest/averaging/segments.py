@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 _PIECES_PER_SEGMENT: Final = 16
 """So that sending, adding and receiving overlap, while there is something to overlap."""
 _FEWEST_VALUES: Final = 4_096
-_MOST_VALUES: Final = 262_144
+_MAX_VALUES: Final = 262_144
 """1 MiB of float32: what one operation leaves in the cache the next one finds there."""
 
 
@@ -51,4 +51,4 @@ def default_piece_values(values: int, members: int) -> int:
     """A sixteenth of a segment, within limits, and a multiple of the smallest piece: codecs work in blocks."""
     per_segment = -(-values // members)
     pieces = -(-per_segment // (_PIECES_PER_SEGMENT * _FEWEST_VALUES))
-    return min(max(pieces, 1) * _FEWEST_VALUES, _MOST_VALUES)
+    return min(max(pieces, 1) * _FEWEST_VALUES, _MAX_VALUES)

@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
             nodes,
             title=title,
             overrides=args.overrides,
-            most_clusters=args.clusters,
-            least_stages=args.stages,
+            max_clusters=args.clusters,
+            min_stages=args.stages,
             seed=args.seed,
             seconds=args.seconds,
             interrupts=interrupts,
@@ -110,12 +110,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _file(path: Path) -> bytes:
     from ravnest.errors import PlanError
-    from ravnest.preview.nodes_file import MOST_BYTES
+    from ravnest.preview.nodes_file import MAX_BYTES
 
     try:
         with path.open("rb") as file:
             # One more than may be, so that too long a file is noticed without reading all of it.
-            return file.read(MOST_BYTES + 1)
+            return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise PlanError(f"cannot read {path}: {error.strerror}; --nodes names the file with the machines") from None
 

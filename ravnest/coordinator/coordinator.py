@@ -634,7 +634,7 @@ class Coordinator:
         replayed = formation.lose(cluster, reason)
         text = (
             f"cluster {cluster.id} has ended: {reason}; {counted(len(formation.clusters.whole), 'cluster')} "
-            f"left, fed with {counted(replayed, 'microbatch', 'microbatches')} of it again; what it learnt from its "
+            f"left, fed with {counted(replayed, 'microbatch', 'microbatches')} of it again; what it learned from its "
             f"last {unlearnt} samples had not been averaged and is lost"
         )
         self._course.emit("cluster_lost", text, cluster=cluster.id, replayed=replayed, samples=unlearnt)

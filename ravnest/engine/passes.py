@@ -89,7 +89,7 @@ class Passes:
         self._is_leaf = graph.loss is not None
         self._keeps_weights = policy.keeps_weights or self._is_leaf
         self._keeps_activations = policy.keeps_activations or self._is_leaf
-        self._most_pending = settings.accumulate if policy.within_accumulate else None
+        self._max_pending = settings.accumulate if policy.within_accumulate else None
         self._receives = [v.name for v in graph.receives if v.needs_grad]
         self._given = [v.name for v in (*graph.inputs, *graph.receives)]
         self._led_back = {*(v.name for v in graph.sends if v.needs_grad), *([graph.loss] if graph.loss else ())}
@@ -157,7 +157,7 @@ class Passes:
     ) -> dict[str, Any]:
         """What to send on, by name. Its backward must follow. `instead` are the weights to use in place of the current
         ones, as a correction of staleness says. One that comes `again` leaves the states as they are."""
-        if self._most_pending is not None and len(self._pending) >= self._most_pending:
+        if self._max_pending is not None and len(self._pending) >= self._max_pending:
             raise TrainingError(
                 f"microbatch {microbatch} came while {len(self._pending)} are in flight at this stage: with two "
                 "versions of the weights no more may be than make an update; set pipeline.in_flight to "

@@ -28,7 +28,7 @@ class StageSettings:
     clip_value: float | None = None
     in_flight: int = 1
     """Microbatches between forward and backward here, to begin with; the coordinator may say another number later."""
-    most_in_flight: int | None = None
+    max_in_flight: int | None = None
     """Never more than so many at any stage, whatever is said later. None: there is no such bound."""
     max_staleness: int | None = None
     """No more updates than so many between a microbatch's forward and its backward. None: as many as there are."""
@@ -69,7 +69,7 @@ class StageSettings:
         for name, known in _NAMES.items():
             if data[name] not in known:
                 raise GraphError(f"the stage's setting {name} is {data[name][:80]!r}, which this version does not know")
-        least = {"most_in_flight": 1, "max_staleness": 0, "warm_up_updates": 1, "trace": 0}
+        least = {"max_in_flight": 1, "max_staleness": 0, "warm_up_updates": 1, "trace": 0}
         for name, number in least.items():
             if data[name] is not None and data[name] < number:
                 raise GraphError(f"the stage's setting {name} is {data[name]}, and cannot be below {number}")
@@ -94,7 +94,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "clip_norm": (int, float, type(None)),
     "clip_value": (int, float, type(None)),
     "in_flight": (int,),
-    "most_in_flight": (int, type(None)),
+    "max_in_flight": (int, type(None)),
     "max_staleness": (int, type(None)),
     "versions": (str,),
     "correction": (str,),

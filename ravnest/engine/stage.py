@@ -22,8 +22,8 @@ from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
 from ravnest.safe_json import read_json
 
-_MOST_STATE_VALUES = 4_000_000
-_MOST_SCHEDULE_STEPS = 10_000
+_MAX_STATE_VALUES = 4_000_000
+_MAX_SCHEDULE_STEPS = 10_000
 """Of a schedule at one update. More clusters than that do not train one model."""
 
 # What reading a state of the wrong form raises, here and in torch.
@@ -271,7 +271,7 @@ class Stage:
             raise GraphError(f"the saved state of a stage cannot be read ({said}); the checkpoint is damaged") from None
 
     def _restore(self, optimizer: Mapping[str, Mapping[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
-        plain = read_json(metadata["optimizer"], _MOST_STATE_VALUES)
+        plain = read_json(metadata["optimizer"], _MAX_STATE_VALUES)
         groups, values = plain["groups"], plain["values"]
         schedule = read_json(metadata["schedule"])
         version = read_json(metadata["version"])
@@ -336,7 +336,7 @@ class Stage:
         if self._schedule is None:
             return
         behind = updates - self._schedule.last_epoch
-        for _ in range(min(max(1, behind), _MOST_SCHEDULE_STEPS)):
+        for _ in range(min(max(1, behind), _MAX_SCHEDULE_STEPS)):
             self._schedule.step()
 
     def _clip(self, masters: Mapping[str, torch.nn.Parameter]) -> None:

@@ -81,7 +81,7 @@ class StageWorker:
         self._needs_feed = self._is_root or announced or bool(graph.inputs)
         self._is_leaf = graph.loss is not None
         settings = stage.settings
-        most = settings.most_in_flight
+        most = settings.max_in_flight
         # The stages after a root take whatever comes, up to the bound on staleness.
         self._limit = settings.in_flight if self._is_root else most
         if self._limit is not None and most is not None:
@@ -89,7 +89,7 @@ class StageWorker:
         self._summed: list[Message] = []
         """Microbatches whose gradients wait for others to be applied with them."""
         self._condition = threading.Condition()
-        self._most_waiting = _SPARE_WAITING + 4 * stage.settings.in_flight
+        self._max_waiting = _SPARE_WAITING + 4 * stage.settings.in_flight
         self._fed: dict[int, Message] = {}
         self._received: dict[int, Message] = {}
         """Halves of a microbatch that wait for the other half, by where they came from."""
@@ -109,7 +109,7 @@ class StageWorker:
         """Whether it waits for something to do."""
         self._doing = ("wait", -1, time.perf_counter())
         """What the thread does, with which microbatch, and since when."""
-        self._most_held = 0
+        self._max_held = 0
         self._sent_finite: dict[int, list[Callable[[], float]]] = {}
         """Of the microbatches whose gradients were sent last, whether those are finite."""
         self._bad_gradients: set[int] = set()
@@ -182,11 +182,11 @@ class StageWorker:
         seconds, flying, since = self._flown
         return seconds + flying * (time.perf_counter() - since)
 
-    def most_held(self) -> int:
+    def max_held(self) -> int:
         """Of how many microbatches something was held here at once, at most since the last call. From any thread."""
         with self._condition:
             now = self._held()
-            most, self._most_held = max(now, self._most_held), now
+            most, self._max_held = max(now, self._max_held), now
         return most
 
     def recompute_from_now_on(self) -> None:
@@ -223,7 +223,7 @@ class StageWorker:
     def set_limit(self, in_flight: int) -> None:
         """From now on a root has so many microbatches between forward and backward, and never more than its settings
         allow. Those that are under way beyond a lower limit come back first. From any thread."""
-        most = self._stage.settings.most_in_flight
+        most = self._stage.settings.max_in_flight
         with self._condition:
             if self._is_root:
                 self._limit = max(1, in_flight if most is None else min(in_flight, most))
@@ -279,7 +279,7 @@ class StageWorker:
             waiting = len(self._fed) + len(self._received) + len(self._forwards) + len(self._evaluations)
             # What was sent on and not answered counts too: else a stem would pass a flood on, and be blamed for it.
             waiting += len(self._awaited)
-            if waiting >= self._most_waiting:
+            if waiting >= self._max_waiting:
                 raise PeerError(f"{waiting} microbatches wait here already, more than can be in flight")
             if others is not None:
                 other = others.pop(number, None)
@@ -292,7 +292,7 @@ class StageWorker:
                 message = replace(fed, values={**fed.values, **received.values})
             self._taken[message.train].take(abs(number))
             (self._forwards if message.train else self._evaluations).append(message)
-            self._most_held = max(self._most_held, self._held())
+            self._max_held = max(self._max_held, self._held())
             self._condition.notify()
 
     def _run(self) -> None:

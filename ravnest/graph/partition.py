@@ -11,7 +11,7 @@ from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec
 _SIZE = "aten.sym_size.int"
 
 
-def most_stages(graph: PortableGraph) -> int:
+def max_stages(graph: PortableGraph) -> int:
     """Into how many stages the model can be cut at most: each must own a trained parameter."""
     return len(_smallest_stages(layout(graph))) + 1
 

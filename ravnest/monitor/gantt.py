@@ -49,7 +49,7 @@ _LANES: Final = {"send forward": ("send forward",), "send backward": ("send back
 _ARRIVALS: Final = ("receive forward", "receive backward")
 _LIGHT: Final = ("backward", "weights")
 """Dark writing is read better on these."""
-_MOST_PIECES: Final = 20_000
+_MAX_PIECES: Final = 20_000
 
 
 def gantt(stretch: Stretch, began: float, ended: float) -> str:
@@ -58,7 +58,7 @@ def gantt(stretch: Stretch, began: float, ended: float) -> str:
     height_each = _BAR + 3 * _LANE + _GAP
     bottom = _TOP + len(stretch.stages) * height_each
     parts = [_opening(bottom + 34), _PATTERNS, *_axis(began, ended, scale, bottom)]
-    room = _MOST_PIECES // max(1, len(stretch.stages))
+    room = _MAX_PIECES // max(1, len(stretch.stages))
     for number, figures in enumerate(stretch.stages):
         top = _TOP + number * height_each
         parts += _label(figures, top, stretch.steady)

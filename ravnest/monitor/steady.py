@@ -14,7 +14,7 @@ from typing import Final
 
 from ravnest.monitor.trace import BUSY_KINDS, TraceSpan, TraceStage
 
-LEAST_MICROBATCHES: Final = 8
+MIN_MICROBATCHES: Final = 8
 """Fewer say little: an earlier stretch that has as many is taken before a later one that has not."""
 
 _COLD_SHARE: Final = 4
@@ -60,7 +60,7 @@ def steady_stretch(stages: Sequence[TraceStage]) -> Stretch | None:
     stretches = [_stretch(stages, group) for group in groups]
     full = [found for found in stretches if found is not None and found.microbatches]
     if full:
-        long = [found for found in full if len(found.microbatches) >= LEAST_MICROBATCHES]
+        long = [found for found in full if len(found.microbatches) >= MIN_MICROBATCHES]
         return long[-1] if long else max(full, key=lambda found: len(found.microbatches))
     return _everything(stages)
 

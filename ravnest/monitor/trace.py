@@ -18,7 +18,7 @@ from ravnest.safe_json import read_json
 BUSY_KINDS: Final = ("forward", "backward", "weights", "update", "evaluate", "average", "save")
 KINDS: Final = (*BUSY_KINDS, "wait", "send", "receive")
 ROWS: Final = ("compute", "send forward", "send backward", "receive forward", "receive backward")
-MOST_SPANS: Final = 200_000
+MAX_SPANS: Final = 200_000
 """In one file, which then has some 25 MB."""
 
 _SESSION_PIDS: Final = 100_000
@@ -82,7 +82,7 @@ class Trace:
     def read(cls, path: Path) -> "Trace":
         """The trace in the file at `path`; RunError when it is missing or is not one of a run."""
         try:
-            return _trace(read_json(path.read_bytes(), 2 * _VALUES_A_SPAN * MOST_SPANS))
+            return _trace(read_json(path.read_bytes(), 2 * _VALUES_A_SPAN * MAX_SPANS))
         except OSError as error:
             raise read_error(path, error) from error
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
@@ -93,7 +93,7 @@ class Trace:
 def after(earlier: Trace, stages: Sequence[TraceStage]) -> Trace:
     """The trace of a run with another session, placed behind those before it on the axis. The oldest sessions are left
     out where there are more spans than a file may have."""
-    room = MOST_SPANS - sum(len(stage.spans) for stage in stages)
+    room = MAX_SPANS - sum(len(stage.spans) for stage in stages)
     kept: list[tuple[TraceStage, ...]] = []
     for session in reversed(earlier.sessions):
         room -= sum(len(stage.spans) for stage in session)

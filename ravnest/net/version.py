@@ -2,4 +2,4 @@
 
 from typing import Final
 
-PROTOCOL_VERSION: Final = 6
+PROTOCOL_VERSION: Final = 7

@@ -204,7 +204,7 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     step = (model.step_seconds + copied) / provider.memory_speed
     seconds = work + step + frames * FRAME_SECONDS + handled / HANDLED_BYTES_PER_SECOND
     # One that pretends to be slower waits for most of that time: what else there is to do fits into it.
-    pretended: Table = np.maximum(seconds, provider.least_stage_seconds)
+    pretended: Table = np.maximum(seconds, provider.min_stage_seconds)
     return pretended
 
 
@@ -224,7 +224,7 @@ def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
     older[model.last] = 0.0
     parameters = model.between(model.parameter_bytes)
     saved = model.between(model.saved_bytes)
-    averaging = goal.average_memory if goal.most_clusters != 1 else 0.0
+    averaging = goal.average_memory if goal.max_clusters != 1 else 0.0
     # Gradients that are summed up are held beside those of the microbatch at hand.
     summed = 1.0 if goal.accumulate > 1 else 0.0
     held = 2.0 + summed + model.state_bytes_per_byte + averaging + older[None, :]

@@ -23,11 +23,11 @@ from ravnest.graph.profile import CostProfile
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
-MOST_PLACES: Final = 400
+MAX_PLACES: Final = 400
 """Of more places than these, the ones with the least traffic in their part of the model are looked at."""
 
 
-LEAST_CODED_BYTES: Final = 1024
+MIN_CODED_BYTES: Final = 1024
 """Smaller tensors travel as they are, whatever the codec of their link."""
 
 
@@ -145,7 +145,7 @@ class ModelCosts:
                 [sum(_plain_bytes(v, costs) for v in values if v.needs_grad) for values in crossing], float
             ),
         )
-        return whole.coarser(MOST_PLACES)
+        return whole.coarser(MAX_PLACES)
 
     @property
     def last(self) -> int:
@@ -164,7 +164,7 @@ class ModelCosts:
         return tuple(cuts)
 
     @property
-    def most_stages(self) -> int:
+    def max_stages(self) -> int:
         """Into how many stages these places cut the model at most."""
         return len(self.smallest_stages) + 1
 
@@ -196,20 +196,20 @@ class ModelCosts:
         """What lies between place i and place j."""
         return sums[None, :] - sums[:, None]
 
-    def coarser(self, most_places: int) -> Self:
+    def coarser(self, max_places: int) -> Self:
         """The same model with fewer places: spread evenly over its work and its parameters, each with the least traffic
         among its neighbours, and those that make the smallest stages, where they are few enough."""
-        if len(self.places) <= most_places:
+        if len(self.places) <= max_places:
             return self
         work = self.heavy_seconds + self.light_seconds
         share = work / work[-1] if work[-1] > 0 else np.linspace(0, 1, len(work))
         share = share + self.parameter_bytes / max(1.0, self.parameter_bytes[-1])
-        group = np.minimum((share / share[-1] * (most_places - 1)).astype(int), most_places - 2)
+        group = np.minimum((share / share[-1] * (max_places - 1)).astype(int), max_places - 2)
         kept = {0, self.last}
-        if len(self.smallest_stages) <= most_places // 2:
+        if len(self.smallest_stages) <= max_places // 2:
             kept.update(self.smallest_stages)
         traffic = self.forward_bytes + self.backward_bytes
-        for number in range(most_places - 1):
+        for number in range(max_places - 1):
             members = [int(i) for i in np.flatnonzero(group == number) if 0 < i < self.last]
             if members:
                 kept.add(min(members, key=lambda i: (traffic[i], i)))
@@ -275,7 +275,7 @@ def value_bytes(value: ValueSpec, costs: CostProfile) -> int:
 def _plain_bytes(value: ValueSpec, costs: CostProfile) -> int:
     """What a value takes on a link, where no codec makes it less."""
     size = value_bytes(value, costs)
-    return 0 if value.dtype is torch.float32 and size >= LEAST_CODED_BYTES else size
+    return 0 if value.dtype is torch.float32 and size >= MIN_CODED_BYTES else size
 
 
 def _uses(graph: PortableGraph, plan: Layout) -> list[tuple[str, Table]]:

@@ -28,7 +28,7 @@ class Provider:
     """Of everything that is limited by moving bytes: the other operators, and updates."""
     operator_seconds: float = 0.0
     """What starting an operator and its backward takes at least, however little they compute: on a GPU, most of it."""
-    least_stage_seconds: float = 0.0
+    min_stage_seconds: float = 0.0
     """What a forward and a backward take at least, however small the stage: of a machine that pretends so."""
     up_bytes_per_second: float = NO_LIMIT
     down_bytes_per_second: float = NO_LIMIT
@@ -117,21 +117,21 @@ class Goal:
     codecs: tuple[str, ...] = ("float32",)
     """Of activations and gradients, the one that loses least first: one of them is chosen for each link, from what its
     line carries. One alone: on every link."""
-    least_clusters: int = 1
-    most_clusters: int | None = None
-    least_stages: int = 1
-    """Of a cluster; with `least_stages` as many as there are providers, each gets a stage."""
-    least_providers: int = 0
+    min_clusters: int = 1
+    max_clusters: int | None = None
+    min_stages: int = 1
+    """Of a cluster; with `min_stages` as many as there are providers, each gets a stage."""
+    min_providers: int = 0
     """So many have a stage, in whichever cluster; only where the number of clusters is set."""
 
     def __post_init__(self) -> None:
-        assert self.most_clusters is None or self.least_clusters <= self.most_clusters
-        assert not self.least_providers or self.least_clusters == self.most_clusters
+        assert self.max_clusters is None or self.min_clusters <= self.max_clusters
+        assert not self.min_providers or self.min_clusters == self.max_clusters
 
     @property
-    def most_in_flight(self) -> int:
-        """As many as the bounds on staleness and on versions allow, and never more than MOST_IN_FLIGHT."""
-        most = MOST_IN_FLIGHT if self.in_flight is None else self.in_flight
+    def max_in_flight(self) -> int:
+        """As many as the bounds on staleness and on versions allow, and never more than MAX_IN_FLIGHT."""
+        most = MAX_IN_FLIGHT if self.in_flight is None else self.in_flight
         return most if self.bound_in_flight is None else min(most, self.bound_in_flight)
 
     @property
@@ -159,7 +159,7 @@ class Goal:
         return 1.0 / (1.0 + STALENESS_COST * beyond)
 
 
-MOST_IN_FLIGHT: Final = 40
+MAX_IN_FLIGHT: Final = 40
 """What eight stages need to be busy behind lines of 20 Mbit/s and 100 ms that stand still for 0.3 s every ten seconds:
 with 32 they were for 0.91 to 0.95 of the time (tests/planner/in_flight/test_flight_cells.py, benchmarks/RESULTS.md)."""
 STALENESS_BOUND: Final = 8

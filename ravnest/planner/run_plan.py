@@ -15,8 +15,8 @@ from ravnest.planner.stage_plan import StagePlan
 from ravnest.settings import Averaging
 from ravnest.units import counted
 
-LEAST_UPDATES: Final = 10
-"""Of each cluster between two rounds: so that what is averaged has been learnt from more than a few microbatches."""
+MIN_UPDATES: Final = 10
+"""Of each cluster between two rounds: so that what is averaged has been learned from more than a few microbatches."""
 
 ROUND_SHARE: Final = 4
 """Times as long as a round takes, rounds are apart: at most a quarter of the time lines carry both."""
@@ -38,7 +38,7 @@ class ClusterPlan:
     """How many are in flight, and what for."""
     split_reason: str = ""
     """Which stages split their backward, and what for; empty with a single stage."""
-    most_in_flight: int = 1
+    max_in_flight: int = 1
     """As many as memory and the bound on staleness allow, should more be needed than planned."""
     feed_seconds: float = 0.0
     """Word of a completed microbatch to the coordinator, and the next to the stage that waits longest for it."""
@@ -193,12 +193,12 @@ def average_every(
     if settings.every is not None:
         return settings.every, f"a round after every {settings.every:,} samples, as averaging.every says"
     together = sum(rates)
-    learnt = LEAST_UPDATES * accumulate * samples * together / min(rates) / fragments
+    learned = MIN_UPDATES * accumulate * samples * together / min(rates) / fragments
     lasting = ROUND_SHARE * round_seconds * together
-    every = max(1, math.ceil(max(learnt, lasting)))
-    if lasting > learnt:
+    every = max(1, math.ceil(max(learned, lasting)))
+    if lasting > learned:
         why = f"{ROUND_SHARE} times as long as one takes, which is {round_seconds:.3g} s"
     else:
         in_turn = f" between two of the same of {fragments} fragments" if fragments > 1 else ""
-        why = f"so that every cluster has made {LEAST_UPDATES} updates{in_turn}"
+        why = f"so that every cluster has made {MIN_UPDATES} updates{in_turn}"
     return every, f"a round after every {every:,} samples: {why}"

@@ -31,7 +31,7 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
         "model": {
             "parameters": dry.parts.count,
             "parameter_bytes": int(dry.model.parameter_bytes[-1]),
-            "most_stages": dry.model.most_stages,
+            "max_stages": dry.model.max_stages,
         },
         "clusters": [_cluster(dry, number, cluster) for number, cluster in enumerate(plan.clusters)],
         "standbys": list(plan.standbys),

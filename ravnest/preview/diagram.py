@@ -15,11 +15,11 @@ from ravnest.planner.problem import Line
 from ravnest.planner.stage_plan import role_of
 from ravnest.preview.dry_run import DryRun
 
-MOST_BOXES: Final = 24
+MAX_BOXES: Final = 24
 """Of one cluster; what is longer is shown by its first and its last stages."""
 
-_LEAST_INSIDE: Final = 14
-_MOST_INSIDE: Final = 24
+_MIN_INSIDE: Final = 14
+_MAX_INSIDE: Final = 24
 _LINK: Final = 12
 
 _ROWS: Final = 5
@@ -32,9 +32,9 @@ def picture(dry: DryRun, number: int, width: int) -> str:
     """One cluster of the plan, from its root to its leaf, in lines of no more than `width` cells."""
     cluster = dry.plan.clusters[number]
     numbers = list(range(len(cluster.stages)))
-    left_out = len(numbers) - MOST_BOXES
+    left_out = len(numbers) - MAX_BOXES
     if left_out > 1:
-        numbers = [*numbers[: MOST_BOXES - 4], *numbers[-4:]]
+        numbers = [*numbers[: MAX_BOXES - 4], *numbers[-4:]]
     inside = _inside(dry, number, numbers, width)
     pieces: list[list[str]] = []
     for place, k in enumerate(numbers):
@@ -57,7 +57,7 @@ def rate(bytes_per_second: float) -> str:
 def _inside(dry: DryRun, number: int, numbers: list[int], width: int) -> int:
     """How wide the boxes are inside: for the longest name, within bounds, and one box must fit."""
     texts = [cell_len(text) for k in numbers for text in _texts(dry, number, k)]
-    return max(4, min(max(_LEAST_INSIDE, *texts), _MOST_INSIDE, width - _LINK - 4))
+    return max(4, min(max(_MIN_INSIDE, *texts), _MAX_INSIDE, width - _LINK - 4))
 
 
 def _texts(dry: DryRun, number: int, k: int) -> tuple[str, str, str]:

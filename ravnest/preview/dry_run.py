@@ -21,7 +21,7 @@ from ravnest.planner.search.version_choice import choose_versions
 from ravnest.preview.module_names import Parts
 from ravnest.preview.nodes_file import NodesFile
 
-MOST_SEARCHED: Final = 12
+MAX_SEARCHED: Final = 12
 """Up to so many machines, what would be with others is planned anew; for more, it is looked for close to the plan."""
 
 
@@ -72,8 +72,8 @@ def dry_run(
     *,
     title: str,
     overrides: Sequence[str] = (),
-    most_clusters: int | None = None,
-    least_stages: int = 1,
+    max_clusters: int | None = None,
+    min_stages: int = 1,
     seed: int = 0,
     seconds: float | None = None,
     interrupts: Interrupts,
@@ -90,7 +90,7 @@ def dry_run(
     providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second, costs.precision_speed)
     tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
     model = model_costs(prepared)
-    goal = replace(goal_of(job, None, None), least_stages=least_stages, most_clusters=most_clusters)
+    goal = replace(goal_of(job, None, None), min_stages=min_stages, max_clusters=max_clusters)
     goal = within_averaging(captured.graph, goal)
     chosen = choose_versions(
         model,
@@ -110,7 +110,7 @@ def dry_run(
     def search(goal: Goal, network: Network, others: Sequence[Provider]) -> Plan:
         return form(model, goal, network, others, seed=seed)
 
-    few = len(providers) <= MOST_SEARCHED
+    few = len(providers) <= MAX_SEARCHED
     return DryRun(
         title=title,
         plan=plan,

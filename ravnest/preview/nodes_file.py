@@ -14,9 +14,9 @@ from ravnest.errors import PlanError
 from ravnest.planner.problem import NO_LIMIT, Line, Network, Pair, Provider, Requester
 from ravnest.preview.nodes_table import Table, Where
 
-MOST_BYTES: Final = 8 << 20
-MOST_NODES: Final = 100_000
-MOST_PAIRS: Final = 200_000
+MAX_BYTES: Final = 8 << 20
+MAX_NODES: Final = 100_000
+MAX_PAIRS: Final = 200_000
 """Of machines whose line is given, each way counted."""
 
 NODE_KEYS: Final = (
@@ -87,9 +87,9 @@ class NodesFile:
 
 def read_nodes(text: str | bytes, source: str = "nodes.toml") -> NodesFile:
     """What the text of a nodes.toml says; PlanError names `source`, the line and the fix where something is wrong."""
-    if len(text) > MOST_BYTES:
+    if len(text) > MAX_BYTES:
         raise PlanError(
-            f"{source} is larger than {MOST_BYTES >> 20} MiB: give machines that are alike once, with count = NUMBER"
+            f"{source} is larger than {MAX_BYTES >> 20} MiB: give machines that are alike once, with count = NUMBER"
         )
     plain = _decoded(text, source)
     values = _parsed(plain, source)
@@ -165,9 +165,9 @@ def _nodes(top: Table, where: Where) -> tuple[dict[str, Node], dict[str, tuple[s
         entry.title = f"the {_ordinal(number)} node"
         name = entry.text("name")
         entry.title = name
-        count = entry.whole("count", least=1, most=MOST_NODES, default=1)
-        if len(nodes) + count > MOST_NODES:
-            entry.fail("count", f"with these the file has more than {MOST_NODES:,} machines: give fewer")
+        count = entry.whole("count", least=1, most=MAX_NODES, default=1)
+        if len(nodes) + count > MAX_NODES:
+            entry.fail("count", f"with these the file has more than {MAX_NODES:,} machines: give fewer")
         node = _node(entry, name)
         names = (name,) if count == 1 else tuple(f"{name}-{i}" for i in range(1, count + 1))
         if name in groups:
@@ -297,8 +297,8 @@ def _pairs(
         if not (entry.has("from") and entry.has("to")):
             entry.fail("", f'{entry.title} does not say whose it is: give between = ["a", "b"], or from and to')
         senders, receivers = named("from", [entry.text("from")]), named("to", [entry.text("to")])
-    if before + len(senders) * len(receivers) > MOST_PAIRS + len(senders):
-        entry.fail("between", f"the links join more than {MOST_PAIRS:,} pairs: give up_mbps and down_mbps of the nodes")
+    if before + len(senders) * len(receivers) > MAX_PAIRS + len(senders):
+        entry.fail("between", f"the links join more than {MAX_PAIRS:,} pairs: give up_mbps and down_mbps of the nodes")
     pairs = [(a, b) for a in senders for b in receivers if a != b]
     if not pairs:
         entry.fail("between" if both else "from", f"{entry.title} joins a node with itself: name two nodes")

@@ -9,9 +9,9 @@ from ravnest import units as amounts
 from ravnest.errors import PlanError
 from ravnest.preview.toml_lines import Lines, Path
 
-MOST_CHARACTERS: Final = 64
+MAX_CHARACTERS: Final = 64
 """Of a name."""
-MOST_MEMORY_BYTES: Final = 1 << 50
+MAX_MEMORY_BYTES: Final = 1 << 50
 
 _MEANT: Final = {
     "ram": "memory",
@@ -48,13 +48,13 @@ class Where:
 
     @staticmethod
     def quoted(text: str) -> str:
-        return f'"{text[:MOST_CHARACTERS]}"'
+        return f'"{text[:MAX_CHARACTERS]}"'
 
     @staticmethod
     def nearest(name: str, known: Iterable[str]) -> str:
         """ "did you mean anna?", or what there is."""
         names = list(known)[:1000]
-        near = difflib.get_close_matches(name[:MOST_CHARACTERS], names, n=1)
+        near = difflib.get_close_matches(name[:MAX_CHARACTERS], names, n=1)
         if near:
             return f"did you mean {near[0]}?"
         shown = ", ".join(names[:8])
@@ -85,7 +85,7 @@ class Table:
         for key in self._values:
             if key in known:
                 continue
-            near = difflib.get_close_matches(key[:MOST_CHARACTERS].lower(), known, n=1, cutoff=0.6)
+            near = difflib.get_close_matches(key[:MAX_CHARACTERS].lower(), known, n=1, cutoff=0.6)
             meant = _MEANT.get(key.lower(), near[0] if near else "")
             fit = meant and all(each in known for each in meant.split(" and "))
             fix = f"did you mean {meant}?" if fit else what or f"the keys are {', '.join(known)}"
@@ -134,7 +134,7 @@ class Table:
         size = amounts.size_bytes(value) if isinstance(value, str) else None
         if size is None:
             self.fail(key, f'{key} of {self.title} is {_shown(value)} and not a size: write it as {key} = "8GB"')
-        if size > MOST_MEMORY_BYTES:
+        if size > MAX_MEMORY_BYTES:
             self.fail(key, f"{key} of {self.title} is {_shown(value)}, more than any machine has: give what it lends")
         return size
 
@@ -171,10 +171,10 @@ class Table:
 
     def _checked(self, key: str, text: str) -> str:
         text = text.strip()
-        if not text or len(text) > MOST_CHARACTERS or not text.isprintable():
+        if not text or len(text) > MAX_CHARACTERS or not text.isprintable():
             self.fail(
                 key,
-                f"{key} of {self.title} is {_shown(text)}: give a text of 1 to {MOST_CHARACTERS} plain characters",
+                f"{key} of {self.title} is {_shown(text)}: give a text of 1 to {MAX_CHARACTERS} plain characters",
             )
         return text
 

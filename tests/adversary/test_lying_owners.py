@@ -36,7 +36,7 @@ class LyingSwarm(EmbeddedSwarm):
             super().__init__(3)
 
     def learn(self, run: Path, data: Any) -> TrainResult:
-        # Slow enough that nothing learnt honestly is far from the beginning.
+        # Slow enough that nothing learned honestly is far from the beginning.
         slow = partial(torch.optim.SGD, lr=0.01)
         averaging = Averaging(every=64)
         job = a_job(data, optimizer=slow, pipeline=Pipeline(), averaging=averaging)

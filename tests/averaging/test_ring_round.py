@@ -9,7 +9,7 @@ import torch
 from ravnest.averaging.guards import Usual
 from ravnest.averaging.ring_reduce import Piece
 from ravnest.averaging.ring_round import (
-    MOST_EXTENSIONS,
+    MAX_EXTENSIONS,
     OUTLYING_ROUNDS,
     SILENT_SECONDS,
     Abort,
@@ -331,7 +331,7 @@ def test_fewer_than_two_or_no_samples_at_all_is_the_end_of_it() -> None:
 
     ring = a_round()
     [abort] = only(Abort, all_join(ring, join(0), join(0), join(0)))
-    assert abort.nodes == OWNERS and "nobody has learnt" in abort.reason
+    assert abort.nodes == OWNERS and "nobody has learned" in abort.reason
 
     ring = a_round()
     assert only(Abort, ring.tick(1010.0)) == [Abort((), "of 3 owners nobody is left to average with")]
@@ -414,7 +414,7 @@ def test_more_time_is_given_only_so_often() -> None:
             ring.progressed(node, 1, 10 * extensions + number + 1, ring.deadline)
         actions = ring.tick(ring.deadline)
         extensions += 1
-    assert extensions == MOST_EXTENSIONS + 1
+    assert extensions == MAX_EXTENSIONS + 1
     # a has received least, and c sends to it.
     assert ("left_out", "c") in notices(actions) and only(Begin, actions)[0].attempt == 2
 
@@ -479,7 +479,7 @@ def test_a_line_that_broke_is_tried_again_with_the_same_members() -> None:
 
 
 def test_lines_that_go_on_breaking_end_the_round() -> None:
-    ring = a_round(most_attempts=4)
+    ring = a_round(max_attempts=4)
     begun(ring)
     for attempt in range(1, 5):
         actions = ring.broke("b", attempt, "the direct line to c broke", 1004.0)
@@ -516,7 +516,7 @@ def test_when_nobody_in_particular_is_to_blame_the_round_ends() -> None:
 
 def test_attempts_end() -> None:
     owners = tuple(f"n{i}" for i in range(9))
-    ring = a_round(owners=owners, samples=dict.fromkeys(owners, 100), most_attempts=3)
+    ring = a_round(owners=owners, samples=dict.fromkeys(owners, 100), max_attempts=3)
     for node in owners:
         ring.joined(node, join(), 1001.0)
     for node in owners[:3]:

@@ -141,7 +141,7 @@ def test_one_that_missed_a_commit_catches_up_and_keeps_its_progress() -> None:
     for name, add in change.adds.items():
         now[name] += add
     moved = VECTOR.flatten(now)
-    # What it had learnt lies on the new anchor now, and what it was about to contribute is still right.
+    # What it had learned lies on the new anchor now, and what it was about to contribute is still right.
     coded = VECTOR.coded_values
     assert torch.allclose(moved[:coded] - missing.anchor, difference[:coded], atol=1e-6)
     changes = a_round(2, rings, [drawn(4), drawn(5), moved], [0.2, 0.3, 0.5])
@@ -224,9 +224,9 @@ def test_what_a_coarse_codec_loses_comes_in_later_rounds() -> None:
     errors = []
     for round in range(1, 41):
         for i, values in enumerate(now):
-            learnt = drawn(1000 * round + i, vector)
-            values += learnt
-            want += learnt.double() / 3
+            learned = drawn(1000 * round + i, vector)
+            values += learned
+            want += learned.double() / 3
         for values, change in zip(now, a_round(round, rings, now, [1 / 3] * 3, 64), strict=True):
             assert change.becomes is not None
             values.copy_(vector.flatten(change.becomes))

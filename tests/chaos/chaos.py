@@ -14,7 +14,7 @@ from tests.chaos.swarm import ROOT, BrokenError, ChaosSwarm
 from tests.chaos.watching import Watch
 from tests.e2e.command import Running
 
-MOST_LOSS_APART: Final = 0.05
+MAX_LOSS_APART: Final = 0.05
 END_SECONDS: Final = 120.0
 ALONE_SECONDS: Final = 900.0
 
@@ -190,7 +190,7 @@ class _Run:
                 self._ends.append(f"there was no evaluation after {samples} samples, as without faults")
                 continue
             self._losses[samples] = ours[samples], loss
-            if not abs(ours[samples] - loss) <= MOST_LOSS_APART:
+            if not abs(ours[samples] - loss) <= MAX_LOSS_APART:
                 self._ends.append(
                     f"the loss after {samples} samples is {ours[samples]:.4f}, and without faults {loss:.4f}"
                 )

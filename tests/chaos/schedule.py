@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-MOST_PAUSE_SECONDS: Final = 2.0
+MAX_PAUSE_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def schedule(seed: int, among: Sequence[Case]) -> Iterator[Planned]:
     while True:
         for case in random.sample(among, len(among)):
             number += 1
-            yield Planned(number, case, random.uniform(0, MOST_PAUSE_SECONDS), random.random())
+            yield Planned(number, case, random.uniform(0, MAX_PAUSE_SECONDS), random.random())
 
 
 def for_roles(among: Sequence[Case], roles: Sequence[str]) -> tuple[Case, ...]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.chaos import cases_for
 from tests.chaos.faults import FAULTS, fault
-from tests.chaos.schedule import ANY_CLUSTERS, BETWEEN_CLUSTERS, MOST_PAUSE_SECONDS, Case, cases, for_roles, schedule
+from tests.chaos.schedule import ANY_CLUSTERS, BETWEEN_CLUSTERS, MAX_PAUSE_SECONDS, Case, cases, for_roles, schedule
 
 EVERY = (*ANY_CLUSTERS, *BETWEEN_CLUSTERS)
 
@@ -21,7 +21,7 @@ def test_every_case_comes_once_before_any_comes_again() -> None:
     for part in (planned[: len(EVERY)], planned[len(EVERY) :]):
         assert sorted(map(str, (each.case for each in part))) == sorted(map(str, EVERY))
     assert [each.number for each in planned] == list(range(1, 2 * len(EVERY) + 1))
-    assert all(0 <= each.pause_seconds <= MOST_PAUSE_SECONDS and 0 <= each.choice < 1 for each in planned)
+    assert all(0 <= each.pause_seconds <= MAX_PAUSE_SECONDS and 0 <= each.choice < 1 for each in planned)
 
 
 def test_every_kind_of_fault_happens_to_every_role_that_it_may_happen_to() -> None:

@@ -13,7 +13,7 @@ from ravnest.graph.portable import Argument, Device, PortableGraph, Ref
 from ravnest.graph.program import draw_seed
 from tests.cuts.pipeline import Batch, Outcome, outcome
 
-MOST_STAGES: Final = 4
+MAX_STAGES: Final = 4
 TOLERANCE: Final = 1e-9
 """Relative, of float64."""
 
@@ -59,7 +59,7 @@ def check_every_cut(
 
 def ways(places: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """All ways to cut into 2, 3 and 4 stages."""
-    return itertools.chain.from_iterable(itertools.combinations(places, n) for n in range(1, MOST_STAGES))
+    return itertools.chain.from_iterable(itertools.combinations(places, n) for n in range(1, MAX_STAGES))
 
 
 def plainly(graph: PortableGraph, weights: Mapping[str, torch.Tensor], batches: Sequence[Batch]) -> Outcome:

@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 120.0
 POOL = batches([8] * 100)
 """What a disturbed run trains on, again and again in this order."""
 HELD_OUT = samples(200, seed=7)
-LEAST_BATCHES = 400
+MIN_BATCHES = 400
 """Of a disturbed run: on a busy machine all that is done to it may be over while its loss still falls fast, and is far
 from that of any other run."""
 RATE = 0.05
@@ -123,7 +123,7 @@ class Endless:
 
     def __iter__(self) -> Iterator[Batch]:
         for number, batch in enumerate(itertools.cycle(POOL)):
-            if self.ended.is_set() and number >= LEAST_BATCHES:
+            if self.ended.is_set() and number >= MIN_BATCHES:
                 return
             yield batch
 

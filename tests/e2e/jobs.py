@@ -41,7 +41,7 @@ def a_net(seed: int = 0) -> Net:
 
 
 def samples(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features and labels that can be learnt."""
+    """Features and labels that can be learned."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(count, FEATURES, generator=generator)
     return features, features[:, :CLASSES].argmax(dim=1)

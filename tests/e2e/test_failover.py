@@ -36,13 +36,13 @@ def supply() -> Iterator[Supply]:
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas are taken often, and each is told of."""
-    monkeypatch.setattr(replica_pace, "LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(replica_pace, "MIN_SECONDS", 0.3)
     monkeypatch.setattr(replicas, "_TELL_SECONDS", 0.0)
 
 
 @pytest.fixture
 def no_replicas(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_pace, "LEAST_SECONDS", 1e9)
+    monkeypatch.setattr(replica_pace, "MIN_SECONDS", 1e9)
 
 
 def told(result: TrainResult | Path, kind: str) -> list[Event]:
@@ -78,7 +78,7 @@ def check(result: TrainResult, faults: list[str]) -> None:
 
 
 def check_near(result: TrainResult, undisturbed: float | None = None) -> None:
-    """It has learnt about what it would have without any fault, and its last evaluation is of the model it gave."""
+    """It has learned about what it would have without any fault, and its last evaluation is of the model it gave."""
     if undisturbed is None:
         undisturbed = loss_of(plain(result.summary.ledger.fed))
     assert result.summary.eval["loss"] == pytest.approx(undisturbed, abs=0.05)
@@ -89,7 +89,7 @@ def check_near(result: TrainResult, undisturbed: float | None = None) -> None:
 
 
 def check_exact(result: TrainResult, accumulate: int = 1) -> None:
-    """It has learnt exactly what it would have without any fault."""
+    """It has learned exactly what it would have without any fault."""
     assert result.model is not None
     found, undisturbed = load_file(result.model), plain(result.summary.ledger.fed, accumulate).state_dict()
     for name, value in undisturbed.items():

@@ -213,7 +213,7 @@ class Course:
     """The checkpoint that is to be refused by the next life."""
     torn: int = 0
     """Kills in the midst of a checkpoint."""
-    most_lost: int = 0
+    max_lost: int = 0
 
     @property
     def run(self) -> Path:
@@ -238,7 +238,7 @@ class Course:
         self.torn += any((run / "checkpoints").glob(".pending-*"))
         # One more may have been taken from the data, and wait to be fed.
         fed = before.updates + max(0, self.given.count - PEEKED - before.position - 1)
-        self.most_lost = max(self.most_lost, fed - after.updates)
+        self.max_lost = max(self.max_lost, fed - after.updates)
         assert fed - after.updates <= EVERY
         assert seen_updates(run) - after.updates <= EVERY
         assert after.updates >= before.updates
@@ -284,7 +284,7 @@ def test_a_run_killed_at_random_moments_goes_on_each_time_and_loses_an_interval_
     worst = max(float((expected[name] - trained[name]).abs().max()) for name in expected)
     assert worst <= 1e-4, f"the model differs by {worst} from one trained without a break"
     print(
-        f"{KILLS} kills, {course.torn} in the midst of a checkpoint; {last} updates, at most {course.most_lost} of "
+        f"{KILLS} kills, {course.torn} in the midst of a checkpoint; {last} updates, at most {course.max_lost} of "
         f"them lost at once with a checkpoint every {EVERY}; the model differs by {worst:.1e} from a plain loop's"
     )
 

@@ -206,7 +206,7 @@ def test_a_coordinator_that_is_started_again_knows_its_swarm(machines: Swarm) ->
     anna = machines.join(invite, "anna")
     anna.until("training ")
     assert " as anna, " in anna.said
-    # When the last provider leaves, what was learnt is kept, and the run waits for another.
+    # When the last provider leaves, what was learned is kept, and the run waits for another.
     anna.signal(signal.SIGTERM)
     assert "ended: it was asked to leave, and nothing is lost by it" in ended_well(anna)
     again.until("] waiting for more machines: nobody is there")

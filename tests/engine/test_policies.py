@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import TrainingError
-from ravnest.graph.partition import most_stages, split
+from ravnest.graph.partition import max_stages, split
 from ravnest.spec import OptimizerSpec
 from ravnest.version_policy import POLICIES
 from tests.exactness.plain_loop import copied, kept_generator
@@ -26,7 +26,7 @@ class Line:
     def __init__(self, name: str, stages: int, optimizer: OptimizerSpec = SGD, **settings: Any) -> None:
         self.example = example(name)
         found = self.example.captured
-        graphs = split(found.graph, even_places(found.graph, min(stages, most_stages(found.graph))))
+        graphs = split(found.graph, even_places(found.graph, min(stages, max_stages(found.graph))))
         self.stages = [
             Stage(
                 graph,

@@ -98,7 +98,7 @@ class PipelineBox:
         self.updates: list[Update] = []
         self.staleness: list[int] = []
         """Of every microbatch, counted here and not by the stage: updates between its forward and its backward."""
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self._chance = chance
         self._slow_for = 0
 
@@ -111,7 +111,7 @@ class PipelineBox:
             self._wait()
             began[microbatch] = len(self.updates)
             result = forward(microbatch, values, again=again)
-            self.most_in_flight = max(self.most_in_flight, stage.in_flight)
+            self.max_in_flight = max(self.max_in_flight, stage.in_flight)
             return result
 
         def watched_backward(microbatch: int, gradients: Any) -> dict[str, torch.Tensor]:
@@ -178,12 +178,12 @@ def test_the_bound_is_never_exceeded_by_stages_whose_speed_changes_at_random(
     pipeline: Callable[..., Pipeline], bound: int, accumulate: int
 ) -> None:
     # The limit is far beyond the bound: as if somebody had said a wrong number.
-    made = pipeline(bound, 64, accumulate=accumulate, max_staleness=bound, most_in_flight=most(bound, accumulate))
+    made = pipeline(bound, 64, accumulate=accumulate, max_staleness=bound, max_in_flight=most(bound, accumulate))
     # Groups that are cut short make updates of fewer microbatches, and so more updates of as many in flight.
     made.train(300, 40, lambda number: number % 10 == 9)
     for box in made.boxes:
         assert max(box.staleness) <= bound, f"stage {box.number}"
-        assert box.most_in_flight <= most(bound, accumulate)
+        assert box.max_in_flight <= most(bound, accumulate)
         assert max(update.staleness for update in box.updates) == max(box.staleness)
     assert max(made.boxes[0].staleness) == bound, "the bound was not even reached"
     assert [u.microbatch for u in made.boxes[0].updates] == [u.microbatch for u in made.boxes[1].updates]
@@ -196,7 +196,7 @@ def test_without_a_bound_the_same_stages_do_exceed_it(pipeline: Callable[..., Pi
 
 
 def test_a_root_keeps_to_what_it_is_told_within_its_bound(pipeline: Callable[..., Pipeline]) -> None:
-    made = pipeline(2, 4, most_in_flight=6)
+    made = pipeline(2, 4, max_in_flight=6)
     root = made.workers[0]
     said = [(3, 3), (100, 6), (1, 1), (0, 1), (5, 5)]
     for told, kept in said:
@@ -205,7 +205,7 @@ def test_a_root_keeps_to_what_it_is_told_within_its_bound(pipeline: Callable[...
     made.workers[1].set_limit(2)
     assert made.workers[1].limit == 6, "only a root holds back for the sake of the rate"
     made.train(60, 20, lambda number: False)
-    assert made.boxes[0].most_in_flight == 5
+    assert made.boxes[0].max_in_flight == 5
 
 
 def test_a_limit_that_falls_lets_what_is_under_way_come_back_first(pipeline: Callable[..., Pipeline]) -> None:

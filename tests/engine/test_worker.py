@@ -563,10 +563,10 @@ def test_how_many_microbatches_a_stage_had_at_once_is_counted_since_the_last_loo
     for number, batch in enumerate(batches([8] * 3)):
         feed([(root, root_box), (leaf, leaf_box)], number, batch)
     sent = [root_box.next("forward") for _ in range(3)]
-    assert root.most_held() == 3
+    assert root.max_held() == 3
     for activations in sent:
         leaf.receive_forward(activations)
         root.receive_backward(leaf_box.next("backward"))
         root_box.next("done")
-    assert root.most_held() == 3, "before it looked"
-    assert root.most_held() == 0
+    assert root.max_held() == 3, "before it looked"
+    assert root.max_held() == 0

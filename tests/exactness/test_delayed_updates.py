@@ -62,7 +62,7 @@ def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
     run = _train(swarm, made, optimizer, pipeline, tmp_path)
     delays = _recorded(run)
     most = max(version - 1 - forward for stage in delays for forward, version in stage)
-    limit = (_most_in_flight(run) if pipeline.in_flight is None else pipeline.in_flight) - 1
+    limit = (_max_in_flight(run) if pipeline.in_flight is None else pipeline.in_flight) - 1
     if pipeline.max_staleness is not None:
         limit = min(limit, pipeline.max_staleness)
     assert 1 <= most <= limit, "the run must have been really asynchronous, and within its bounds"
@@ -71,7 +71,7 @@ def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
     have.load_state_dict(load_file(run / "model.safetensors"))
     worst, where = worst_difference(have.state_dict(), simulated.state_dict())
     record_property("worst_relative_difference", worst)
-    record_property("most_stale", most)
+    record_property("max_stale", most)
     assert worst <= 1e-6, f"{where} is off by {worst:.1e}"
     fresh = train_plainly(ZOO[name], made, optimizer=optimizer)
     assert worst_difference(have.state_dict(), fresh.state_dict())[0] > 1e-4, "delays must have made a difference"
@@ -100,7 +100,7 @@ def _train(swarm: EmbeddedSwarm, made: Made, optimizer: Any, pipeline: Pipeline,
     return swarm.train(job, providers=STAGES, run=run, display=False).run
 
 
-def _most_in_flight(run: Path) -> int:
+def _max_in_flight(run: Path) -> int:
     """As planned, or as was decided since."""
     return max(event["new"] for event in read_events(run / "events.jsonl") if event["kind"] == "in_flight")
 

@@ -73,24 +73,24 @@ def test_with_one_in_flight_every_policy_trains_as_a_plain_loop_does(
     assert events["split_backward"]["stages"] == ([1, 2] if split_backward else [])
 
 
-@pytest.mark.parametrize(("versions", "in_flight", "most_stale"), [("latest", 4, 2), ("double", 2, 1)])
+@pytest.mark.parametrize(("versions", "in_flight", "max_stale"), [("latest", 4, 2), ("double", 2, 1)])
 def test_with_several_in_flight_staleness_is_within_its_bound(
     swarm: EmbeddedSwarm,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     versions: str,
     in_flight: int,
-    most_stale: int,
+    max_stale: int,
 ) -> None:
     result = train(swarm, tmp_path, monkeypatch, in_flight=in_flight, versions=versions)
     assert result.summary.status == "finished"
     stages = result.summary.clusters[0].stages
     assert all(stage.updates == 10 for stage in stages)
-    assert max(stage.staleness.max for stage in stages) <= most_stale
+    assert max(stage.staleness.max for stage in stages) <= max_stale
     have = load_file(result.run / "model.safetensors")
     start = made().model.state_dict()
     assert all(bool(tensor.isfinite().all()) for tensor in have.values())
-    assert worst_difference({name: have[name] for name in start}, start)[0] > 1e-3, "it has learnt nothing"
+    assert worst_difference({name: have[name] for name in start}, start)[0] > 1e-3, "it has learned nothing"
 
 
 def test_where_nothing_is_said_everything_is_kept_and_backwards_are_split_where_stages_wait(

@@ -119,11 +119,11 @@ def _fuzz(name: str, options: list[str]) -> None:
     for seed in target.seeds():
         judge(target, seed)
 
-    def mutated(data: bytes, most_bytes: int, seed: int) -> bytes:
+    def mutated(data: bytes, max_bytes: int, seed: int) -> bytes:
         random = Random(seed)
         if random.random() < 0.5:
-            return bytes(atheris.Mutate(data, most_bytes))
-        return mutate(data, random, target.is_json)[:most_bytes]
+            return bytes(atheris.Mutate(data, max_bytes))
+        return mutate(data, random, target.is_json)[:max_bytes]
 
     def one(data: bytes) -> None:
         judge(target, data)

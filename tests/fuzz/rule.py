@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ravnest.errors import RavnestError
 
-MOST_CHARACTERS = 1500
+MAX_CHARACTERS = 1500
 """A sentence that is longer carries what a peer sent, not what is wrong with it."""
 
 
@@ -26,7 +26,7 @@ def judge(target: Target, data: bytes) -> RavnestError | None:
     except RavnestError as error:
         sentence = str(error)
         assert sentence and sentence.isprintable(), f"not one printable sentence: {sentence!r}"
-        assert len(sentence) <= MOST_CHARACTERS, f"a sentence of {len(sentence)} characters: {sentence[:200]!r}"
+        assert len(sentence) <= MAX_CHARACTERS, f"a sentence of {len(sentence)} characters: {sentence[:200]!r}"
         return error
     return None
 

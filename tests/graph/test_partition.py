@@ -8,7 +8,7 @@ import torch
 from ravnest.coordinator.plan.plan_run import check_stages
 from ravnest.errors import PlanError
 from ravnest.graph.layout import layout
-from ravnest.graph.partition import most_stages, split
+from ravnest.graph.partition import max_stages, split
 from tests.exactness.plain_loop import call, copied, replayed_draws
 from tests.graph.cutting import ALL, Outcome, even_costs, even_places, example, kept_generator, run
 from tests.models import ZOO
@@ -75,7 +75,7 @@ def test_a_tied_weight_stays_one_weight_under_every_cut(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_every_number_of_stages_up_to_the_most_can_really_be_made(name: str) -> None:
     graph = example(name).graph
-    most = most_stages(graph)
+    most = max_stages(graph)
     for stages in range(1, most + 1):
         parts = split(graph, even_places(graph, stages))
         assert len(parts) == stages
@@ -98,12 +98,12 @@ def test_no_way_of_cutting_makes_more_stages_than_the_most(name: str) -> None:
         for start in range(end):
             if any(bounds[start] <= place < bounds[end] for place in plan.first_use.values()):
                 longest[end] = max(longest[end], longest[start] + 1)
-    assert most_stages(example(name).graph) == longest[-1]
+    assert max_stages(example(name).graph) == longest[-1]
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model_of_the_zoo_can_be_cut_into_four(name: str) -> None:
-    assert most_stages(example(name).graph) >= 4
+    assert max_stages(example(name).graph) >= 4
 
 
 def test_masks_and_token_ids_are_fed_to_the_stages_that_need_them_and_cross_no_link() -> None:

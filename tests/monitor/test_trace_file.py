@@ -93,7 +93,7 @@ def test_a_resumed_run_keeps_what_was_traced_before_and_goes_on_behind_it(tmp_pa
 def test_the_oldest_sessions_give_way_where_a_file_would_grow_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     one = pipeline(2, 10)
     size = sum(len(stage.spans) for stage in one)
-    monkeypatch.setattr(module, "MOST_SPANS", 3 * size)
+    monkeypatch.setattr(module, "MAX_SPANS", 3 * size)
     trace = Trace()
     for session in range(6):
         trace = after(trace, pipeline(2, 10, first=100 * session))

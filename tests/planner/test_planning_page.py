@@ -18,15 +18,15 @@ from ravnest.planner.in_flight import decision as flight
 from ravnest.planner.in_flight import measures as flight_measures
 from ravnest.planner.in_flight.lr_bound import cautious_flight
 from ravnest.planner.link_codecs import CHOICES, EXACT, FREE_SHARE, PACKED_BYTES_PER_SECOND, share_of
-from ravnest.planner.model_costs import MOST_PLACES, ModelCosts
-from ravnest.planner.problem import MOST_IN_FLIGHT, Goal, Line, Network, Provider, Requester
+from ravnest.planner.model_costs import MAX_PLACES, ModelCosts
+from ravnest.planner.problem import MAX_IN_FLIGHT, Goal, Line, Network, Provider, Requester
 from ravnest.planner.recovery.replan import DEPLOY_SECONDS, HORIZON_SECONDS
 from ravnest.planner.rings import order as ring_order
-from ravnest.planner.run_plan import LEAST_UPDATES, ROUND_SHARE
+from ravnest.planner.run_plan import MIN_UPDATES, ROUND_SHARE
 from ravnest.planner.search import exhaustive, order
 from ravnest.planner.search.search import expected_absent
 from ravnest.planner.shared_limits import totals
-from ravnest.preview.dry_run import MOST_SEARCHED
+from ravnest.preview.dry_run import MAX_SEARCHED
 from ravnest.version_policy import POLICIES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text()
@@ -262,10 +262,10 @@ def test_what_a_stale_sample_is_worth(accumulate: int, in_flight: int) -> None:
 def test_how_many_may_be_in_flight(max_staleness: int) -> None:
     for accumulate in (1, 4):
         goal = Goal(max_staleness=max_staleness, accumulate=accumulate)
-        expected = formula("most_in_flight", max_staleness=max_staleness, accumulate=accumulate)
-        assert goal.most_in_flight == expected
-    assert Goal(in_flight=5).most_in_flight == 5
-    assert Goal(versions="double", accumulate=3).most_in_flight == 3
+        expected = formula("max_in_flight", max_staleness=max_staleness, accumulate=accumulate)
+        assert goal.max_in_flight == expected
+    assert Goal(in_flight=5).max_in_flight == 5
+    assert Goal(versions="double", accumulate=3).max_in_flight == 3
     assert Goal(versions="double", accumulate=3, max_staleness=0).bound_in_flight == 1
     assert Goal(versions="latest", accumulate=3).bound_in_flight is None
 
@@ -353,11 +353,11 @@ NUMBERS = [
     ("all orders of up to {} machines", order.EXACT),
     ("Of up to {} machines every set", exhaustive.MOST),
     ("exactly for up to {} owners", ring_order.EXACT),
-    ("more than {} places are looked at", MOST_PLACES),
-    ("and never more than {}, nor than", MOST_IN_FLIGHT),
-    ("For up to {} machines those questions", MOST_SEARCHED),
+    ("more than {} places are looked at", MAX_PLACES),
+    ("and never more than {}, nor than", MAX_IN_FLIGHT),
+    ("For up to {} machines those questions", MAX_SEARCHED),
     ("within the next {:.0f} seconds", HORIZON_SECONDS),
-    ("every cluster has made {} updates", LEAST_UPDATES),
+    ("every cluster has made {} updates", MIN_UPDATES),
     ("at least {} times as long as a round", ROUND_SHARE),
     ("takes `average_every` to be {}.", Goal().average_every),
     ("stands still for {:.0f} seconds", DEPLOY_SECONDS),

@@ -10,8 +10,8 @@ from ravnest.errors import PlanError
 from ravnest.planner.problem import Line, Provider, Requester
 from ravnest.preview.nodes_file import (
     LINK_KEYS,
-    MOST_BYTES,
-    MOST_NODES,
+    MAX_BYTES,
+    MAX_NODES,
     NODE_KEYS,
     REQUESTER_KEYS,
     NodesFile,
@@ -160,7 +160,7 @@ MISTAKES = [
     ("reachable = false", 'reachable = "no"', 10, "write reachable = true or reachable = false"),
     ("count = 3", "count = 0", 14, "count of office is 0: give a whole number from 1 to 100,000"),
     ("count = 3", "count = 2.5", 14, "give a whole number"),
-    ("count = 3", f"count = {MOST_NODES}", 14, "more than 100,000 machines"),
+    ("count = 3", f"count = {MAX_NODES}", 14, "more than 100,000 machines"),
     ("gflops = 25", "gflops = 0x" + "f" * 9000, 17, "gflops of office is a huge number"),
     ("gflops = 25", "gflops = " + "9" * 9000, 17, "too many digits"),
     ("ping_ms = 30", "ping_ms = [30]", 20, "ping_ms of office is a list"),
@@ -231,15 +231,15 @@ def test_two_counts_of_cores_for_one_host_are_refused() -> None:
 
 def test_too_much_is_refused_before_it_is_read() -> None:
     started = time.monotonic()
-    assert "larger than 8 MiB" in refusal("#" * (MOST_BYTES + 1))
+    assert "larger than 8 MiB" in refusal("#" * (MAX_BYTES + 1))
     assert "more than 200,000 pairs" in refusal(changed("count = 3", "count = 90000"))
     assert "nested too deep" in refusal("a = " + "[" * 50_000)
     assert time.monotonic() - started < 5
 
 
 def test_a_hundred_thousand_machines_can_be_read() -> None:
-    text = f'[[node]]\nname = "pc"\nmemory = "4GB"\ncount = {MOST_NODES}\n'
-    assert len(read_nodes(text).providers(1.0, 1.0)) == MOST_NODES
+    text = f'[[node]]\nname = "pc"\nmemory = "4GB"\ncount = {MAX_NODES}\n'
+    assert len(read_nodes(text).providers(1.0, 1.0)) == MAX_NODES
 
 
 def test_reading_needs_nothing_heavy() -> None:

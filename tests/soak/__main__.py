@@ -30,7 +30,7 @@ def main() -> int:
             given.providers,
             given.clusters,
             lambda text: print(text, flush=True),
-            given.most_a_second,
+            given.max_a_second,
         )
     if given.json is not None:
         write(seen, given.json)

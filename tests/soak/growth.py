@@ -9,7 +9,7 @@ from typing import Final
 WARM_UP: Final = 1 / 3
 """The part of a series that does not count: allocators, pools of threads and caches fill up while a run is young."""
 
-_MOST_POINTS: Final = 240
+_MAX_POINTS: Final = 240
 """Slopes are taken between all pairs of so many medians, at most."""
 
 
@@ -75,6 +75,6 @@ def theil_sen(series: Sequence[tuple[float, float]]) -> float:
 
 def _thinned(series: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Medians of neighbours, where there are too many for all pairs."""
-    width = -(-len(series) // _MOST_POINTS)
+    width = -(-len(series) // _MAX_POINTS)
     groups = [series[start : start + width] for start in range(0, len(series), width)]
     return [(median(at for at, _ in group), median(value for _, value in group)) for group in groups]

@@ -123,11 +123,11 @@ def soak(
     providers: int = 2,
     clusters: int = 1,
     say: Callable[[str], None] = print,
-    most_a_second: float = math.inf,
+    max_a_second: float = math.inf,
 ) -> Soak:
     """Trains in `folder` for so long, with so many batches a second at most, and looks at all processes meanwhile;
     RuntimeError when the run ends before."""
-    (folder / "job.py").write_text(JOB.format(pause=1 / most_a_second))
+    (folder / "job.py").write_text(JOB.format(pause=1 / max_a_second))
     seconds = 60 * minutes
     every, tell_every = max(0.5, seconds / _LOOKS), max(60.0, seconds / 20)
     seen, told = Soak(), time.monotonic()

@@ -12,7 +12,7 @@ MINUTES = 0.6
 @pytest.mark.timeout(420)
 def test_no_process_grows_in_memory_open_files_or_threads(tmp_path: Path) -> None:
     # Not as fast as it can: others test meanwhile. What is kept of each microbatch shows all the same.
-    seen = soak(tmp_path, MINUTES, most_a_second=40)
+    seen = soak(tmp_path, MINUTES, max_a_second=40)
     growths = list(seen.growths())
     assert {found.process for found in growths} == {"coordinator", "provider-0", "provider-1"}
     assert [str(found) for found in growths if found.grows] == []

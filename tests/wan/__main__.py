@@ -103,7 +103,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         row = calibrate(rate_mbps, rtt_ms, seconds=2.0 if arguments.quick else 4.0)
         fraction = "-" if row.rate_mbps is None else f"{row.tcp_mbps / row.rate_mbps:.3f}"
         print(
-            f"{_rate(row.rate_mbps):>7}{row.rtt_ms:>8g}  {row.least_ms:>13.2f}{row.median_ms:>9.2f}"
+            f"{_rate(row.rate_mbps):>7}{row.rtt_ms:>8g}  {row.min_ms:>13.2f}{row.median_ms:>9.2f}"
             f"  {row.tcp_mbps:>10.1f}{fraction:>9}  {row.busy_fraction:.2f}",
             flush=True,
         )

@@ -30,7 +30,7 @@ CELLS: Final[tuple[tuple[float | None, float], ...]] = (
 class Calibration:
     rate_mbps: float | None
     rtt_ms: float
-    least_ms: float
+    min_ms: float
     median_ms: float
     tcp_mbps: float
     """TCP payload once the start is over. Headers take their share: 0.965 of a line's rate is the most there can be."""

@@ -49,9 +49,9 @@ class Frame:
         last = min(last, self.segments)
         return _part(self, first, last)
 
-    def chunks(self, most_bytes: float) -> Iterator["Frame"]:
-        """The same segments in frames of at most `most_bytes` on the wire, but at least one segment each."""
-        step = max(1, int(most_bytes // (self.header_bytes + self.payload_bytes)))
+    def chunks(self, max_bytes: float) -> Iterator["Frame"]:
+        """The same segments in frames of at most `max_bytes` on the wire, but at least one segment each."""
+        step = max(1, int(max_bytes // (self.header_bytes + self.payload_bytes)))
         for first in range(0, self.segments, step):
             yield self.part(first, first + step)
 

@@ -96,7 +96,7 @@ def is_noticed_at_both_ends_and_back_soon_after(pair: Pair, both_ways: bool, fra
         ends[1].until("got", 30.0, healed)
 
 
-def is_not_taken_for_dead(pair: Pair, frame_bytes: int, most_breaks: int = 0, **changes: float) -> None:
+def is_not_taken_for_dead(pair: Pair, frame_bytes: int, max_breaks: int = 0, **changes: float) -> None:
     ends = pair.linked(frame_bytes, both_ways=True)
     time.sleep(2.0)
     changed = time.monotonic()
@@ -104,7 +104,7 @@ def is_not_taken_for_dead(pair: Pair, frame_bytes: int, most_breaks: int = 0, **
     time.sleep(2 * NOTICED_SECONDS)
     for end in ends:
         breaks = end.times("down")
-        assert len(breaks) <= most_breaks, [at - changed for at in breaks]
+        assert len(breaks) <= max_breaks, [at - changed for at in breaks]
         for at in breaks:
             assert end.until("up", 30.0, at) - at < BACK_SECONDS
         end.until("got", 30.0, changed)

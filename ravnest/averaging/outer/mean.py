@@ -1,4 +1,4 @@
-"""The plain mean, as in the paper: all take the mean of what they learnt."""
+"""The plain mean, as in the paper: all take the mean of what they learned."""
 
 from torch import Tensor
 

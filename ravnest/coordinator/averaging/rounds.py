@@ -1,7 +1,7 @@
 """Rounds of averaging: announces them, hears the owners of the rings, and tells them what each `RingRound` decides.
 
 What happens on failure: an owner that is late, gone or breaks the rules is left out and named in an event; a ring that
-cannot be closed without it is given up for this round, and everything learnt goes into the next one.
+cannot be closed without it is given up for this round, and everything learned goes into the next one.
 """
 
 import asyncio
@@ -170,7 +170,7 @@ class Rounds:
             for node in ring.plan.owners:
                 ring.samples[node] = -unaveraged[node]
             for node, stand in of_ring.items():
-                # Whoever has the mean of the round that counted for others has brought into it what it had learnt.
+                # Whoever has the mean of the round that counted for others has brought into it what it had learned.
                 ring.counted[node] = ring.committed if stand.reduced == ring.committed else stand.committed
                 abort = RingAbort(
                     deployment=self._deployment,

@@ -84,7 +84,7 @@ class AveragingRun:
         return self._alike_at == self._feeding.fed_samples
 
     async def now(self, reason: str) -> None:
-        """Averages all that was learnt, in all rings, while nothing is in flight: afterwards all clusters are alike."""
+        """Averages everything learned so far in all rings, with nothing in flight; all clusters are then equal."""
         feeding, rounds = self._feeding, self.rounds
         for _ in range(_TRIES):
             while not self.over and (rounds.under_way or not self._settled()):

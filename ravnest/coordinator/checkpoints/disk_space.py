@@ -7,7 +7,7 @@ from typing import Final, Self
 
 from ravnest.units import gibibytes
 
-MOST_RESERVED_BYTES: Final = 16 << 20
+MAX_RESERVED_BYTES: Final = 16 << 20
 RESERVED_SHARE: Final = 0.05
 
 
@@ -28,7 +28,7 @@ class DiskRoom:
     def for_checkpoints(self) -> int:
         """Metrics, events and the summary have the last of it to themselves: a checkpoint less is no reason to end a
         run, a log that cannot be written is."""
-        return max(0, self.free_bytes - min(MOST_RESERVED_BYTES, int(RESERVED_SHARE * self.total_bytes)))
+        return max(0, self.free_bytes - min(MAX_RESERVED_BYTES, int(RESERVED_SHARE * self.total_bytes)))
 
     def missing_bytes(self, needed_bytes: int) -> int:
         """How much more a checkpoint of this size needs; 0 where there is room for it."""

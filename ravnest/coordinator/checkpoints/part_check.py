@@ -22,7 +22,7 @@ _SPARE_BYTES = 64 << 20
 _STATE_FACTOR = 16
 """A part may take so many bytes beyond its stage's weights, and so many times these. Optimizers keep one to three
 tensors for each parameter."""
-_MOST_VALUES = 4_000_000
+_MAX_VALUES = 4_000_000
 
 
 class BadPartError(RefusedError):
@@ -38,8 +38,8 @@ class StagePart:
     """By their names in the part: each is there, with this type and shape."""
     parameters: frozenset[str]
     """The keys that the optimizer may have state of."""
-    most_bytes: int
-    least_bytes: int = 0
+    max_bytes: int
+    min_bytes: int = 0
     """Of the weights alone."""
 
     @classmethod
@@ -55,9 +55,9 @@ class StagePart:
         received = 0
         async for chunk in chunks:
             received += len(chunk)
-            if received > self.most_bytes:
+            if received > self.max_bytes:
                 raise BadPartError(
-                    f"the part of stage {self.stage} has more than the {self.most_bytes} bytes its state can need"
+                    f"the part of stage {self.stage} has more than the {self.max_bytes} bytes its state can need"
                 )
             yield chunk
 
@@ -95,7 +95,7 @@ class StagePart:
 
     def _check_values(self, metadata: Mapping[str, str]) -> None:
         """What of the optimizer's state is no tensor; the names are those of the tensors without their kind."""
-        for name in read_json(metadata["optimizer"], _MOST_VALUES)["values"]:
+        for name in read_json(metadata["optimizer"], _MAX_VALUES)["values"]:
             self._check_owner(f"optim:{name}")
 
     def _check_owner(self, name: str) -> None:

@@ -142,7 +142,7 @@ class Saver:
     @property
     def needed_bytes(self) -> int:
         """What a checkpoint takes: as much as the newest one, or before there is one as much as the weights alone."""
-        return self._store.newest_bytes or sum(part.least_bytes for part in self._stages.values())
+        return self._store.newest_bytes or sum(part.min_bytes for part in self._stages.values())
 
     def make_room(self) -> list[str]:
         """Throws away what is under way and removes older checkpoints, as far as a new one needs their room; the names

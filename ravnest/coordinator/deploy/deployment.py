@@ -62,8 +62,8 @@ from ravnest.planner.stage_plan import StagePlan
 
 _READY_SECONDS: Final = 300.0
 """How long a provider may take for its stage without getting any more of it: it reads it from a disk, or builds it."""
-_MOST_READY_SECONDS: Final = 3600.0
-_LEAST_RATE: Final = 1e5
+_MAX_READY_SECONDS: Final = 3600.0
+_MIN_RATE: Final = 1e5
 """Bytes a second at which a part of a replica comes from another provider; of that nothing is heard meanwhile."""
 
 
@@ -507,7 +507,7 @@ class Formation:
         def lacks() -> bool:
             return self.over or any(self._around.lacking(cluster) for cluster in clusters)
 
-        patience = max(_READY_SECONDS, min(_MOST_READY_SECONDS, self.replicas.largest_bytes / _LEAST_RATE))
+        patience = max(_READY_SECONDS, min(_MAX_READY_SECONDS, self.replicas.largest_bytes / _MIN_RATE))
         while unready() and not lacks():
             due = min(self._heard_at[node] for node in unready()) + patience
             with contextlib.suppress(TimeoutError):

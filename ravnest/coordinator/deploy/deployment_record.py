@@ -1,8 +1,8 @@
-"""What stands when a coordinator is killed: its stages, with all that they have learnt.
+"""What stands when a coordinator is killed: its stages, with all that they have learned.
 
 A provider whose coordinator is gone works on what it was fed, and waits. What the coordinator noted while it ran says
 who holds which stage, and up to which place of the data all of it had been applied. One that is started again and finds
-everybody there takes the stages over as they are: nothing is deployed, nothing that was learnt is lost. The data is
+everybody there takes the stages over as they are: nothing is deployed, nothing that was learned is lost. The data is
 walked again from that place; what a cluster says it has applied is counted, what only some of its stages have goes to
 it once more, and everything else is fed to anybody. A cluster that lacks a stage by then is not waited for: it gets it
 as if it were lost now, while the others train.
@@ -25,7 +25,7 @@ from ravnest.planner.run_plan import RingPlan
 from ravnest.planner.search.fixed_layout import Layout
 from ravnest.safe_json import read_json
 
-_MOST_GENERATIONS_SINCE: Final = 10_000
+_MAX_GENERATIONS_SINCE: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Standing:
     @property
     def later_generation(self) -> int:
         """One that is later than any of that coordinator's: few can have come since this was noted."""
-        return self.generation + _MOST_GENERATIONS_SINCE
+        return self.generation + _MAX_GENERATIONS_SINCE
 
     @property
     def nodes(self) -> list[str]:

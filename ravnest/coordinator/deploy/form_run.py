@@ -216,7 +216,7 @@ class Forming:
 
     def _as_they_lay(self, standing: Standing, goal: Goal) -> Sequence[Layout]:
         """The clusters of before, with others in the place of those who are absent; none where they cannot be."""
-        if len(standing.layouts) < goal.least_clusters:
+        if len(standing.layouts) < goal.min_clusters:
             return ()
         return filled(standing.layouts, self._present() - self.leaving) or ()
 
@@ -369,7 +369,7 @@ class Forming:
             for goal in _goals(prepared, asked, len(members)) if members else ():
                 try:
                     await asyncio.to_thread(
-                        check_fit, prepared, members, self._machine, goal.least_clusters, self._believed
+                        check_fit, prepared, members, self._machine, goal.min_clusters, self._believed
                     )
                     await self._plan(prepared, members, goal, quietly=True)
                     return members, goal
@@ -482,7 +482,7 @@ def _goals(prepared: Prepared, asked: Asked, present: int) -> list[Goal]:
     goals = []
     if asked.providers is not None and asked.clusters is not None:
         goals.append(goal_of(job, present, min(asked.clusters, present)))
-    goals.append(replace(goal_of(job, None, None), most_clusters=asked.clusters))
+    goals.append(replace(goal_of(job, None, None), max_clusters=asked.clusters))
     return goals
 
 

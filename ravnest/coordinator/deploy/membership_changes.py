@@ -20,7 +20,7 @@ from ravnest.planner.problem import Provider
 from ravnest.planner.recovery.replan import Joined, Replanned, replan
 from ravnest.units import counted
 
-LEAST_GAIN: Final = 0.1
+MIN_GAIN: Final = 0.1
 """By which share more must be trained on until the planner's horizon: forming anew is not for a few per cent."""
 
 _LEAVE_SECONDS: Final = 60.0
@@ -41,7 +41,7 @@ def worth_it(replanned: Replanned) -> tuple[bool, str]:
     if not chosen.steps:
         return False, replanned.reason
     gain = chosen.samples / unchanged.samples - 1 if unchanged.samples else 1.0
-    if gain < LEAST_GAIN:
+    if gain < MIN_GAIN:
         return False, f"{replanned.reason}; {gain:.0%} more are not worth standing still for"
     return True, replanned.reason
 
@@ -76,7 +76,7 @@ class Changing:
     ) -> None:
         """`reform` brings training to rest and forms the run anew from there, in the place of this formation. With
         `may_grow`, those who come may be used; without, only in the place of those who are lost. `present` are all who
-        are there; `waits` says whether they are too few, and all that was learnt is saved until others come.
+        are there; `waits` says whether they are too few, and all that was learned is saved until others come.
         `line_rate` is what a provider can send in a second, as it was measured."""
         self._course = course
         self._formation = formation
@@ -171,7 +171,7 @@ class Changing:
             # It did not wait.
             return
         if self._waits():
-            reason = f"{node_id} goes: what was learnt is saved, and nobody is there to go on with it"
+            reason = f"{node_id} goes: what was learned is saved, and nobody is there to go on with it"
             self._course.emit("handed_over", reason, provider=node_id)
             self._let_go.add(node_id)
         elif self._held_by(node_id) is not None:

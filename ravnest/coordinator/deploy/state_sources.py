@@ -1,7 +1,7 @@
 """State for a stage of which nobody has a replica: from the owners of the same rings in other clusters, else from the
 newest checkpoint.
 
-All clusters hold the same parameters, each with what it learnt since the last round. So where both who had a stage and
+All clusters hold the same parameters, each with what it learned since the last round. So where both who had a stage and
 who held its replica are gone, another cluster's newest replica has its tensors, however that one is cut; those parts
 alone are given that hold some of them. What happens on failure: where they do not come, it is asked again, and the next
 cluster or the checkpoint is named then; where there is none, nothing is borrowed.

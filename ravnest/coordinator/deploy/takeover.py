@@ -23,7 +23,7 @@ from ravnest.planner.search.fixed_layout import Layout, filled
 
 _BACK_SECONDS: Final = 1.5
 """How long those who held stages are waited for, once enough are there: all come back at about the same time."""
-_MOST_ROUNDS_SINCE: Final = 1000
+_MAX_ROUNDS_SINCE: Final = 1000
 """Rounds that may have begun after how the run stood was last noted, some seconds before its coordinator ended."""
 
 
@@ -111,7 +111,7 @@ def _go_on_averaging(formation: Formation, standing: Standing, ready: Mapping[st
         return
     stands = {node: each.rings for node, each in ready.items()}
     for stand in (stand for each in stands.values() for stand in each):
-        if not stand.committed <= stand.round <= standing.rounds + _MOST_ROUNDS_SINCE:
+        if not stand.committed <= stand.round <= standing.rounds + _MAX_ROUNDS_SINCE:
             raise BrokenOffError(f"an owner says that it has heard of round {stand.round}, which cannot be")
     unaveraged: dict[str, int] = {}
     for cluster in formation.clusters.all:

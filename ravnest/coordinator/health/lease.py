@@ -42,7 +42,7 @@ _BUILDING: Final = 2.0
 _DIALLING_TRIPS: Final = 6
 """Round trips that a new connection takes: TCP, TLS, HTTP/2, the call and the counts of its link."""
 _DEVIATIONS: Final = 4.0
-_MOST_GAP_SECONDS: Final = 10.0
+_MAX_GAP_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.05
 
 Replacement = Literal["standby", "reform", "none"]
@@ -71,7 +71,7 @@ class Gaps:
 
     def after(self, gap_seconds: float) -> "Gaps":
         """With one more: each weighs less than the one after it."""
-        gap = min(gap_seconds, _MOST_GAP_SECONDS)
+        gap = min(gap_seconds, _MAX_GAP_SECONDS)
         off = abs(gap - self.mean_seconds)
         return Gaps(
             self.mean_seconds + (gap - self.mean_seconds) / 8,

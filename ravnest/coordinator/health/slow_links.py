@@ -1,7 +1,7 @@
 """Links between stages that have become slow: nothing is lost and nobody is gone, and yet somebody should know.
 
 A lossy line or one that somebody else fills shows in how long microbatches are on the way, beyond their stay at the
-stages. What is usual is learnt from each link itself while it is well. Nothing is decided here: how many are in flight
+stages. What is usual is learned from each link itself while it is well. Nothing is decided here: how many are in flight
 follows from the same measures, and whoever holds others up is judged elsewhere.
 """
 
@@ -17,7 +17,7 @@ from ravnest.net.v1.control_pb2 import Report
 SLOW: Final = 2.0
 WELL: Final = 1.5
 """Times what is usual: from there on a link is slow, and up to there it is well again."""
-LEAST_SECONDS: Final = 0.01
+MIN_SECONDS: Final = 0.01
 """What nobody minds, whatever is usual."""
 LASTING_SECONDS: Final = 1.0
 """How long it must be so before it is told."""
@@ -55,7 +55,7 @@ class LinkPace:
             # The least of these: the first ones travelled while connections were young.
             self._usual = delay_seconds if self._reports == 1 else min(self._usual, delay_seconds)
             return None
-        bound = (WELL if self._slow else SLOW) * self._usual + LEAST_SECONDS
+        bound = (WELL if self._slow else SLOW) * self._usual + MIN_SECONDS
         if (delay_seconds > bound) == self._slow:
             self._since = None
             if not self._slow:

@@ -1,10 +1,10 @@
-"""Stages that have become slow for good: a game that somebody plays, a laptop that is too hot, a processor that others
-share. Such a machine is heard and works, and its whole cluster waits for it.
+"""Detector for stages that have become permanently slow, for example on a laptop that throttles.
 
-What is usual is learnt from each stage itself, as for links (slow_links.py). One is slow when it takes several times as
-long as usual, and as long as any other of its cluster, for a while; where somebody who stands by would make the cluster
-clearly faster, it is given up like one that is lost, and joins again (deploy/replace_slow.py). Pure functions and
-values: times are the caller's.
+A slow machine sends heartbeats and works, and its whole cluster waits for it. The usual time is learned from each
+stage itself, as for links (slow_links.py). A stage is slow when it takes several times its usual time, and at least as
+long as any other stage of its cluster, for a while. Where a standby would make the cluster clearly faster, the
+coordinator drops the slow provider as if it were lost, and the provider joins again (deploy/replace_slow.py). Pure
+functions and values: the caller passes the times.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ GAIN: Final = 1.5
 LEARNING: Final = 3
 """Windows until what is usual is known."""
 WINDOW_SECONDS: Final = 5.0
-LEAST_PIECES: Final = 3
+MIN_PIECES: Final = 3
 """A window is so long, and has at least so many microbatches in it."""
 _RISE: Final = 1 / 32
 _FALL: Final = 1 / 2
@@ -55,7 +55,7 @@ class StagePace:
             self._at, self._work = now, work
             return
         pieces = work.pieces - self._work.pieces
-        if now - self._at < WINDOW_SECONDS or pieces < LEAST_PIECES:
+        if now - self._at < WINDOW_SECONDS or pieces < MIN_PIECES:
             return
         self.seconds = (work.seconds - self._work.seconds) / pieces
         since, self._at, self._work = self._at, now, work

@@ -65,11 +65,11 @@ def who_blocks(stages: Sequence[StageView]) -> Blame:
     order = [stage.node_id for stage in stages]
     down = _pairs(stages, lambda link: not link.connected)
     if down:
-        blamed = _most_often(down, order)
+        blamed = _named_most_often(down, order)
         return Blame(blamed, f"there is no connection {_between(down, order)}", heals=True)
     stuck = _pairs(stages, lambda link: link.unconfirmed > 0)
     if stuck:
-        return Blame(_most_often(stuck, order), f"nothing passes {_between(stuck, order)}", heals=True)
+        return Blame(_named_most_often(stuck, order), f"nothing passes {_between(stuck, order)}", heals=True)
     busy = [stage for stage in stages if stage.ready]
     if busy:
         # It was at work before those that it gave something to do.
@@ -123,7 +123,7 @@ def _pairs(stages: Sequence[StageView], holds: Callable[[LinkView], bool]) -> se
     }
 
 
-def _most_often(pairs: set[frozenset[str]], order: Sequence[str]) -> tuple[str, ...]:
+def _named_most_often(pairs: set[frozenset[str]], order: Sequence[str]) -> tuple[str, ...]:
     counts = Counter(node for pair in pairs for node in pair)
     most = max(counts.values())
     return tuple(node for node in order if counts[node] == most)

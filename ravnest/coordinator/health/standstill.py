@@ -15,7 +15,7 @@ from ravnest.coordinator.swarm.upload_activity import megabytes
 from ravnest.engine.activity import ANY, Missing
 from ravnest.units import counted
 
-LEAST_SECONDS: Final = 10.0
+MIN_SECONDS: Final = 10.0
 TIMES_USUAL: Final = 20.0
 """Patience, in multiples of the mean time between two completed microbatches."""
 FIRST_SECONDS: Final = 60.0
@@ -23,9 +23,9 @@ FIRST_SECONDS: Final = 60.0
 SILENT_SECONDS: Final = 5.0
 """A stage that has not reported for this long is what the others wait for, whatever it said last."""
 _FADING: Final = 1 / 8
-_MOST_TIMES: Final = 4.0
+_MAX_TIMES: Final = 4.0
 """The mean, that a pause counts for at most."""
-_MOST_CLUSTERS: Final = 3
+_MAX_CLUSTERS: Final = 3
 """Clusters that are described."""
 
 
@@ -38,13 +38,13 @@ class Pace(NamedTuple):
         """With one more; a standstill says nothing of how fast the run is."""
         if self.mean_seconds is None:
             return Pace(min(gap_seconds, FIRST_SECONDS))
-        gap = min(gap_seconds, _MOST_TIMES * max(self.mean_seconds, LEAST_SECONDS / TIMES_USUAL))
+        gap = min(gap_seconds, _MAX_TIMES * max(self.mean_seconds, MIN_SECONDS / TIMES_USUAL))
         return Pace(self.mean_seconds + _FADING * (gap - self.mean_seconds))
 
     @property
     def patience_seconds(self) -> float:
         """How long nothing may be completed before the reason is told."""
-        return FIRST_SECONDS if self.mean_seconds is None else max(LEAST_SECONDS, TIMES_USUAL * self.mean_seconds)
+        return FIRST_SECONDS if self.mean_seconds is None else max(MIN_SECONDS, TIMES_USUAL * self.mean_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def explain(run: RunNow) -> Standstill:
     culprits: list[str] = []
     several = len(run.clusters) > 1
     for cluster in run.clusters:
-        if len(told) == _MOST_CLUSTERS:
+        if len(told) == _MAX_CLUSTERS:
             break
         if cluster.forming:
             told.append(f"cluster {cluster.id} is being formed again: {cluster.forming}")
@@ -242,7 +242,7 @@ class _Words:
         if stage.kind in ("save", "wait") and stage.sends is not None:
             sent = f"{megabytes(stage.sends.done_bytes)} of {megabytes(stage.sends.total_bytes)}"
             still = stage.sends.still_seconds
-            halts = f", nothing of it for {still:.0f} s" if still >= LEAST_SECONDS else ""
+            halts = f", nothing of it for {still:.0f} s" if still >= MIN_SECONDS else ""
             return f"sends its state, {sent}{halts}"
         if stage.kind == "average":
             return f"has been taking its part in a round for {stage.seconds:.0f} s"

@@ -19,8 +19,8 @@ _LOOK_SECONDS: Final = 1.0
 _AGAIN_TIMES: Final = 2.0
 _KINDS: Final = frozenset({"forward", "backward", "weights", "update", "evaluate", "save", "average", "wait"})
 _WHATS: Final[Mapping[str, What]] = {"feed": "feed", "forward": "forward", "gradient": "gradient"}
-_MOST_MISSING: Final = 8
-_MOST_SECONDS: Final = 1e9
+_MAX_MISSING: Final = 8
+_MAX_SECONDS: Final = 1e9
 
 
 class StandstillWatch:
@@ -123,11 +123,11 @@ def stage_now(node: str, report: Report | None, silent_seconds: float) -> StageN
 def _missing(report: Report) -> tuple[Missing, ...]:
     told: Sequence[Missing] = [
         Missing(_WHATS[each.what], each.microbatch, each.count)
-        for each in report.activity.missing[:_MOST_MISSING]
+        for each in report.activity.missing[:_MAX_MISSING]
         if each.what in _WHATS
     ]
     return tuple(told)
 
 
 def _seconds(seconds: float) -> float:
-    return seconds if 0 <= seconds < _MOST_SECONDS else 0.0
+    return seconds if 0 <= seconds < _MAX_SECONDS else 0.0

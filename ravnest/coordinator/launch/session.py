@@ -35,7 +35,7 @@ from ravnest.coordinator.verification.final_check import (
 from ravnest.cores import usable_cores
 from ravnest.errors import RavnestError, RunError, TrainingError
 from ravnest.graph.batch import samples_in
-from ravnest.graph.partition import most_stages
+from ravnest.graph.partition import max_stages
 from ravnest.job import Job
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
@@ -135,7 +135,7 @@ class Session:
             self._end("failed", str(error), self._run.model_path)
             raise
         except RavnestError as error:
-            # Where it is the requester's data that failed, the swarm is well and what it has learnt is worth keeping.
+            # Where it is the requester's data that failed, the swarm is well and what it has learned is worth keeping.
             info = call(self.coordinator.stop_early(_STOP_SECONDS))
             if info is not None:
                 self._display.message(f"saved after {info.updates} updates; continue with --resume")
@@ -182,7 +182,7 @@ class Session:
         prepared = prepare(
             self._job, threads, restored, self.coordinator.phase, self._interrupts.users_code, self._run.profile_path
         )
-        possible = most_stages(prepared.captured.graph)
+        possible = max_stages(prepared.captured.graph)
         told = f"{len(prepared.captured.graph.nodes)} operators, at most {possible} stages"
         if frozen := prepared.captured.frozen_modules:
             more = f" and {len(frozen) - _NAMED}" if len(frozen) > _NAMED else ""

@@ -59,13 +59,13 @@ def averaging_of(
 
 def within_averaging(graph: PortableGraph, goal: Goal) -> Goal:
     """The goal, of one cluster where clusters cannot average this model; PlanError where it is to have several."""
-    if goal.most_clusters != 1:
+    if goal.max_clusters != 1:
         try:
             check_can_be_averaged(graph)
         except PlanError:
-            if goal.least_clusters > 1:
+            if goal.min_clusters > 1:
                 raise
-            return replace(goal, most_clusters=1)
+            return replace(goal, max_clusters=1)
     return goal
 
 
@@ -79,7 +79,7 @@ def averaging_memory(job: Job) -> float:
     """What averaging keeps for each byte of a parameter."""
     averaging = job.averaging
     # The parameters as they were after the last round, and the outer optimizer's momentum; while a round goes on, what
-    # this cluster has learnt, and the mean. All of it are numbers of 4 bytes.
+    # this cluster has learned, and the mean. All of it are numbers of 4 bytes.
     numbers = 1 + (averaging.outer == "nesterov") + 2
     # What encoding has lost, for the next round, and what it loses in this.
     numbers += 2 * (averaging.codec == "int4")

@@ -1,7 +1,7 @@
 """The learning rate of several clusters: higher than that of one, because each of their updates rests on more data.
 
 C clusters make a C-th of the updates that one makes of the same samples, and a round brings together what C of them
-learnt. That is training with batches C times as large. For optimizers that divide by the size of gradients (Adam and
+learned. That is training with batches C times as large. For optimizers that divide by the size of gradients (Adam and
 its kin) the rate then grows with the square root, where training waits for rounds. In the background the mean comes
 late, clusters stray from one another meanwhile, and the farther the higher the rate: there it grows with the fourth
 root. For other optimizers nothing was measured, and they are left as they are.

@@ -13,7 +13,7 @@ from ravnest.job import Job
 from ravnest.planner.in_flight.lr_bound import cautious_flight
 from ravnest.spec import OptimizerSpec, ScheduleSpec
 
-MOST_STEPS: Final = 20_000
+MAX_STEPS: Final = 20_000
 """At one look: more would keep the network waiting. Whoever is further on is caught up with at the next ones."""
 
 _FALLEN: Final = 0.5
@@ -37,7 +37,7 @@ class RateCourse:
     def share(self, updates: int) -> float:
         """After so many updates; 1 where the rate is at its highest, or was never above nothing."""
         rate = self._optimizer.param_groups[0]["lr"]
-        for _ in range(min(updates - self._schedule.last_epoch, MOST_STEPS)):
+        for _ in range(min(updates - self._schedule.last_epoch, MAX_STEPS)):
             if self._is_over:
                 break
             try:
@@ -68,7 +68,7 @@ def _falls(job: Job, schedule: ScheduleSpec) -> bool:
     """Whether the rate is at most half of its highest by the end of the run; where that is too far to step to, or not
     known, whether the schedule is one that lowers it at all."""
     updates = updates_of(job, 1)
-    if updates is not None and updates <= MOST_STEPS:
+    if updates is not None and updates <= MAX_STEPS:
         return RateCourse(job.optimizer_spec, schedule).share(updates) <= _FALLEN
     if schedule.name == "LinearLR":
         end = schedule.arguments.get("end_factor", 1.0)
@@ -80,6 +80,6 @@ def allowed_in_run(job: Job, stages: int) -> Mapping[int, int]:
     """With at most how many in flight how many of the run's updates are made. Empty where the number does not follow
     the learning rate, or the length of the run is not known or beyond what is stepped at once."""
     course, updates = rate_course_of(job), updates_of(job, 1)
-    if course is None or updates is None or updates > MOST_STEPS:
+    if course is None or updates is None or updates > MAX_STEPS:
         return {}
     return Counter(course.allowed(stages, update) for update in range(updates))

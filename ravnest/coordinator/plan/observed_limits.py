@@ -38,7 +38,7 @@ def evident_memory(believed_bytes: int, stage_bytes: float) -> int:
 
 
 class Believed:
-    """Of one run. What was learnt of a provider stays when it leaves and comes back: it says the same again."""
+    """Of one run. What was learned of a provider stays when it leaves and comes back: it says the same again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._most: dict[str, int] = {}

@@ -27,7 +27,7 @@ from ravnest.graph.profile import CostProfile
 from ravnest.job import Job
 from ravnest.net.probe.measuring import LinkSpeed
 from ravnest.planner.cluster import Cluster, StageCost
-from ravnest.planner.in_flight.decision import most_in_flight
+from ravnest.planner.in_flight.decision import max_in_flight
 from ravnest.planner.in_flight.lr_bound import slowed_by_caution
 from ravnest.planner.link_codecs import CHOICES, EXACT
 from ravnest.planner.model_costs import ModelCosts
@@ -46,14 +46,14 @@ SPEEDS = (1e-5, 1e5)
 """How fast a machine may be against the one that measured the model, for what it says to be believed."""
 RATES = (1e3, 1e12)
 """Bytes a second of a line."""
-MOST_LATENCY_SECONDS = 10.0
-MOST_STAGE_SECONDS = 3600.0
+MAX_LATENCY_SECONDS = 10.0
+MAX_STAGE_SECONDS = 3600.0
 
 OPERATOR_SECONDS = 100e-6
 """What a GPU takes to start an operator and its backward. Measured with small models on an NVIDIA H200."""
 
 _AHEAD = 2
-_MOST_AHEAD = 32
+_MAX_AHEAD = 32
 """More would wait at a stage than it may be told to keep."""
 _AWAY_SECONDS = 2.0
 _AWAY_BYTES = 8 << 20
@@ -95,10 +95,10 @@ def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
         average_memory=averaging_memory(job),
         blocking=averaging.blocking,
         codecs=codecs_of(pipeline),
-        least_clusters=clusters or 1,
-        most_clusters=clusters,
-        least_stages=max(1, everybody // (clusters or 1)),
-        least_providers=everybody,
+        min_clusters=clusters or 1,
+        max_clusters=clusters,
+        min_stages=max(1, everybody // (clusters or 1)),
+        min_providers=everybody,
     )
 
 
@@ -120,7 +120,7 @@ def model_costs(prepared: Prepared) -> ModelCosts:
 
 def check_stages(model: ModelCosts, stages: int) -> None:
     """PlanError where the model cannot be cut into so many; it says into how many it can."""
-    possible = model.most_stages
+    possible = model.max_stages
     if stages > possible:
         raise PlanError(
             f"the model can be cut into at most {possible} stage{'s' if possible > 1 else ''}, not {stages} "
@@ -138,8 +138,8 @@ def plan_members(
     """The plan of a run with these providers; PlanError where the model does not fit, or cannot be averaged. Where
     there are `layouts`, the clusters lie so, and nothing better is looked for."""
     model, graph = model_costs(prepared), prepared.captured.graph
-    if goal.least_clusters == 1:
-        check_stages(model, goal.least_stages)
+    if goal.min_clusters == 1:
+        check_stages(model, goal.min_stages)
     by_name = {p.name: p for p in providers}
     chosen = choose_versions(
         model,
@@ -163,7 +163,7 @@ def plan_members(
             f"{plan.limit or cluster.limit}{fewer}"
         )
         # A cluster alone keeps nothing for averaging.
-        alone = replace(goal, least_clusters=1, most_clusters=1)
+        alone = replace(goal, min_clusters=1, max_clusters=1)
         return RunPlan(
             plan,
             _cluster_plans(graph, model, alone, plan, by_name, asked),
@@ -233,7 +233,7 @@ def _cluster_plans(
                 predicted_samples_per_second=rate,
                 flight_reason=flight_reason(cluster),
                 split_reason=split_reason(choices),
-                most_in_flight=most_in_flight(model, goal, providers, cluster),
+                max_in_flight=max_in_flight(model, goal, providers, cluster),
                 feed_seconds=feed_seconds(cluster, providers),
                 line_seconds=cluster.line_seconds,
             )
@@ -249,13 +249,13 @@ def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
     if not any(providers[stage.provider].latency_seconds for stage in fed):
         return needed
     while_away = min(_AWAY_SECONDS / cluster.period_seconds, _AWAY_BYTES / max(1.0, *(s.fed_bytes for s in fed)))
-    return max(needed, _AHEAD + math.ceil(min(_MOST_AHEAD, while_away)))
+    return max(needed, _AHEAD + math.ceil(min(_MAX_AHEAD, while_away)))
 
 
 def ahead_of(feed_seconds: float, period_seconds: float) -> int:
     """How many are fed ahead so that no stage ever waits for the coordinator: as many as are trained on while word of a
     completed one comes and the next goes out, and a few."""
-    return _AHEAD + math.ceil(min(_MOST_AHEAD, feed_seconds / period_seconds))
+    return _AHEAD + math.ceil(min(_MAX_AHEAD, feed_seconds / period_seconds))
 
 
 def feed_seconds(cluster: Cluster, providers: Mapping[str, Provider]) -> float:
@@ -372,7 +372,7 @@ def provider_of(
         compute_speed=_relative(flops, costs.flops_per_second, unmeasured * costs.precision_speed) / slowness,
         memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second, unmeasured) / slowness,
         operator_seconds=0.0 if on_processor else slowness * OPERATOR_SECONDS,
-        least_stage_seconds=slowness * min(member.stage_seconds, MOST_STAGE_SECONDS),
+        min_stage_seconds=slowness * min(member.stage_seconds, MAX_STAGE_SECONDS),
         reachable=bool(reach.address),
         host=machine.host if here else "",
         cores=machine.cores if here else member.cores,
@@ -411,7 +411,7 @@ def _relative(speed: float, reference: float, unmeasured: float) -> float:
 
 
 def _latency(link: LinkSpeed) -> float:
-    return min(link.round_trip_seconds / 2, MOST_LATENCY_SECONDS)
+    return min(link.round_trip_seconds / 2, MAX_LATENCY_SECONDS)
 
 
 def _believed(figure: float, limits: tuple[float, float]) -> float:

@@ -5,18 +5,18 @@ from typing import Final
 
 from ravnest.units import counted, gibibytes
 
-LEAST_SECONDS: Final = 2.0
+MIN_SECONDS: Final = 2.0
 LINE_SHARE: Final = 0.20
 """Of a line's time that sending replicas may take."""
 SENDING_SHARE: Final = 0.25
 """Of a line's time that a part takes while it is sent (`provider.part_transfer.SHARE`)."""
-LEAST_PATIENCE_SECONDS: Final = 60.0
+MIN_PATIENCE_SECONDS: Final = 60.0
 _TIMES_LAST: Final = 10
 _TIMES_PREDICTED: Final = 4
 COPY_SHARE: Final = 0.02
 """Of a stage's time that taking copies may take."""
-MOST_RETAINED_BYTES: Final = 256 << 20
-MOST_RETAINED_MICROBATCHES: Final = 512
+MAX_RETAINED_BYTES: Final = 256 << 20
+MAX_RETAINED_MICROBATCHES: Final = 512
 
 
 def patience_seconds(part_bytes: int, line_bytes_per_second: float, last_seconds: float) -> float:
@@ -25,7 +25,7 @@ def patience_seconds(part_bytes: int, line_bytes_per_second: float, last_seconds
 
     A part gets a quarter of the line, less where other state is sent over it."""
     sending = part_bytes / (SENDING_SHARE * line_bytes_per_second) if line_bytes_per_second > 0 else 0.0
-    return max(LEAST_PATIENCE_SECONDS, _TIMES_LAST * last_seconds, _TIMES_PREDICTED * sending)
+    return max(MIN_PATIENCE_SECONDS, _TIMES_LAST * last_seconds, _TIMES_PREDICTED * sending)
 
 
 def replica_due(
@@ -47,14 +47,14 @@ def replica_due(
     stage took for its copy. Without an update since, there is nothing new to keep.
     """
     if updates_since <= 0:
-        return False, "nothing was learnt since the last replica"
+        return False, "nothing was learned since the last replica"
     if seconds_since_last is None:
         return True, "there is no replica yet"
-    if seconds_since_last < LEAST_SECONDS:
-        return False, f"the last replica is {seconds_since_last:.1f} s old, and there is one every {LEAST_SECONDS:g} s"
-    if retained_bytes >= MOST_RETAINED_BYTES:
+    if seconds_since_last < MIN_SECONDS:
+        return False, f"the last replica is {seconds_since_last:.1f} s old, and there is one every {MIN_SECONDS:g} s"
+    if retained_bytes >= MAX_RETAINED_BYTES:
         return True, f"{gibibytes(retained_bytes)} of data are kept for feeding again"
-    if retained_microbatches >= MOST_RETAINED_MICROBATCHES:
+    if retained_microbatches >= MAX_RETAINED_MICROBATCHES:
         kept = counted(retained_microbatches, "microbatch is", "microbatches are")
         return True, f"{kept} kept for feeding again"
     sending = last_bytes / line_bytes_per_second if line_bytes_per_second > 0 else last_seconds

@@ -20,13 +20,13 @@ from ravnest.coordinator.replicas.pace import patience_seconds, replica_due
 from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import Replicated
 
-MOST_RETAINED: Final = 3072
+MAX_RETAINED: Final = 3072
 """Microbatches, and those of one more update: fewer than a stage remembers of those that it has applied."""
 _STATE_BYTES: Final = 12
 """Estimated size of a part for each parameter, until one has come: most optimizers keep two moments."""
-_MOST_SECONDS: Final = 1e6
+_MAX_SECONDS: Final = 1e6
 """That a provider may say it took to keep a part."""
-_MOST_UNDER_WAY: Final = 2
+_MAX_UNDER_WAY: Final = 2
 """Providers keep the newest two of each stage, and the last that is complete."""
 _APART: Final = 1.1
 """Times as long as a stage took to send one, until the next is announced."""
@@ -36,7 +36,7 @@ _SHARED_TIMES: Final = 20
 """As long as one took, the next is not begun on a machine that has it all to do."""
 _COPY_RATE: Final = 2e9
 """Bytes a second at which a stage copies its state, about; the least that is met today."""
-_MOST_RETAINED_BYTES: Final = 512 << 20
+_MAX_RETAINED_BYTES: Final = 512 << 20
 _UNKNOWN_LINE: Final = 1e9
 """Bytes a second of a line that nobody has measured: within one machine."""
 
@@ -192,7 +192,7 @@ class Replicas:
         0."""
         kept = self._kept.get(cluster.id)
         size = sum(tensor.nbytes for tensor in item.tensors.values())
-        _bound(cluster, MOST_RETAINED if kept is not None else 0, size)
+        _bound(cluster, MAX_RETAINED if kept is not None else 0, size)
         if kept is None or cluster.forming or item.microbatch < kept.newest:
             # What another cluster left is older than what was fed here before it: providers keep the highest numbers.
             return 0
@@ -202,7 +202,7 @@ class Replicas:
             part_bytes = max(kept.last_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
             if now - oldest.began >= patience_seconds(part_bytes, self._slowest(cluster), kept.last_seconds):
                 self._give_up(cluster.id, kept, f"not all of it was there after {now - oldest.began:.0f} s")
-            elif kept.complete is None or len(kept.under_way) >= _MOST_UNDER_WAY:
+            elif kept.complete is None or len(kept.under_way) >= _MAX_UNDER_WAY:
                 return 0
         if now - kept.last_began < max(kept.waits, _APART * kept.keeping_seconds if kept.under_way else 0.0):
             return 0
@@ -250,7 +250,7 @@ class Replicas:
             found.hashes[stage] = message.sha256 if re.fullmatch("[0-9a-f]{64}", message.sha256) else ""
             found.bytes = max(found.bytes, message.size_bytes)
             # Not of what is no number.
-            found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _MOST_SECONDS else 0.0)
+            found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _MAX_SECONDS else 0.0)
             if len(found.nodes) == len(kept.keys):
                 self._complete(cluster, kept, message.replica, found)
             return
@@ -298,7 +298,7 @@ class Replicas:
 def _bound(cluster: ClusterRun, most: int, size_bytes: int) -> None:
     """What is retained does not grow without end where no replica can be had, of microbatches that are about so
     large."""
-    while len(cluster.retained) > min(most, _MOST_RETAINED_BYTES // max(1, size_bytes)):
+    while len(cluster.retained) > min(most, _MAX_RETAINED_BYTES // max(1, size_bytes)):
         oldest = next(iter(cluster.retained))
         if oldest in cluster.open:
             return

@@ -10,7 +10,7 @@ from ravnest.monitor.json_lines import JsonLines
 from ravnest.monitor.metrics import MetricLog
 from ravnest.net.v1.control_pb2 import Report
 
-_MOST_EARLY: Final = 4096
+_MAX_EARLY: Final = 4096
 
 
 class Recorder:
@@ -51,7 +51,7 @@ class Recorder:
             if place is not None:
                 values = {"loss": record.loss}
                 self._metrics.write("train", samples=place.samples, updates=place.updates, values=values)
-            elif record.microbatch >= self._progress.ledger.fed and len(self._early) < _MOST_EARLY:
+            elif record.microbatch >= self._progress.ledger.fed and len(self._early) < _MAX_EARLY:
                 self._early[record.microbatch] = record.loss
         if self._updates is not None:
             for update in report.records:

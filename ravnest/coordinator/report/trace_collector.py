@@ -18,7 +18,7 @@ from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING
 from ravnest.engine.traced import window_of, window_size
 from ravnest.errors import RunError
 from ravnest.monitor.clock_alignment import Crossing, Offset, align, offset_of
-from ravnest.monitor.trace import BUSY_KINDS, MOST_SPANS, Trace, TraceSpan, TraceStage, after
+from ravnest.monitor.trace import BUSY_KINDS, MAX_SPANS, Trace, TraceSpan, TraceStage, after
 from ravnest.net.v1 import control_pb2
 from ravnest.planner.stage_plan import StagePlan
 
@@ -30,7 +30,7 @@ _DETAILS: Final = {
 }
 _SLACK_SECONDS: Final = 60.0
 """How far a clock may be ahead of ours before what it says cannot be."""
-_MOST_NUMBER: Final = 2**53
+_MAX_NUMBER: Final = 2**53
 _SPANS_A_MICROBATCH: Final = 16
 _WRITE_SECONDS: Final = 10.0
 _WRITE_SHARE: Final = 0.01
@@ -48,7 +48,7 @@ class Tracing:
         self._started = time.perf_counter()
         self._stages = {stage.node: _Stage(stage) for stage in stages}
         # Two windows of each stage are written.
-        self._most = max(_SPANS_A_MICROBATCH, min(_SPANS_A_MICROBATCH * self._size, MOST_SPANS // (2 * len(stages))))
+        self._most = max(_SPANS_A_MICROBATCH, min(_SPANS_A_MICROBATCH * self._size, MAX_SPANS // (2 * len(stages))))
         self._earlier = Trace()
         if path.exists():
             # One that is damaged is replaced: there is nothing in it that could be kept.
@@ -130,12 +130,12 @@ class _Stage:
             del self.windows[sorted(self.windows)[1]]
 
 
-def _checked(said: control_pb2.Span, most_seconds: float) -> TraceSpan | None:
+def _checked(said: control_pb2.Span, max_seconds: float) -> TraceSpan | None:
     began, seconds = said.began_seconds, said.seconds
-    if said.detail not in _DETAILS.get(said.kind, ()) or abs(said.microbatch) >= _MOST_NUMBER:
+    if said.detail not in _DETAILS.get(said.kind, ()) or abs(said.microbatch) >= _MAX_NUMBER:
         return None
     # Comparisons with what is not a number are false.
-    if not (0 <= began <= most_seconds and seconds >= 0 and began + seconds <= most_seconds):
+    if not (0 <= began <= max_seconds and seconds >= 0 and began + seconds <= max_seconds):
         return None
     return TraceSpan(said.kind, said.microbatch, began, began + seconds, said.detail)
 

@@ -13,7 +13,7 @@ from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Flight, Report, Strained
 from ravnest.planner.in_flight.control import FlightControl, StageCounts
 
-_MOST_BOUND: Final = 1 << 16
+_MAX_BOUND: Final = 1 << 16
 _AT_THIS_RATE: Final = " at the learning rate of now"
 _BELIEVED: Final = 1e12
 """Seconds, or microbatches: more than that nobody has counted."""
@@ -41,7 +41,7 @@ class Flights:
         """What stages whose memory is short have asked for, by provider."""
         self._controls = {
             cluster.id: FlightControl(
-                len(cluster.plan.stages), cluster.in_flight, cluster.plan.most_in_flight, cluster.plan.line_seconds
+                len(cluster.plan.stages), cluster.in_flight, cluster.plan.max_in_flight, cluster.plan.line_seconds
             )
             for cluster in clusters
             if not fixed and len(cluster.plan.stages) > 1
@@ -59,7 +59,7 @@ class Flights:
     def formed(self, cluster: ClusterRun) -> None:
         """This one has been formed anew: its stages count from another beginning, and one of them is another."""
         if cluster.id in self._controls:
-            stages, most = len(cluster.plan.stages), cluster.plan.most_in_flight
+            stages, most = len(cluster.plan.stages), cluster.plan.max_in_flight
             self._controls[cluster.id] = FlightControl(stages, self._controls[cluster.id].wanted, most)
             self._follow_rate(cluster)
 
@@ -87,7 +87,7 @@ class Flights:
     def strained(self, cluster: ClusterRun, node_id: str, message: Strained) -> None:
         """A stage's memory is nearly exhausted, or there is plenty again: as many are in flight at most as it says."""
         reason = printable(message.reason)
-        bound = min(message.in_flight, _MOST_BOUND)
+        bound = min(message.in_flight, _MAX_BOUND)
         values = {"in_flight": bound, "recomputes": message.recomputes, "free_bytes": message.free_bytes}
         self._course.emit("strained", f"{node_id}: {reason}", provider=node_id, cluster=cluster.id, **values)
         if bound:
@@ -95,7 +95,7 @@ class Flights:
         else:
             self._bounds.pop(node_id, None)
         control = self._controls.get(cluster.id)
-        planned = cluster.plan.in_flight if control is None else cluster.plan.most_in_flight
+        planned = cluster.plan.in_flight if control is None else cluster.plan.max_in_flight
         most = min([max(1, planned), *(self._bounds[node] for node in cluster.nodes if node in self._bounds)])
         if control is not None:
             if control.hold(most):

@@ -135,7 +135,7 @@ def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, plan: RunPlan) -
         stage.stage,
         len(cluster.stages),
         cluster.in_flight,
-        most_in_flight=plan.bound_in_flight,
+        max_in_flight=plan.bound_in_flight,
         versions=plan.versions,
         split_backward=stage.split_backward,
         clusters=len(plan.clusters),

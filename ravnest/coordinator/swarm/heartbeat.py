@@ -14,9 +14,9 @@ SILENCE_SECONDS: Final = 60.0
 _BUFFERED_BYTES: Final = 2 << 20
 """What is usually on its way out of a machine before a word gets its turn. State that is uploaded is no reason for
 more: it is heard itself."""
-_MOST_BUFFERED_BYTES: Final = 16 << 20
+_MAX_BUFFERED_BYTES: Final = 16 << 20
 """The same at its worst, for the end of a stay in a swarm that no run watches."""
-_MOST_LINE_SECONDS: Final = 5.0
+_MAX_LINE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Line:
         """How long a word may wait behind what else is being sent."""
         if self.up_bytes_per_second <= 0:
             return 0.0
-        return min(_MOST_LINE_SECONDS, _BUFFERED_BYTES / self.up_bytes_per_second)
+        return min(_MAX_LINE_SECONDS, _BUFFERED_BYTES / self.up_bytes_per_second)
 
     @property
-    def most_waiting_seconds(self) -> float:
+    def max_waiting_seconds(self) -> float:
         """The same at its worst."""
-        return _MOST_BUFFERED_BYTES / self.up_bytes_per_second if self.up_bytes_per_second > 0 else 0.0
+        return _MAX_BUFFERED_BYTES / self.up_bytes_per_second if self.up_bytes_per_second > 0 else 0.0
 
 
 UNMEASURED_LINE: Final = Line()

@@ -22,7 +22,7 @@ from ravnest.net.v1.control_pb2 import Speed as SpeedMessage
 from ravnest.net.version import PROTOCOL_VERSION
 
 _NAME_CHARACTERS = 80
-_MOST_PARTS = 1000
+_MAX_PARTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,14 @@ class Member:
             direct_port=request.direct_port if request.direct_port < 65536 else 0,
             device_name=printable(request.device_name[:_NAME_CHARACTERS]),
             measures_link=request.measures_link,
-            parts=frozenset((part.key, part.replica) for part in request.parts[:_MOST_PARTS]),
+            parts=frozenset((part.key, part.replica) for part in request.parts[:_MAX_PARTS]),
             held=Held.of(request.held) if request.HasField("held") else None,
         )
 
     def shares_again(self, speed: SpeedMessage) -> None:
         """It computes with another share of its machine's cores; plans are made with that from now on."""
-        self.threads = min(max(1, speed.threads), _MOST_THREADS)
-        self.cores = min(speed.cores, _MOST_THREADS)
+        self.threads = min(max(1, speed.threads), _MAX_THREADS)
+        self.cores = min(speed.cores, _MAX_THREADS)
         self.flops_per_second = positive(speed.flops_per_second)
         self.memory_bytes_per_second = positive(speed.memory_bytes_per_second)
         self.bfloat16_flops_per_second = positive(speed.bfloat16_flops_per_second)
@@ -170,15 +170,15 @@ def check_version(request: JoinRequest) -> None:
 
 def check_machine(request: JoinRequest) -> None:
     """RefusedError for a machine that says of itself what no machine is: such numbers fit no plan and no store."""
-    if request.memory_bytes > _MOST_MEMORY_BYTES or request.threads > _MOST_THREADS:
+    if request.memory_bytes > _MAX_MEMORY_BYTES or request.threads > _MAX_THREADS:
         raise RefusedError(
             f"this provider says that it lends {request.memory_bytes} bytes of memory and {request.threads} threads; "
-            f"at most {_MOST_MEMORY_BYTES} and {_MOST_THREADS} are believed, say how much with --memory"
+            f"at most {_MAX_MEMORY_BYTES} and {_MAX_THREADS} are believed, say how much with --memory"
         )
 
 
-_MOST_MEMORY_BYTES = 1 << 50
-_MOST_THREADS = 1 << 16
+_MAX_MEMORY_BYTES = 1 << 50
+_MAX_THREADS = 1 << 16
 
 
 class Members:

@@ -390,7 +390,7 @@ def silence_seconds(link: LinkSpeed | None) -> float:
     """How long a provider that reports may be silent: longer over a slow line, where a report waits for what else is
     being sent."""
     line = Line() if link is None else Line(link.round_trip_seconds, link.up_bytes_per_second)
-    return SILENCE_SECONDS + line.most_waiting_seconds
+    return SILENCE_SECONDS + line.max_waiting_seconds
 
 
 def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, str]:

@@ -19,7 +19,7 @@ from ravnest.net.connection import CHUNK_BYTES
 from ravnest.net.v1.control_pb2 import Report, Transfer
 from ravnest.units import counted
 
-LEAST_SHARE: Final = 1 / 8
+MIN_SHARE: Final = 1 / 8
 """Of the measured rate of its line: what a provider uploads comes no slower on average. Activations, gradients and
 replicas share the line, and it may have been measured on a better day."""
 UNKNOWN_RATE: Final = 1e6
@@ -28,7 +28,7 @@ BEGIN_SECONDS: Final = 10.0
 """How long an upload may take beyond what its bytes explain: it begins slowly, and other uploads share the line."""
 _PIECES: Final = 4
 """Pieces that could have come during what counts as a pause."""
-_MOST_BYTES: Final = 1 << 50
+_MAX_BYTES: Final = 1 << 50
 _NAME_CHARACTERS: Final = 80
 
 
@@ -50,10 +50,10 @@ def is_at_work(sent: Sent, line_bytes_per_second: float) -> tuple[bool, str]:
     if sent.is_here:
         return True, "the coordinator is writing it"
     rate = line_bytes_per_second if line_bytes_per_second > 0 else UNKNOWN_RATE
-    pause = max(BEGIN_SECONDS, _PIECES * CHUNK_BYTES / (LEAST_SHARE * rate))
+    pause = max(BEGIN_SECONDS, _PIECES * CHUNK_BYTES / (MIN_SHARE * rate))
     if sent.still_seconds > pause:
         return False, f"nothing of it has come for {sent.still_seconds:.0f} s"
-    explained = max(BEGIN_SECONDS, pause) + sent.done_bytes / (LEAST_SHARE * rate)
+    explained = max(BEGIN_SECONDS, pause) + sent.done_bytes / (MIN_SHARE * rate)
     if sent.seconds > explained:
         return False, f"{sent.seconds:.0f} s are longer than its line takes for that, even at an eighth of its rate"
     return True, f"some of it came {sent.still_seconds:.0f} s ago"
@@ -132,7 +132,7 @@ def sends_its_state(report: Report) -> bool:
 
 def megabytes(size_bytes: int) -> str:
     """Like "63 MB"."""
-    return f"{min(size_bytes, _MOST_BYTES) / 1e6:.0f} MB" if size_bytes >= 1e6 else counted(size_bytes, "byte")
+    return f"{min(size_bytes, _MAX_BYTES) / 1e6:.0f} MB" if size_bytes >= 1e6 else counted(size_bytes, "byte")
 
 
 def _seconds(seconds: float) -> float:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 WARM_UP_UPDATES: Final = 500
 """Over so many updates the discount is lifted, at most;"""
 WARM_UP_PART: Final = 6
-"""and over this part of a run whose length is known: one that ends before it is lifted has learnt too little."""
+"""and over this part of a run whose length is known: one that ends before it is lifted has learned too little."""
 
 
 def warm_up_updates(run_updates: int | None) -> int:

@@ -6,7 +6,7 @@ stale gradient itself counts only 1 - momentum. In the form of NAdam the paramet
 forwards need no weights of their own.
 
 The momentum g of a stage follows from the momentum b that the job's optimizer has and the staleness s that is measured:
-1 - g = (1 - b) / (1 + s), at most MOST_MOMENTUM. Nothing stale, hence g = b, is the optimizer's own step; with b = 0.9
+1 - g = (1 - b) / (1 + s), at most MAX_MOMENTUM. Nothing stale, hence g = b, is the optimizer's own step; with b = 0.9
 and 7 updates of staleness g is 0.9875, about what the paper takes for 8 stages.
 """
 
@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from ravnest.engine.corrections.expected import ExpectedStaleness
 from ravnest.engine.pieces import batches
 
-MOST_MOMENTUM: Final = 0.99
+MAX_MOMENTUM: Final = 0.99
 PRODUCT: Final = "momentum_product"
 """In the optimizer's state of a parameter: the product of all momenta so far, which is what is still missing of the
 mean. It is saved with the rest."""
@@ -61,7 +61,7 @@ class Nesterov:
 
 def momentum(own: float, staleness: float) -> float:
     """The momentum where the optimizer's own is `own`."""
-    return max(own, min(MOST_MOMENTUM, 1 - (1 - own) / (1 + staleness)))
+    return max(own, min(MAX_MOMENTUM, 1 - (1 - own) / (1 + staleness)))
 
 
 def refusal(optimizer: Optimizer) -> str | None:

@@ -26,14 +26,14 @@ from ravnest.graph.profile import CostProfile
 
 BUDGET_SECONDS: Final = 3.0
 _WARM_PART: Final = 0.7
-_LEAST_STEPS: Final = 2
-_MOST_STEPS: Final = 40
-_MOST_COLD_STEPS: Final = 8
+_MIN_STEPS: Final = 2
+_MAX_STEPS: Final = 40
+_MAX_COLD_STEPS: Final = 8
 _CACHE_BYTES: Final = 32 << 20
 """Copied from one place to another, this leaves nothing else in the cache of an ordinary processor."""
-_MOST_COLD_SECONDS: Final = 3e-3
+_MAX_COLD_SECONDS: Final = 3e-3
 """Filling the cache again takes no longer: more than that is how long steps differ from one to the next."""
-_MOST_FASTER: Final = 20.0
+_MAX_FASTER: Final = 20.0
 """What mixed precision gains on a processor, at most: steps differ, and what is left of them may be next to nothing."""
 _COPIES: Final = 4
 """Of the parameters in a step: the stage's own, gradients, and the two moments that most optimizers keep."""
@@ -75,7 +75,7 @@ def products_speed(costs: CostProfile, measured: StepSeconds) -> float:
     heavy = sum(cost.seconds for cost in costs.nodes.values() if cost.heavy)
     light = sum(cost.seconds for cost in costs.nodes.values() if not cost.heavy)
     left = measured.forward + measured.backward - light
-    return heavy / max(left, heavy / _MOST_FASTER) if heavy else 1.0
+    return heavy / max(left, heavy / _MAX_FASTER) if heavy else 1.0
 
 
 def step_bytes(costs: CostProfile, graph: PortableGraph) -> int:
@@ -98,11 +98,11 @@ def time_steps(
     stage = Stage(graph, {spec.key: weights[spec.key].clone() for spec in graph.weights}, settings)
     began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
-        warm = _steps(stage, sample, lambda: None, _MOST_STEPS, began + _WARM_PART * budget_seconds)[1:]
-        cold = _steps(stage, sample, _empty_cache(), _MOST_COLD_STEPS, began + budget_seconds)
+        warm = _steps(stage, sample, lambda: None, _MAX_STEPS, began + _WARM_PART * budget_seconds)[1:]
+        cold = _steps(stage, sample, _empty_cache(), _MAX_COLD_STEPS, began + budget_seconds)
     forward, backward, update = (statistics.median(part) for part in zip(*warm, strict=True))
     longer = sum(min(part) for part in zip(*cold, strict=True)) - sum(min(part) for part in zip(*warm, strict=True))
-    cold_seconds = min(max(0.0, longer), _MOST_COLD_SECONDS)
+    cold_seconds = min(max(0.0, longer), _MAX_COLD_SECONDS)
     return StepSeconds(forward, backward, update / settings.accumulate, cold_seconds)
 
 
@@ -132,7 +132,7 @@ def _steps(
         # Fresh memory, as it comes from the network.
         steps.append(_step(stage, {name: value.clone() for name, value in sample.items()}, between))
         now = time.perf_counter()
-        if len(steps) >= _LEAST_STEPS and now + (now - began) / len(steps) > deadline:
+        if len(steps) >= _MIN_STEPS and now + (now - began) / len(steps) > deadline:
             break
     return steps
 

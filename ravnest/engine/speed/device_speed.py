@@ -25,7 +25,7 @@ from ravnest.graph.clock import work_clock
 MEASUREMENT_VERSION: Final = 3
 """Of what is measured here and how; figures of another version are not comparable."""
 
-MOST_SECONDS: Final = 1.0
+MAX_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,30 +85,30 @@ SMALL: Final = BlockSize(192, 2, 64)
 def measure_speed(
     device: torch.device,
     memory_bytes: int,
-    most_seconds: float = MOST_SECONDS,
+    max_seconds: float = MAX_SECONDS,
     clock: Callable[[], float] | None = None,
     halves: Sequence[str] = HALVES,
 ) -> Speed:
-    """Measures for at most about `most_seconds`, and again in each of these mixed precisions; on a very slow machine
+    """Measures for at most about `max_seconds`, and again in each of these mixed precisions; on a very slow machine
     for as long as two steps take.
 
     The first step wakes the device up, and may take some seconds more. `clock` replaces every clock that is looked at.
     """
     elapsed = clock or time.perf_counter
     worked = clock or (work_clock() if device.type == "cpu" else time.perf_counter)
-    flops, largest = _flops(SIZES, device, "float32", memory_bytes, most_seconds, elapsed, worked)
+    flops, largest = _flops(SIZES, device, "float32", memory_bytes, max_seconds, elapsed, worked)
     moved = _memory_rate(device, min(_COPY_BYTES, memory_bytes // 8), worked)
     found = dict.fromkeys(halves, flops)
     if torch.amp.is_autocast_available(device.type):
         for half in halves:
             found[half], _ = _flops(
-                (SMALL, largest), device, half, memory_bytes, most_seconds, elapsed, worked, _HALF_STEPS
+                (SMALL, largest), device, half, memory_bytes, max_seconds, elapsed, worked, _HALF_STEPS
             )
     return Speed(flops, moved, found.get("bfloat16", 0.0), found.get("float16", 0.0))
 
 
 _LONG_ENOUGH_SECONDS: Final = 0.02
-_MOST_STEPS: Final = 7
+_MAX_STEPS: Final = 7
 _HALF_STEPS: Final = 2
 """In mixed precision: how much faster or slower it is tells, not a few hundredths."""
 _HEADS: Final = 4
@@ -122,10 +122,10 @@ def _flops(
     device: torch.device,
     precision: str,
     memory_bytes: int,
-    most_seconds: float,
+    max_seconds: float,
     elapsed: Callable[[], float],
     worked: Callable[[], float],
-    most_steps: int = _MOST_STEPS,
+    max_steps: int = _MAX_STEPS,
 ) -> tuple[float, BlockSize]:
     """Operations in a second with a block that grows while there are memory and time for it, and its last size."""
     deadline = float("inf")
@@ -136,8 +136,8 @@ def _flops(
         steps, last = _steps(size, device, precision), size
         # It builds what later ones use again, and does not count.
         next(steps)
-        deadline = min(deadline, elapsed() + most_seconds)
-        step_seconds = _fastest(steps, deadline, elapsed, worked, most_steps)
+        deadline = min(deadline, elapsed() + max_seconds)
+        step_seconds = _fastest(steps, deadline, elapsed, worked, max_steps)
         found = max(found, size.flops / step_seconds)
         larger_takes = step_seconds * larger.flops / size.flops
         if step_seconds >= _LONG_ENOUGH_SECONDS or elapsed() + 3 * larger_takes > deadline:
@@ -150,11 +150,11 @@ def _fastest(
     deadline: float,
     elapsed: Callable[[], float],
     worked: Callable[[], float],
-    most_steps: int = _MOST_STEPS,
+    max_steps: int = _MAX_STEPS,
 ) -> float:
     """Seconds of the fastest of a few steps: what slows the others down is not the device."""
     best = float("inf")
-    for _ in range(most_steps):
+    for _ in range(max_steps):
         began, began_work = elapsed(), worked()
         next(steps)
         best = min(best, worked() - began_work)

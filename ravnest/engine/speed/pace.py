@@ -19,7 +19,7 @@ import torch
 from ravnest.engine.speed.device_speed import wait_for
 from ravnest.graph.clock import work_clock
 
-_MOST_LATE_SECONDS: Final = 0.1
+_MAX_LATE_SECONDS: Final = 0.1
 _REMEMBERED: Final = 64
 
 
@@ -108,7 +108,7 @@ class Pace:
                 self._wait_until(began + wanted)
             elif kind == "update":
                 # A part of what a backward is to take: the gradients have left by then, and the next wait is shorter.
-                self._late_seconds = min(self._late_seconds + time.perf_counter() - began, _MOST_LATE_SECONDS)
+                self._late_seconds = min(self._late_seconds + time.perf_counter() - began, _MAX_LATE_SECONDS)
             return
         if self._slower == 1.0:
             yield
@@ -140,4 +140,4 @@ class Pace:
         left = moment - time.perf_counter()
         if left > 0:
             self._ended.wait(left)
-        self._late_seconds = min(max(0.0, time.perf_counter() - moment), _MOST_LATE_SECONDS)
+        self._late_seconds = min(max(0.0, time.perf_counter() - moment), _MAX_LATE_SECONDS)

@@ -116,7 +116,7 @@ def parts(call: Call) -> int:
     elif call.short_name in ("chunk", "tensor_split"):
         given = call["chunks"] if call.short_name == "chunk" else call["sections"]
         split = call["indices"]
-        count = given if given is not None else len(split) + 1 if split is not None else _most_parts(call)
+        count = given if given is not None else len(split) + 1 if split is not None else _max_parts(call)
         count = min(count, length) if call.short_name == "chunk" else count
     else:
         each = call["split_size"] if call["split_size"] is not None else call["split_sizes"]
@@ -124,6 +124,6 @@ def parts(call: Call) -> int:
     return max(0, int(count)) * _OBJECT_BYTES
 
 
-def _most_parts(call: Call) -> int:
+def _max_parts(call: Call) -> int:
     given = call["tensor_indices_or_sections"]
     return int(given) if given.dim() == 0 else given.numel() + 1

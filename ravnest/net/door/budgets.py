@@ -107,8 +107,8 @@ def connections_to_close(connections: Sequence[Connection], now: float, budgets:
     left = sorted((c for c in waiting if c not in overdue), key=lambda c: (c.has_spoken, c.since))
     counts = Counter(connection.origin for connection in left)
     total = len(left)
-    most_first = sorted(left, key=lambda c: -min(counts[c.origin], budgets.waiting_per_address + 1))
-    for connection in most_first:
+    max_first = sorted(left, key=lambda c: -min(counts[c.origin], budgets.waiting_per_address + 1))
+    for connection in max_first:
         if counts[connection.origin] > budgets.waiting_per_address:
             reason = f"more than {budgets.waiting_per_address} connections waited to prove who they are"
         elif total > budgets.waiting:

@@ -20,19 +20,19 @@ from ravnest.net.streams.frame_stream import Control
 from ravnest.net.v1.control_pb2 import MeasureReply, MeasureRequest
 
 ROUND_TRIPS: Final = 5
-MOST_SECONDS: Final = 1.5
-MOST_BYTES: Final = 4 << 20
+MAX_SECONDS: Final = 1.5
+MAX_BYTES: Final = 4 << 20
 """Each way; whichever of the two is reached first ends it."""
 SETTLING_TRIPS: Final = 15
-"""A connection doubles what it has on its way once in a round trip: on a long line MOST_SECONDS are over before it is
-up to speed, and so many round trips are taken in their place, MOST_LONG_SECONDS at most."""
-MOST_LONG_SECONDS: Final = 4.0
+"""A connection doubles what it has on its way once in a round trip: on a long line MAX_SECONDS are over before it is
+up to speed, and so many round trips are taken in their place, MAX_LONG_SECONDS at most."""
+MAX_LONG_SECONDS: Final = 4.0
 
 MESSAGE_BYTES: Final = 128 << 10
 """The most that one message may carry or ask for."""
 
 CALLS_PER_MINUTE: Final = 6
-"""How often one caller is answered: with MOST_BYTES a call, what it can make this side send and take."""
+"""How often one caller is answered: with MAX_BYTES a call, what it can make this side send and take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class Arrival:
 
 async def measure_link(
     control: Control[MeasureRequest, MeasureReply],
-    most_seconds: float | None = None,
-    most_bytes: int = MOST_BYTES,
+    max_seconds: float | None = None,
+    max_bytes: int = MAX_BYTES,
 ) -> LinkSpeed:
     """Measures the connection behind the stream, and ends the stream.
 
-    Takes `most_seconds` each way (None: what its round trip needs), some round trips, and the time until others who
+    Takes `max_seconds` each way (None: what its round trip needs), some round trips, and the time until others who
     measure there are through. PeerError when the connection breaks, the other side refuses, or it is too slow to be
     measured.
     """
@@ -69,7 +69,7 @@ async def measure_link(
             round_trip = statistics.median(trips)
             await control.send(MeasureRequest(turn=True))
             await _answer(control, "turn")
-            bounds = _Bounds(most_seconds or needed_seconds(round_trip), most_bytes, round_trip)
+            bounds = _Bounds(max_seconds or needed_seconds(round_trip), max_bytes, round_trip)
             up = await _throughput(control, lambda size: MeasureRequest(data=_NOISE[:size]), "taken_bytes", bounds)
             down = await _throughput(control, lambda size: MeasureRequest(want_bytes=size), "data", bounds)
             await control.close()
@@ -85,7 +85,7 @@ async def measure_link(
 
 def needed_seconds(round_trip_seconds: float) -> float:
     """How long to measure each way, for a connection to get up to speed."""
-    return max(MOST_SECONDS, min(SETTLING_TRIPS * round_trip_seconds, MOST_LONG_SECONDS))
+    return max(MAX_SECONDS, min(SETTLING_TRIPS * round_trip_seconds, MAX_LONG_SECONDS))
 
 
 def settled_rate(arrivals: Sequence[Arrival]) -> float:
@@ -151,8 +151,8 @@ class _Left:
     """What one call may still ask for."""
 
     def __init__(self) -> None:
-        self._answers = 2 * MOST_BYTES // _LEAST_MESSAGE_BYTES + 64
-        self._bytes = {"want_bytes": MOST_BYTES, "data": MOST_BYTES}
+        self._answers = 2 * MAX_BYTES // _MIN_MESSAGE_BYTES + 64
+        self._bytes = {"want_bytes": MAX_BYTES, "data": MAX_BYTES}
 
     def answer(self, request: MeasureRequest) -> MeasureReply:
         kind = request.WhichOneof("body")
@@ -161,7 +161,7 @@ class _Left:
         if kind in self._bytes:
             self._bytes[kind] -= size
         if kind is None or size > MESSAGE_BYTES or self._answers < 0 or min(self._bytes.values()) < 0:
-            raise PeerError(f"measuring ends after {MOST_BYTES} bytes each way, in messages of up to {MESSAGE_BYTES}")
+            raise PeerError(f"measuring ends after {MAX_BYTES} bytes each way, in messages of up to {MESSAGE_BYTES}")
         if kind == "ping":
             return MeasureReply(pong=request.ping)
         if kind == "turn":
@@ -185,7 +185,7 @@ class _Bounds:
 
 
 _FIRST_WINDOW_BYTES: Final = 32 << 10
-_LEAST_MESSAGE_BYTES: Final = 4 << 10
+_MIN_MESSAGE_BYTES: Final = 4 << 10
 _WINDOW_SECONDS: Final = 0.5
 _TURN_SECONDS: Final = 10.0
 _SERVE_SECONDS: Final = 25.0
@@ -215,7 +215,7 @@ async def _throughput(
         elapsed, arrived = time.perf_counter() - began, arrivals[-1].total_bytes
         window = bounds.window_bytes(elapsed, arrived)
         while elapsed < bounds.seconds and asked < bounds.bytes and asked - arrived < window:
-            size = min(MESSAGE_BYTES, max(_LEAST_MESSAGE_BYTES, window // 8), bounds.bytes - asked)
+            size = min(MESSAGE_BYTES, max(_MIN_MESSAGE_BYTES, window // 8), bounds.bytes - asked)
             await control.send(request(size))
             asked += size
         if asked == arrived:

@@ -129,7 +129,7 @@ class _Asked:
         count = len(self.plan.clusters) - 1
         if count < 1:
             return None
-        case = replace(self.case, goal=replace(self.case.goal, most_clusters=count))
+        case = replace(self.case, goal=replace(self.case.goal, max_clusters=count))
         if found := self._searched(case):
             return found[0]
         tried: list[Plan] = []
@@ -146,7 +146,7 @@ class _Asked:
         return max(tried, key=lambda plan: plan.score)
 
     def one_cluster_more(self) -> Plan | None:
-        most = self.case.goal.most_clusters
+        most = self.case.goal.max_clusters
         if most is not None and len(self.plan.clusters) >= most:
             return None
         tried = []

@@ -9,8 +9,8 @@ from typing import Final
 from ravnest.planner.in_flight.decision import FlightDecision, decide_flight, when_planned
 from ravnest.planner.in_flight.measures import FlightMeasures
 
-LEAST_MICROBATCHES: Final = 4
-LEAST_SECONDS: Final = 1.0
+MIN_MICROBATCHES: Final = 4
+MIN_SECONDS: Final = 1.0
 WINDOW_MICROBATCHES: Final = 96
 WINDOW_SECONDS: Final = 4.0
 """A window has at least so much of both, and forgets what came before it has the second lot."""
@@ -39,7 +39,7 @@ def _has_changed(history: Sequence[StageCounts]) -> bool:
     """Whether a cluster has become slower or faster within the window of a stage."""
     first, middle, last = history[0], history[len(history) // 2], history[-1]
     before, after = middle.backwards - first.backwards, last.backwards - middle.backwards
-    if min(before, after) < LEAST_MICROBATCHES:
+    if min(before, after) < MIN_MICROBATCHES:
         return False
     then, now = (middle.seconds - first.seconds) / before, (last.seconds - middle.seconds) / after
     return abs(now - then) > (_CHANGED + 1 / before + 1 / after) * max(now, then)
@@ -169,7 +169,7 @@ class FlightControl:
             first, last = history[0], history[-1]
             done, took = last.backwards - first.backwards, last.seconds - first.seconds
             begun = last.forwards - first.forwards
-            if begun < 1 or done < max(LEAST_MICROBATCHES, self.limit) or took < LEAST_SECONDS:
+            if begun < 1 or done < max(MIN_MICROBATCHES, self.limit) or took < MIN_SECONDS:
                 return None
             forward = max(0.0, last.forward_seconds - first.forward_seconds) / begun
             seconds.append(forward + max(0.0, last.backward_seconds - first.backward_seconds) / done)

@@ -32,7 +32,7 @@ AGAIN_SECONDS: Final = 60.0
 
 COST: Final = 0.015
 """Of the rate: what fewer may cost without being missed."""
-_MOST_DOUBLINGS: Final = 4
+_MAX_DOUBLINGS: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,10 @@ def when_planned(line_seconds: float) -> FlightMemory:
     return FlightMemory(more_useless=Finding(AGAIN_SECONDS, line_seconds) if line_seconds else None)
 
 
-def most_in_flight(model: ModelCosts, goal: Goal, providers: Mapping[str, Provider], cluster: Cluster) -> int:
+def max_in_flight(model: ModelCosts, goal: Goal, providers: Mapping[str, Provider], cluster: Cluster) -> int:
     """As many as the bound on staleness allows and the memory of every stage's provider holds."""
     at = {place: index for index, place in enumerate(model.places)}
-    for number in range(goal.most_in_flight, cluster.in_flight, -1):
+    for number in range(goal.max_in_flight, cluster.in_flight, -1):
         held = memory_bytes(model, goal, number)
         if all(held[at[s.start], at[s.end]] <= providers[s.provider].memory_bytes for s in cluster.stages):
             return number
@@ -239,7 +239,7 @@ def _more_tried(seen: FlightMeasures, memory: FlightMemory) -> FlightDecision | 
 
 def _found(seen: FlightMeasures, before: Finding | None, like_seconds: float) -> Finding:
     times = 1 if before is None else before.times + 1
-    wait = AGAIN_SECONDS * 2 ** min(times - 1, _MOST_DOUBLINGS)
+    wait = AGAIN_SECONDS * 2 ** min(times - 1, _MAX_DOUBLINGS)
     return Finding(seen.at_seconds + wait, like_seconds, times)
 
 

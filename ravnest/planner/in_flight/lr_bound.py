@@ -16,7 +16,7 @@ from ravnest.planner.cluster import Cluster
 CAUTIOUS_STALENESS: Final = 7
 """Updates of staleness that cost little at the highest learning rate: what eight stages have on lines without delay."""
 
-_LEAST_SHARE: Final = 1e-3
+_MIN_SHARE: Final = 1e-3
 
 
 def cautious_flight(stages: int, accumulate: int, rate_share: float) -> int:
@@ -24,7 +24,7 @@ def cautious_flight(stages: int, accumulate: int, rate_share: float) -> int:
 
     Where `accumulate` microbatches make an update, as many as that are never too stale.
     """
-    late = max(CAUTIOUS_STALENESS, accumulate) / max(rate_share, _LEAST_SHARE)
+    late = max(CAUTIOUS_STALENESS, accumulate) / max(rate_share, _MIN_SHARE)
     return max(stages, 1 + int(late))
 
 

@@ -47,7 +47,7 @@ class Case:
         return [self.providers[name] for name in names]
 
     def allows(self, cluster: Cluster) -> bool:
-        return len(cluster.stages) >= min(self.goal.least_stages, len(self.providers))
+        return len(cluster.stages) >= min(self.goal.min_stages, len(self.providers))
 
     def cut_anew(self, order: Sequence[Provider]) -> Cluster | None:
         return best_cuts(self.rough, self.goal, self.network, order)
@@ -118,7 +118,7 @@ def improvements(case: Case, plan: Plan, free: Sequence[str], spare: Sequence[st
             for found, words in _taken_over(case, cluster, [slowest], [name]):
                 if found is not None:
                     yield Step((cluster,), (found,), words)
-    if free and (case.goal.most_clusters is None or len(plan.clusters) < case.goal.most_clusters):
+    if free and (case.goal.max_clusters is None or len(plan.clusters) < case.goal.max_clusters):
         yield from _new_clusters(case, free, spare)
 
 
@@ -222,7 +222,7 @@ def _new_clusters(case: Case, free: Sequence[str], spare: Sequence[str]) -> Iter
     hold the model, and of some more."""
     in_turn = _best_first(case, free) + _best_first(case, spare)
     found = 0
-    for count in range(max(1, case.goal.least_stages), min(len(in_turn), case.model.most_stages, _LARGEST) + 1):
+    for count in range(max(1, case.goal.min_stages), min(len(in_turn), case.model.max_stages, _LARGEST) + 1):
         members = in_turn[:count]
         cluster = case.in_any_order(case.named(members))
         if cluster is not None:

@@ -16,7 +16,7 @@ from ravnest.graph.layout import Layout
 from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.planner.rings.rings import Ring
 
-MOST_COUNTED: Final = 65_536
+MAX_COUNTED: Final = 65_536
 """Whole numbers in all counters of a model: they travel as they are in the messages of a round."""
 
 
@@ -77,11 +77,11 @@ def check_can_be_averaged(graph: PortableGraph) -> None:
             raise PlanError(f"{spec.key} has complex numbers, which clusters cannot average: {one}.")
     counters = [s for s in graph.states if not s.dtype.is_floating_point]
     total = sum(math.prod(s.shape) for s in counters)
-    if total > MOST_COUNTED:
+    if total > MAX_COUNTED:
         largest = max(counters, key=lambda s: math.prod(s.shape))
         raise PlanError(
             f"The buffer {largest.key} has {math.prod(largest.shape):,} whole numbers, and clusters can exchange no "
-            f"more than {MOST_COUNTED:,} in all such buffers: {one}, or keep it as fractional numbers."
+            f"more than {MAX_COUNTED:,} in all such buffers: {one}, or keep it as fractional numbers."
         )
 
 

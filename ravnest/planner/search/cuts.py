@@ -28,14 +28,14 @@ def best_cuts(
     Best is the rate, times what a sample is worth with so many in flight; among equals the fewest in flight. With
     `averaging_seconds`, no stage has more parameters than pass its provider's line in that time.
     """
-    if not order or len(order) > model.most_stages:
+    if not order or len(order) > model.max_stages:
         return None
     ways = _Ways.of(model, goal, network, order, averaging_seconds)
     numbers = _numbers(goal, len(order))
     found = ways.fastest(numbers)
     if found is None:
         return None
-    if goal.worth(found.in_flight) < 1 or found.period_seconds > ways.least_seconds(numbers[0]) * (1 + _CLOSE):
+    if goal.worth(found.in_flight) < 1 or found.period_seconds > ways.min_seconds(numbers[0]) * (1 + _CLOSE):
         # Memory, staleness and the length of the way stand against one another.
         found = ways.best_of_all(numbers, found)
     cluster = cluster_of(model, goal, network, order, found.cuts, found.in_flight)
@@ -44,7 +44,7 @@ def best_cuts(
     # Codecs are settled with the cluster, and the way is longer where one loses less than was assumed; with more in
     # flight, one may lose less than with fewer.
     for _ in range(_ROUNDS):
-        enough = min(cluster.enough_in_flight, goal.most_in_flight)
+        enough = min(cluster.enough_in_flight, goal.max_in_flight)
         number = next((n for n in range(enough, 1, -1) if _fits(model, goal, order, found, n)), 1)
         if number == cluster.in_flight:
             break
@@ -68,8 +68,8 @@ def _numbers(goal: Goal, stages: int) -> range:
     if stages == 1:
         return range(1, 2)
     if goal.in_flight is not None:
-        return range(goal.most_in_flight, goal.most_in_flight + 1)
-    return range(1, goal.most_in_flight + 1)
+        return range(goal.max_in_flight, goal.max_in_flight + 1)
+    return range(1, goal.max_in_flight + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +132,14 @@ class _Ways:
 
     def fastest(self, numbers: range) -> _Found | None:
         """The cuts of the fastest slowest stage, with as many in flight as that takes; None where nothing fits."""
-        least = self.least_seconds(numbers[0])
+        least = self.min_seconds(numbers[0])
         if not np.isfinite(least):
             return None
         way = self._quickest(self._fitting(numbers[0]), least, numbers[0]).round_trip_seconds
         enough = min(max(math.ceil(way / least - _CLOSE), numbers[0]), numbers[-1])
         return self.best(enough) or self.best(numbers[0])
 
-    def least_seconds(self, in_flight: int) -> float:
+    def min_seconds(self, in_flight: int) -> float:
         """The slowest stage or line of the cuts that make it fastest."""
         return _shortest(self._fitting(in_flight), np.maximum)[0]
 

@@ -56,7 +56,7 @@ class Estimates:
         self.relay_cost = 0.0
         """The share of its rate that an order is taken to lose for every two neighbours that the coordinator passes
         frames on between: its line may be what all clusters wait for."""
-        most = goal.most_in_flight
+        most = goal.max_in_flight
         self.numbers = (most,) if goal.in_flight is not None else tuple(sorted({min(n, most) for n in _NUMBERS}))
         self._worth = np.array([goal.worth(n) for n in self.numbers])
         self._number = np.array(self.numbers, dtype=float)
@@ -92,7 +92,7 @@ class Estimates:
         self.looked_at += len(orders)
         lengths = (orders >= 0).sum(axis=1)
         longest_first = np.argsort(-lengths, kind="stable")
-        longest_first = longest_first[lengths[longest_first] <= self.model.most_stages]
+        longest_first = longest_first[lengths[longest_first] <= self.model.max_stages]
         size = max(1, _CHUNK // len(self.model.places) ** 2)
         for start in range(0, len(longest_first), size):
             part = longest_first[start : start + size]

@@ -54,7 +54,7 @@ class FewProviders:
         self._orders = {
             members: orders
             for members, orders in ranked_orders(self._estimates).items()
-            if members.bit_count() >= goal.least_stages
+            if members.bit_count() >= goal.min_stages
         }
         self._sets = list(self._orders)
         self._rates: dict[float, tuple[Table, dict[int, Orders]]] = {}
@@ -71,7 +71,7 @@ class FewProviders:
         partitions = [
             p
             for p in self._partitions()
-            if len(p) >= self._goal.least_clusters and self._goal.least_providers <= _members(p).bit_count() <= most
+            if len(p) >= self._goal.min_clusters and self._goal.min_providers <= _members(p).bit_count() <= most
         ]
         if not partitions:
             return ()
@@ -181,7 +181,7 @@ class FewProviders:
 
     def _partitions(self) -> Iterator[tuple[int, ...]]:
         """Every set of clusters of which no two have a provider in common."""
-        most = self._goal.most_clusters or len(self._providers)
+        most = self._goal.max_clusters or len(self._providers)
         by_lowest: Mapping[int, list[int]] = {
             i: [m for m in self._sets if m & -m == 1 << i] for i in range(len(self._providers))
         }

@@ -31,13 +31,13 @@ def set_number(
     With a number of `providers` so many have a stage. `go_on` is asked with the number of estimates so far.
     """
     rules = Rules(
-        least_stages=sizes[0],
-        most_stages=sizes[-1],
-        most_clusters=clusters,
+        min_stages=sizes[0],
+        max_stages=sizes[-1],
+        max_clusters=clusters,
         standbys=standbys,
         bonus=0.0,
-        least_clusters=clusters,
-        most_free=estimates.count - providers,
+        min_clusters=clusters,
+        max_free=estimates.count - providers,
     )
     improver = Improver(estimates, rng)
     found = []

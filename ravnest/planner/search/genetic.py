@@ -75,11 +75,11 @@ def regroup(improver: Improver, child: Grouping, rules: Rules) -> None:
     weight = improver.rng.random()
     ranked = sorted(free, key=lambda i: (-(speed[i] ** weight) * line[i] ** (1 - weight), i))
     left = set(free)
-    if len(ranked) >= rules.least_stages:
-        largest = min(rules.most_stages, max((len(o) for o in child.orders), default=rules.most_stages) + 2)
-        runs = Runs.of(improver.estimates, ranked, range(rules.least_stages, max(largest, rules.least_stages) + 1))
+    if len(ranked) >= rules.min_stages:
+        largest = min(rules.max_stages, max((len(o) for o in child.orders), default=rules.max_stages) + 2)
+        runs = Runs.of(improver.estimates, ranked, range(rules.min_stages, max(largest, rules.min_stages) + 1))
         for order, rate in sorted(runs.best(rules.bonus, 0.0), key=lambda one: -one[1]):
-            if len(child.orders) < rules.most_clusters and len(left) - len(order) >= rules.standbys:
+            if len(child.orders) < rules.max_clusters and len(left) - len(order) >= rules.standbys:
                 child.orders.append(order)
                 child.rates.append(rate)
                 left.difference_update(order)

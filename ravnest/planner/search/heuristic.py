@@ -62,7 +62,7 @@ class ManyProviders:
         self._go_on = go_on
         self._sizes = _sizes(model, goal, providers)
         self._rough = coarse(model, 0, 25 if len(providers) <= 50 else 21 if len(providers) <= 300 else 17)
-        if self._rough.most_stages < self._sizes[-1 if goal.least_providers else 0]:
+        if self._rough.max_stages < self._sizes[-1 if goal.min_providers else 0]:
             self._rough = coarse(model, self._sizes[-1])
         self._finish = Finish(model, goal, network, providers)
         self._slowed = self._finish.slowed
@@ -76,10 +76,10 @@ class ManyProviders:
         """The best clusters found that leave at least so many providers without a stage, of those that are allowed;
         none where none was found."""
         budget = _budget(len(self._providers))
-        if self._goal.least_clusters > 1:
+        if self._goal.min_clusters > 1:
             return self._finish.best(self._set_number(standbys, budget), allowed)
         groupings = [self._one_cluster(standbys, budget // 8)]
-        if self._goal.most_clusters != 1:
+        if self._goal.max_clusters != 1:
             groupings.append(self._several(standbys, budget))
         finished = [(bound, self._reordered(grouping, bound)) for bound, grouping in groupings]
         best = self._finish.best(finished, allowed)
@@ -101,11 +101,11 @@ class ManyProviders:
                 return looked_at < most and (self._go_on is None or self._go_on())
 
             grouping = set_number(
-                self._estimates, self._rng, self._sizes, goal.least_clusters, goal.least_providers, standbys, go_on
+                self._estimates, self._rng, self._sizes, goal.min_clusters, goal.min_providers, standbys, go_on
             )
             if grouping is not None:
                 found.append((bound, self._reordered(grouping, bound)))
-        if not goal.least_providers:
+        if not goal.min_providers:
             # No more than these: it may well be that as many are the best.
             bound, grouping = self._several(standbys, budget)
             found.append((bound, self._reordered(grouping, bound)))
@@ -140,7 +140,7 @@ class ManyProviders:
         for number, (rate, order) in enumerate(sorted(found, reverse=True)[:3], 1):
             free = sorted(set(range(len(self._providers))).difference(order))
             grouping = Grouping([order], [rate], free)
-            rules = replace(self._rules(grouping, math.inf, standbys, len(self._providers)), most_clusters=1)
+            rules = replace(self._rules(grouping, math.inf, standbys, len(self._providers)), max_clusters=1)
 
             def go_on(most: int = number * budget // 3) -> bool:
                 return improver.looked_at < most and (self._go_on is None or self._go_on())
@@ -234,7 +234,7 @@ class ManyProviders:
     def _grouped(self, estimates: Estimates, key: str, bound: float, standbys: int) -> Grouping:
         """Clusters of neighbours in a sorted line."""
         runs = Runs.of(estimates, sorted_line(estimates.providers, key), self._sizes)
-        most = self._goal.most_clusters or len(estimates.providers)
+        most = self._goal.max_clusters or len(estimates.providers)
         everyone = set(range(estimates.count))
         bonus = 0.0
         grouping = Grouping([], [], sorted(everyone))
@@ -269,9 +269,9 @@ class ManyProviders:
 
     def _rules(self, grouping: Grouping, bound: float, standbys: int, count: int) -> Rules:
         return Rules(
-            least_stages=self._sizes[0],
-            most_stages=self._sizes[-1],
-            most_clusters=self._goal.most_clusters or count,
+            min_stages=self._sizes[0],
+            max_stages=self._sizes[-1],
+            max_clusters=self._goal.max_clusters or count,
             standbys=standbys,
             bonus=cluster_bonus(self._goal, self._model.samples, grouping.together, len(grouping.orders), bound),
         )
@@ -291,7 +291,7 @@ class ManyProviders:
 
 
 def _within(
-    runs: Runs, bonus: float, standbys: int, most_clusters: int, count: int
+    runs: Runs, bonus: float, standbys: int, max_clusters: int, count: int
 ) -> list[tuple[tuple[int, ...], float]]:
     """The best runs that leave enough providers out, and are few enough: the rewards for that are found by halving."""
     chosen = runs.best(bonus, 0.0)
@@ -300,14 +300,14 @@ def _within(
         return count - sum(len(order) for order, _ in found)
 
     top = max((rate for _, rate in chosen), default=0.0) + bonus
-    if len(chosen) > most_clusters:
+    if len(chosen) > max_clusters:
         low, high = 0.0, top
         for _ in range(_STEPS):
             middle = (low + high) / 2
             fewer = runs.best(bonus - middle, 0.0)
-            low, high = (middle, high) if len(fewer) > most_clusters else (low, middle)
-            chosen = fewer if 0 < len(fewer) <= most_clusters else chosen
-        chosen = sorted(chosen, key=lambda one: -one[1])[:most_clusters]
+            low, high = (middle, high) if len(fewer) > max_clusters else (low, middle)
+            chosen = fewer if 0 < len(fewer) <= max_clusters else chosen
+        chosen = sorted(chosen, key=lambda one: -one[1])[:max_clusters]
     if chosen and left_out(chosen) < standbys:
         low, high = 0.0, top
         for _ in range(_STEPS):
@@ -326,13 +326,13 @@ def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
     memory = float(np.median([p.memory_bytes for p in providers]))
     held = float(memory_bytes(model, goal, 3 if goal.in_flight is None else goal.in_flight)[0, :].max())
     needed = math.ceil(held / memory)
-    most = max(8, 2 * needed + 2, goal.least_stages)
-    if goal.most_clusters is not None:
-        most = max(most, min(32, math.ceil(len(providers) / goal.most_clusters)))
-    if goal.least_providers:
-        most = goal.least_providers - (goal.least_clusters - 1) * goal.least_stages
-    most = min(most, model.most_stages, len(providers))
-    return list(range(min(goal.least_stages, most), most + 1))
+    most = max(8, 2 * needed + 2, goal.min_stages)
+    if goal.max_clusters is not None:
+        most = max(most, min(32, math.ceil(len(providers) / goal.max_clusters)))
+    if goal.min_providers:
+        most = goal.min_providers - (goal.min_clusters - 1) * goal.min_stages
+    most = min(most, model.max_stages, len(providers))
+    return list(range(min(goal.min_stages, most), most + 1))
 
 
 def _budget(count: int) -> int:

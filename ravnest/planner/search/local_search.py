@@ -35,13 +35,13 @@ class Grouping:
 class Rules:
     """What a grouping must keep to, and what a cluster is worth beside its rate."""
 
-    least_stages: int
-    most_stages: int
-    most_clusters: int
+    min_stages: int
+    max_stages: int
+    max_clusters: int
     standbys: int
     bonus: float
-    least_clusters: int = 0
-    most_free: int | None = None
+    min_clusters: int = 0
+    max_free: int | None = None
     """So many stand by at most."""
 
 
@@ -132,8 +132,8 @@ class Improver:
         best: dict[int, tuple[float, list[Order], list[float], list[int]]],
     ) -> bool:
         surplus = len(now.free) - rules.standbys
-        room, spare = rules.most_clusters - len(now.orders), len(now.orders) - rules.least_clusters
-        may_go = (rules.most_free or 0) - len(now.free)
+        room, spare = rules.max_clusters - len(now.orders), len(now.orders) - rules.min_clusters
+        may_go = (rules.max_free or 0) - len(now.free)
         free, gone = set(now.free), set[int]()
         added: list[tuple[Order, float]] = []
         for number, (_, orders, rates, left_over) in sorted(best.items(), key=lambda item: (-item[1][0], item[0])):
@@ -141,7 +141,7 @@ class Improver:
             more = len(orders) - len(pairs[number])
             if (used > 0 and used > surplus) or (more > 0 and more > room) or not set(dealt[number]) <= free:
                 continue
-            if (more < 0 and -more > spare) or (used < 0 and rules.most_free is not None and -used > may_go):
+            if (more < 0 and -more > spare) or (used < 0 and rules.max_free is not None and -used > may_go):
                 continue
             surplus, room = surplus - used, room - more
             spare, may_go = spare + more, may_go + used
@@ -213,7 +213,7 @@ class Improver:
             new = self._split((*a, *b))
         else:
             new = [self._arranged((*a, *b))]
-        if not all(rules.least_stages <= len(order) <= rules.most_stages for order in new):
+        if not all(rules.min_stages <= len(order) <= rules.max_stages for order in new):
             return None
         return new, left
 
@@ -234,10 +234,10 @@ class Improver:
 
     def _new_clusters(self, spare: Sequence[int], now: Grouping, rules: Rules) -> list[Order]:
         """Clusters of providers that stand by."""
-        sizes = sorted({len(order) for order in now.orders[:200]} | {rules.least_stages})
+        sizes = sorted({len(order) for order in now.orders[:200]} | {rules.min_stages})
         found = []
         for size in sizes:
-            if rules.least_stages <= size <= min(rules.most_stages, len(spare)):
+            if rules.min_stages <= size <= min(rules.max_stages, len(spare)):
                 found.append(self._arranged([int(i) for i in self.rng.choice(spare, size, replace=False)]))
         return found
 

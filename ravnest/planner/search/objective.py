@@ -38,7 +38,7 @@ def averaging_bounds(model: ModelCosts, providers: Sequence[Provider], steps: in
     if not finite:
         return [math.inf]
     total = float(model.parameter_bytes[-1])
-    stages = min(len(providers), model.most_stages)
+    stages = min(len(providers), model.max_stages)
     longest, shortest = total / min(finite), total / stages / max(finite)
     return [float(a) for a in np.geomspace(longest * 1.001, shortest, steps)]
 

@@ -50,7 +50,7 @@ def best_order(
 
     With `averaging_seconds`, no stage has more parameters than pass its provider's line in that time.
     """
-    if not providers or len(providers) > model.most_stages:
+    if not providers or len(providers) > model.max_stages:
         return None
     estimates = Estimates(coarse(model, len(providers)), goal, network, providers, averaging_seconds, fine=True)
     if len(providers) <= exact:
@@ -91,7 +91,7 @@ def ranked_orders(estimates: Estimates, exact: int = EXACT, kept: int = _KEPT) -
     """
     count = estimates.count
     found: dict[int, Orders] = {}
-    for size in range(1, min(count, estimates.model.most_stages) + 1):
+    for size in range(1, min(count, estimates.model.max_stages) + 1):
         if size <= exact:
             orders = np.array(list(itertools.permutations(range(count), size)))
         else:
@@ -128,7 +128,7 @@ def score(goal: Goal, cluster: Cluster) -> float:
 def coarse(model: ModelCosts, stages: int, places: int = PLACES) -> ModelCosts:
     """The model on which orders of so many stages are compared: at least as many stages can be cut from it."""
     coarser = model.coarser(max(places, 2 * stages + 1))
-    return coarser if coarser.most_stages >= min(stages, model.most_stages) else model
+    return coarser if coarser.max_stages >= min(stages, model.max_stages) else model
 
 
 def _one_more(found: dict[int, Orders], count: int, size: int) -> Orders:

@@ -29,7 +29,7 @@ def finer_cuts(
     rough = few_places(model)
     cluster = best_cuts(rough, goal, network, order, averaging_seconds)
     if cluster is None:
-        return best_cuts(model, goal, network, order, averaging_seconds) if len(order) > rough.most_stages else None
+        return best_cuts(model, goal, network, order, averaging_seconds) if len(order) > rough.max_stages else None
     index = {place: i for i, place in enumerate(model.places)}
     kept = {index[place] for place in rough.places[:: max(1, len(rough.places) // 16)]} | {0, model.last}
     reach = min(_NEAR, max(2, 2 * len(model.places) // len(rough.places)))

@@ -31,9 +31,9 @@ def same_cuts(
     """
     bounds = (0, *cuts, model.last)
     cluster = cluster_of(model, goal, network, order, cuts, in_flight)
-    numbers = [1] if len(order) == 1 else [goal.most_in_flight]
+    numbers = [1] if len(order) == 1 else [goal.max_in_flight]
     if goal.in_flight is None and len(order) > 1:
-        most = min(goal.most_in_flight, max(in_flight, cluster.enough_in_flight))
+        most = min(goal.max_in_flight, max(in_flight, cluster.enough_in_flight))
         numbers = sorted(range(1, most + 1), key=lambda number: (abs(number - in_flight), number))
     best: Cluster | None = None
     for number in numbers:

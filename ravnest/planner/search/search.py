@@ -42,10 +42,10 @@ def form(
     The same arguments and seed give the same plan, unless `seconds` says how long to look for a better one. `known` are
     the clusters of another plan for the same model: the result is no worse than those whose providers are all here.
     """
-    if goal.least_clusters > 1 or goal.most_clusters == 1 or not _averaging_matters(model, goal, providers):
+    if goal.min_clusters > 1 or goal.max_clusters == 1 or not _averaging_matters(model, goal, providers):
         return _formed(model, goal, network, providers, seed, seconds, known)
     # A cluster that trains alone keeps nothing for averaging, and may fit where several do not.
-    alone = replace(goal, most_clusters=1)
+    alone = replace(goal, max_clusters=1)
     plans = []
     with contextlib.suppress(PlanError):
         plans = [_formed(model, goal, network, providers, seed, seconds, known)]
@@ -66,9 +66,9 @@ def _formed(
     by_name = {p.name: p for p in ordered}
     assert len(by_name) == len(ordered), "Providers have names of their own."
     usable = [p for p in ordered if p.memory_bytes >= _smallest_stage_bytes(model, goal)]
-    needed = max(goal.least_providers, goal.least_clusters * goal.least_stages)
-    most = (goal.most_clusters or len(usable)) * model.most_stages
-    if not usable or needed > min(len(usable), most) or goal.least_stages > model.most_stages:
+    needed = max(goal.min_providers, goal.min_clusters * goal.min_stages)
+    most = (goal.max_clusters or len(usable)) * model.max_stages
+    if not usable or needed > min(len(usable), most) or goal.min_stages > model.max_stages:
         raise cannot_be_held(model, goal, ordered)
     search = _search(model, goal, network, usable, seed, seconds)
     clusters: Sequence[Cluster] = ()
@@ -83,7 +83,7 @@ def _formed(
         plans.append(again)
     if not plans:
         # The search looks at what is likely to be fast; a model that just fits may need another order.
-        order = fitting_order(model, goal, usable) if goal.least_clusters == 1 else None
+        order = fitting_order(model, goal, usable) if goal.min_clusters == 1 else None
         cluster = best_cuts(model, goal, network, order) if order is not None else None
         if cluster is None:
             raise cannot_be_held(model, goal, ordered)
@@ -116,7 +116,7 @@ def _search(
 
     def rule(standbys: int) -> Callable[[Sequence[Cluster]], bool] | None:
         """What clusters are allowed by; nothing where anything goes."""
-        if not standbys and goal.least_clusters == 1:
+        if not standbys and goal.min_clusters == 1:
             return None
         return lambda clusters: _keeps_to(goal, clusters) and (not standbys or enough_stand_by(providers, clusters))
 
@@ -158,17 +158,17 @@ def _known_plan(
             if all(stage.memory_bytes <= p.memory_bytes for stage, p in zip(again.stages, order, strict=True)):
                 found.append(again)
     stages = min((len(cluster.stages) for cluster in found), default=0)
-    if not found or stages < goal.least_stages or not _keeps_to(goal, found):
+    if not found or stages < goal.min_stages or not _keeps_to(goal, found):
         return None
     return plan_of(goal, network, providers, found)
 
 
 def _keeps_to(goal: Goal, clusters: Sequence[Cluster]) -> bool:
     """Whether these are as many clusters, of as many providers, as were asked for."""
-    most = goal.most_clusters or len(clusters)
+    most = goal.max_clusters or len(clusters)
     return (
-        goal.least_clusters <= len(clusters) <= most
-        and sum(len(cluster.stages) for cluster in clusters) >= goal.least_providers
+        goal.min_clusters <= len(clusters) <= most
+        and sum(len(cluster.stages) for cluster in clusters) >= goal.min_providers
     )
 
 
@@ -176,7 +176,7 @@ def _averaging_matters(model: ModelCosts, goal: Goal, providers: Sequence[Provid
     """Whether what averaging takes may be what some stage does not fit for."""
     if not goal.average_memory or not providers:
         return False
-    held = memory_bytes(model, goal, goal.most_in_flight)
+    held = memory_bytes(model, goal, goal.max_in_flight)
     return float(held.max()) > min(p.memory_bytes for p in providers)
 
 

@@ -14,7 +14,7 @@ from ravnest.planner.problem import Goal, Provider
 from ravnest.version_policy import POLICIES
 
 _GIB: Final = 2**30
-_MOST_STAGES: Final = 48
+_MAX_STAGES: Final = 48
 _PLACES: Final = 129
 
 
@@ -22,57 +22,57 @@ def cannot_be_held(model: ModelCosts, goal: Goal, providers: Sequence[Provider])
     """What to tell the user where no plan was found."""
     if not providers:
         return PlanError("There is no provider to plan with: let at least one join.")
-    if goal.least_clusters == 1 and goal.least_stages > len(providers):
+    if goal.min_clusters == 1 and goal.min_stages > len(providers):
         return PlanError(
-            f"A cluster is to have at least {goal.least_stages} stages, and there are {len(providers)} providers: "
+            f"A cluster is to have at least {goal.min_stages} stages, and there are {len(providers)} providers: "
             "let more of them join, or ask for fewer stages."
         )
-    if goal.least_clusters == 1 and goal.least_stages > model.most_stages:
-        stages = "1 stage" if model.most_stages == 1 else f"{model.most_stages} stages"
+    if goal.min_clusters == 1 and goal.min_stages > model.max_stages:
+        stages = "1 stage" if model.max_stages == 1 else f"{model.max_stages} stages"
         return PlanError(
-            f"The model can be cut into at most {stages}, and a cluster is to have at least {goal.least_stages}: "
-            f"use at most {model.most_stages} of the providers, or more clusters."
+            f"The model can be cut into at most {stages}, and a cluster is to have at least {goal.min_stages}: "
+            f"use at most {model.max_stages} of the providers, or more clusters."
         )
-    if goal.least_clusters > 1:
+    if goal.min_clusters > 1:
         refusal = _too_many_clusters(model, goal, providers)
         if refusal is not None:
             return refusal
         # As many times as there are clusters it does not fit; it may be that it does not fit once.
-        goal = replace(goal, least_clusters=1, most_clusters=1, least_stages=1, least_providers=0)
-    found = least_shortage(model, goal, providers)
+        goal = replace(goal, min_clusters=1, max_clusters=1, min_stages=1, min_providers=0)
+    found = smallest_shortage(model, goal, providers)
     machines = "provider" if len(providers) == 1 else f"{len(providers)} providers"
     text = (
         f"The model does not fit on the {machines}: cut at its best, it lacks {_gib(found.lacking_bytes)} on "
         f"{found.provider}, whose stage takes {_gib(found.stage_bytes)} and which has {_gib(found.memory_bytes)}."
     )
     fixes = _fixes(model, goal, providers)
-    if len(providers) >= model.most_stages:
+    if len(providers) >= model.max_stages:
         fixes.append(f"{_gib(found.lacking_bytes)} more memory on each of them")
     return PlanError(f"{text} What would make it fit: {', or '.join(fixes)}.")
 
 
 def _too_many_clusters(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> PlanError | None:
     """What stands against so many clusters; None where the model does not even fit once."""
-    clusters, most = goal.least_clusters, model.most_stages
+    clusters, most = goal.min_clusters, model.max_stages
     if clusters > len(providers):
         return PlanError(
             f"There are to be {clusters} clusters, and there are {len(providers)} providers: let more of them join, or "
             "ask for fewer clusters."
         )
-    if goal.least_providers > clusters * most:
+    if goal.min_providers > clusters * most:
         return PlanError(
             f"The model can be cut into at most {most} stage{'s' if most > 1 else ''}, so that {clusters} clusters "
-            f"have work for {clusters * most} providers, not {goal.least_providers}: use --providers "
+            f"have work for {clusters * most} providers, not {goal.min_providers}: use --providers "
             f"{clusters * most} or fewer, or more clusters."
         )
-    once = replace(goal, least_clusters=1, most_clusters=1, least_stages=1, least_providers=0)
-    if least_shortage(model, once, providers).lacking_bytes:
+    once = replace(goal, min_clusters=1, max_clusters=1, min_stages=1, min_providers=0)
+    if smallest_shortage(model, once, providers).lacking_bytes:
         return None
     smallest = float(np.min(np.where(model.legal, memory_bytes(model, goal, goal.in_flight or 1), np.inf)))
     small = [p.name for p in providers if p.memory_bytes < smallest]
-    if goal.least_providers and small:
+    if goal.min_providers and small:
         return PlanError(
-            f"Not all of {goal.least_providers} providers can have a stage: the smallest takes {_gib(smallest)}, and "
+            f"Not all of {goal.min_providers} providers can have a stage: the smallest takes {_gib(smallest)}, and "
             f"{small[0]} has less; lend more memory there, or leave it out."
         )
     whole = float(memory_bytes(model, goal, goal.in_flight or 1)[0, -1])
@@ -98,19 +98,19 @@ class Shortage:
         return max(0.0, self.stage_bytes - self.memory_bytes)
 
 
-def least_shortage(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> Shortage:
+def smallest_shortage(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> Shortage:
     """Over orders by memory and numbers of stages, the cuts that lack least in one place; with the fewest in flight."""
     coarse = model.coarser(_PLACES)
     best: tuple[float, Shortage] | None = None
     by_memory = sorted(providers, key=lambda p: (-p.memory_bytes, p.name))
-    most = min(len(providers), model.most_stages, _MOST_STAGES)
+    most = min(len(providers), model.max_stages, _MAX_STAGES)
     tables = {n: np.where(coarse.legal, memory_bytes(coarse, goal, n), np.inf) for n in {1, goal.in_flight or 1}}
-    for count in range(min(goal.least_stages, most), most + 1):
+    for count in range(min(goal.min_stages, most), most + 1):
         held = tables[1 if count == 1 else goal.in_flight or 1]
         chosen = by_memory[:count]
         middle = [*chosen[::2], *chosen[1::2][::-1]]
         for order in (chosen, chosen[::-1], middle):
-            lacking, bounds = _least_lacking(held, [float(p.memory_bytes) for p in order])
+            lacking, bounds = _with_smallest_shortage(held, [float(p.memory_bytes) for p in order])
             if best is None or lacking < best[0]:
                 stages = [float(held[i, j]) for i, j in itertools.pairwise(bounds)]
                 worst = max(range(count), key=lambda k: stages[k] - order[k].memory_bytes)
@@ -123,11 +123,11 @@ def least_shortage(model: ModelCosts, goal: Goal, providers: Sequence[Provider])
 
 def fitting_order(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> tuple[Provider, ...] | None:
     """An order of some of these in which the model fits, if one is found."""
-    found = least_shortage(model, goal, providers)
+    found = smallest_shortage(model, goal, providers)
     return None if found.lacking_bytes else found.order
 
 
-def _least_lacking(held: Table, memory: Sequence[float]) -> tuple[float, list[int]]:
+def _with_smallest_shortage(held: Table, memory: Sequence[float]) -> tuple[float, list[int]]:
     """The cuts whose stages exceed the memory of their providers least, in the worst place."""
     best = held[0] - memory[0]
     back = []
@@ -152,7 +152,7 @@ def _fixes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
         if name != goal.versions and _fits(model, replace(goal, versions=name), providers):
             fixes.append(f'pipeline.versions="{name}"')
             break
-    if len(providers) < model.most_stages:
+    if len(providers) < model.max_stages:
         fixes.append(_more(model, goal, providers))
     if model.saved_bytes[-1] > 0.25 * model.parameter_bytes[-1]:
         fixes.append("a smaller microbatch")
@@ -163,7 +163,7 @@ def _more(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> str:
     """How many more machines, of what memory."""
     largest = max(p.memory_bytes for p in providers)
     count = 1
-    while count <= 16 and len(providers) + count <= model.most_stages:
+    while count <= 16 and len(providers) + count <= model.max_stages:
         if _fits(model, goal, [*providers, *_machines(count, largest)]):
             low, high = 0.0, float(largest)
             for _ in range(12):
@@ -185,7 +185,7 @@ def _machines(count: int, memory: int) -> list[Provider]:
 
 
 def _fits(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> bool:
-    return not least_shortage(model, goal, providers).lacking_bytes
+    return not smallest_shortage(model, goal, providers).lacking_bytes
 
 
 def _gib(size: float) -> str:

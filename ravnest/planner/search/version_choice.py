@@ -67,7 +67,7 @@ def preferred(scores: Mapping[str, float]) -> str:
 
 def memory_to_spare(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> bool:
     """Whether each of these could hold any stage there is, with as many in flight as may ever be."""
-    most = float(np.max(memory_bytes(model, goal, goal.most_in_flight)))
+    most = float(np.max(memory_bytes(model, goal, goal.max_in_flight)))
     return all(provider.memory_bytes >= most for provider in providers)
 
 

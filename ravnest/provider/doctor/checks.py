@@ -10,8 +10,8 @@ Level = Literal["ok", "warning", "problem"]
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, FIRST_UNTRIED_TORCH = (2, 11), (2, 14)
-LITTLE_MEMORY_BYTES, LEAST_MEMORY_BYTES = 2 << 30, 256 << 20
-LITTLE_DISK_BYTES, LEAST_DISK_BYTES = 256 << 20, 1 << 20
+LITTLE_MEMORY_BYTES, MIN_MEMORY_BYTES = 2 << 30, 256 << 20
+LITTLE_DISK_BYTES, MIN_DISK_BYTES = 256 << 20, 1 << 20
 SLOW_FLOPS_PER_SECOND = 5e9
 SLOW_BYTES_PER_SECOND = 5e6 / 8
 LONG_ROUND_TRIP_SECONDS = 0.3
@@ -86,7 +86,7 @@ def judge_device(device: str, name: str, cores: int, gpu_without_use: bool) -> F
 def judge_memory(available_bytes: int, cap_bytes: int | None) -> Finding:
     lent = available_bytes if cap_bytes is None else min(available_bytes, cap_bytes)
     free = amounts.gibibytes(available_bytes)
-    if lent < LEAST_MEMORY_BYTES:
+    if lent < MIN_MEMORY_BYTES:
         what = f"{amounts.gibibytes(lent)} of memory can be lent, which is too little for a stage"
         return Finding("memory", "problem", what, "close other programs, or lend more with --memory")
     if cap_bytes is not None and cap_bytes > available_bytes:
@@ -113,7 +113,7 @@ def judge_speed(
 def judge_disk(folder: str, free_bytes: int) -> Finding:
     what = f"{amounts.gibibytes(free_bytes)} free in {folder}"
     fix = "free some space, or set XDG_DATA_HOME to a folder elsewhere"
-    if free_bytes < LEAST_DISK_BYTES:
+    if free_bytes < MIN_DISK_BYTES:
         return Finding("disk", "problem", f"{what}: this machine's key cannot be kept", fix)
     if free_bytes < LITTLE_DISK_BYTES:
         return Finding("disk", "warning", f"{what}: the disk is nearly full", fix)

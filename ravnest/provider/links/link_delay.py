@@ -17,8 +17,8 @@ LEAST: Final = 8
 """Delays that count: the last RECENT of them, no older than RECENT_SECONDS unless there are fewer than LEAST."""
 
 LOW_SHARE: Final = 0.1
-_MOST_AWAITED: Final = 4096
-_MOST_STAY_MICROS: Final = 10**12
+_MAX_AWAITED: Final = 4096
+_MAX_STAY_MICROS: Final = 10**12
 """More than a week: nobody's microbatch stays that long, so whoever says so is not believed."""
 
 Clock = Callable[[], float]
@@ -34,7 +34,7 @@ class Stays:
     def arrived(self, microbatch: int) -> None:
         """Its activations have come."""
         self._arrived[microbatch] = self._clock()
-        if len(self._arrived) > _MOST_AWAITED:
+        if len(self._arrived) > _MAX_AWAITED:
             # Of microbatches whose gradients never went back.
             self._arrived.pop(next(iter(self._arrived)), None)
 
@@ -60,7 +60,7 @@ class LinkDelay:
     def returned(self, microbatch: int, stay_micros: int) -> None:
         """Its gradients are back, after a stay of so long at the other end; 0: not told."""
         began, now = self._away.pop(microbatch, None), self._clock()
-        if began is not None and 0 < stay_micros < _MOST_STAY_MICROS:
+        if began is not None and 0 < stay_micros < _MAX_STAY_MICROS:
             # A peer that exaggerates its stay makes its link look short, not shorter than nothing.
             self._delays.append((now, max(0.0, now - began - stay_micros / 1e6)))
 

@@ -2,7 +2,7 @@
 
 Only float32 tensors are coded. What stays as it is, and why:
 
-- Tensors below LEAST_BYTES, numbers and truth values: they would save next to nothing.
+- Tensors below MIN_BYTES, numbers and truth values: they would save next to nothing.
 
 And where the codec loses something:
 
@@ -22,7 +22,7 @@ from ravnest.errors import PeerError
 from ravnest.net.frames.frames import Coded, Frame
 from ravnest.net.frames.tensor_bytes import dense, shaped
 
-LEAST_BYTES: Final = 1024
+MIN_BYTES: Final = 1024
 
 
 def coded(frame: Frame, codec: Codec) -> Frame:
@@ -68,7 +68,7 @@ def saved_bytes(frame: Frame) -> int:
 
 def _packed(name: str, tensor: torch.Tensor, codec: Codec) -> Coded | None:
     """The tensor in the codec; None where it has to travel as it is."""
-    if tensor.dtype is not torch.float32 or tensor.nbytes < LEAST_BYTES:
+    if tensor.dtype is not torch.float32 or tensor.nbytes < MIN_BYTES:
         return None
     memory, order = dense(name, tensor)
     values = memory.view(-1)

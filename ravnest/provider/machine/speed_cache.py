@@ -67,7 +67,7 @@ class Load:
         """Whether others used a good part of the processor since then; a moment is too short to tell."""
         elapsed = self.seconds - before.seconds
         others = (self.all_seconds - before.all_seconds) - (self.own_seconds - before.own_seconds)
-        return elapsed >= _LEAST_LOAD_SECONDS and others > _BUSY_PART * elapsed * self.cores
+        return elapsed >= _MIN_LOAD_SECONDS and others > _BUSY_PART * elapsed * self.cores
 
 
 async def machine_speed(device: torch.device, memory_bytes: int, *, fresh: bool = False) -> Speed:
@@ -126,7 +126,7 @@ def keep(setup: Setup, speed: Speed, now: float | None = None) -> None:
             temporary.unlink(missing_ok=True)
 
 
-_LEAST_LOAD_SECONDS: Final = 0.2
+_MIN_LOAD_SECONDS: Final = 0.2
 _BUSY_PART: Final = 0.2
 
 

@@ -16,7 +16,7 @@ from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import JoinReply, JoinRequest
 
-_MOST_ON_ONE_MACHINE = 256
+_MAX_ON_ONE_MACHINE = 256
 
 
 async def join(
@@ -50,7 +50,7 @@ def kept_identity(invite: SwarmInvite, authority: Certificate, name: str) -> Ite
     when none can be used.
     """
     swarm = _swarm_folder(invite)
-    for number in range(1, _MOST_ON_ONE_MACHINE + 1):
+    for number in range(1, _MAX_ON_ONE_MACHINE + 1):
         folder = swarm / (as_node_id(name) + (f"-{number}" if number > 1 else ""))
         make_private_folder(folder)
         descriptor = _held(folder / "lock")
@@ -60,7 +60,7 @@ def kept_identity(invite: SwarmInvite, authority: Certificate, name: str) -> Ite
                 return
             finally:
                 os.close(descriptor)
-    raise RunError(f"{_MOST_ON_ONE_MACHINE} providers of this machine are in the swarm already; use another --name")
+    raise RunError(f"{_MAX_ON_ONE_MACHINE} providers of this machine are in the swarm already; use another --name")
 
 
 def known_identity(invite: SwarmInvite, authority: Certificate) -> NodeIdentity | None:

@@ -11,7 +11,7 @@ from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer
 
 ControlStream = ControlLink[ProviderMessage, CoordinatorMessage]
 
-_MOST_WAITING = 1000
+_MAX_WAITING = 1000
 _PEER_SECONDS = 40.0
 
 
@@ -46,7 +46,7 @@ class PeerMeasuring:
     def __init__(self, node: NodeIdentity, control: ControlStream) -> None:
         self._node = node
         self._control = control
-        self._orders: asyncio.Queue[MeasurePeer] = asyncio.Queue(_MOST_WAITING)
+        self._orders: asyncio.Queue[MeasurePeer] = asyncio.Queue(_MAX_WAITING)
         self._task = asyncio.create_task(self._work())
 
     def take(self, order: MeasurePeer) -> None:
@@ -54,7 +54,7 @@ class PeerMeasuring:
         try:
             self._orders.put_nowait(order)
         except asyncio.QueueFull:
-            raise PeerError(f"the coordinator wants more than {_MOST_WAITING} connections measured at once") from None
+            raise PeerError(f"the coordinator wants more than {_MAX_WAITING} connections measured at once") from None
 
     async def close(self) -> None:
         """Ends what is under way."""

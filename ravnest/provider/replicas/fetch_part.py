@@ -14,9 +14,9 @@ from ravnest.net.v1.control_pb2 import Deploy, PartSource
 from ravnest.provider.machine.memory import available_bytes
 from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
-from ravnest.provider.replicas.transfer import MOST_BYTES, PartArrivals, in_thread
+from ravnest.provider.replicas.transfer import MAX_BYTES, PartArrivals, in_thread
 
-MOST_DONORS: Final = 1000
+MAX_DONORS: Final = 1000
 """Whose parts a stage begins with."""
 GIVER_SECONDS: Final = 30.0
 """How long a giver may take to come, and then to begin."""
@@ -37,20 +37,20 @@ class Taking:
         """An order has come: those who give parts for it may dial from now on. The links of the order before, which are
         to be closed."""
         before = list(self._coming.values())
-        givers = [source.giver for source in _sources(order)[: MOST_DONORS + 1] if source.giver.node]
+        givers = [source.giver for source in _sources(order)[: MAX_DONORS + 1] if source.giver.node]
         self._coming = {giver.link: self._links.add(giver) for giver in givers}
         return before
 
-    async def part(self, order: Deploy, most_bytes: int = MOST_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
+    async def part(self, order: Deploy, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors and metadata of the part that the order names; PeerError says why they cannot be had, or that
         they are other ones than their owner kept."""
-        return await self._get(_sources(order)[0], most_bytes, keep=True)
+        return await self._get(_sources(order)[0], max_bytes, keep=True)
 
     async def donated(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
         """The same of all parts that the order's donors have, which come at the same time."""
-        if len(order.donors) > MOST_DONORS:
-            raise PeerError(f"a stage is to begin with parts of {len(order.donors):,}, more than {MOST_DONORS:,}")
-        getting = [asyncio.create_task(self._get(source, MOST_BYTES, keep=False)) for source in order.donors]
+        if len(order.donors) > MAX_DONORS:
+            raise PeerError(f"a stage is to begin with parts of {len(order.donors):,}, more than {MAX_DONORS:,}")
+        getting = [asyncio.create_task(self._get(source, MAX_BYTES, keep=False)) for source in order.donors]
         try:
             return list(await asyncio.gather(*getting))
         finally:
@@ -58,9 +58,7 @@ class Taking:
                 task.cancel()
             await asyncio.gather(*getting, return_exceptions=True)
 
-    async def _get(
-        self, source: PartSource, most_bytes: int, *, keep: bool
-    ) -> tuple[dict[str, Tensor], dict[str, str]]:
+    async def _get(self, source: PartSource, max_bytes: int, *, keep: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
         key = check_key(source.key)
         if not source.giver.node:
             part = self._files.find(key, source.replica)
@@ -68,7 +66,7 @@ class Taking:
             return await in_thread(part.read)
         link = self._coming.pop(source.giver.link, None) or self._links.add(source.giver)
         try:
-            arrivals = PartArrivals(await link.connected(GIVER_SECONDS), self._begin(source, most_bytes, keep=keep))
+            arrivals = PartArrivals(await link.connected(GIVER_SECONDS), self._begin(source, max_bytes, keep=keep))
             _, sink = await arrivals.next(GIVER_SECONDS)
             return sink.read()
         except PeerError as error:
@@ -77,12 +75,12 @@ class Taking:
         finally:
             await link.close()
 
-    def _begin(self, source: PartSource, most_bytes: int, *, keep: bool) -> "Callable[[int, int], _Sink]":
+    def _begin(self, source: PartSource, max_bytes: int, *, keep: bool) -> "Callable[[int, int], _Sink]":
         def begin(replica: int, size_bytes: int) -> _Sink:
             if replica != source.replica:
                 raise PeerError(f"replica {source.replica} is wanted, not {replica}")
-            if size_bytes > most_bytes:
-                raise PeerError(f"a part of {size_bytes:,} bytes is more than the {most_bytes:,} its stage can need")
+            if size_bytes > max_bytes:
+                raise PeerError(f"a part of {size_bytes:,} bytes is more than the {max_bytes:,} its stage can need")
             if size_bytes > (free := available_bytes(torch.device("cpu"))):
                 raise PeerError(
                     f"a part of {size_bytes:,} bytes does not fit into the {free:,} of memory that are free"

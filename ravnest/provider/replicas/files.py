@@ -38,7 +38,7 @@ WEEK_SECONDS: Final = 7 * 24 * 3600.0
 LIMIT_BYTES: Final = 20 << 30
 """How much is kept unless the user says otherwise; and never more than half of what would be free without it."""
 
-MOST_PARTS: Final = 200
+MAX_PARTS: Final = 200
 """In all: each is an open file."""
 
 SPARE_BYTES: Final = 64 << 20
@@ -213,7 +213,7 @@ class PartFiles:
             )
         held = sum(sizes) + sum(coming)
         limit = self._limit_bytes or min(LIMIT_BYTES, (free + sum(sizes)) // 2)
-        if held + size_bytes > limit or len(sizes) + len(coming) >= MOST_PARTS:
+        if held + size_bytes > limit or len(sizes) + len(coming) >= MAX_PARTS:
             raise RunError(
                 f"a part of {size_bytes:,} bytes is more than may be kept beside the {len(sizes) + len(coming)} parts "
                 f"here with {held:,} of {limit:,} bytes; let this provider keep more with --cache"

@@ -19,8 +19,8 @@ from ravnest.safe_json import read_json
 Keep = Callable[[int, dict[str, Tensor], dict[str, str]], None]
 """Takes a replica's number, tensors and metadata."""
 
-_MOST_NUMBER = 2**63
-_MOST_VALUES = 4_000_000
+_MAX_NUMBER = 2**63
+_MAX_VALUES = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def joined(parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, str]]]) -> t
     try:
         for of_part, metadata in reversed(parts):
             tensors |= {name: tensor for name, tensor in of_part.items() if not name.startswith("anchor:")}
-            optimizer = read_json(metadata["optimizer"], _MOST_VALUES)
+            optimizer = read_json(metadata["optimizer"], _MAX_VALUES)
             values |= dict(optimizer["values"])  # type: ignore[call-overload]
     except (LookupError, TypeError, ValueError) as error:
         raise GraphError(f"the optimizer's state in a part of a replica cannot be read: {error}") from None
@@ -102,6 +102,6 @@ def rings_in_words(stands: Mapping[int, RingStand]) -> str:
 def _numbers(values: object) -> list[int]:
     if not isinstance(values, list) or len(values) > REMEMBERED:
         raise ValueError("it is no short list of numbers")
-    if not all(type(value) is int and 0 <= value < _MOST_NUMBER for value in values):
+    if not all(type(value) is int and 0 <= value < _MAX_NUMBER for value in values):
         raise ValueError("it has something else than numbers that count")
     return values

@@ -15,16 +15,16 @@ from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.fetch.progress import FetchProgress
 from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
-from ravnest.provider.replicas.transfer import MOST_BYTES, PartArrivals, PartRefusedError, in_thread
+from ravnest.provider.replicas.transfer import MAX_BYTES, PartArrivals, PartRefusedError, in_thread
 
 _SPARE_BYTES: Final = 64 << 20
 _STATE_FACTOR: Final = 16
 """A part may take so many bytes beyond its stage's weights, and so many times these, as the coordinator has it too."""
-_MOST_GRAPH_BYTES: Final = 256 << 20
-_MOST_HELD: Final = 1000
+_MAX_GRAPH_BYTES: Final = 256 << 20
+_MAX_HELD: Final = 1000
 
 
-def most_part_bytes(graph: PortableGraph) -> int:
+def max_part_bytes(graph: PortableGraph) -> int:
     """How large a part of this stage can be."""
     weights = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in (*graph.parameters, *graph.states))
     return _SPARE_BYTES + _STATE_FACTOR * weights
@@ -45,8 +45,8 @@ class Holding:
     def hold(self, order: Hold) -> None:
         """Takes parts of this stage from its owner from now on, and from no earlier one."""
         key = check_key(order.key)
-        if key not in self._held and len(self._held) >= _MOST_HELD:
-            raise PeerError(f"the coordinator wants parts of more than {_MOST_HELD} stages held")
+        if key not in self._held and len(self._held) >= _MAX_HELD:
+            raise PeerError(f"the coordinator wants parts of more than {_MAX_HELD} stages held")
         self._end(key)
         if order.owner.node:
             link = self._links.add(order.owner)
@@ -87,12 +87,12 @@ class Holding:
             warming.cancel()
             await asyncio.gather(warming, return_exceptions=True)
 
-    async def _take_all(self, order: Hold, link: PartLink, most_bytes: int) -> None:
+    async def _take_all(self, order: Hold, link: PartLink, max_bytes: int) -> None:
         """Takes parts until the link has failed."""
 
         def begin(replica: int, size_bytes: int) -> PartWriter:
-            if size_bytes > most_bytes:
-                raise RunError(f"a part of {size_bytes:,} bytes is more than the {most_bytes:,} its stage can need")
+            if size_bytes > max_bytes:
+                raise RunError(f"a part of {size_bytes:,} bytes is more than the {max_bytes:,} its stage can need")
             return self._files.begin(order.key, replica, size_bytes)
 
         arrivals = PartArrivals(await link.connected(None), begin)
@@ -103,15 +103,15 @@ class Holding:
     async def _fetch_graph(self, order: Hold) -> int:
         """How large a part can be, as the stage's graph tells."""
         if not order.graph.id:
-            return MOST_BYTES
+            return MAX_BYTES
         try:
-            if order.graph.size_bytes > _MOST_GRAPH_BYTES:
+            if order.graph.size_bytes > _MAX_GRAPH_BYTES:
                 raise GraphError(f"the graph of {order.key} has {order.graph.size_bytes} bytes")
             text = await self._artifacts.get(order.graph, _Text, FetchProgress(order.graph.size_bytes))
-            return await in_thread(lambda: most_part_bytes(PortableGraph.from_json(bytes(text.data))))
+            return await in_thread(lambda: max_part_bytes(PortableGraph.from_json(bytes(text.data))))
         except RavnestError as error:
             self._say(f"cannot get ready for a stage that this machine is to stand by for: {error}")
-            return MOST_BYTES
+            return MAX_BYTES
 
     async def _warm(self, weights: ArtifactRef) -> None:
         if weights.id and self._artifacts.cached:

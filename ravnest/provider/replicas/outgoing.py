@@ -12,7 +12,7 @@ from typing import Final
 
 from ravnest.net.v1.control_pb2 import Transfer
 
-MOST_TOLD: Final = 16
+MAX_TOLD: Final = 16
 """Transfers in one report."""
 
 
@@ -85,4 +85,4 @@ class StateTransfers:
     def told(self) -> list[Transfer]:
         """What the heartbeat says."""
         with self._lock:
-            return [sending.told() for sending in self._under_way[:MOST_TOLD]]
+            return [sending.told() for sending in self._under_way[:MAX_TOLD]]

@@ -22,12 +22,12 @@ from ravnest.provider.replicas.holder import Holding
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.outgoing import StateTransfers
 from ravnest.provider.replicas.owner import Replicating, in_words
-from ravnest.provider.replicas.transfer import MOST_BYTES, in_thread, refuse, send_part
+from ravnest.provider.replicas.transfer import MAX_BYTES, in_thread, refuse, send_part
 
 ORDERS: Final = frozenset({"replicate", "hold", "forget", "give", "upload_part"})
 """What the coordinator says of replicas."""
 
-_MOST_AT_ONCE: Final = 1000
+_MAX_AT_ONCE: Final = 1000
 
 
 class Parts:
@@ -82,12 +82,12 @@ class Parts:
         for before in self._taking.expect(order):
             self._errand(order.key, before.close())
 
-    async def part(self, order: Deploy, most_bytes: int = MOST_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
+    async def part(self, order: Deploy, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors and metadata of the part that the order names, from the disk here or from its giver.
 
-        PeerError when it is not here, does not come, is larger than `most_bytes` or is not what its hash says.
+        PeerError when it is not here, does not come, is larger than `max_bytes` or is not what its hash says.
         """
-        return await self._taking.part(order, most_bytes)
+        return await self._taking.part(order, max_bytes)
 
     async def donated(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
         """The same of all parts that the order's donors have."""
@@ -136,9 +136,9 @@ class Parts:
             await upload(self._client, order.name, lambda: sending.counted(_chunks(part)))
 
     def _errand(self, key: str, work: Coroutine[Any, Any, None]) -> None:
-        if len(self._errands) >= _MOST_AT_ONCE:
+        if len(self._errands) >= _MAX_AT_ONCE:
             work.close()
-            raise PeerError(f"the coordinator wants more than {_MOST_AT_ONCE} things done with parts at once")
+            raise PeerError(f"the coordinator wants more than {_MAX_AT_ONCE} things done with parts at once")
         task = asyncio.create_task(self._telling(key, work))
         self._errands.add(task)
         task.add_done_callback(self._errands.discard)

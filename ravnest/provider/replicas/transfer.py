@@ -28,14 +28,14 @@ SHARE: Final = 0.25
 ANSWER_SECONDS: Final = 60.0
 """How long the other side may take to answer, or to send the next of its frames."""
 
-MOST_BYTES: Final = 1 << 40
+MAX_BYTES: Final = 1 << 40
 """Of a part, where nobody knows better."""
 
-_MOST_BURST_BYTES: Final = 4 << 20
+_MAX_BURST_BYTES: Final = 4 << 20
 _ASK_BYTES: Final = 1 << 20
-_MOST_ASKED: Final = 8
+_MAX_ASKED: Final = 8
 """Where a part may have all of the line, the sender asks how much has come after each _ASK_BYTES, and goes on until
-_MOST_ASKED questions are unanswered: an answer takes as long as the line takes for that, however large the part is."""
+_MAX_ASKED questions are unanswered: an answer takes as long as the line takes for that, however large the part is."""
 _SHORT_SECONDS: Final = 0.02
 _LONG_SECONDS: Final = 0.08
 """A burst is about so long: an activation that comes in its middle does not wait for much longer."""
@@ -102,7 +102,7 @@ async def send_part(
         await link.send(_frame(replica, {OFFSET: offset - len(data), ASKED: asked}, {DATA: tensor}))
         if asked and share is None:
             burst_end, unanswered = offset + burst, unanswered + 1
-            if unanswered == _MOST_ASKED:
+            if unanswered == _MAX_ASKED:
                 reached(await _answer(link, replica, RECEIVED))
                 unanswered -= 1
         elif asked and share is not None:
@@ -138,7 +138,7 @@ def pause_seconds(seconds: float, round_trip_seconds: float, share: float) -> fl
 def next_burst(burst_bytes: int, busy_seconds: float) -> int:
     """How much to send at a time, when so much took so long: more on fast lines, where answers are waited for most."""
     if busy_seconds < _SHORT_SECONDS:
-        return min(2 * burst_bytes, _MOST_BURST_BYTES)
+        return min(2 * burst_bytes, _MAX_BURST_BYTES)
     return max(burst_bytes // 2, CHUNK_BYTES) if busy_seconds > _LONG_SECONDS else burst_bytes
 
 

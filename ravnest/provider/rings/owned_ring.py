@@ -176,7 +176,7 @@ class OwnedRing:
         return self._moved(Shift(self.state.catch_up(self.catches_up_to, donated)))
 
     def contribute(self, snapshot: torch.Tensor, counters: list[int], shifted: int) -> Contribution:
-        """What this owner has learnt since the anchor, from a snapshot of a stage that had so many of the shifts.
+        """What this owner has learned since the anchor, from a snapshot of a stage that had so many of the shifts.
 
         One is taken between two microbatches, whenever that is, and word that the round before counts may come later.
         So what the snapshot lacks is made up for: a difference from the new anchor must not hold what is in that

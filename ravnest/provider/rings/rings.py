@@ -4,7 +4,7 @@ The coordinator decides who takes part and what counts. Until it says that an at
 stage: the mean lies in memory of its own. What happens on failure:
 
 - a piece breaks the rules, or a line breaks: the coordinator is told, with who is to blame, and begins another attempt;
-- this owner is left out: what it has learnt stays, and goes into the next round.
+- this owner is left out: what it has learned stays, and goes into the next round.
 """
 
 import asyncio

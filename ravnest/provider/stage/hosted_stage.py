@@ -66,7 +66,7 @@ _MAX_GRAPH_BYTES = 256 << 20
 _CLOSE_SECONDS = 0.5
 _STOP_SECONDS = 60.0
 """For the task at hand of a stage that is kept. One that is given up need not end: nobody looks at it again."""
-MOST_STALENESS_TOLD: Final = 4095
+MAX_STALENESS_TOLD: Final = 4095
 """Of the distribution in a report. The largest of all is told by itself."""
 
 
@@ -367,7 +367,7 @@ class Deployment:
         """Does what is to be done where memory is nearly exhausted, and gives what the coordinator is to hear of it."""
         self._lent_bytes = lent_bytes
         reading = self._memory(self._stage.device)
-        step = self._strain.look(reading, self._worker.most_held(), time.monotonic())
+        step = self._strain.look(reading, self._worker.max_held(), time.monotonic())
         if step is None:
             return None
         if step.kind == "stop":
@@ -572,7 +572,7 @@ class Deployment:
 
 def staleness_counts(counts: Mapping[int, int]) -> list[int]:
     """How many updates had each staleness, from 0 on; those beyond what is told are counted with the last."""
-    most = min(max(counts, default=-1), MOST_STALENESS_TOLD)
+    most = min(max(counts, default=-1), MAX_STALENESS_TOLD)
     told = [0] * (most + 1)
     for staleness, updates in counts.items():
         told[min(staleness, most)] += updates

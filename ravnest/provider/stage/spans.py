@@ -17,10 +17,10 @@ from ravnest.net.v1 import control_pb2
 SPANS_A_REPORT: Final = 2000
 """Some 70 kB: a report is not to hold up what else the line to the coordinator carries."""
 
-_MOST_WAITING: Final = 20_000
-_MOST_EVALUATIONS: Final = 50
+_MAX_WAITING: Final = 20_000
+_MAX_EVALUATIONS: Final = 50
 """Microbatches of one evaluation."""
-_MOST_BEING_SENT: Final = 1000
+_MAX_BEING_SENT: Final = 1000
 
 _DIRECTIONS: Final = {FrameKind.FORWARD: "forward", FrameKind.BACKWARD: "backward"}
 
@@ -64,7 +64,7 @@ class SpanRecorder:
 
     def put_out(self, direction: str, microbatch: int) -> None:
         """The engine has activations or gradients for a neighbour."""
-        if self._size and self._is_traced(microbatch) and len(self._put_out) < _MOST_BEING_SENT:
+        if self._size and self._is_traced(microbatch) and len(self._put_out) < _MAX_BEING_SENT:
             self._put_out[direction, microbatch] = time.perf_counter()
 
     def watch(self, link: ResumableLink) -> None:
@@ -84,7 +84,7 @@ class SpanRecorder:
             return
         since = self._put_out.pop((direction, frame.microbatch), None)
         found = self._links.get(link)
-        if since is not None and found is not None and len(found.being_sent) < _MOST_BEING_SENT:
+        if since is not None and found is not None and len(found.being_sent) < _MAX_BEING_SENT:
             found.being_sent[link.frames_sent - 1] = Span("send", frame.microbatch, since, since, direction)
 
     def received(self, frame: Frame, arrived: float) -> None:
@@ -113,7 +113,7 @@ class SpanRecorder:
     def _is_traced(self, microbatch: int) -> bool:
         if microbatch < 0:
             first = self._evaluating
-            return first is not None and first - _MOST_EVALUATIONS < microbatch <= first
+            return first is not None and first - _MAX_EVALUATIONS < microbatch <= first
         if self._first is None:
             self._first = microbatch
         return window_of(microbatch - self._first, self._size) is not None
@@ -130,7 +130,7 @@ class SpanRecorder:
         link.last_written = now
 
     def _add(self, span: Span) -> None:
-        if len(self._waiting) < _MOST_WAITING:
+        if len(self._waiting) < _MAX_WAITING:
             self._waiting.append(span)
 
 

@@ -47,7 +47,7 @@ def check(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adafactor", "ASGD", "Rprop"])
 def test_what_a_stage_saves_is_taken(tmp_path: Path, optimizer: str) -> None:
     tensors, metadata = a_state(optimizer)
-    assert len(b"".join(stream_tensors(tensors, metadata))) < PART.most_bytes
+    assert len(b"".join(stream_tensors(tensors, metadata))) < PART.max_bytes
     check(tmp_path, tensors, metadata)
 
 
@@ -145,6 +145,6 @@ def test_an_upload_without_end_is_refused_as_soon_as_it_is_too_large() -> None:
         async for _ in PART.bounded(endless()):
             pass
 
-    with pytest.raises(BadPartError, match=re.escape(f"more than the {PART.most_bytes} bytes its state can need")):
+    with pytest.raises(BadPartError, match=re.escape(f"more than the {PART.max_bytes} bytes its state can need")):
         asyncio.run(take())
-    assert PART.most_bytes < sent <= PART.most_bytes + (1 << 20)
+    assert PART.max_bytes < sent <= PART.max_bytes + (1 << 20)

@@ -12,7 +12,7 @@ USUAL, SLOW = 0.02, 0.2
 STEP = LASTING_SECONDS / 4
 
 
-def learnt(usual: float = USUAL) -> LinkPace:
+def learned(usual: float = USUAL) -> LinkPace:
     pace = LinkPace()
     assert [pace.take(usual, 0.0) for _ in range(LEARNING)] == [None] * LEARNING
     return pace
@@ -24,22 +24,22 @@ def told(pace: LinkPace, delay: float, since: float, steps: int = 8) -> list[boo
 
 
 def test_a_link_that_stays_slow_is_told_once_and_its_recovery_once() -> None:
-    pace = learnt()
+    pace = learned()
     assert told(pace, SLOW, 0.0) == [True]
     assert told(pace, SLOW, 10.0) == []
     assert told(pace, USUAL, 20.0) == [False]
 
 
 def test_a_moment_of_slowness_is_not_told() -> None:
-    pace = learnt()
+    pace = learned()
     for second in range(20):
         assert told(pace, SLOW, float(second), steps=3) == []
         assert pace.take(USUAL, second + 0.9) is None
 
 
 def test_what_is_usual_on_a_long_line_is_not_slow() -> None:
-    assert told(learnt(SLOW), 1.5 * SLOW, 0.0) == []
-    assert told(learnt(SLOW), 3 * SLOW, 0.0) == [True]
+    assert told(learned(SLOW), 1.5 * SLOW, 0.0) == []
+    assert told(learned(SLOW), 3 * SLOW, 0.0) == [True]
 
 
 def test_the_first_reports_of_a_young_connection_do_not_count_as_usual() -> None:
@@ -50,13 +50,13 @@ def test_the_first_reports_of_a_young_connection_do_not_count_as_usual() -> None
 
 
 def test_a_link_does_not_get_used_to_being_slow() -> None:
-    pace = learnt()
+    pace = learned()
     assert told(pace, SLOW, 0.0, steps=1000) == [True]
     assert told(pace, SLOW, 1000.0, steps=1000) == []
 
 
 def test_the_change_says_how_long_it_takes_and_what_is_usual() -> None:
-    pace = learnt()
+    pace = learned()
     pace.take(SLOW, 0.0)
     change = pace.take(SLOW, LASTING_SECONDS)
     assert change is not None and change.reason == "microbatches are on the way for 200 ms, where 20 ms are usual"

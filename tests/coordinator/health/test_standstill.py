@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ravnest.coordinator.health.standstill import (
     FIRST_SECONDS,
-    LEAST_SECONDS,
+    MIN_SECONDS,
     ClusterNow,
     Pace,
     RunNow,
@@ -116,7 +116,7 @@ def test_a_while_is_many_times_as_long_as_a_microbatch_usually_takes() -> None:
     assert pace.patience_seconds == FIRST_SECONDS
     for _ in range(50):
         pace = pace.after(0.1)
-    assert pace.patience_seconds == LEAST_SECONDS
+    assert pace.patience_seconds == MIN_SECONDS
     for _ in range(50):
         pace = pace.after(3.0)
     assert pace.patience_seconds == pytest.approx(60.0, rel=0.01)

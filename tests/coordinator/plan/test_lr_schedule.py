@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_beyond_its_schedule_stays_at_the_end_of_it() -> None
 
 
 def test_it_never_goes_back_and_one_look_takes_no_long_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rate_course, "MOST_STEPS", 10)
+    monkeypatch.setattr(rate_course, "MAX_STEPS", 10)
     followed = course("LinearLR", start_factor=1.0, end_factor=0.0, total_iters=40)
     assert [round(followed.share(30), 3) for _ in range(4)] == [0.75, 0.5, 0.25, 0.25]
     assert followed.share(5) == pytest.approx(0.25)
@@ -110,5 +110,5 @@ def test_over_a_run_it_is_counted_how_often_how_many_are_allowed() -> None:
 
 def test_of_a_run_whose_length_nobody_knows_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allowed_in_run(a_job(batches([8] * 5), pipeline=Pipeline()), stages=8) == {}
-    monkeypatch.setattr(rate_course, "MOST_STEPS", 10)
+    monkeypatch.setattr(rate_course, "MAX_STEPS", 10)
     assert allowed_in_run(scheduled(11), stages=8) == {} != allowed_in_run(scheduled(10), stages=8)

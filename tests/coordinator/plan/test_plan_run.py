@@ -34,7 +34,7 @@ from ravnest.planner.in_flight.lr_bound import CAUTIOUS_STALENESS
 from ravnest.planner.plan import plan_of
 from ravnest.planner.problem import Goal, Line, Network, Provider
 from ravnest.planner.rings.tensors import RingTensors
-from ravnest.planner.run_plan import LEAST_UPDATES, ROUND_SHARE, RingPlan, RunPlan, average_every
+from ravnest.planner.run_plan import MIN_UPDATES, ROUND_SHARE, RingPlan, RunPlan, average_every
 from tests.graph.cutting import even_costs, example
 
 HERE = Machine(cores=4, threads=2)
@@ -110,7 +110,7 @@ def test_a_run_with_fewer_in_flight_at_first_is_predicted_with_them(
         Provider(name=name, memory_bytes=8 << 30, latency_seconds=0.05, up_bytes_per_second=1e8, cores=1)
         for name in ("anna", "ben", "cleo")
     ]
-    goal = Goal(least_stages=3, most_clusters=1)
+    goal = Goal(min_stages=3, max_clusters=1)
     plain = plan_members(prepared, far, Network(), goal)
     assert plain.slowed == 1.0 and "fewer in flight" not in plain.reason
     adam = partial(torch.optim.AdamW, lr=1e-3)
@@ -164,7 +164,7 @@ def test_the_job_says_what_is_fixed() -> None:
     )
     goal = goal_of(job, None, None)
     assert (goal.in_flight, goal.max_staleness, goal.accumulate) == (3, 4, 2)
-    assert (goal.least_clusters, goal.most_clusters, goal.least_stages, goal.least_providers) == (1, None, 1, 0)
+    assert (goal.min_clusters, goal.max_clusters, goal.min_stages, goal.min_providers) == (1, None, 1, 0)
 
 
 def two_stages(one: Provider, other: Provider, network: Network) -> RunPlan:
@@ -261,11 +261,11 @@ def test_rounds_come_as_often_as_the_job_says_or_lines_and_updates_allow() -> No
     assert every == 1234 and "averaging.every" in why
     # The slower cluster makes its updates while the other makes three times as many.
     every, why = average_every(Averaging(), [30.0, 10.0], 8, 2, 0.0, 1)
-    assert every == LEAST_UPDATES * 2 * 8 * 4 and f"{LEAST_UPDATES} updates" in why
+    assert every == MIN_UPDATES * 2 * 8 * 4 and f"{MIN_UPDATES} updates" in why
     every, why = average_every(Averaging(), [30.0, 10.0], 8, 1, 100.0, 1)
     assert every == ROUND_SHARE * 100 * 40 and "100 s" in why
     every, why = average_every(Averaging(), [10.0, 10.0], 8, 1, 0.0, 4)
-    assert every == LEAST_UPDATES * 8 * 2 / 4 and "the same of 4 fragments" in why
+    assert every == MIN_UPDATES * 8 * 2 / 4 and "the same of 4 fragments" in why
 
 
 def test_averaging_takes_memory_of_every_provider_of_several_clusters(prepared: Prepared) -> None:
@@ -310,7 +310,7 @@ def test_a_model_that_cannot_be_averaged_is_planned_for_one_cluster_unless_sever
 def test_fewer_providers_than_clusters_are_refused_with_both_ways_out(prepared: Prepared) -> None:
     with pytest.raises(PlanError, match=r"3 clusters cannot be made of 2 providers.*--providers 3.*--clusters 2"):
         goal_of(prepared.job, 2, 3)
-    assert goal_of(prepared.job, 2, None).least_providers == 0
+    assert goal_of(prepared.job, 2, None).min_providers == 0
 
 
 def test_more_stages_than_the_model_has_are_refused_with_the_number_it_has(prepared: Prepared) -> None:
@@ -339,7 +339,7 @@ def test_a_place_where_no_stage_can_begin_is_named(prepared: Prepared, name: str
 
 def test_a_machine_that_pretends_a_time_is_planned_with_it(prepared: Prepared) -> None:
     told = provider_of(member(stage_seconds=0.2), COSTS, REACHED, HERE)
-    assert told.least_stage_seconds == 0.2
+    assert told.min_stage_seconds == 0.2
     pair = [replace(told, name=name, memory_bytes=1 << 40) for name in ("p0", "p1")]
     planned = plan_members(prepared, pair, Network(), goal_of(prepared.job, 2, 1))
     assert 0.2 <= planned.plan.clusters[0].busiest_seconds < 0.25

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.coordinator.replicas.pace import MOST_RETAINED_BYTES, MOST_RETAINED_MICROBATCHES, replica_due
+from ravnest.coordinator.replicas.pace import MAX_RETAINED_BYTES, MAX_RETAINED_MICROBATCHES, replica_due
 
 
 def due(**changed: float | None) -> tuple[bool, str]:
@@ -50,7 +50,7 @@ def test_copying_takes_at_most_a_fiftieth_of_a_stages_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "kept", [{"retained_bytes": MOST_RETAINED_BYTES}, {"retained_microbatches": MOST_RETAINED_MICROBATCHES}]
+    "kept", [{"retained_bytes": MAX_RETAINED_BYTES}, {"retained_microbatches": MAX_RETAINED_MICROBATCHES}]
 )
 def test_much_that_is_kept_brings_one_however_slow_the_line(kept: dict[str, float]) -> None:
     assert not due(last_bytes=1 << 30)[0]

@@ -201,7 +201,7 @@ def test_new_holders_get_one_at_once(bench: Bench) -> None:
 def test_what_is_kept_for_feeding_again_has_a_bound_and_it_is_known_how_many_are_missing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_RETAINED", 3)
+    monkeypatch.setattr(module, "MAX_RETAINED", 3)
     for number in range(6):
         bench.feed(number)
     assert len(bench.cluster.retained) == 4 and bench.cluster.dropped == 2
@@ -269,7 +269,7 @@ def test_a_hash_that_is_none_is_not_believed(bench: Bench, text: str) -> None:
 def test_what_could_not_be_kept_beyond_a_replica_is_still_missing_when_that_is_complete(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_RETAINED", 3)
+    monkeypatch.setattr(module, "MAX_RETAINED", 3)
     bench.now += 10
     number = bench.feed(0)
     for other in range(1, 8):
@@ -291,4 +291,4 @@ def test_a_replica_has_a_higher_number_than_those_before_it(bench: Bench) -> Non
 
 
 def test_a_stage_remembers_all_that_may_be_fed_again() -> None:
-    assert module.MOST_RETAINED + 1000 <= REMEMBERED
+    assert module.MAX_RETAINED + 1000 <= REMEMBERED

@@ -76,7 +76,7 @@ def test_no_stage_fills_the_trace_on_its_own(tmp_path: Path) -> None:
 
 
 def test_many_stages_share_what_a_file_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_SPANS", 1000)
+    monkeypatch.setattr(module, "MAX_SPANS", 1000)
     tracing = Tracing(tmp_path / "trace.json", 10**6, plans(10))
     for plan in plans(10):
         tracing.take(plan.node, Report(seconds=5.0, spans=[span("forward", n, 1.0) for n in range(2000)]))

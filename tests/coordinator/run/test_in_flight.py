@@ -43,7 +43,7 @@ class FakeCourse:
 
 def a_cluster(stages: int = STAGES, in_flight: int = 4, most: int = 20, **more: float) -> ClusterRun:
     nodes = tuple(StagePlan(f"p{s}", s, "stem", cast(Any, None), 1, 0) for s in range(stages))
-    plan = ClusterPlan(0, nodes, in_flight, 2, 1.0, "as planned", most_in_flight=most, **more)
+    plan = ClusterPlan(0, nodes, in_flight, 2, 1.0, "as planned", max_in_flight=most, **more)
     return Clusters([plan]).all[0]
 
 

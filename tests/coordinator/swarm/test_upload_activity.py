@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ravnest.coordinator.deploy.membership_changes import leave_seconds
-from ravnest.coordinator.replicas.pace import LEAST_PATIENCE_SECONDS, patience_seconds
+from ravnest.coordinator.replicas.pace import MIN_PATIENCE_SECONDS, patience_seconds
 from ravnest.coordinator.swarm import upload_activity as state_traffic
-from ravnest.coordinator.swarm.upload_activity import LEAST_SHARE, Sent, Uploads, is_at_work, sends_its_state
+from ravnest.coordinator.swarm.upload_activity import MIN_SHARE, Sent, Uploads, is_at_work, sends_its_state
 from ravnest.net.v1.control_pb2 import Report, Transfer
 
 HOME = 10e6 / 8
@@ -40,7 +40,7 @@ def test_state_that_trickles_is_no_work_though_some_of_it_always_comes() -> None
 
 
 def test_how_long_a_provider_can_claim_to_send_is_bounded_by_what_its_state_can_be() -> None:
-    most = STATE / (LEAST_SHARE * HOME) + 60.0
+    most = STATE / (MIN_SHARE * HOME) + 60.0
     assert not is_at_work(Sent(STATE, most, 0.1), HOME)[0]
 
 
@@ -85,9 +85,9 @@ def test_uploads_are_counted_as_they_come_and_only_they_are_believed(monkeypatch
 
 
 def test_a_replica_has_as_long_as_its_line_takes_for_it() -> None:
-    assert patience_seconds(1000, 0.0, 0.0) == LEAST_PATIENCE_SECONDS
+    assert patience_seconds(1000, 0.0, 0.0) == MIN_PATIENCE_SECONDS
     assert patience_seconds(STATE, HOME, 0.0) > 4 * STATE / HOME, "it has a quarter of the line"
-    assert patience_seconds(STATE, 125e6, 0.0) == LEAST_PATIENCE_SECONDS
+    assert patience_seconds(STATE, 125e6, 0.0) == MIN_PATIENCE_SECONDS
     assert patience_seconds(STATE, 125e6, 20.0) == 200.0
 
 

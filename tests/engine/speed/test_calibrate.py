@@ -112,7 +112,7 @@ def test_the_first_step_does_not_count_and_the_budget_ends_the_rest(monkeypatch:
 
 def test_a_difference_that_no_cache_explains_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = example("cnn").captured
-    for first, then, cold in ((1.0, 1.5, module._MOST_COLD_SECONDS), (1.5, 1.0, 0.0)):
+    for first, then, cold in ((1.0, 1.5, module._MAX_COLD_SECONDS), (1.5, 1.0, 0.0)):
         parts = iter([(first,) * 3] * 3 + [(then,) * 3] * 2)
         clock = iter(range(100))
         monkeypatch.setattr(module, "_step", lambda *_, parts=parts: next(parts))

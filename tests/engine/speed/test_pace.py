@@ -47,7 +47,7 @@ def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
         waits.append(seconds)
         now += seconds + 0.25
 
-    monkeypatch.setattr("ravnest.engine.speed.pace._MOST_LATE_SECONDS", 1.0)
+    monkeypatch.setattr("ravnest.engine.speed.pace._MAX_LATE_SECONDS", 1.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr("ravnest.engine.speed.pace.work_clock", lambda: lambda: used)
     monkeypatch.setattr(pace._ended, "wait", wait)

@@ -68,7 +68,7 @@ def _fuzz(args: argparse.Namespace, memory: GuardedMemory | None) -> int:
         f"{tally.graphs:,} graphs in {seconds:.0f} s, {tally.backwards:,} backwards, "
         f"{tally.ended['']:,} to the end, {len(tally.failures)} failures"
     )
-    print("ended by: " + ", ".join(f"{name} {count:,}" for name, count in tally.ended.most_common(8) if name))
+    print("ended by: " + ", ".join(f"{name} {count:,}" for name, count in tally.ended.max_common(8) if name))
     if never:
         print("never ran: " + " ".join(never))
     return 1 if tally.failures or never else 0

@@ -56,11 +56,11 @@ class GuardedMemory:
     def live_bytes(self) -> int:
         return int(self._library.guard_live()) - self._before
 
-    def wrong(self, most_bytes: int) -> str:
+    def wrong(self, max_bytes: int) -> str:
         """What must not have happened since `forget_peak`; empty where it did not."""
         if self._library.guard_damaged():
             return "wrote beyond the end of a tensor"
         refused = int(self._library.guard_refused())
         if refused:
             return f"asked for {refused} bytes at once"
-        return f"took {self.peak_bytes} bytes" if self.peak_bytes > most_bytes else ""
+        return f"took {self.peak_bytes} bytes" if self.peak_bytes > max_bytes else ""

@@ -75,10 +75,10 @@ def _once(
     torch.manual_seed(0)
     if memory is not None:
         memory.forget_peak()
-    most_bytes = LENT_BYTES + SLACK_BYTES + sum(leaf.nbytes for leaf in leaves.values())
+    max_bytes = LENT_BYTES + SLACK_BYTES + sum(leaf.nbytes for leaf in leaves.values())
     bytes_of = _run(program, values, leaves, found, places, tell)
     if memory is not None:
-        found.wrong = memory.wrong(most_bytes)
+        found.wrong = memory.wrong(max_bytes)
     return found, bytes_of
 
 

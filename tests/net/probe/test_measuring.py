@@ -10,10 +10,10 @@ from ravnest.errors import PeerError
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.probe.measuring import (
     CALLS_PER_MINUTE,
+    MAX_BYTES,
+    MAX_LONG_SECONDS,
+    MAX_SECONDS,
     MESSAGE_BYTES,
-    MOST_BYTES,
-    MOST_LONG_SECONDS,
-    MOST_SECONDS,
     Arrival,
     LinkSpeed,
     MeasureService,
@@ -131,11 +131,11 @@ def test_nobody_gets_more_than_the_bytes_of_one_measurement(request_of: Callable
     async def test() -> None:
         async with coordinator() as (_, client):
             control = await opened(client)
-            for _ in range(MOST_BYTES // MESSAGE_BYTES):
+            for _ in range(MAX_BYTES // MESSAGE_BYTES):
                 await control.send(request_of(MESSAGE_BYTES))
                 assert await control.receive() is not None
             await control.send(request_of(1))
-            with pytest.raises(PeerError, match=f"measuring ends after {MOST_BYTES} bytes each way"):
+            with pytest.raises(PeerError, match=f"measuring ends after {MAX_BYTES} bytes each way"):
                 await control.receive()
             control.abort()
 
@@ -268,6 +268,6 @@ def test_checking_an_invite_says_whether_it_is_good_and_uses_nothing_up() -> Non
 
 
 def test_a_long_line_is_measured_for_longer_within_bounds() -> None:
-    assert needed_seconds(0.0) == needed_seconds(0.05) == MOST_SECONDS
+    assert needed_seconds(0.0) == needed_seconds(0.05) == MAX_SECONDS
     assert needed_seconds(0.2) == pytest.approx(3.0)
-    assert needed_seconds(9.0) == MOST_LONG_SECONDS
+    assert needed_seconds(9.0) == MAX_LONG_SECONDS

@@ -27,7 +27,7 @@ def best_plan(goal: Goal, network: Network, providers: Sequence[Provider]) -> Pl
     plans = [
         plan_of(goal, network, everybody, chosen)
         for chosen in _partitions(clusters, (1 << len(providers)) - 1)
-        if chosen and len(chosen) <= (goal.most_clusters or len(chosen))
+        if chosen and len(chosen) <= (goal.max_clusters or len(chosen))
     ]
     if not plans:
         raise PlanError("The model fits nowhere.")
@@ -195,5 +195,5 @@ def test_a_search_that_finds_nothing_is_no_failure() -> None:
 
     plan = planned(COSTS, GOAL, NETWORK, nodes, ["ann", "bob"])
     assert explain(COSTS, GOAL, NETWORK, nodes, plan, nothing) == explain(COSTS, GOAL, NETWORK, nodes, plan)
-    alone = explain(COSTS, replace(GOAL, most_clusters=1), NETWORK, nodes, plan)
+    alone = explain(COSTS, replace(GOAL, max_clusters=1), NETWORK, nodes, plan)
     assert alone.other_counts == ()

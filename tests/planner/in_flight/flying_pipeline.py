@@ -254,7 +254,7 @@ def fixed_rate(limit: int, seconds: float = 60.0, **shape: object) -> float:
     return pipeline.rate(seconds / 2, seconds)
 
 
-def least_in_flight(limit_rate: float, share: float, most: int = 32, **shape: object) -> int:
+def min_in_flight(limit_rate: float, share: float, most: int = 32, **shape: object) -> int:
     """How many in flight are needed for this share of the best rate."""
     for limit in range(1, most + 1):
         if fixed_rate(limit, **shape) >= share * limit_rate:

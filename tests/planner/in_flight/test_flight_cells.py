@@ -7,7 +7,7 @@ import pytest
 
 from ravnest.planner.in_flight.control import FlightControl
 from ravnest.planner.pipeline_depth import enough_in_flight
-from ravnest.planner.problem import MOST_IN_FLIGHT
+from ravnest.planner.problem import MAX_IN_FLIGHT
 from tests.planner.in_flight.flying_pipeline import FlyingPipeline, Uneven
 
 STAGE_SECONDS = 0.15
@@ -40,8 +40,8 @@ class Cell:
         self.least = enough_in_flight(way, stages, max(STAGE_SECONDS, crossing))
         """Without what they wait at lines, of which the control knows nothing."""
         self.filled = 3.0 + 2 * way
-        start = min(MOST_IN_FLIGHT, round(times * self.enough))
-        self.control = FlightControl(self.stages, start, MOST_IN_FLIGHT, crossing if self.is_line else 0.0)
+        start = min(MAX_IN_FLIGHT, round(times * self.enough))
+        self.control = FlightControl(self.stages, start, MAX_IN_FLIGHT, crossing if self.is_line else 0.0)
         self.pipeline = FlyingPipeline(
             self.stages, mbit=mbit, round_trip_seconds=rtt, frame_bytes=frame_bytes, limit=start, uneven=uneven
         )

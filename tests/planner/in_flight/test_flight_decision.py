@@ -16,13 +16,13 @@ from ravnest.planner.in_flight.decision import (
     FlightMemory,
     Trial,
     decide_flight,
-    most_in_flight,
+    max_in_flight,
     when_planned,
 )
 from ravnest.planner.in_flight.measures import FlightMeasures
 from ravnest.planner.pipeline_depth import enough_in_flight
 from ravnest.planner.problem import Goal, Network
-from tests.planner.in_flight.flying_pipeline import FlyingPipeline, Link, fixed_rate, least_in_flight, settled
+from tests.planner.in_flight.flying_pipeline import FlyingPipeline, Link, fixed_rate, min_in_flight, settled
 from tests.preview.planned import LAYERS, machines, model
 
 MOST = 32
@@ -63,7 +63,7 @@ def flown(stages: int, mbit: float, rtt: float, start: int, seconds: float) -> t
 def test_from_any_start_it_comes_to_the_limit_with_hardly_more_than_it_takes(line: str, stages: int) -> None:
     mbit, rtt = LINES[line]
     best = limit_rate(mbit)
-    least = least_in_flight(best, 0.97, stages=stages, mbit=mbit, round_trip_seconds=rtt)
+    least = min_in_flight(best, 0.97, stages=stages, mbit=mbit, round_trip_seconds=rtt)
     enough = max(least + 2, enough_in_flight(way_seconds(stages, mbit, rtt), [0.15] * stages, 1 / best))
     # Now and then it looks whether more bring something.
     most = enough + 1 + enough // 8
@@ -110,7 +110,7 @@ def test_it_follows_lines_and_stages_that_change_and_change_back(
     best = 1 / 0.45 if not shape else limit_rate(shape["mbit"])
     assert pipeline.rate(160, 220) >= 0.95 * best, pipeline.limits
     if shape:
-        least = least_in_flight(best, 0.97, stages=4, **shape)
+        least = min_in_flight(best, 0.97, stages=4, **shape)
         assert control.limit <= least + 2, pipeline.limits
     else:
         assert control.limit <= 5, "a way of 1.55 s, and a stage that takes 0.45 s"
@@ -327,9 +327,9 @@ def test_as_many_as_the_memory_of_the_smallest_machine_holds() -> None:
     order[0] = replace(order[0], memory_bytes=int(held) + 1)
     providers = {p.name: p for p in order}
     cluster = cluster_of(model(), goal, Network(), order, cuts, 4)
-    assert most_in_flight(model(), goal, providers, cluster) == 9
-    assert most_in_flight(model(), replace(goal, max_staleness=6), providers, cluster) == 7
-    assert most_in_flight(model(), replace(goal, max_staleness=0), providers, cluster) == 4, "never less than planned"
+    assert max_in_flight(model(), goal, providers, cluster) == 9
+    assert max_in_flight(model(), replace(goal, max_staleness=6), providers, cluster) == 7
+    assert max_in_flight(model(), replace(goal, max_staleness=0), providers, cluster) == 4, "never less than planned"
 
 
 def test_a_line_carries_one_after_the_other() -> None:

@@ -140,7 +140,7 @@ def test_newcomers_who_can_hold_the_model_form_a_cluster_and_nobody_else_is_dist
 
 def test_no_more_clusters_are_formed_than_the_goal_allows() -> None:
     newcomers = Joined(tuple(machine(n, 2.0) for n in ("ivy", "jim", "kim")))
-    assert len(after(two_clusters(), newcomers, Goal(most_clusters=2)).plan.clusters) == 2
+    assert len(after(two_clusters(), newcomers, Goal(max_clusters=2)).plan.clusters) == 2
 
 
 def test_a_change_that_pays_only_later_is_not_made() -> None:

@@ -21,7 +21,7 @@ from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.plan import plan_of
 from ravnest.planner.problem import Goal, Network
 from ravnest.planner.rings.rings import Ring, rings_of
-from ravnest.planner.rings.tensors import MOST_COUNTED, RingTensors, check_can_be_averaged, fragments, tensors_of
+from ravnest.planner.rings.tensors import MAX_COUNTED, RingTensors, check_can_be_averaged, fragments, tensors_of
 from tests.graph.cutting import ALL, even_costs, example
 from tests.planner.made_up import machine
 
@@ -94,11 +94,11 @@ def test_a_piece_without_anything_to_average_is_no_ring() -> None:
 def test_too_many_whole_numbers_are_refused_with_the_buffers_name_and_the_fix() -> None:
     def counting(*sizes: int) -> PortableGraph:
         states = [WeightSpec(f"s{i}", f"layer.{i}.seen", torch.int64, (size, 2)) for i, size in enumerate(sizes)]
-        return PortableGraph(nodes=(), states=(WeightSpec("mean", "mean", torch.float32, (MOST_COUNTED,)), *states))
+        return PortableGraph(nodes=(), states=(WeightSpec("mean", "mean", torch.float32, (MAX_COUNTED,)), *states))
 
-    check_can_be_averaged(counting(100, MOST_COUNTED // 2 - 100))
+    check_can_be_averaged(counting(100, MAX_COUNTED // 2 - 100))
     with pytest.raises(PlanError, match=r"buffer layer\.1\.seen has 65,336 whole numbers.*--clusters 1"):
-        check_can_be_averaged(counting(101, MOST_COUNTED // 2 - 100))
+        check_can_be_averaged(counting(101, MAX_COUNTED // 2 - 100))
 
 
 def test_complex_numbers_are_refused_by_name() -> None:

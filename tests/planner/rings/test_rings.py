@@ -28,11 +28,11 @@ class Drawn:
 
 
 @st.composite
-def plans(draw: st.DrawFn, most_clusters: int = 6, measured: bool = True, reachable: bool = True) -> Drawn:
+def plans(draw: st.DrawFn, max_clusters: int = 6, measured: bool = True, reachable: bool = True) -> Drawn:
     """Some clusters with any cuts, on machines with any lines."""
     providers: dict[str, Provider] = {}
     clusters = []
-    for c in range(draw(st.integers(1, most_clusters))):
+    for c in range(draw(st.integers(1, max_clusters))):
         cuts = sorted(draw(st.sets(st.integers(1, COSTS.last - 1), max_size=4)))
         names = [f"c{c}s{s}" for s in range(len(cuts) + 1)]
         for name in names:
@@ -72,7 +72,7 @@ def test_every_place_is_in_exactly_one_ring_of_its_owners(drawn: Drawn) -> None:
 
 
 @settings(max_examples=60)
-@given(plans(most_clusters=5))
+@given(plans(max_clusters=5))
 def test_no_order_has_a_faster_slowest_line(drawn: Drawn) -> None:
     for ring in rings_of(drawn.plan, COSTS, drawn.network, drawn.providers):
         if len(ring.owners) < 2:

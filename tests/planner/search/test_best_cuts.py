@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ravnest.planner.cluster import Cluster, cluster_of
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.problem import MOST_IN_FLIGHT, Goal, Network, Provider
+from ravnest.planner.problem import MAX_IN_FLIGHT, Goal, Network, Provider
 from ravnest.planner.search.cuts import best_cuts
 from ravnest.planner.search.order import score
 from tests.planner.instances import random_model, random_providers
@@ -31,7 +31,7 @@ def listed(
     model: ModelCosts, goal: Goal, network: Network, order: list[Provider], averaging_seconds: float = math.inf
 ) -> Cluster | None:
     """The best of all cuts and all numbers in flight, one after the other."""
-    numbers = [goal.most_in_flight] if goal.in_flight else range(1, goal.most_in_flight + 1)
+    numbers = [goal.max_in_flight] if goal.in_flight else range(1, goal.max_in_flight + 1)
     best = None
     for in_flight in [1] if len(order) == 1 else numbers:
         for cuts in itertools.combinations(range(1, model.last), len(order) - 1):
@@ -88,7 +88,7 @@ def test_stages_cover_the_model_each_owns_a_parameter_and_fits(seed: int, count:
         assert stage.parameter_bytes > 0
         assert stage.memory_bytes <= provider.memory_bytes
     assert sum(stage.parameter_bytes for stage in found.stages) == pytest.approx(model.parameter_bytes[-1])
-    assert found.in_flight <= goal.most_in_flight
+    assert found.in_flight <= goal.max_in_flight
 
 
 @settings(max_examples=20)
@@ -99,7 +99,7 @@ def test_a_plan_begins_with_as_many_in_flight_as_are_enough(seed: int, count: in
     order = [replace(provider, memory_bytes=10**15) for provider in random_providers(rng, count)]
     found = best_cuts(model, Goal(), Network(), order)
     assert found is not None
-    assert found.in_flight == min(MOST_IN_FLIGHT, found.enough_in_flight)
+    assert found.in_flight == min(MAX_IN_FLIGHT, found.enough_in_flight)
     bounded = best_cuts(model, Goal(max_staleness=3), Network(), order)
     assert bounded is not None and bounded.in_flight <= 4
 

@@ -125,7 +125,7 @@ def test_nobody_is_held_back_whom_the_model_needs() -> None:
 def test_there_are_no_more_clusters_than_asked_for(most: int, count: int) -> None:
     rng = np.random.default_rng(4)
     model, providers = random_model(rng), random_providers(rng, count)
-    plan = form(model, replace(FAST_LINES, most_clusters=most), Network(), providers)
+    plan = form(model, replace(FAST_LINES, max_clusters=most), Network(), providers)
     assert len(plan.clusters) <= most
     check(plan, model, providers)
 
@@ -134,7 +134,7 @@ def test_there_are_no_more_clusters_than_asked_for(most: int, count: int) -> Non
 def test_one_cluster_of_everybody_has_a_stage_for_each(count: int) -> None:
     rng = np.random.default_rng(6)
     model, providers = random_model(rng, parameter_bytes=1e8), random_providers(rng, count)
-    plan = form(model, Goal(most_clusters=1, least_stages=count), Network(), providers)
+    plan = form(model, Goal(max_clusters=1, min_stages=count), Network(), providers)
     assert plan.standbys == ()
     assert len(plan.clusters[0].stages) == count
     check(plan, model, providers)
@@ -170,7 +170,7 @@ def test_so_many_clusters_may_leave_out_whom_they_do_not_need(count: int) -> Non
     # One is so slow that nobody wants it.
     providers[0] = replace(providers[0], compute_speed=1e-3, memory_speed=1e-3)
     for clusters in (2, 3):
-        goal = Goal(least_clusters=clusters, most_clusters=clusters)
+        goal = Goal(min_clusters=clusters, max_clusters=clusters)
         plan = form(model, goal, Network(), providers)
         check(plan, model, providers)
         assert len(plan.clusters) == clusters and providers[0].name in plan.standbys
@@ -183,7 +183,7 @@ def test_so_many_clusters_are_nearly_as_good_as_a_free_choice_that_takes_as_many
     free = form(model, OFTEN, Network(), providers)
     clusters = len(free.clusters)
     assert clusters > 1
-    goal = replace(OFTEN, least_clusters=clusters, most_clusters=clusters)
+    goal = replace(OFTEN, min_clusters=clusters, max_clusters=clusters)
     assert form(model, goal, Network(), providers).score >= 0.9 * free.score
 
 
@@ -201,7 +201,7 @@ def test_clusters_that_cannot_be_are_refused_with_the_reason_and_the_way_out() -
     model = random_model(np.random.default_rng(0), places=4, parameter_bytes=1e9)
     homes = [_home(f"p{i}") for i in range(8)]
     with pytest.raises(PlanError, match=r"to be 3 clusters, and there are 2 providers: .* fewer clusters"):
-        form(model, Goal(least_clusters=3, most_clusters=3), Network(), homes[:2])
+        form(model, Goal(min_clusters=3, max_clusters=3), Network(), homes[:2])
     with pytest.raises(PlanError, match=r"at most 3 stages, .* 2 clusters have work for 6 providers, not 8: .* 6 or"):
         form(model, _exactly(2, 8), Network(), homes)
     whole = float(memory_bytes(model, Goal(), 1)[0, -1])
@@ -212,7 +212,7 @@ def test_clusters_that_cannot_be_are_refused_with_the_reason_and_the_way_out() -
     ):
         form(model, _exactly(2, 2), Network(), tight[:2])
     with pytest.raises(PlanError, match=r"does not fit 2 times on the 3 providers"):
-        form(model, Goal(least_clusters=2, most_clusters=2), Network(), tight[:3])
+        form(model, Goal(min_clusters=2, max_clusters=2), Network(), tight[:3])
     tiny = replace(homes[0], memory_bytes=1000)
     with pytest.raises(PlanError, match=r"Not all of 4 providers can have a stage: .* p0 has less"):
         form(model, _exactly(2, 4), Network(), [tiny, *homes[1:4]])
@@ -235,15 +235,15 @@ def test_what_averaging_keeps_counts_where_there_are_several_clusters_and_only_t
     assert len(free.clusters) == count
     single = form(model, kept, Network(), alone[:1])
     assert len(single.clusters) == 1 and single.clusters[0].stages[0].memory_bytes == pytest.approx(whole)
-    assert form(model, replace(kept, most_clusters=1), Network(), alone).score <= plan.score
+    assert form(model, replace(kept, max_clusters=1), Network(), alone).score <= plan.score
 
 
 def _exactly(clusters: int, providers: int) -> Goal:
     return Goal(
-        least_clusters=clusters,
-        most_clusters=clusters,
-        least_stages=providers // clusters,
-        least_providers=providers,
+        min_clusters=clusters,
+        max_clusters=clusters,
+        min_stages=providers // clusters,
+        min_providers=providers,
     )
 
 
@@ -256,9 +256,9 @@ def _is_exactly(plan: Plan, clusters: int, providers: int) -> None:
 def test_more_stages_than_the_model_has_are_refused_with_the_most_there_can_be() -> None:
     model = random_model(np.random.default_rng(0), places=4)
     with pytest.raises(PlanError, match="at most 3 stages"):
-        form(model, Goal(most_clusters=1, least_stages=4), Network(), [_home(n) for n in "abcd"])
+        form(model, Goal(max_clusters=1, min_stages=4), Network(), [_home(n) for n in "abcd"])
     with pytest.raises(PlanError, match="at least 3 stages, and there are 2 providers"):
-        form(model, Goal(least_stages=3), Network(), [_home(n) for n in "ab"])
+        form(model, Goal(min_stages=3), Network(), [_home(n) for n in "ab"])
 
 
 def test_providers_of_one_host_do_not_count_its_cores_twice() -> None:

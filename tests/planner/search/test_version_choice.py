@@ -49,7 +49,7 @@ def machines(memory: float) -> list[Provider]:
 
 def chosen(model: ModelCosts, memory: float, versions: str | None = None, **more: object) -> VersionChoice:
     providers = machines(memory)
-    goal = Goal(most_clusters=1, least_stages=2, **more)  # type: ignore[arg-type]
+    goal = Goal(max_clusters=1, min_stages=2, **more)  # type: ignore[arg-type]
 
     def search(goal: Goal) -> Plan:
         return form(model, goal, Network(), providers)
@@ -59,14 +59,14 @@ def chosen(model: ModelCosts, memory: float, versions: str | None = None, **more
 
 def root_bytes(model: ModelCosts, versions: str, in_flight: int, accumulate: int = 1) -> float:
     """What the first half of the model takes."""
-    goal = Goal(versions=versions, accumulate=accumulate, most_clusters=1)
+    goal = Goal(versions=versions, accumulate=accumulate, max_clusters=1)
     return float(memory_bytes(model, goal, in_flight)[0, 2])
 
 
 @pytest.mark.parametrize("versions", POLICIES)
 def test_predicted_weights_take_one_version_more_where_more_than_one_is_in_flight(versions: str) -> None:
     model = a_model(1e6, 1e6)
-    plain, predicting = (Goal(versions=versions, accumulate=4, most_clusters=1, predicts=p) for p in (False, True))
+    plain, predicting = (Goal(versions=versions, accumulate=4, max_clusters=1, predicts=p) for p in (False, True))
     more = memory_bytes(model, predicting, 4) - memory_bytes(model, plain, 4)
     parameters = float(model.parameter_bytes[2] - model.parameter_bytes[0])
     assert float(more[0, 2]) == pytest.approx(SPARE * parameters)

@@ -200,7 +200,7 @@ def test_no_more_is_kept_than_the_user_lets_it(tmp_path: Path) -> None:
 
 
 def test_there_are_never_more_files_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_files, "MOST_PARTS", 3)
+    monkeypatch.setattr(part_files, "MAX_PARTS", 3)
     files = PartFiles(tmp_path)
     for key in ("a", "b", "c"):
         write(files, 1, key)

@@ -53,9 +53,9 @@ async def background(swarm: AveragedSwarm, counts: Sequence[int]) -> None:
     await swarm.over()
     want = direct_mean(snapshots, samples)
     for cluster, snapshot, was in zip(swarm.clusters, snapshots, before, strict=True):
-        # The mean, and on top of it what was learnt and counted since the snapshot.
+        # The mean, and on top of it what was learned and counted since the snapshot.
         check(cluster.state(), {name: want[name] + (was[name] - snapshot[name]) for name in was})
-    # And with what all have learnt since, they become alike.
+    # And with what all have learned since, they become alike.
     before = [cluster.state() for cluster in swarm.clusters]
     await swarm.average_now()
     want = direct_mean(before, [cluster.samples - was for cluster, was in zip(swarm.clusters, samples, strict=True)])

@@ -1,4 +1,4 @@
-"""An owner that hears late that a round counts, or is far beyond all others: what it has learnt counts once, or is
+"""An owner that hears late that a round counts, or is far beyond all others: what it has learned counts once, or is
 dropped by name, and in the end all are alike."""
 
 import asyncio
@@ -44,7 +44,7 @@ def hears_of_it(swarm: AveragedSwarm) -> None:
 
 
 def moved(state: Mapping[str, Tensor], was: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was learnt since, on top of another beginning."""
+    """What was learned since, on top of another beginning."""
     return {name: tensor + (to[name] - was[name]) for name, tensor in state.items()}
 
 
@@ -129,7 +129,7 @@ def test_one_that_has_not_heard_that_a_round_counts_when_its_coordinator_ends_co
             second = swarm.clusters[0].state()
             await swarm.average_now()
             assert alike(swarm)
-            # What B had learnt is in the mean of the round before: it is not brought into this one, too.
+            # What B had learned is in the mean of the round before: it is not brought into this one, too.
             check(swarm.clusters[1].state(), second)
             assert "dropped" in swarm.kinds()
 
@@ -229,7 +229,7 @@ def test_one_that_is_far_beyond_the_others_for_three_rounds_goes_on_from_their_m
             # Of two, nothing has been averaged since the first round; of three, the others have gone on.
             await swarm.average_now()
             [(_, reason)] = [event for event in swarm.events if event[0] == "dropped"]
-            assert "is left out, and so it was 2 times before: what it has learnt since is dropped" in reason
+            assert "is left out, and so it was 2 times before: what it has learned since is dropped" in reason
             assert alike(swarm)
             floats = {n for n, t in others[0].items() if t.is_floating_point()}
             want = direct_mean(others, [1] * len(others))

@@ -23,7 +23,7 @@ from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
 from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.fetch.progress import FetchProgress
 from ravnest.provider.stage import hosted_stage as deployment_module
-from ravnest.provider.stage.hosted_stage import MOST_STALENESS_TOLD, Deployment, staleness_counts
+from ravnest.provider.stage.hosted_stage import MAX_STALENESS_TOLD, Deployment, staleness_counts
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches
 
@@ -170,8 +170,8 @@ def test_a_report_tells_how_stale_updates_were_however_stale_they_were() -> None
     assert staleness_counts({}) == []
     assert staleness_counts({0: 3, 2: 1}) == [3, 0, 1]
     assert staleness_counts({70: 5})[70] == 5
-    far = staleness_counts({1: 2, MOST_STALENESS_TOLD: 3, 10**6: 4})
-    assert len(far) == MOST_STALENESS_TOLD + 1
+    far = staleness_counts({1: 2, MAX_STALENESS_TOLD: 3, 10**6: 4})
+    assert len(far) == MAX_STALENESS_TOLD + 1
     assert (sum(far), far[1], far[-1]) == (9, 2, 7)
 
 
@@ -182,7 +182,7 @@ def test_memory_that_is_short_is_told_and_what_is_exhausted_ends_the_stage_with_
     free, now = 1 << 40, 0.0
     monkeypatch.setattr(deployment_module, "spare_bytes", lambda device: free)
     monkeypatch.setattr(deployment_module.time, "monotonic", lambda: now)
-    monkeypatch.setattr(deployment._worker, "most_held", lambda: 3)
+    monkeypatch.setattr(deployment._worker, "max_held", lambda: 3)
     lent = 8 << 30
     assert deployment.look_at_memory(lent) is None
     free = 1 << 20

@@ -61,7 +61,7 @@ def test_times_count_from_when_the_stage_began() -> None:
 
 
 def test_a_report_takes_so_many_and_what_is_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_WAITING", 2 * SPANS_A_REPORT + 10)
+    monkeypatch.setattr(module, "_MAX_WAITING", 2 * SPANS_A_REPORT + 10)
     recorder = SpanRecorder(10**9)
     worked(recorder, range(10 * SPANS_A_REPORT))
     sizes = [len(recorder.take(0.0)) for _ in range(4)]
