@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import plain_english, repetition, sizes
+from tests.house import plain_english, reaches, repetition, rooms, sizes
 
 
 def written(folder: Path, text: str, name: str = "module.py") -> Path:
@@ -79,3 +79,43 @@ def test_fields_in_a_row_are_no_repetition(tmp_path: Path) -> None:
     written(tmp_path, fields, "a.py")
     written(tmp_path, fields, "b.py")
     assert list(repetition.breaches(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("swarm._processes.pids\n", "'swarm._processes'"),
+        ("import ravnest.job\nravnest.job._made\n", "'ravnest.job._made'"),
+        ("from ravnest.job import _made\n", "the private name '_made'"),
+        ("from ravnest import job\njob.Job()._made\n", "'job.Job()._made'"),
+        ('monkeypatch.setattr(outbox, "_MAX_BYTES", 3)\n', "'_MAX_BYTES' by its text"),
+        ('patch.setattr("ravnest.net.wire._MAX_BYTES", 3)\n', "'ravnest.net.wire._MAX_BYTES' by its text"),
+        ("from tests.net.test_address import ends\n", "the test module 'tests.net.test_address'"),
+        ("from tests.net import test_address\nimport tests.net.test_address\n", "the test module 'tests.net.test_"),
+    ],
+)
+def test_reaches_into_private_names_are_found(tmp_path: Path, text: str, told: str) -> None:
+    assert any(told in breach.text for breach in reaches.breaches(written(tmp_path, text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class A:\n    def f(self):\n        return self._a + super()._b\n",
+        "import torch\nimport torch.nn.functional as F\ntorch.ops.aten._softmax(F._x)\n",
+        "from unittest import mock\nmock._x\n",
+        "point._replace(x=1).__class__\n",
+        'monkeypatch.setattr(outbox, "MAX_BYTES", 3)\nmonkeypatch.setenv("_X", "1")\n',
+        "from tests.net.ends import a_stream\n",
+    ],
+)
+def test_public_names_and_those_of_other_libraries_may_be_used(tmp_path: Path, text: str) -> None:
+    assert list(reaches.breaches(written(tmp_path, text))) == []
+
+
+def test_a_module_that_stands_directly_in_a_divided_room_is_named(tmp_path: Path) -> None:
+    (tmp_path / "coordinator" / "feed").mkdir(parents=True)
+    for name in ("coordinator.py", "intake.py", "__init__.py", "helpers.py", "feed/ledger.py"):
+        written(tmp_path, "", f"coordinator/{name}")
+    [breach] = rooms.breaches(tmp_path)
+    assert breach.path.name == "helpers.py"
