@@ -71,7 +71,7 @@ class _Printer:
             self._console = Console(highlight=False)
 
     def show(self, finding: "Finding") -> None:
-        from ravnest.monitor.words import printable
+        from ravnest.errors import printable
 
         sentence, fix = printable(finding.sentence), printable(finding.fix)
         if self._console is None:

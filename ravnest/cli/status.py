@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ravnest.errors import printable
 from ravnest.monitor import words
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.run_directory import RunPaths, existing_run, lock_holder
@@ -104,21 +105,21 @@ def _print(
     style = {"finished": "green", "running": "cyan", "starting": "cyan", "stopped": "yellow"}.get(status, "red")
     line = Text.assemble((str(paths.path), "bold"), "  ", (status, f"bold {style}"))
     if reason and status != "finished":
-        line.append(f"  {words.printable(reason)}")
+        line.append(f"  {printable(reason)}")
     if process:
         line.append(f"  (process {process})", style="dim")
     console.print(line, soft_wrap=True)
     if summary is not None and summary.standstill and status == "running":
-        console.print(Text(words.printable(summary.standstill), style="yellow"), soft_wrap=True)
+        console.print(Text(printable(summary.standstill), style="yellow"), soft_wrap=True)
     if summary is not None:
         for name, value in final_facts(summary):
-            console.print(Text.assemble((f"{name:<14}", "dim"), words.printable(value)), soft_wrap=True)
+            console.print(Text.assemble((f"{name:<14}", "dim"), printable(value)), soft_wrap=True)
         round_ = next((event for event in reversed(events) if event.get("kind") in ("round", "round_skipped")), None)
         if round_ is not None:
-            told = words.printable(str(round_.get("reason", "")))
+            told = printable(str(round_.get("reason", "")))
             console.print(Text.assemble((f"{'last round':<14}", "dim"), told), soft_wrap=True)
         for flying in _flights(summary):
-            console.print(Text.assemble((f"{'in flight':<14}", "dim"), words.printable(flying)), soft_wrap=True)
+            console.print(Text.assemble((f"{'in flight':<14}", "dim"), printable(flying)), soft_wrap=True)
         ledger = summary.ledger
         if ledger.fed:
             text = f"fed {words.count(ledger.fed)}, completed {words.count(ledger.completed)}, replayed "
@@ -128,7 +129,7 @@ def _print(
             console.print()
             console.print(_stages(summary))
             for link in _links(summary):
-                console.print(Text.assemble((f"{'link':<14}", "dim"), words.printable(link)), soft_wrap=True)
+                console.print(Text.assemble((f"{'link':<14}", "dim"), printable(link)), soft_wrap=True)
     if members:
         console.print()
         # Addresses are there to be copied: wider than the terminal is better than cut.
@@ -157,7 +158,7 @@ def _member_table(members: "list[KnownMember]", process: int | None) -> Any:
             member.address,
             "" if member.stage is None else str(member.stage),
         )
-        table.add_row(*(Text(words.printable(cell)) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 
 
@@ -182,7 +183,7 @@ def _stages(summary: Summary) -> Any:
                 f"{stage.staleness.mean:.1f} max {stage.staleness.max}",
                 words.size(stage.peak_memory_bytes),
             )
-            table.add_row(*(Text(words.printable(cell)) for cell in cells))
+            table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 
 
@@ -217,5 +218,5 @@ def _event(event: Event) -> Any:
     with suppress(OverflowError, OSError, ValueError):
         if isinstance(at, int | float):
             when = time.strftime("%H:%M:%S", time.localtime(at))
-    kind, reason = words.printable(str(event.get("kind", ""))), words.printable(str(event.get("reason", "")))
+    kind, reason = printable(str(event.get("kind", ""))), printable(str(event.get("reason", "")))
     return Text.assemble((when, "dim"), f"  {kind:<18} ", (reason, "dim"))

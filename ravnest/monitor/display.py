@@ -5,6 +5,7 @@ from typing import Final, Protocol, TextIO
 
 from rich.console import Console
 
+from ravnest.errors import printable
 from ravnest.monitor import words
 from ravnest.monitor.live import LiveDisplay
 from ravnest.monitor.report import final_lines
@@ -88,7 +89,7 @@ class PlainDisplay:
         if self._closed:
             return
         try:
-            print(f"[{self._elapsed_seconds:7.1f} s] {words.printable(text)}", file=self._stream, flush=True)
+            print(f"[{self._elapsed_seconds:7.1f} s] {printable(text)}", file=self._stream, flush=True)
         except OSError:
             # Whoever read this has gone (`| head`, a closed terminal); the run goes on without an audience.
             self._closed = True

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final
 
-from ravnest.monitor import words
+from ravnest.errors import printable
 from ravnest.monitor.steady import StageFigures, Stretch
 from ravnest.monitor.trace import TraceSpan, in_rows
 
@@ -101,7 +101,7 @@ _PATTERNS: Final = """<defs>
 
 def _label(figures: StageFigures, top: float, steady: bool) -> Iterator[str]:
     stage = figures.stage
-    name = escape(words.printable(stage.provider[:24]))
+    name = escape(printable(stage.provider[:24]))
     yield f'<text x="4" y="{top + 12}" class="name">stage {stage.stage} {escape(stage.role)}</text>'
     yield f'<text x="4" y="{top + 26}" class="dim">{name}</text>'
     if steady:

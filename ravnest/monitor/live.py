@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ravnest.errors import printable
 from ravnest.monitor import words
 from ravnest.monitor.files import write_atomic
 from ravnest.monitor.report import averaging_in_words, final_facts, headline
@@ -50,7 +51,7 @@ class LiveDisplay:
                 self._draw(_picture(snapshot, max_stages=max(1, self._console.height - _LINES_AROUND_STAGES)))
 
     def message(self, text: str) -> None:
-        line = Text(words.printable(text))
+        line = Text(printable(text))
         self._messages.append(line)
         if not self._closed:
             self._print(line)
@@ -132,7 +133,7 @@ def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
     if snapshot.in_flight is not None:
         parts.append(_named("in flight", f"{snapshot.in_flight}   {snapshot.in_flight_reason}"))
     if snapshot.standstill:
-        parts.append(Text(words.printable(snapshot.standstill), style="yellow", no_wrap=True, overflow="ellipsis"))
+        parts.append(Text(printable(snapshot.standstill), style="yellow", no_wrap=True, overflow="ellipsis"))
     if snapshot.stages:
         shown = (snapshot.averaging is not None) + (snapshot.in_flight is not None) + bool(snapshot.standstill)
         room = max_stages - len(snapshot.clusters) - shown
@@ -146,11 +147,11 @@ def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
 def _title(snapshot: Snapshot) -> RenderableType:
     left = Text()
     if snapshot.title:
-        left.append(words.printable(snapshot.title), style="bold")
+        left.append(printable(snapshot.title), style="bold")
         left.append("  ")
     left.append(snapshot.phase, style="cyan")
     if snapshot.detail:
-        left.append(f": {words.printable(snapshot.detail)}")
+        left.append(f": {printable(snapshot.detail)}")
     if snapshot.epoch and snapshot.epochs:
         left.append(f"  epoch {snapshot.epoch}/{snapshot.epochs}")
     right = Text(f"{words.duration(snapshot.elapsed_seconds)} elapsed", style="dim")
@@ -196,7 +197,7 @@ def _numbers(snapshot: Snapshot) -> RenderableType:
 
 def _named(name: str, value: str) -> Text:
     # One line each: how much room there is for stages was counted.
-    return Text.assemble((f"{name} ", "dim"), words.printable(value), no_wrap=True, overflow="ellipsis")
+    return Text.assemble((f"{name} ", "dim"), printable(value), no_wrap=True, overflow="ellipsis")
 
 
 def _stage_table(snapshot: Snapshot, most: int | None = None) -> Table:
@@ -215,12 +216,12 @@ def _stage_table(snapshot: Snapshot, most: int | None = None) -> Table:
         if cluster is not None:
             rate = f"{words.rate(cluster.samples_per_second)} samples/s, {words.count(cluster.samples)} samples"
             rate += "" if cluster.in_flight is None else f", {cluster.in_flight} in flight"
-            told = f"lost: {words.printable(cluster.lost)}" if cluster.lost else rate
+            told = f"lost: {printable(cluster.lost)}" if cluster.lost else rate
             table.add_row(f"cluster {cluster.id}", Text(told, style="red" if cluster.lost else "dim"))
         table.add_row(
-            Text.assemble(f"{view.stage} ", (words.printable(view.role), "dim")),
-            Text(words.printable(view.provider)),
-            Text(words.printable(view.device), style="dim"),
+            Text.assemble(f"{view.stage} ", (printable(view.role), "dim")),
+            Text(printable(view.provider)),
+            Text(printable(view.device), style="dim"),
             words.short_count(view.parameters),
             _busy(view.busy_fraction),
             Text.assemble(f"{view.staleness_mean:.1f}", (f" max {view.staleness_max}", "dim")),
@@ -249,8 +250,8 @@ def _results(summary: Summary) -> RenderableType:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in final_facts(summary):
-        grid.add_row(name, Text(words.printable(value), style="bold" if name in ("evaluation", "model") else ""))
-    return Group(Text(words.printable(headline(summary)), style=style), grid)
+        grid.add_row(name, Text(printable(value), style="bold" if name in ("evaluation", "model") else ""))
+    return Group(Text(printable(headline(summary)), style=style), grid)
 
 
 def _two_sides(left: Text, right: Text) -> Table:

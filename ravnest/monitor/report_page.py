@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Final
 
+from ravnest.errors import printable
 from ravnest.monitor import words
 from ravnest.monitor.gantt import gantt, legend
 from ravnest.monitor.report import final_facts, headline
@@ -22,17 +23,17 @@ SHOWN_STAGES: Final = 64
 def report_page(name: str, summary: Summary, trace: Trace | None) -> str:
     """The page, for the run of this name."""
     facts = "".join(
-        f"<tr><th>{escape(words.printable(fact))}</th><td>{escape(words.printable(value))}</td></tr>"
+        f"<tr><th>{escape(printable(fact))}</th><td>{escape(printable(value))}</td></tr>"
         for fact, value in final_facts(summary)
     )
-    title = escape(words.printable(name))
+    title = escape(printable(name))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title} - Ravnest</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>{_STYLE}</style></head>
 <body>
 <h1>{title}</h1>
-<p>{escape(words.printable(headline(summary)))}</p>
+<p>{escape(printable(headline(summary)))}</p>
 <table class="facts">{facts}</table>
 <h2>Pipelines</h2>
 {_pipelines(summary, trace)}
@@ -125,7 +126,7 @@ def _row(cluster: int, stage: StageSummary, figures: StageFigures | None, steady
         words.size(stage.bytes_received),
         f"{stage.staleness.mean:.1f}, at most {stage.staleness.max}",
     )
-    return f"<tr>{''.join(f'<td>{escape(words.printable(cell))}</td>' for cell in cells)}</tr>"
+    return f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in cells)}</tr>"
 
 
 _STYLE: Final = """

@@ -4,11 +4,6 @@ import math
 from collections.abc import Mapping
 
 
-def printable(text: str) -> str:
-    """`text` without what could steer a terminal: names and reasons may come from another machine."""
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 def count(value: float) -> str:
     """1234567 as "1,234,567"."""
     return f"{round(value):,}" if math.isfinite(value) else str(value)

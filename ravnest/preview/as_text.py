@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ravnest.errors import printable
 from ravnest.monitor import words
 from ravnest.planner.cluster import StageCost
 from ravnest.planner.stage_plan import role_of
@@ -136,7 +137,7 @@ def limit_word(stage: StageCost) -> str:
 
 def words_of(text: str) -> str:
     """Names as they may be shown; line ends are ours."""
-    return "\n".join(words.printable(line) for line in text.split("\n"))
+    return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def _headline(dry: DryRun) -> Text:

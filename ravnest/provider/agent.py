@@ -25,6 +25,7 @@ import torch
 
 from ravnest import __version__
 from ravnest import units as amounts
+from ravnest.background import BackgroundTasks, cancel_and_wait
 from ravnest.cores import usable_cores
 from ravnest.engine.out_of_memory import is_out_of_memory, told
 from ravnest.engine.speed.device_speed import Speed
@@ -200,7 +201,7 @@ class _Agent:
         self._deployed = asyncio.Condition()
         self._speed: Speed | None = None
         self._link: LinkSpeed | None = None
-        self._errands: set[asyncio.Task[None]] = set()
+        self._errands = BackgroundTasks()
         self._finished = asyncio.Event()
         self._wants_to_leave = asyncio.Event()
         self._reason = ""
@@ -395,11 +396,6 @@ class _Agent:
         await asyncio.sleep(_LEFT_OVER_SECONDS)
         await self._give_up_left_over()
 
-    def _errand(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
-
     async def link(self, peer: str, connection: Link) -> None:
         """A neighbouring stage dials in; it may do so before the own stage is built. So does who exchanges parts."""
         if self._parts is not None and await self._parts.accept(peer, connection):
@@ -430,17 +426,18 @@ class _Agent:
             self._hand_over(stay),
         ]
         if self._left_over:
-            self._errand(self._wait_with_left_over())
+            self._errands.spawn(self._wait_with_left_over())
         if not self._embedded:
             duties += [self._tell_progress(), stay.tell_connection(self._say)]
             if self._claim is not None and self._claim.claim.cores is None:
                 duties.append(self._share_cores(stay, self._claim))
-            self._errand(self._report_link(stay))
+            self._errands.spawn(self._report_link(stay))
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(duty) for duty in duties]
         try:
             done, _ = await asyncio.wait([connecting, *tasks], return_when=asyncio.FIRST_COMPLETED)
-            for task in [*tasks, *self._errands]:
+            for task in tasks:
                 task.cancel()
+            self._errands.cancel()
             if self._finished.is_set():
                 self._say(f"leaving the swarm: {self._reason}")
                 await stay.leave(self._reason)
@@ -454,9 +451,9 @@ class _Agent:
                 raise _LetGoError(failures[0])
             raise failures[0]
         finally:
-            for task in [connecting, *tasks, *self._errands]:
-                task.cancel()
-            await asyncio.gather(connecting, *tasks, *self._errands, return_exceptions=True)
+            self._errands.cancel()
+            await cancel_and_wait(connecting, *tasks)
+            await self._errands.close()
             await peers.close()
 
     async def _obey(self, stay: Stay, peers: PeerMeasuring) -> None:
@@ -473,22 +470,20 @@ class _Agent:
                 if self._parts is not None:
                     self._parts.expect(message.deploy)
                 # On the side: whatever else is said is heard meanwhile, stop above all.
-                for errand in self._errands:
-                    errand.cancel()
-                await asyncio.gather(*self._errands, return_exceptions=True)
+                await self._errands.close()
                 if message.deploy.keep:
                     # At once, and not with the rest: what is said next may be of other owners again.
                     self._meet_owners(message.deploy.deployment, message.deploy.ring_peers, stay.client)
-                self._errand(self._deploy(message.deploy, stay))
+                self._errands.spawn(self._deploy(message.deploy, stay))
             elif kind == "start" and self._deployment is not None:
                 self._deployment.link()
             elif kind == "ring_peers":
                 self._meet_owners(message.ring_peers.deployment, message.ring_peers.peers, stay.client)
             elif kind in ORDERS and self._parts is not None:
                 if kind == "hold":
-                    self._errand(asyncio.to_thread(warm_up))
+                    self._errands.spawn(asyncio.to_thread(warm_up))
                 if kind == "forget" and not message.forget.of:
-                    self._errand(self._give_up_left_over(message.forget.keep))
+                    self._errands.spawn(self._give_up_left_over(message.forget.keep))
                 self._parts.obey(message)
             elif kind == "meet":
                 self._meet(message.meet.link)

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ravnest import units as amounts
-from ravnest.errors import PeerError
-from ravnest.monitor.words import printable
+from ravnest.errors import PeerError, printable
 from ravnest.net.probe.measuring import LinkSpeed
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer, PeerMeasured, ProviderMessage
 

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
+from ravnest.background import BackgroundTasks
 from ravnest.errors import PeerError, RavnestError, RefusedError
 from ravnest.net.address import peer_host
 from ravnest.net.connection import JOIN_BYTES, SERVER_OPTIONS, bind_port
@@ -71,7 +72,7 @@ class CallServer:
         self._door: Doorkeeper | None = None
         self._ends: dict[str, set[ByteStream]] = {}
         self._server: aio.Server | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = BackgroundTasks(_log_error)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port, chosen by the system for port 0. RunError when the address cannot be had."""
@@ -95,10 +96,7 @@ class CallServer:
             await server.stop(grace_seconds)
         if self._door is not None:
             self._door.stop()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def service(self) -> str:
         """Full name of the service."""
@@ -138,9 +136,7 @@ class CallServer:
             label = dict(context.invocation_metadata() or ()).get(LINK_KEY)
             end = make(wire := CalledWire(context, caller, label if isinstance(label, str) else ""))
             self._ends.setdefault(caller, set()).add(end.stream)
-            handler = asyncio.create_task(run(caller, end))
-            self._tasks.add(handler)
-            handler.add_done_callback(self._settle)
+            handler = self._tasks.spawn(run(caller, end))
             try:
                 await asyncio.wait({handler, wire.ended}, return_when=asyncio.FIRST_COMPLETED)
                 refusal = _refusal(handler) if handler.done() else None
@@ -185,23 +181,13 @@ class CallServer:
                 request.ParseFromString(data)
             except (DecodeError, ValueError) as error:
                 await _refuse(context, RefusedError(f"the request cannot be read: {error}"))
-            handler = asyncio.create_task(run(caller, request, peer_host(context.peer())))
-            self._tasks.add(handler)
-            handler.add_done_callback(self._settle)
+            handler = self._tasks.spawn(run(caller, request, peer_host(context.peer())))
             await asyncio.wait({handler})
             if (refusal := _refusal(handler)) is not None:
                 await _refuse(context, refusal)
             return handler.result().SerializeToString()
 
         return grpc.stream_unary_rpc_method_handler(serve)
-
-    def _settle(self, handler: "asyncio.Task[Any]") -> None:
-        self._tasks.discard(handler)
-        error = None if handler.cancelled() else handler.exception()
-        if isinstance(error, RavnestError):
-            log.info("a stream ended: %s", error)
-        elif error is not None:
-            log.error("a call failed inside this node", exc_info=error)
 
     async def _admit(self, context: Context, kinds: Collection[Kind], call: str) -> Identity:
         try:
@@ -221,6 +207,13 @@ class CallServer:
 def log_turned_away(report: TurnedAway) -> None:
     """What a server does with the news unless it is told otherwise."""
     log.warning("%s", report)
+
+
+def _log_error(error: BaseException) -> None:
+    if isinstance(error, RavnestError):
+        log.info("a stream ended: %s", error)
+    else:
+        log.error("a call failed inside this node", exc_info=error)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: OnTurnedAway, report: TurnedAway) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
+from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames.frames import Frame, FrameKind, encode
 
@@ -318,9 +319,7 @@ class ResumableLink:
                 await asyncio.wait({writing})
             writing.result()
         finally:
-            for task in (reading, writing):
-                task.cancel()
-            await asyncio.gather(reading, writing, return_exceptions=True)
+            await cancel_and_wait(reading, writing)
 
     async def _write(self, connection: Connection) -> None:
         """Sends what the other end has not got, and counts of what has arrived, as they come up."""

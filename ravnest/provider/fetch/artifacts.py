@@ -17,8 +17,10 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
+from ravnest.background import in_thread
 from ravnest.errors import GraphError, PeerError, RefusedError
 from ravnest.net.v1.control_pb2 import ArtifactRef
 from ravnest.provider.fetch.cache import ArtifactCache, KeptArtifact
@@ -90,7 +92,7 @@ class Artifacts:
         """What the cache has of it, to read and to add to; None when it goes without the cache."""
         while self._cache is not None:
             try:
-                kept = await _in_thread(lambda cache: cache.open(ref.sha256, ref.size_bytes), self._cache)
+                kept = await in_thread(partial(self._cache.open, ref.sha256, ref.size_bytes))
             except BlockingIOError:
                 self._say(f"waiting for {ref.id}: another provider on this machine is fetching it")
                 await self._cache.wait(ref.sha256)
@@ -119,7 +121,7 @@ class Artifacts:
             return take(data) if data else 0
 
         try:
-            while kept is not None and (size := await _in_thread(read_on, kept)):
+            while kept is not None and (size := await in_thread(partial(read_on, kept))):
                 from_disk += size
                 progress.kept_bytes += size
             if from_disk < ref.size_bytes:
@@ -172,7 +174,7 @@ class Artifacts:
     async def _append(self, kept: KeptArtifact, data: bytes) -> bool:
         """Writes what has come to the disk; whether that went well."""
         try:
-            await _in_thread(kept.append, data)
+            await in_thread(partial(kept.append, data))
         except OSError as error:
             kept.discard()
             self._go_without(error)
@@ -181,9 +183,9 @@ class Artifacts:
 
     async def _finish(self, kept: KeptArtifact) -> None:
         try:
-            await _in_thread(lambda kept: kept.finish(), kept)
+            await in_thread(kept.finish)
             if self._cache is not None:
-                await _in_thread(lambda cache: cache.trim(), self._cache)
+                await in_thread(self._cache.trim)
         except OSError as error:
             self._go_without(error)
 
@@ -207,14 +209,3 @@ def _check(ref: ArtifactRef, size_bytes: int, sha256: str) -> None:
         raise _OtherBytesError(
             f"the artifact {ref.id} arrived damaged (its sha256 is {sha256[:12]}…, not {ref.sha256[:12]}…)"
         )
-
-
-async def _in_thread(function: Callable[[A], T], argument: A) -> T:
-    """Calls a function that may wait for the disk. A caller that is cancelled waits for its end: files stay open so
-    long."""
-    task = asyncio.ensure_future(asyncio.to_thread(function, argument))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise

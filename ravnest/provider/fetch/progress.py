@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Final, Protocol, TextIO
 
+from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError
 from ravnest.net.v1.control_pb2 import Deploy, Fetching, ProviderMessage
 
@@ -111,8 +112,7 @@ async def fetching(order: Deploy, control: Listener, line: FetchLine | None) -> 
         if line is not None:
             line.end(progress)
     finally:
-        telling.cancel()
-        await asyncio.gather(telling, return_exceptions=True)
+        await cancel_and_wait(telling)
 
 
 async def _tell(progress: FetchProgress, deployment: str, control: Listener, line: FetchLine | None) -> None:

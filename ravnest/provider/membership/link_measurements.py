@@ -2,6 +2,7 @@
 
 import asyncio
 
+from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.probe.measuring import LinkSpeed
@@ -58,8 +59,7 @@ class PeerMeasuring:
 
     async def close(self) -> None:
         """Ends what is under way."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel_and_wait(self._task)
 
     async def _work(self) -> None:
         while True:

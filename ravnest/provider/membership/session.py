@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
+from ravnest.background import BackgroundTasks
 from ravnest.errors import PeerError
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.streams.control_channel import ControlLink
@@ -31,29 +32,23 @@ class Stay:
     async def keep_connected(self) -> None:
         """Makes one connection after another for both links; PeerError when the stay is over."""
         control = self.control.link
-        tasks = [
-            asyncio.create_task(work)
-            for work in (
-                control.keep_dialling(lambda: self.client.control(self._session)),
-                self.feed.keep_dialling(lambda: self.client.feed(self._session)),
-                control.fail_when_gone(PATIENCE_SECONDS),
-            )
-        ]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-            # Ended in order: what was said before is still to be read, and says why.
-            await asyncio.Event().wait()
-        except PeerError as error:
-            # Both are of one stay: when one is over so is the other.
-            control.fail(error)
-            self.feed.fail(error)
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with BackgroundTasks() as tasks:
+            connecting = [
+                tasks.spawn(control.keep_dialling(lambda: self.client.control(self._session))),
+                tasks.spawn(self.feed.keep_dialling(lambda: self.client.feed(self._session))),
+                tasks.spawn(control.fail_when_gone(PATIENCE_SECONDS)),
+            ]
+            try:
+                done, _ = await asyncio.wait(connecting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                # Both links ended in order. The receiver still reads the messages that arrived before, which say why.
+                await asyncio.Event().wait()
+            except PeerError as error:
+                # The session ends as a whole: when one link has failed, the other one fails too.
+                control.fail(error)
+                self.feed.fail(error)
+                raise
 
     async def tell_connection(self, say: Callable[[str], None]) -> None:
         """Says when the connection is down for more than a moment, and when it is back; for ever."""

@@ -8,13 +8,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ravnest.background import BackgroundTasks, in_thread
 from ravnest.errors import GraphError, PeerError, RavnestError
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.v1.control_pb2 import Deploy, PartSource
 from ravnest.provider.machine.memory import available_bytes
 from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
-from ravnest.provider.replicas.transfer import MAX_BYTES, PartArrivals, in_thread
+from ravnest.provider.replicas.transfer import MAX_BYTES, PartArrivals
 
 MAX_DONORS: Final = 1000
 """Whose parts a stage begins with."""
@@ -50,13 +51,9 @@ class Taking:
         """The same of all parts that the order's donors have, which come at the same time."""
         if len(order.donors) > MAX_DONORS:
             raise PeerError(f"a stage is to begin with parts of {len(order.donors):,}, more than {MAX_DONORS:,}")
-        getting = [asyncio.create_task(self._get(source, MAX_BYTES, keep=False)) for source in order.donors]
-        try:
+        async with BackgroundTasks() as tasks:
+            getting = [tasks.spawn(self._get(source, MAX_BYTES, keep=False)) for source in order.donors]
             return list(await asyncio.gather(*getting))
-        finally:
-            for task in getting:
-                task.cancel()
-            await asyncio.gather(*getting, return_exceptions=True)
 
     async def _get(self, source: PartSource, max_bytes: int, *, keep: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
         key = check_key(source.key)

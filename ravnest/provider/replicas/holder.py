@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import Final
 
+from ravnest.background import BackgroundTasks, cancel_and_wait, in_thread
 from ravnest.errors import GraphError, PeerError, RavnestError, RunError
 from ravnest.graph.portable import PortableGraph
 from ravnest.net.streams.resumable_link import FIRST_BACKOFF_SECONDS
@@ -15,7 +16,7 @@ from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.fetch.progress import FetchProgress
 from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
-from ravnest.provider.replicas.transfer import MAX_BYTES, PartArrivals, PartRefusedError, in_thread
+from ravnest.provider.replicas.transfer import MAX_BYTES, PartArrivals, PartRefusedError
 
 _SPARE_BYTES: Final = 64 << 20
 _STATE_FACTOR: Final = 16
@@ -40,7 +41,7 @@ class Holding:
         self._artifacts = artifacts
         self._say = say
         self._held: dict[str, tuple[PartLink, asyncio.Task[None]]] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = BackgroundTasks()
 
     def hold(self, order: Hold) -> None:
         """Takes parts of this stage from its owner from now on, and from no earlier one."""
@@ -62,15 +63,13 @@ class Holding:
         """Ends all of it. The files stay."""
         for key in [*self._held]:
             self._end(key)
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._ending.wait()
 
     def _end(self, key: str) -> None:
         if key in self._held:
             link, serving = self._held.pop(key)
             serving.cancel()
-            task = asyncio.create_task(_closed(link, serving))
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            self._ending.spawn(_closed(link, serving))
 
     async def _serve(self, order: Hold, link: PartLink) -> None:
         most, warming = await self._fetch_graph(order), asyncio.create_task(self._warm(order.weights))
@@ -84,8 +83,7 @@ class Holding:
                     self._say(f"cannot take a part of {order.key}: {type(error).__name__}: {error}")
                 await asyncio.sleep(FIRST_BACKOFF_SECONDS)
         finally:
-            warming.cancel()
-            await asyncio.gather(warming, return_exceptions=True)
+            await cancel_and_wait(warming)
 
     async def _take_all(self, order: Hold, link: PartLink, max_bytes: int) -> None:
         """Takes parts until the link has failed."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from ravnest.background import BackgroundTasks, cancel_and_wait
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.rpc.client import CoordinatorClient
@@ -35,7 +36,7 @@ class PartLinks:
         self._client = client
         self._allow = allow
         self._links: list[PartLink] = []
-        self._meeting: set[asyncio.Task[None]] = set()
+        self._meeting = BackgroundTasks()
 
     def add(self, neighbour: Neighbour) -> "PartLink":
         """A link as the coordinator names it; from now on its other end may dial. To be closed."""
@@ -55,16 +56,13 @@ class PartLinks:
         """The other end of this link waits at the relay: goes there too. Whether there is such a link."""
         found = [link for link in self._links if link.name == name]
         for link in found[-1:]:
-            task = asyncio.create_task(link.meet())
-            self._meeting.add(task)
-            task.add_done_callback(self._meeting.discard)
+            self._meeting.spawn(link.meet())
         return bool(found)
 
     async def close(self) -> None:
         """Ends all of them."""
-        for task in self._meeting:
-            task.cancel()
-        await asyncio.gather(*(link.close() for link in [*self._links]), *self._meeting, return_exceptions=True)
+        self._meeting.cancel()
+        await asyncio.gather(*(link.close() for link in [*self._links]), self._meeting.close(), return_exceptions=True)
 
     def _remove(self, link: "PartLink") -> None:
         if link in self._links:
@@ -143,9 +141,7 @@ class PartLink:
 
     async def _stop(self) -> None:
         running, self._running = self._running, None
-        if running is not None:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+        await cancel_and_wait(running)
 
 
 async def _quietly(end: StageLink) -> None:

@@ -3,19 +3,19 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
+from ravnest.background import BackgroundTasks, in_thread
 from ravnest.errors import PeerError, RavnestError
 from ravnest.net.v1.control_pb2 import ProviderMessage, Replicate, Replicated
 from ravnest.provider.replicas.files import Part, PartFiles, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.outgoing import StateTransfers
-from ravnest.provider.replicas.transfer import SHARE, in_thread, send_part
+from ravnest.provider.replicas.transfer import SHARE, send_part
 
 Tell = Callable[[ProviderMessage], Awaitable[None]]
 """Tells the coordinator something; PeerError when the stay is over."""
@@ -41,8 +41,8 @@ class Replicating:
         self._link: PartLink | None = None
         self._waiting: tuple[_Which, _State] | None = None
         self._came = asyncio.Event()
-        self._aside: set[asyncio.Task[None]] = set()
-        self._working = asyncio.create_task(self._work())
+        self._tasks = BackgroundTasks()
+        self._tasks.spawn(self._work())
 
     def follow(self, order: Replicate) -> None:
         """From now on parts of this stage go to this holder; one that is under way to another goes to it too."""
@@ -50,7 +50,7 @@ class Replicating:
         before, self._link = self._link, self._links.add(order.holder) if order.holder.node else None
         self._order = order
         if before is not None:
-            self._spawn(before.close())
+            self._tasks.spawn(before.close())
 
     def keep(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Keeps copies of a stage's state, which nobody changes any more. On any thread; returns at once."""
@@ -60,13 +60,11 @@ class Replicating:
 
     async def close(self) -> None:
         """Ends what is under way. The files stay; the links end with their stay."""
-        for task in (self._working, *self._aside):
-            task.cancel()
-        await asyncio.gather(self._working, *self._aside, return_exceptions=True)
+        await self._tasks.close()
 
     def _take(self, which: "_Which", state: _State) -> None:
         if self._waiting is not None:
-            self._spawn(self._say(self._waiting[0], error="a newer one came before it was kept"))
+            self._tasks.spawn(self._say(self._waiting[0], error="a newer one came before it was kept"))
         self._waiting = which, state
         self._came.set()
 
@@ -114,11 +112,6 @@ class Replicating:
         )
         with contextlib.suppress(PeerError):
             await self._tell(ProviderMessage(replicated=said))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._aside.add(task)
-        task.add_done_callback(self._aside.discard)
 
 
 def in_words(error: Exception) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from ravnest.background import BackgroundTasks, in_thread
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.rpc.client import CoordinatorClient
@@ -22,7 +23,7 @@ from ravnest.provider.replicas.holder import Holding
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.outgoing import StateTransfers
 from ravnest.provider.replicas.owner import Replicating, in_words
-from ravnest.provider.replicas.transfer import MAX_BYTES, in_thread, refuse, send_part
+from ravnest.provider.replicas.transfer import MAX_BYTES, refuse, send_part
 
 ORDERS: Final = frozenset({"replicate", "hold", "forget", "give", "upload_part"})
 """What the coordinator says of replicas."""
@@ -58,7 +59,7 @@ class Parts:
         self._replicating = Replicating(files, self._links, tell, self._sending)
         self._holding = Holding(files, self._links, artifacts, say)
         self._taking = Taking(files, self._links, say)
-        self._errands: set[asyncio.Task[None]] = set()
+        self._errands = BackgroundTasks()
 
     def obey(self, message: CoordinatorMessage) -> None:
         """Does what the coordinator says of replicas."""
@@ -112,9 +113,7 @@ class Parts:
 
     async def close(self) -> None:
         """Ends links and transfers. The files stay."""
-        for task in self._errands:
-            task.cancel()
-        await asyncio.gather(*self._errands, return_exceptions=True)
+        await self._errands.close()
         await asyncio.gather(self._replicating.close(), self._holding.close(), self._links.close())
 
     async def _give(self, order: Give, link: PartLink) -> None:
@@ -139,9 +138,7 @@ class Parts:
         if len(self._errands) >= _MAX_AT_ONCE:
             work.close()
             raise PeerError(f"the coordinator wants more than {_MAX_AT_ONCE} things done with parts at once")
-        task = asyncio.create_task(self._telling(key, work))
-        self._errands.add(task)
-        task.add_done_callback(self._errands.discard)
+        self._errands.spawn(self._telling(key, work))
 
     async def _telling(self, key: str, work: Awaitable[None]) -> None:
         try:

@@ -14,6 +14,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 
+from ravnest.background import in_thread
 from ravnest.errors import PeerError, RavnestError, RefusedError
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.streams.resumable_link import ResumableLink
@@ -228,16 +229,6 @@ class PartArrivals(Generic[SinkT]):
         self._refused = replica
         await refuse(self._link, replica, reason)
         return PartRefusedError(reason)
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Calls what may wait for the disk. Whoever is cancelled waits for its end: no file is closed under it."""
-    task = asyncio.ensure_future(asyncio.to_thread(function))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
 
 
 class _BrokenRuleError(Exception):

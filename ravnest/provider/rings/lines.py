@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from ravnest.background import BackgroundTasks, cancel_and_wait
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.direct_line import DirectLine, dial_direct
 from ravnest.net.frames.frames import Frame, FrameKind, RingPlace
@@ -65,7 +66,7 @@ class RingLines:
         self._broke = broke
         self._lines = {peer.node: self._make(peer) for peer in peers}
         self._is_open = False
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
 
     @property
     def ends(self) -> list[StageLink]:
@@ -85,9 +86,7 @@ class RingLines:
         links = {node_id: peer.link for node_id, peer in wanted.items()}
         gone = [node_id for node_id, line in self._lines.items() if links.get(node_id) != line.end.name]
         for node_id in gone:
-            task = asyncio.create_task(self._lines.pop(node_id).close(0.0))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._closing.spawn(self._lines.pop(node_id).close(0.0))
         for node_id, peer in wanted.items():
             if node_id not in self._lines:
                 line = self._lines[node_id] = self._make(peer)
@@ -117,7 +116,7 @@ class RingLines:
             await line.rest()
 
     async def close(self, timeout_seconds: float) -> None:
-        await asyncio.gather(*(line.close(timeout_seconds) for line in self._lines.values()), *self._closing)
+        await asyncio.gather(*(line.close(timeout_seconds) for line in self._lines.values()), self._closing.wait())
 
     def _line(self, node_id: str) -> "_Line":
         line = self._lines.get(node_id)
@@ -186,7 +185,7 @@ class _Line:
 
     async def rest(self) -> None:
         if self._linking is not None and not self.end.link.connected:
-            await _cancelled(self._linking)
+            await cancel_and_wait(self._linking)
             self._linking = None
 
     async def close(self, timeout_seconds: float) -> None:
@@ -198,9 +197,7 @@ class _Line:
             elif closing is not None:
                 closing.cancel()
         await self.end.close(timeout_seconds)
-        for task in (self._linking, self._reading):
-            if task is not None:
-                await _cancelled(task)
+        await cancel_and_wait(self._linking, self._reading)
         self._arrivals.shutdown(wait=False, cancel_futures=True)
 
     # On a thread of its own.
@@ -259,8 +256,3 @@ async def _quietly(work: Awaitable[None]) -> None:
     # Whoever sends over the link, or waits for what it brings, learns of its end there.
     with contextlib.suppress(PeerError):
         await work
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

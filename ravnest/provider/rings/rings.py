@@ -10,7 +10,7 @@ stage: the mean lies in memory of its own. What happens on failure:
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from ravnest.averaging.ring_reduce import Piece
 from ravnest.averaging.settings import RingSettings
+from ravnest.background import BackgroundTasks
 from ravnest.engine.messages import Snapshot
 from ravnest.engine.stage import Stage
 from ravnest.engine.worker import StageWorker
@@ -81,7 +82,7 @@ class Rings:
         self._lines: RingLines | None = None
         self._thread = ThreadPoolExecutor(1, "ravnest-rings")
         self._orders: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(self._averaging_failed)
         self._joining = 0
         """Snapshots that have been taken and not been joined with yet."""
         self._changed = threading.Condition()
@@ -96,7 +97,7 @@ class Rings:
         self._worker, self._lines = worker, lines
         if begins:
             lines.open()
-            self._spawn(self._obey())
+            self._tasks.spawn(self._obey())
 
     def obey(self, message: CoordinatorMessage) -> None:
         """Does what the coordinator says of rounds, one after the other."""
@@ -113,7 +114,7 @@ class Rings:
         def begin() -> None:
             # Counted here, in the order in which the stage has come to it: see `_shifted`.
             self._joining += 1
-            self._spawn(self._join(*taken))
+            self._tasks.spawn(self._join(*taken))
 
         self._loop.call_soon_threadsafe(begin)
 
@@ -204,7 +205,7 @@ class Rings:
             if place.donation:
                 donated = owned.donation(peer, place, data)
                 if donated is not None:
-                    self._loop.call_soon_threadsafe(lambda: self._spawn(self._caught_up(owned, peer, donated)))
+                    self._loop.call_soon_threadsafe(lambda: self._tasks.spawn(self._caught_up(owned, peer, donated)))
                 return
             attempt = owned.attempt
         assert attempt is not None
@@ -263,9 +264,7 @@ class Rings:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         if self._lines is not None:
             await self._lines.close(timeout_seconds)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -487,13 +486,5 @@ class Rings:
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await self._loop.run_in_executor(self._thread, function, *arguments)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self.on_failure(f"averaging failed: {type(error).__name__}: {error}")
+    def _averaging_failed(self, error: BaseException) -> None:
+        self.on_failure(f"averaging failed: {type(error).__name__}: {error}")

@@ -6,12 +6,13 @@ one of a later generation around the same stage, rings and counters (`renewed`).
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from ravnest.background import BackgroundTasks
 from ravnest.engine.activity import Activity as EngineActivity
 from ravnest.engine.agreement import MisfitError
 from ravnest.engine.applied import Applied
@@ -119,7 +120,7 @@ class Deployment:
         self.accused = ""
         """The neighbour that broke the rules, where the failure is of the kind "neighbour"."""
         self._closing = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks(lambda error: self._fail("link", str(error)))
         self._started: float = time.perf_counter() if before is None else before._started
         self._past_bytes = (0, 0) if before is None else before._bytes
         self._past_overruns = 0 if before is None else before.overruns
@@ -283,20 +284,20 @@ class Deployment:
                 self._worker.between(work)
             self._before = None
         self._worker.start()
-        self._spawn(self._answer(feed))
-        self._spawn(self._speak(say))
+        self._tasks.spawn(self._answer(feed))
+        self._tasks.spawn(self._speak(say))
         for end in self._links:
             if end.is_next:
-                self._spawn(self._send(self._outbox.to_next, end))
-                self._spawn(self._read(end, FrameKind.BACKWARD, self._worker.receive_backward))
+                self._tasks.spawn(self._send(self._outbox.to_next, end))
+                self._tasks.spawn(self._read(end, FrameKind.BACKWARD, self._worker.receive_backward))
             else:
-                self._spawn(self._send(self._outbox.to_previous, end))
-                self._spawn(self._read(end, FrameKind.FORWARD, self._worker.receive_forward))
+                self._tasks.spawn(self._send(self._outbox.to_previous, end))
+                self._tasks.spawn(self._read(end, FrameKind.FORWARD, self._worker.receive_forward))
 
     def link(self) -> None:
         """Begins to connect with the neighbouring stages, which are there by now."""
         for end in self._links:
-            self._spawn(end.run())
+            self._tasks.spawn(end.run())
 
     async def accept(self, peer: str, connection: Link) -> None:
         """A neighbour, or another owner of a ring, has dialled: uses its connection until that breaks."""
@@ -311,7 +312,7 @@ class Deployment:
         """The neighbour at the other end of this link waits at the coordinator's relay."""
         for end in self._ends:
             if end.name == name:
-                self._spawn(end.meet())
+                self._tasks.spawn(end.meet())
 
     def meet_owners(self, peers: Iterable[Neighbour], client: CoordinatorClient) -> None:
         """These are the other owners of this stage's rings from now on."""
@@ -342,7 +343,7 @@ class Deployment:
         if self._rings is None:
             self._worker.save(checkpoint)
         else:
-            self._spawn(self._save_with(self._rings, checkpoint, anchored))
+            self._tasks.spawn(self._save_with(self._rings, checkpoint, anchored))
 
     def trace(self, microbatch: int) -> None:
         """Tell the coordinator what the stage knows of a microbatch whose loss or gradients are not finite."""
@@ -355,7 +356,7 @@ class Deployment:
         if self._worker.runs:
             self._worker.between(look)
         else:
-            self._spawn(asyncio.to_thread(look))
+            self._tasks.spawn(asyncio.to_thread(look))
 
     def average(self, message: CoordinatorMessage) -> None:
         """Does what the coordinator says of rounds; PeerError for a stage without rings."""
@@ -466,9 +467,7 @@ class Deployment:
         self._outbox.give_up()
 
     async def _end_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self._packing.close()
 
     def _check_kept(self, order: Deploy) -> None:
@@ -541,17 +540,6 @@ class Deployment:
     def _check(self, frame: Frame, kind: FrameKind) -> None:
         """PeerError unless the frame is one this stage may get now."""
         check_frame(frame, kind, self.generation, self._expected[kind])
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._fail("link", str(error))
 
     def _fail(self, kind: str, text: str) -> None:
         if not self._closing and not self.failure.done():
