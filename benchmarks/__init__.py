@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks.NAME [--quick] [--json FILE]`; figures over time are in RESULTS.md."""
+"""Benchmarks: `python -m benchmarks.NAME [--quick] [--json FILE]`; RESULTS.md has the current figures."""

@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.averaging", description="How fast rings average.")
     parser.add_argument("--quick", action="store_true", help="fewer cases, within a minute")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="add the table to benchmarks/RESULTS.md")
+    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
     parser.add_argument("--hivemind", metavar="PYTHON", help="an interpreter that can import hivemind")
     parser.add_argument("--only", choices=_PARTS, action="append", help="this part alone; may be repeated")
     given = parser.parse_args()

@@ -116,7 +116,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one cell, within a minute")
     parser.add_argument("--all", action="store_true", help="the CNN with every number of stages too: 50 minutes")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="add the table to benchmarks/RESULTS.md")
+    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
     parser.add_argument(
         "--only", metavar="CELL", action="append", help="these cells alone, such as gpt,4,100/50 or 8; may be repeated"
     )

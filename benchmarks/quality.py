@@ -82,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases, within a minute")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="add the table to benchmarks/RESULTS.md")
+    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: the cores)")
     parser.add_argument("--task", choices=TASKS, action="append", help="this task alone; may be repeated")
     parser.add_argument("--stages", type=int, choices=_STAGES, action="append", help="so many stages; may be repeated")

@@ -62,7 +62,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="one kill each, within a minute; no long run")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="add the table to benchmarks/RESULTS.md")
+    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
     parser.add_argument("--only", choices=_PARTS, action="append", help="this part alone; may be repeated")
     parser.add_argument("--rounds", type=int, default=3, help="how often each role is killed, at most 3 (default: 3)")
     parser.add_argument("--minutes", type=float, default=30.0, help="of faults; 0 for none (default: 30)")

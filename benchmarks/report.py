@@ -5,6 +5,7 @@ user asked for, and gives 1 when a target is missed, so that a script notices.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
+HISTORY = Path(__file__).resolve().parent / "history"
 _FILE_COLUMNS = 140
 
 Row = Mapping[str, object]
@@ -52,7 +53,7 @@ def arguments(name: str, description: str, parts: Sequence[str] = ()) -> argpars
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer cases, within a minute")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="add the table to benchmarks/RESULTS.md")
+    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
     if parts:
         parser.add_argument("--only", choices=parts, action="append", help="this part alone; may be repeated")
     given = parser.parse_args()
@@ -135,8 +136,8 @@ def _show(result: Mapping[str, Any]) -> None:
 
 
 def _record(result: Mapping[str, Any]) -> None:
-    """Adds the result to the history, newest last."""
-    lines = [f"\n## {result['benchmark']}, {time.strftime('%Y-%m-%d')}\n", f"{_described(result)}\n"]
+    """Writes the result as a new file of the history; an existing file is never changed."""
+    lines = [f"# {result['benchmark']}, {time.strftime('%Y-%m-%d')}\n", f"{_described(result)}\n"]
     for rows in (result["rows"], result["targets"]):
         if rows:
             names = _columns(rows)
@@ -144,8 +145,11 @@ def _record(result: Mapping[str, Any]) -> None:
             lines.append("|" + "|".join("---" if name in ("case", "name") else "---:" for name in names) + "|")
             lines += ["| " + " | ".join(_text(row.get(name)) for name in names) + " |" for row in rows]
             lines.append("")
-    with open(RESULTS, "a", encoding="utf-8") as file:
-        file.write("\n".join(lines[:-1]) + "\n")
+    day = time.strftime("%Y-%m-%d")
+    names_of_day = (f"{day}-{number:02d}-{result['benchmark']}.md" for number in itertools.count(1))
+    path = next(HISTORY / name for name in names_of_day if not (HISTORY / name).exists())
+    path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+    say(f"recorded in {path}")
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:

@@ -47,12 +47,10 @@ def test_a_missed_target_is_an_exit_code_of_one(target: Target, code: int) -> No
     assert finish("overhead", given(), ROWS, [Target("fine", 1, 0), target]) == code
 
 
-def test_recorded_results_are_added_to_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = tmp_path / "RESULTS.md"
-    history.write_text("# Results\n")
-    monkeypatch.setattr(report, "RESULTS", history)
+def test_each_recorded_result_is_a_file_of_the_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "HISTORY", tmp_path)
     for _ in range(2):
         finish("overhead", given(record=True), ROWS, [Target("ratio", 0.5, 0.25)])
-    text = history.read_text()
-    assert text.startswith("# Results\n") and text.count("## overhead") == 2
-    assert "| a small net | 0.5 |" in text and "commit" in text
+    texts = [path.read_text() for path in tmp_path.glob("*-overhead.md")]
+    assert len(texts) == 2
+    assert all("| a small net | 0.5 |" in text and "commit" in text for text in texts)
