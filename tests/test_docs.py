@@ -11,6 +11,7 @@ import textwrap
 import tomllib
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -164,7 +165,7 @@ def test_no_limit_of_the_transport_is_left_out() -> None:
     assert len(LIMITS) == len(re.findall(r"^\| ", section, re.MULTILINE)) - 1, "a row that no test reads"
     documented = {constant.rpartition(".")[2] for _, constant in LIMITS}
     kinds = "SECONDS|BYTES|FRAMES|CHARACTERS|LIFETIME|SKEW"
-    for module in pkgutil.iter_modules(ravnest.net.__path__, "ravnest.net."):
+    for module in pkgutil.walk_packages(ravnest.net.__path__, "ravnest.net."):
         text = Path(importlib.import_module(module.name).__file__ or "").read_text()
         for name in re.findall(rf"^([A-Z][A-Z_]*_(?:{kinds}))\b.* = ", text, re.MULTILINE):
             assert name in documented, f"docs/protocol.md has no row for {module.name}.{name}"
@@ -223,10 +224,12 @@ def _limit(constant: str) -> float:
     """The value behind `net.frame_limits.DEFAULT_LIMITS.frame_bytes` or
     `net.connection.SERVER_OPTIONS[NAME_OF_OPTION]`, in bytes or seconds."""
     path, _, option = constant.rstrip("]").partition("[")
-    room, module, *names = path.split(".")
-    value: Any = importlib.import_module(f"ravnest.{room}.{module}")
-    for name in names:
-        value = getattr(value, name)
+    value: Any = ravnest
+    for name in path.split("."):
+        if isinstance(value, ModuleType) and not hasattr(value, name):
+            value = importlib.import_module(f"{value.__name__}.{name}")
+        else:
+            value = getattr(value, name)
     if option:
         value = dict(value)[option] / (1000 if option.endswith("_ms") else 1)
     return value.total_seconds() if isinstance(value, timedelta) else float(value)
