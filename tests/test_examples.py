@@ -1,0 +1,18 @@
+"""The example of one cluster: three stages of the real engine train with stale gradients, and the loss falls."""
+
+import pytest
+
+
+def test_one_cluster_of_three_stages_trains_and_tells_its_staleness(capsys: pytest.CaptureFixture[str]) -> None:
+    # It captures its model when it is imported: not while tests are collected.
+    from examples import one_cluster
+
+    losses, staleness = one_cluster.train()
+    assert len(one_cluster.stages) == 3 and all(stage.graph.parameters for stage in one_cluster.stages)
+    assert len(losses) == one_cluster.MICROBATCHES
+    assert [len(each) for each in staleness] == [one_cluster.MICROBATCHES] * 3
+    # The last stage updates right after its forward; the root has as many microbatches in flight as it may.
+    assert [max(each) for each in staleness] == [one_cluster.IN_FLIGHT - 1, 1, 0]
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    said = capsys.readouterr().out
+    assert f"microbatch 60: loss {losses[59]:.3f}, staleness 2, 1, 0" in said
