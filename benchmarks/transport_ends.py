@@ -22,6 +22,7 @@ import torch
 from grpc import aio
 
 from ravnest.errors import PeerError
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.certificates import read_certificate
 from ravnest.net.identity.identity import node_host
@@ -92,7 +93,7 @@ class _Provider:
         link, meter = ResumableLink(peer), Meter()
         carrying = asyncio.create_task(link.carry(connection))
         while (frame := await link.receive()) is not None:
-            if frame.flush:
+            if frame.marks.flush:
                 rate = {"bytes_per_second": meter.bytes_per_second}
                 await link.send(Frame(FrameKind.DONE, frame.microbatch, scalars=rate))
             else:
@@ -168,7 +169,7 @@ async def send(kind: str, folder: Path, address: str, messages: int, size: int) 
         dialling = asyncio.create_task(link.keep_dialling(lambda: dial_link(address, RECEIVER, node, "bench")))
         for number in range(messages + 1):
             await link.send(Frame(FrameKind.FORWARD, number, tensors={"x": tensor}))
-        await link.send(Frame(FrameKind.FORWARD, messages, flush=True))
+        await link.send(Frame(FrameKind.FORWARD, messages, marks=Marks(flush=True)))
         reply = await link.receive()
         assert reply is not None
         await link.close()

@@ -31,6 +31,7 @@ from ravnest.graph.ops import OWN_GRADIENT
 from ravnest.graph.partition import max_stages
 from ravnest.graph.portable import FORMAT_VERSION, PortableGraph
 from ravnest.jobfile import load_job
+from ravnest.microbatch import Marks
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import ClusterSummary, Ledger, StageSummary, Summary
 from ravnest.net.frames.frames import Frame, FrameKind, encode
@@ -178,7 +179,7 @@ def test_the_protocol_page_tells_the_versions() -> None:
 
 def test_the_frame_on_the_page_is_what_encode_makes() -> None:
     tensor = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    frame = Frame(FrameKind.FORWARD, 7, samples=2, generation=1, tensors={"h": tensor})
+    frame = Frame(FrameKind.FORWARD, 7, marks=Marks(samples=2), generation=1, tensors={"h": tensor})
     assert bytes.fromhex(_blocks(PROTOCOL, "hex")[0]) == encode(frame)
 
 

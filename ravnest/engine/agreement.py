@@ -7,7 +7,8 @@ check them.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from dataclasses import fields
+from typing import Any
 
 import torch
 
@@ -15,9 +16,7 @@ from ravnest.engine.messages import Message
 from ravnest.errors import PeerError
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.sizes import misfit, sizes_of
-
-_SAID: Final = ("train", "samples", "checkpoint", "flush", "round", "fragment", "updates", "replica")
-"""What the coordinator says of a microbatch, and every stage passes on."""
+from ravnest.microbatch import Marks
 
 Shapes = Mapping[str, torch.Size]
 
@@ -36,12 +35,14 @@ def feed_misfit(graph: PortableGraph, fed: Message) -> str:
 def forward_misfit(graph: PortableGraph, fed: Message, received: Message) -> str:
     """What of the activations of a microbatch does not agree with its feed; empty where all does."""
     number = fed.microbatch
-    if received.train != fed.train:
+    if received.marks.train != fed.marks.train:
         return f"microbatch {number} came for training from one side and not from the other"
-    for name in _SAID:
-        said, truth = getattr(received, name), getattr(fed, name)
-        if said != truth:
-            return f"the activations of microbatch {number} came with {name} {said}, and its feed says {truth}"
+    if received.marks != fed.marks:
+        for mark in fields(Marks):
+            name = mark.name
+            said, truth = getattr(received.marks, name), getattr(fed.marks, name)
+            if said != truth:
+                return f"the activations of microbatch {number} came with {name} {said}, and its feed says {truth}"
     sizes = {**sizes_of(graph.inputs, fed.values), **fed.sizes}
     found = misfit(graph.receives, received.values, sizes)
     return f"the activations of microbatch {number} do not fit its feed: {found}" if found else ""

@@ -12,6 +12,7 @@ import torch
 
 from ravnest.engine.stage import Update
 from ravnest.engine.training_time import TrainingTime
+from ravnest.microbatch import UNMARKED, Marks
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,20 +21,7 @@ class Message:
 
     microbatch: int
     values: Mapping[str, Any]
-    train: bool = True
-    samples: int = 0
-    checkpoint: int = 0
-    """Not 0: every stage saves its state under this number after applying this microbatch."""
-    flush: bool = False
-    """Apply the gradients summed so far with this microbatch, even if fewer than `accumulate`."""
-    round: int = 0
-    """Not 0: the stage takes its part in this round of averaging before it applies this microbatch."""
-    fragment: int = 0
-    """Of the round: 0 for all rings, otherwise those of the fragment before this number."""
-    updates: int = 0
-    """How many updates the run has made with this microbatch; 0 where that is not told."""
-    replica: int = 0
-    """Not 0: every stage keeps its state after this microbatch as its part of this replica."""
+    marks: Marks = UNMARKED
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The free sizes of the microbatch by symbol, where it comes from the coordinator."""
 

@@ -34,6 +34,7 @@ from ravnest.engine.speed.pace import NO_PRETENCE, Pace, Pretence
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.training_time import TrainingTime, warm_up_for
 from ravnest.errors import PeerError, RavnestError
+from ravnest.microbatch import Marks
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -273,8 +274,8 @@ class StageWorker:
         number = message.microbatch
         with self._condition:
             # Training counts up from 0 and evaluation down from -1: nothing is ever taken up twice.
-            known = not message.train or self.applied.is_known(number)
-            if number in own or not known or not self._taken[message.train].may_take(abs(number)):
+            known = not message.marks.train or self.applied.is_known(number)
+            if number in own or not known or not self._taken[message.marks.train].may_take(abs(number)):
                 raise PeerError(f"microbatch {number} came again, or long after one that was fed later")
             waiting = len(self._fed) + len(self._received) + len(self._forwards) + len(self._evaluations)
             # What was sent on and not answered counts too: else a stem would pass a flood on, and be blamed for it.
@@ -290,8 +291,8 @@ class StageWorker:
                 if wrong := forward_misfit(self._stage.graph, fed, received):
                     raise MisfitError(wrong)
                 message = replace(fed, values={**fed.values, **received.values})
-            self._taken[message.train].take(abs(number))
-            (self._forwards if message.train else self._evaluations).append(message)
+            self._taken[message.marks.train].take(abs(number))
+            (self._forwards if message.marks.train else self._evaluations).append(message)
             self._max_held = max(self._max_held, self._held())
             self._condition.notify()
 
@@ -358,13 +359,13 @@ class StageWorker:
         settings = self._stage.settings
         if settings.max_staleness is None:
             return Bound()
-        flushes = (message.flush for number, message in self._running.items() if number not in self.applied)
+        flushes = (message.marks.flush for number, message in self._running.items() if number not in self.applied)
         return Bound(updates_before(len(self._summed), settings.accumulate, flushes), settings.max_staleness)
 
     def _take(self, task: Task) -> Message:
         if task is Task.WAIT:
             checkpoint, instead = self._saves.popleft()
-            return Message(-1, instead, checkpoint=checkpoint)
+            return Message(-1, instead, marks=Marks(checkpoint=checkpoint))
         queue = {Task.BACKWARD: self._backwards, Task.FORWARD: self._forwards, Task.EVALUATE: self._evaluations}
         return queue[task].popleft()
 
@@ -378,7 +379,7 @@ class StageWorker:
         elif task is Task.EVALUATE:
             self._evaluate(message)
         else:
-            self._save(message.checkpoint, "after the last update", message.values)
+            self._save(message.marks.checkpoint, "after the last update", message.values)
 
     def _forward(self, message: Message) -> None:
         with self._work("forward", message.microbatch):
@@ -411,7 +412,7 @@ class StageWorker:
             self._outbox.backward(replace(message, values=found))
         if message.microbatch not in self.applied:
             self._apply(message)
-        elif message.flush and self._summed:
+        elif message.marks.flush and self._summed:
             self._update(message)
         if self._is_root:
             self._outbox.done(replace(message, values={}))
@@ -421,21 +422,21 @@ class StageWorker:
         if self._stage.splits_backward:
             with self._work("weights", message.microbatch):
                 self._stage.finish_backward()
-        if message.round:
-            self._snapshot(message.round, message.fragment)
+        if message.marks.round:
+            self._snapshot(message.marks.round, message.marks.fragment)
         self._summed.append(replace(message, values={}))
         self._update(message)
-        if message.replica:
-            self._keep(message.replica)
-        if message.checkpoint:
-            self._save(message.checkpoint, f"after microbatch {message.microbatch}")
+        if message.marks.replica:
+            self._keep(message.marks.replica)
+        if message.marks.checkpoint:
+            self._save(message.marks.checkpoint, f"after microbatch {message.microbatch}")
 
     def _update(self, message: Message) -> None:
         with self._work("update", message.microbatch):
-            update = self._stage.update(message.microbatch, flush=message.flush, updates=message.updates)
+            update = self._stage.update(message.microbatch, flush=message.marks.flush, updates=message.marks.updates)
         if update is not None:
             self.applied.add(each.microbatch for each in self._summed)
-            self.counters.samples += sum(each.samples for each in self._summed)
+            self.counters.samples += sum(each.marks.samples for each in self._summed)
             self._summed.clear()
             self._count(update)
 
@@ -447,7 +448,7 @@ class StageWorker:
                 "set pipeline.clip_norm, or check that microbatch's data"
             )
         if message.microbatch not in self.applied:
-            self._outbox.trained(LossRecord(message.microbatch, loss, message.samples))
+            self._outbox.trained(LossRecord(message.microbatch, loss, message.marks.samples))
 
     @contextlib.contextmanager
     def _work(self, kind: str, microbatch: int) -> Iterator[None]:

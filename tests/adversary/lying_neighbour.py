@@ -35,9 +35,13 @@ def not_a_number(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor, torch.nan)
 
 
+def with_another_sample(message: Message) -> Message:
+    return replace(message, marks=replace(message.marks, samples=message.marks.samples + 1))
+
+
 LIES: dict[str, tuple[str, Callable[[Message], Message]]] = {
     "activations of a smaller batch": ("forward", each(shorter)),
-    "another number of samples": ("forward", lambda message: replace(message, samples=message.samples + 1)),
+    "another number of samples": ("forward", with_another_sample),
     "gradients of a smaller batch": ("backward", each(shorter)),
     "activations that are no numbers": ("forward", each(not_a_number)),
     "gradients that are no numbers": ("backward", each(not_a_number)),

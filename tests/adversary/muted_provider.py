@@ -23,7 +23,7 @@ def _send_nothing_on() -> None:
     forward = FrameOutbox.forward
 
     def muted(self: FrameOutbox, message: Message) -> None:
-        if not message.train or message.microbatch < FROM:
+        if not message.marks.train or message.microbatch < FROM:
             forward(self, message)
 
     FrameOutbox.forward = muted  # type: ignore[method-assign]

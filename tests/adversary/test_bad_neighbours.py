@@ -6,7 +6,7 @@ The stage gives the link up with a sentence that names the neighbour, tells it w
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.weights import stream_tensors
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.identity import Identity
 from ravnest.net.identity.node_identity import NodeIdentity
@@ -138,7 +139,7 @@ def forward(stage: Victim, microbatch: int = 0) -> Frame:
     return Frame(
         FrameKind.FORWARD,
         microbatch,
-        samples=SAMPLES,
+        marks=Marks(samples=SAMPLES),
         generation=GENERATION,
         tensors=values(stage.graph.receives),
     )
@@ -208,14 +209,24 @@ def test_a_leaf_whose_neighbour_sends(trick: str) -> None:
     run(test())
 
 
+def marked(**marks: Any) -> Callable[[Frame], Frame]:
+    return lambda frame: replace(frame, marks=replace(frame.marks, **marks))
+
+
 @pytest.mark.parametrize("feed_first", [True, False], ids=["after its feed", "before its feed"])
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda f: with_values(f, lambda t: t[:-1]), r"\(7, .*\), whose dimension 0 \(s\d+\) is 8 in this microbatch"),
-        (lambda f: replace(f, samples=SAMPLES + 1), "came with samples 9, and its feed says 8"),
-        (lambda f: replace(f, checkpoint=7), "came with checkpoint 7, and its feed says 0"),
-        (lambda f: replace(f, train=False), "came for training from one side and not from the other"),
+        (marked(samples=SAMPLES + 1), "came with samples 9, and its feed says 8"),
+        (
+            marked(checkpoint=7),
+            "came with checkpoint 7, and its feed says 0",
+        ),
+        (
+            marked(train=False),
+            "came for training from one side and not from the other",
+        ),
     ],
     ids=["another batch", "another number of samples", "a checkpoint that nobody asked for", "for evaluation"],
 )
@@ -258,7 +269,7 @@ def test_a_root_whose_neighbour_sends(trick: str) -> None:
         async with victim(0) as root:
             connection = await root.begin()
             gradients = values(tuple(v for v in root.graph.sends if v.needs_grad))
-            frame = Frame(FrameKind.BACKWARD, 7, samples=SAMPLES, generation=GENERATION, tensors=gradients)
+            frame = Frame(FrameKind.BACKWARD, 7, marks=Marks(samples=SAMPLES), generation=GENERATION, tensors=gradients)
             await connection.send(change(frame))
             await is_told(connection, f"mallory broke the protocol: .*{words}")
             assert (await root.failure()).startswith("mallory broke the protocol: ")

@@ -31,6 +31,7 @@ from ravnest.coordinator.swarm.changes import Changes
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.graph.weights import stream_tensors
+from ravnest.microbatch import Marks
 from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.events import Event, EventLog
 from ravnest.monitor.metrics import MetricLog
@@ -309,7 +310,9 @@ def test_a_result_of_measures_that_nobody_asked_for(tmp_path: Path) -> None:
                 coordinator._items.evaluation.sent(-1, 8)
                 await swarm.swarm.tell(mallory.id, an_order(0, 1))
                 # Named like a field of every event, it would have broken the event that tells of the evaluation.
-                await mallory.feed.send(Frame(FrameKind.RESULT, -1, train=False, scalars={"loss": 1.0, "kind": 1.0}))
+                await mallory.feed.send(
+                    Frame(FrameKind.RESULT, -1, marks=Marks(train=False), scalars={"loss": 1.0, "kind": 1.0})
+                )
                 with pytest.raises(PeerError, match=r"mallory sent a result of other measures than \['loss'\]"):
                     await mallory.feed.receive()
                 assert coordinator._items.evaluation.outstanding == 1

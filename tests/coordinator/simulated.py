@@ -328,7 +328,7 @@ class Provider:
         held.taken.add(number)
         if held.order.stage + 1 < held.order.stages:
             self._to(held.order.next.node, "forward", frame)
-        elif frame.train:
+        elif frame.marks.train:
             self.backward(frame)
         else:
             self.swarm.evaluated.append((number, held.state.count))
@@ -347,16 +347,16 @@ class Provider:
 
     def _apply(self, held: Held, frame: Frame) -> None:
         held.summed.append(frame.microbatch)
-        if len(held.summed) == json.loads(held.order.settings_json)["accumulate"] or frame.flush:
+        if len(held.summed) == json.loads(held.order.settings_json)["accumulate"] or frame.marks.flush:
             for microbatch in held.summed:
                 self._add(held.state, microbatch)
             held.summed.clear()
-        if frame.round:
-            self._join_round(frame.round)
-        if frame.replica:
-            self.spawn(self._replicate(held, frame.replica, held.state.copy()))
-        if frame.checkpoint:
-            self.spawn(self._save_as(held, frame.checkpoint, held.state.copy()))
+        if frame.marks.round:
+            self._join_round(frame.marks.round)
+        if frame.marks.replica:
+            self.spawn(self._replicate(held, frame.marks.replica, held.state.copy()))
+        if frame.marks.checkpoint:
+            self.spawn(self._save_as(held, frame.marks.checkpoint, held.state.copy()))
 
     def _add(self, state: State, microbatch: int) -> None:
         if self.swarm.in_order and state.count != microbatch:

@@ -17,6 +17,7 @@ from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind, decode, encode
 from ravnest.planner.run_plan import ClusterPlan
 from ravnest.planner.stage_plan import StagePlan, role_of
@@ -137,7 +138,7 @@ class _Line:
     def _feed(self, number: int, batch: Batch, train: bool) -> None:
         for node, names in self._fed:
             stage = self._stages[int(node)]
-            message = Message(number, {name: batch[name] for name in names}, train=train, samples=1)
+            message = Message(number, {name: batch[name] for name in names}, marks=Marks(train=train, samples=1))
             self._workers[int(node)].feed(_travelled(FrameKind.FEED, message, {v.name: v for v in stage.graph.inputs}))
 
     def _wait_for(self, what: str) -> Message:
@@ -195,7 +196,11 @@ def _travelled(kind: FrameKind, message: Message, specs: Mapping[str, ValueSpec]
     tensors = {n: v for n, v in message.values.items() if isinstance(v, torch.Tensor)}
     scalars = {n: v for n, v in message.values.items() if not isinstance(v, torch.Tensor)}
     frame = Frame(
-        kind, message.microbatch, message.train, message.samples, flush=message.flush, tensors=tensors, scalars=scalars
+        kind,
+        message.microbatch,
+        message.marks,
+        tensors=tensors,
+        scalars=scalars,
     )
     arrived = decode(encode(frame))
     check_frame(arrived, kind, 0, specs)

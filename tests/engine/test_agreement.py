@@ -1,6 +1,5 @@
 """What comes to a stage about one microbatch agrees, whichever part of it comes first, or nothing is computed."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from ravnest.engine.stage import Stage
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
+from ravnest.microbatch import Marks
 from ravnest.spec import OptimizerSpec
 
 LEAF = PortableGraph(
@@ -46,13 +46,17 @@ def a_worker(graph: PortableGraph) -> StageWorker:
     return StageWorker(Stage(graph, {"w": torch.eye(4)}, settings), outbox, announced=True)
 
 
+def marks(**more: Any) -> Marks:
+    return Marks(**{"samples": 8, "updates": 3, "round": 1, **more})
+
+
 def fed(graph: PortableGraph, size: int = 8, **more: Any) -> Message:
     values = {"targets": torch.zeros(size, 4)} if graph.inputs else {}
-    return Message(0, values, samples=8, updates=3, sizes={"s0": 8}, **more)
+    return Message(0, values, marks=marks(**more), sizes={"s0": 8})
 
 
 def sent(size: int = 8, **more: Any) -> Message:
-    return Message(0, {"h": torch.zeros(size, 4)}, samples=8, updates=3, **more)
+    return Message(0, {"h": torch.zeros(size, 4)}, marks=marks(**more))
 
 
 @pytest.mark.parametrize("graph", [LEAF, STEM], ids=["leaf", "stem"])
@@ -60,14 +64,14 @@ def sent(size: int = 8, **more: Any) -> Message:
     ("wrong", "words"),
     [
         (sent(7), r"h has the shape \(7, 4\), whose dimension 0 \(s0\) is 8"),
-        (replace(sent(), samples=9), "came with samples 9, and its feed says 8"),
-        (replace(sent(), updates=4), "came with updates 4"),
+        (sent(samples=9), "came with samples 9, and its feed says 8"),
+        (sent(updates=4), "came with updates 4"),
         (sent(checkpoint=7), "came with checkpoint 7"),
         (sent(flush=True), "came with flush True"),
         (sent(round=2), "came with round 2"),
         (sent(fragment=2), "came with fragment 2"),
         (sent(replica=2), "came with replica 2"),
-        (sent(train=False), "for training from one side and not from the other"),
+        (sent(train=False, updates=0, round=0), "for training from one side and not from the other"),
     ],
 )
 def test_activations_that_do_not_fit_the_feed_are_not_computed_with(
@@ -98,7 +102,7 @@ def test_what_is_said_of_a_microbatch_is_the_coordinators_word() -> None:
     worker = a_worker(LEAF)
     worker.feed(fed(LEAF, checkpoint=5))
     worker.receive_forward(sent(checkpoint=5))
-    assert (worker._forwards[0].checkpoint, set(worker._forwards[0].values)) == (5, {"h", "targets"})
+    assert (worker._forwards[0].marks.checkpoint, set(worker._forwards[0].values)) == (5, {"h", "targets"})
 
 
 def test_a_feed_that_does_not_agree_with_itself_is_the_coordinators_fault() -> None:

@@ -25,6 +25,7 @@ from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
+from ravnest.microbatch import Marks
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import CLASSES, FEATURES, batches
 
@@ -177,7 +178,7 @@ class Pipeline:
 
 def message(number: int, **more: Any) -> Message:
     inputs, targets = BATCHES[number]
-    return Message(number, {"inputs": inputs, "targets": targets}, samples=len(targets), **more)
+    return Message(number, {"inputs": inputs, "targets": targets}, marks=Marks(samples=len(targets), **more))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -192,7 +193,7 @@ def test_whatever_was_under_way_when_it_broke_every_stage_applies_every_microbat
     chance = random.Random(seed)
     pipeline = Pipeline(stages(in_flight=3, **options))
     messages = [message(n, round=n if n == 5 else 0, replica=n + 1 if n in (3, 8) else 0) for n in range(len(BATCHES))]
-    messages[-1] = replace(messages[-1], flush=True)
+    messages[-1] = replace(messages[-1], marks=replace(messages[-1].marks, flush=True))
     updates = len(BATCHES) // options.get("accumulate", 1)
     try:
         for _ in range(3):

@@ -22,6 +22,7 @@ from ravnest.engine.worker import StageWorker
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
+from ravnest.microbatch import Marks
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches
 
@@ -74,7 +75,7 @@ class Pipeline:
             for worker in self.workers:
                 given = {value.name: values[value.name] for value in worker._stage.graph.inputs}
                 if given:
-                    worker.feed(Message(number, given, samples=4, flush=flushes(number)))
+                    worker.feed(Message(number, given, marks=Marks(samples=4, flush=flushes(number))))
         with self.changed:
             assert self.changed.wait_for(lambda: self.failed or len(self.done) == microbatches, PATIENCE_SECONDS)
         assert not self.failed

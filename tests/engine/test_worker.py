@@ -23,6 +23,7 @@ from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
+from ravnest.microbatch import Marks
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, accuracy, batches
 
@@ -127,7 +128,7 @@ def make() -> Iterator[Make]:
 
 def message(number: int, batch: Any, names: tuple[str, ...] = ("inputs", "targets"), **more: Any) -> Message:
     values = dict(zip(("inputs", "targets"), batch, strict=True))
-    return Message(number, {name: values[name] for name in names}, samples=len(batch[1]), **more)
+    return Message(number, {name: values[name] for name in names}, marks=Marks(samples=len(batch[1]), **more))
 
 
 def inputs_of(worker: StageWorker) -> tuple[str, ...]:
@@ -259,7 +260,7 @@ def test_a_stage_says_what_it_works_on_and_which_microbatches_it_misses(make: Ma
         saved(checkpoint, tensors, metadata)
 
     leaf_box.save = save  # type: ignore[method-assign]
-    leaf.receive_forward(replace(activations, checkpoint=7))
+    leaf.receive_forward(replace(activations, marks=replace(activations.marks, checkpoint=7)))
     gradient = leaf_box.next("backward")
     deadline = time.monotonic() + PATIENCE_SECONDS
     while leaf.activity().kind != "save":
@@ -442,7 +443,7 @@ def test_a_round_takes_its_snapshot_before_the_microbatch_that_announces_it_is_a
     batch = batches([8])[0]
     worker.feed(message(0, batch))
     box.next("done")
-    worker.feed(replace(message(1, batch), round=3, fragment=2))
+    worker.feed(message(1, batch, round=3, fragment=2))
     taken, values = box.next("snapshot")
     box.next("done")
     assert (taken.round, taken.fragment, taken.version, taken.samples) == (3, 2, 1, 8)

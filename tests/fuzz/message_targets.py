@@ -9,6 +9,7 @@ import torch
 
 from ravnest.codecs.codec import CODECS
 from ravnest.errors import PeerError, RavnestError
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import MAGIC, Frame, FrameKind, decode_at, encode
 from ravnest.net.streams.control_channel import ControlLink
 from ravnest.net.streams.frame_stream import Control, Link
@@ -44,10 +45,10 @@ def _frame_header(data: bytes) -> None:
 
 def _frame_seeds() -> list[bytes]:
     weights = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    first = Frame(FrameKind.FORWARD, 7, samples=3, generation=2, tensors={"h": weights, "t": weights.t()})
-    second = Frame(FrameKind.RESULT, -1, train=False, scalars={"loss": 0.5, "n": 3, "ok": True})
+    first = Frame(FrameKind.FORWARD, 7, marks=Marks(samples=3), generation=2, tensors={"h": weights, "t": weights.t()})
+    second = Frame(FrameKind.RESULT, -1, marks=Marks(train=False), scalars={"loss": 0.5, "n": 3, "ok": True})
     third = Frame(FrameKind.FEED, 1, tensors={"mask": torch.ones(5, dtype=torch.bool), "none": torch.zeros(0, 2)})
-    done = Frame(FrameKind.BACKWARD, 9, checkpoint=3, flush=True, residence_micros=150_000)
+    done = Frame(FrameKind.BACKWARD, 9, marks=Marks(checkpoint=3, flush=True), residence_micros=150_000)
     return [encode(first), encode(second) + encode(third), encode(done), *_coded_seeds()]
 
 
@@ -71,7 +72,7 @@ def _coded_frame(data: bytes) -> None:
 
 def _coded_seeds() -> list[bytes]:
     tensors = {"h": torch.linspace(-3, 4, 600).reshape(20, 30), "t": torch.linspace(0, 1, 300).reshape(2, 150).t()}
-    frame = Frame(FrameKind.BACKWARD, 7, samples=3, generation=2, tensors=tensors)
+    frame = Frame(FrameKind.BACKWARD, 7, marks=Marks(samples=3), generation=2, tensors=tensors)
     return [encode(coded(frame, CODECS[name])) for name in ACTIVATION_CODECS]
 
 

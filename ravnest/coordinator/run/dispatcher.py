@@ -17,6 +17,7 @@ from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import ValueSpec
 from ravnest.graph.sizes import sizes_of
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 
 BETTER_REASON_SECONDS: Final = 1.0
@@ -112,7 +113,7 @@ class Feeding:
         if cluster is None or walk != self._walks:
             return
         cluster.evaluating[item.microbatch] = item
-        await self._send(cluster, item.tensors, item.microbatch, item.samples, train=False)
+        await self._send(cluster, item.tensors, item.microbatch, Marks(train=False, samples=item.samples))
 
     def completed(self, node_id: str, microbatch: int) -> bool:
         """A root says that a microbatch has been applied by every stage of its cluster; whether it is the first time.
@@ -170,7 +171,8 @@ class Feeding:
             # With the weights that all of it has gone into.
             await self._course.until(lambda: not cluster.sent or lacks())
         for evaluation in list(cluster.evaluating.values()):
-            await self._send(cluster, evaluation.tensors, evaluation.microbatch, evaluation.samples, train=False)
+            marks = Marks(train=False, samples=evaluation.samples)
+            await self._send(cluster, evaluation.tensors, evaluation.microbatch, marks)
         return not lacks()
 
     async def _replay(self, left: list[TrainBatch], evaluations: list[EvalBatch]) -> None:
@@ -223,49 +225,28 @@ class Feeding:
         replica: int = 0,
     ) -> None:
         cluster.sent.add(item.microbatch)
-        sending = self._send(
-            cluster,
-            item.tensors,
-            item.microbatch,
-            item.samples,
+        marks = Marks(
+            samples=item.samples,
             checkpoint=checkpoint,
-            # What belongs to an update may be fewer here than elsewhere, after a cluster was lost.
+            # After a cluster was lost, an update may have fewer microbatches here than elsewhere.
             flush=item.flush or (ends and len(self.clusters.all) > 1),
-            mark=mark,
+            round=mark.round if mark is not None else 0,
+            fragment=mark.fragment if mark is not None else 0,
             updates=item.after.updates,
             replica=replica,
         )
+        sending = self._send(cluster, item.tensors, item.microbatch, marks)
         # Shielded: an interrupt between two stages would leave a microbatch that can never be completed.
         await asyncio.shield(asyncio.create_task(sending))
 
-    async def _send(
-        self,
-        cluster: ClusterRun,
-        tensors: Mapping[str, Any],
-        microbatch: int,
-        samples: int,
-        *,
-        train: bool = True,
-        checkpoint: int = 0,
-        flush: bool = False,
-        mark: RoundMark | None = None,
-        updates: int = 0,
-        replica: int = 0,
-    ) -> None:
+    async def _send(self, cluster: ClusterRun, tensors: Mapping[str, Any], microbatch: int, marks: Marks) -> None:
         generation, sizes = cluster.generation, sizes_of(self.inputs, tensors)
         for node_id, names in cluster.inputs_of:
             frame = Frame(
                 kind=FrameKind.FEED,
                 microbatch=microbatch,
-                train=train,
-                samples=samples,
-                checkpoint=checkpoint,
+                marks=marks,
                 generation=generation,
-                flush=flush,
-                round=mark.round if mark is not None else 0,
-                fragment=mark.fragment if mark is not None else 0,
-                updates=updates,
-                replica=replica,
                 tensors={name: tensors[name] for name in names},
                 sizes=sizes,
             )

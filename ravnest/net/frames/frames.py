@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from ravnest.codecs.codec import codec_named
 from ravnest.errors import PeerError
+from ravnest.microbatch import UNMARKED, Marks
 from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
 from ravnest.net.frames.tensor_bytes import TORCH_DTYPES, WIRE_DTYPES, on_host, tensor_bytes, tensor_view
 from ravnest.net.v1 import frame_pb2
@@ -96,28 +97,16 @@ class Frame:
 
     kind: FrameKind
     microbatch: int
-    train: bool = True
-    samples: int = 0
-    checkpoint: int = 0
-    """Not 0: every stage snapshots its state after applying this microbatch."""
+    marks: Marks = UNMARKED
+    """In a PART frame, `replica` says which replica the bytes belong to."""
     generation: int = 0
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scalars: Mapping[str, int | float | bool] = field(default_factory=dict)
-    flush: bool = False
-    """Apply the gradients summed so far with this microbatch, even if fewer than an update takes."""
-    round: int = 0
-    """Not 0: every stage takes its part in this round before it applies this microbatch."""
-    fragment: int = 0
-    """Of the round: 0 for all rings, otherwise those of the fragment before this number."""
-    updates: int = 0
-    """How many updates the run has made with this microbatch; 0 where that is not told."""
     piece: RingPlace | None = None
     coded: Mapping[str, Coded] = field(default_factory=dict)
     """Of a FORWARD or BACKWARD frame: tensors in a codec. Their bytes are as they came: the codec looks at them."""
     residence_micros: int = 0
     """Of a BACKWARD frame: how long its sender has had the microbatch, since its activations came; 0: not told."""
-    replica: int = 0
-    """Not 0: every stage keeps its state after this microbatch as its part of this replica."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Of a FEED frame: the free sizes of the microbatch, by symbol."""
 
@@ -203,20 +192,13 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
     frame = Frame(
         kind,
         header.microbatch,
-        header.train,
-        header.samples,
-        header.checkpoint,
+        _decode_marks(header),
         header.generation,
         tensors,
         _decode_scalars(header, limits),
-        header.flush,
-        header.round,
-        header.fragment,
-        header.updates,
-        _decode_piece(header.piece) if header.HasField("piece") else None,
+        piece=_decode_piece(header.piece) if header.HasField("piece") else None,
         coded=coded,
         residence_micros=header.residence_micros,
-        replica=header.replica,
         sizes=_decode_sizes(header, limits),
     )
     return frame, start + offset
@@ -323,6 +305,22 @@ def _decode_sizes(header: frame_pb2.FrameHeader, limits: FrameLimits) -> dict[st
     return sizes
 
 
+def _decode_marks(header: frame_pb2.FrameHeader) -> Marks:
+    try:
+        return Marks(
+            train=header.train,
+            samples=header.samples,
+            checkpoint=header.checkpoint,
+            flush=header.flush,
+            round=header.round,
+            fragment=header.fragment,
+            updates=header.updates,
+            replica=header.replica,
+        )
+    except ValueError as error:
+        raise PeerError(f"the frame of microbatch {header.microbatch} contradicts itself: {error}") from None
+
+
 def _decode_piece(piece: frame_pb2.RingPiece) -> RingPlace:
     return RingPlace(
         piece.round,
@@ -344,21 +342,22 @@ def _check_name(name: str, taken: Container[str], limits: FrameLimits) -> None:
 
 
 def _header_bytes(frame: Frame) -> bytes:
+    marks = frame.marks
     try:
         return frame_pb2.FrameHeader(
             kind=frame.kind.value,  # type: ignore[arg-type]
             microbatch=frame.microbatch,
-            train=frame.train,
-            samples=frame.samples,
-            checkpoint=frame.checkpoint,
+            train=marks.train,
+            samples=marks.samples,
+            checkpoint=marks.checkpoint,
             generation=frame.generation,
-            flush=frame.flush,
-            round=frame.round,
-            fragment=frame.fragment,
-            updates=frame.updates,
+            flush=marks.flush,
+            round=marks.round,
+            fragment=marks.fragment,
+            updates=marks.updates,
             piece=None if frame.piece is None else frame_pb2.RingPiece(**asdict(frame.piece)),
             residence_micros=frame.residence_micros,
-            replica=frame.replica,
+            replica=marks.replica,
         ).SerializeToString()
     except (ValueError, TypeError) as error:
         raise PeerError(f"the frame of microbatch {frame.microbatch} cannot be sent: {error}") from None

@@ -27,7 +27,7 @@ MIN_BYTES: Final = 1024
 
 def coded(frame: Frame, codec: Codec) -> Frame:
     """The frame as it travels on a link of this codec. Coded tensors are where they were, or on the CPU."""
-    if codec is PLAIN or (codec.lossy and not frame.train):
+    if codec is PLAIN or (codec.lossy and not frame.marks.train):
         return frame
     plain: dict[str, torch.Tensor] = {}
     packed: dict[str, Coded] = {}

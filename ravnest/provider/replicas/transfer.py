@@ -16,6 +16,7 @@ import torch
 
 from ravnest.background import in_thread
 from ravnest.errors import PeerError, RavnestError, RefusedError
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.provider.replicas.files import Part
@@ -161,7 +162,7 @@ class PartArrivals(Generic[SinkT]):
         """
         try:
             frame = await self._first(patience_seconds)
-            replica, size = frame.replica, _integer(frame, SIZE)
+            replica, size = frame.marks.replica, _integer(frame, SIZE)
             if REFUSED in frame.tensors:
                 raise PartRefusedError(f"{self._link.peer} does not send the part: {_text(frame)}")
             if replica < 1 or size < 1:
@@ -176,7 +177,7 @@ class PartArrivals(Generic[SinkT]):
         while True:
             frame, self._early = self._early or await self._frame(patience_seconds), None
             # Of one that was refused, the rest was on its way.
-            if frame.replica != self._refused or SIZE in frame.scalars:
+            if frame.marks.replica != self._refused or SIZE in frame.scalars:
                 return frame
 
     async def _take(self, replica: int, size: int) -> SinkT:
@@ -201,7 +202,7 @@ class PartArrivals(Generic[SinkT]):
         received = 0
         while True:
             frame = await self._frame(ANSWER_SECONDS)
-            if frame.replica != replica or SIZE in frame.scalars:
+            if frame.marks.replica != replica or SIZE in frame.scalars:
                 self._early = frame
                 raise PartRefusedError(f"{self._link.peer} gave replica {replica} up for another")
             if REFUSED in frame.tensors:
@@ -250,7 +251,7 @@ async def _answer(link: ResumableLink, replica: int, name: str) -> int:
     """Waits for this answer, past those that are late for another part; the number in it."""
     while True:
         frame = await _received(link, ANSWER_SECONDS)
-        if frame.replica != replica:
+        if frame.marks.replica != replica:
             continue
         if REFUSED in frame.tensors:
             raise PartRefusedError(f"{link.peer} does not keep it: {_text(frame)}")
@@ -274,7 +275,7 @@ async def _received(link: ResumableLink, patience_seconds: float | None) -> Fram
 
 
 def _frame(replica: int, scalars: Mapping[str, int | bool], tensors: Mapping[str, torch.Tensor] | None = None) -> Frame:
-    return Frame(FrameKind.PART, 0, replica=replica, scalars=scalars, tensors=tensors or {})
+    return Frame(FrameKind.PART, 0, marks=Marks(replica=replica), scalars=scalars, tensors=tensors or {})
 
 
 def _integer(frame: Frame, name: str) -> int:

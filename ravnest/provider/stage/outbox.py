@@ -106,7 +106,7 @@ class FrameOutbox:
 
     def forward(self, message: Message) -> None:
         self.spans.put_out("forward", message.microbatch)
-        if message.train:
+        if message.marks.train:
             self.delay.handed_over(message.microbatch)
         self._put(self.to_next, FrameKind.FORWARD, message)
 
@@ -209,7 +209,7 @@ class FrameOutbox:
         """A frame of a neighbouring stage is here; evaluations say nothing of the way back."""
         if frame.kind is FrameKind.BACKWARD:
             self.delay.returned(frame.microbatch, frame.residence_micros)
-        elif frame.train:
+        elif frame.marks.train:
             self.stays.arrived(frame.microbatch)
 
     def _put(self, queue: asyncio.Queue[Outgoing], kind: FrameKind, message: Message, stay_micros: int = 0) -> None:
@@ -218,15 +218,8 @@ class FrameOutbox:
         frame = Frame(
             kind=kind,
             microbatch=message.microbatch,
-            train=message.train,
-            samples=message.samples,
-            checkpoint=message.checkpoint,
+            marks=message.marks,
             generation=self._generation,
-            flush=message.flush,
-            round=message.round,
-            fragment=message.fragment,
-            updates=message.updates,
-            replica=message.replica,
             tensors=tensors,
             scalars=scalars,
             residence_micros=stay_micros,
@@ -249,19 +242,7 @@ def _no_rings(snapshot: Snapshot) -> None:
 
 def message_of(frame: Frame) -> Message:
     """The engine's view of a frame."""
-    return Message(
-        microbatch=frame.microbatch,
-        values={**frame.tensors, **frame.scalars},
-        train=frame.train,
-        samples=frame.samples,
-        checkpoint=frame.checkpoint,
-        flush=frame.flush,
-        round=frame.round,
-        fragment=frame.fragment,
-        updates=frame.updates,
-        replica=frame.replica,
-        sizes=frame.sizes,
-    )
+    return Message(frame.microbatch, {**frame.tensors, **frame.scalars}, frame.marks, frame.sizes)
 
 
 def _taken(records: deque[T]) -> list[T]:

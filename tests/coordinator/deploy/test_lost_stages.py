@@ -352,7 +352,7 @@ def test_a_microbatch_that_no_stage_can_take_ends_the_run_and_says_so(play: Play
 
 def fail_with(provider: Provider, microbatch: int) -> None:
     def passes(frame: Frame) -> bool:
-        if frame.microbatch == microbatch and provider.held is not None and frame.train:
+        if frame.microbatch == microbatch and provider.held is not None and frame.marks.train:
             order = provider.held.order
             failed = Failed(deployment=order.deployment, kind="error", message="index out of range")
             failed.microbatch, failed.generation = microbatch, order.generation

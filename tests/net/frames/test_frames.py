@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import PeerError
+from ravnest.microbatch import Marks
 from ravnest.net.frame_limits import FrameLimits
 from ravnest.net.frames.frames import Coded, Frame, FrameKind, decode, decode_at, encode
 from ravnest.net.frames.tensor_bytes import WIRE_DTYPES
 from ravnest.net.v1 import frame_pb2
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
+UINT64 = st.integers(0, 2**64 - 1)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 
@@ -36,13 +38,28 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 
 @st.composite
+def marks(draw: st.DrawFn) -> Marks:
+    samples = draw(UINT64)
+    if not draw(st.booleans()):
+        return Marks(train=False, samples=samples)
+    round = draw(UINT64)
+    return Marks(
+        samples=samples,
+        checkpoint=draw(UINT64),
+        flush=draw(st.booleans()),
+        round=round,
+        fragment=draw(st.integers(0, 2**32 - 1)) if round else 0,
+        updates=draw(UINT64),
+        replica=draw(UINT64),
+    )
+
+
+@st.composite
 def frames(draw: st.DrawFn) -> Frame:
     return Frame(
         kind=draw(st.sampled_from(FrameKind)),
         microbatch=draw(INT64),
-        train=draw(st.booleans()),
-        samples=draw(st.integers(0, 2**64 - 1)),
-        checkpoint=draw(st.integers(0, 2**64 - 1)),
+        marks=draw(marks()),
         generation=draw(INT64),
         residence_micros=draw(st.integers(0, 2**64 - 1)),
         tensors=draw(st.dictionaries(NAMES, tensors(), max_size=4)),
@@ -55,7 +72,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(left: Frame, right: Frame) -> None:
-    for name in ("kind", "microbatch", "train", "samples", "checkpoint", "generation", "residence_micros"):
+    for name in ("kind", "microbatch", "marks", "generation", "residence_micros"):
         assert getattr(left, name) == getattr(right, name), name
     assert list(left.tensors) == list(right.tensors)
     for name, tensor in left.tensors.items():
@@ -167,7 +184,7 @@ def test_reading_a_frame_warns_of_nothing() -> None:
         (Frame(FrameKind.FORWARD, 1, tensors={"": torch.zeros(2)}), "named"),
         (Frame(FrameKind.FORWARD, 1, tensors={"n" * 300: torch.zeros(2)}), "named"),
         (Frame(FrameKind.FORWARD, 2**63), "cannot be sent"),
-        (Frame(FrameKind.FORWARD, 1, samples=-1), "cannot be sent"),
+        (Frame(FrameKind.FORWARD, 1, marks=Marks(samples=-1)), "cannot be sent"),
         (Frame(FrameKind.FORWARD, 1, scalars={"x": 2**63}), "'x' cannot be sent"),
     ],
 )
@@ -218,6 +235,8 @@ def spec(name: str = "x", dtype: int = frame_pb2.DTYPE_FLOAT32, shape: tuple[int
         (frame_of(header_of(*[spec(str(i), shape=(0,)) for i in range(1025)])), "1025 tensors"),
         (frame_of(header_of(spec(dtype=frame_pb2.DTYPE_BOOL)), b"\x02" + bytes(63)), "other than 0 and 1"),
         (frame_of(header_of(scalars=[frame_pb2.Scalar(name="x")])), "no value"),
+        (frame_of(header_of(train=True, fragment=2)), "fragment 2 belongs to no round"),
+        (frame_of(header_of(checkpoint=2)), "an evaluation has marks that only training may have"),
     ],
 )
 def test_a_malformed_frame_is_refused_in_words(data: bytes, words: str) -> None:

@@ -13,6 +13,7 @@ from grpc import aio
 
 from ravnest.coordinator.access.admission import Admission
 from ravnest.errors import PeerError, RefusedError
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind, encode
 from ravnest.net.identity.identity import node_host
 from ravnest.net.identity.node_identity import joiner_keys
@@ -24,7 +25,9 @@ from tests.net.swarm_ends import BEFORE, CALLED, OTHER, SWARM, a_node, echo, lin
 
 
 def forward(microbatch: int, elements: int = 4) -> Frame:
-    return Frame(FrameKind.FORWARD, microbatch, samples=4, tensors={"x": torch.full((elements,), float(microbatch))})
+    return Frame(
+        FrameKind.FORWARD, microbatch, marks=Marks(samples=4), tensors={"x": torch.full((elements,), float(microbatch))}
+    )
 
 
 def test_frames_arrive_in_order_both_ways() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from ravnest.codecs.codec import CODECS, Codec
 from ravnest.errors import PeerError
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Coded, Frame, FrameKind, decode, encode
 from ravnest.provider.links.tensor_codec import coded, decoded, raw_bytes, saved_bytes
 
@@ -19,7 +20,7 @@ def activations(*shape: int) -> torch.Tensor:
 
 
 def frame(train: bool = True, **tensors: torch.Tensor) -> Frame:
-    return Frame(FrameKind.FORWARD, 3, train=train, generation=1, tensors=tensors)
+    return Frame(FrameKind.FORWARD, 3, marks=Marks(train=train), generation=1, tensors=tensors)
 
 
 def over_the_wire(given: Frame, codec: Codec) -> Frame:

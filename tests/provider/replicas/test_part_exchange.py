@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ravnest.errors import PeerError, RunError
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.rpc.client import dial_link
 from ravnest.net.streams.resumable_link import ResumableLink
@@ -452,7 +453,7 @@ def test_a_part_that_is_damaged_here_is_not_uploaded(tmp_path: Path) -> None:
 
 def part_frame(replica: int = 4, data: bytes = b"", name: str = "data", **scalars: Any) -> Frame:
     tensors = {name: torch.frombuffer(bytearray(data), dtype=torch.uint8)} if data else {}
-    return Frame(FrameKind.PART, 0, replica=replica, tensors=tensors, scalars=scalars)
+    return Frame(FrameKind.PART, 0, marks=Marks(replica=replica), tensors=tensors, scalars=scalars)
 
 
 BEGIN = part_frame(size_bytes=8)
@@ -514,7 +515,7 @@ def test_what_an_owner_sends_by_the_rules_is_kept(tmp_path: Path) -> None:
         ([part_frame(data=b"1234", offset=0)], "did not begin with the size"),
         ([part_frame(size_bytes=1 << 20), part_frame(data=bytes(CHUNK_BYTES + 1), offset=0)], "262145 bytes as data"),
         ([Frame(FrameKind.FORWARD, 1, tensors={"h": torch.ones(2)})], "a FORWARD frame among parts"),
-        ([BEGIN, Frame(FrameKind.PART, 0, replica=4, tensors={"data": torch.ones(2, 2)})], "without data"),
+        ([BEGIN, Frame(FrameKind.PART, 0, marks=Marks(replica=4), tensors={"data": torch.ones(2, 2)})], "without data"),
     ],
 )
 def test_what_breaks_the_rules_is_refused_and_not_kept(tmp_path: Path, frames: list[Frame], says: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.engine.settings import StageSettings
 from ravnest.graph.weights import stream_tensors
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.identity import Identity
 from ravnest.net.v1.control_pb2 import (
@@ -115,7 +116,9 @@ class Standby:
 
     async def feed(self, microbatch: int, generation: int, replica: int = 0) -> None:
         values = {name: torch.full((2, 4), float(microbatch + 1)) for name in ("inputs", "targets")}
-        frame = Frame(FrameKind.FEED, microbatch, samples=2, generation=generation, replica=replica, tensors=values)
+        frame = Frame(
+            FrameKind.FEED, microbatch, marks=Marks(samples=2, replica=replica), generation=generation, tensors=values
+        )
         await self.swarm.swarm.feed_frame("standby", frame)
 
 

@@ -28,6 +28,7 @@ from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import RingPlace
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, ProviderMessage
 from ravnest.planner.rings.tensors import fragments, tensors_of
@@ -242,7 +243,7 @@ class Cluster:
                 names = [spec.name for spec in owner.stage.graph.inputs]
                 if names:
                     given = {name: values[name] for name in names}
-                    owner.worker.feed(Message(self._fed, given, samples=len(targets), **marked))
+                    owner.worker.feed(Message(self._fed, given, marks=Marks(samples=len(targets), **marked)))
             self._fed += 1
             self.samples += len(targets)
 

@@ -17,6 +17,7 @@ from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.weights import stream_tensors
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
@@ -132,11 +133,8 @@ def a_feed() -> Frame:
     return Frame(
         kind=FrameKind.FEED,
         microbatch=0,
-        train=True,
-        samples=8,
-        checkpoint=0,
+        marks=Marks(train=True, samples=8, checkpoint=0, flush=False),
         generation=4,
-        flush=False,
         tensors={"targets": torch.zeros(8, dtype=torch.long)},
         scalars={},
     )

@@ -19,6 +19,7 @@ from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.weights import stream_tensors
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, ProviderMessage
@@ -138,7 +139,9 @@ class Machine:
         names = {value.name for value in graphs()[self.stage].inputs}
         given = {name: tensor for name, tensor in tensors.items() if name in names}
         self.deployment.take_feed(
-            Frame(FrameKind.FEED, number, samples=len(targets), generation=generation, tensors=given, **more)
+            Frame(
+                FrameKind.FEED, number, marks=Marks(samples=len(targets), **more), generation=generation, tensors=given
+            )
         )
 
     def state(self) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.engine.settings import StageSettings
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.weights import stream_tensors
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import (
     DIALLING_AWAIT,
@@ -108,7 +109,9 @@ class Machines:
                 wanted = {value.name for value in graphs()[stage].inputs}
                 tensors = {n: t for n, t in {"inputs": inputs, "targets": targets}.items() if n in wanted}
                 marked = {"replica": replica} if replica == number + 1 else {}
-                frame = Frame(FrameKind.FEED, number, samples=8, generation=generation, tensors=tensors, **marked)
+                frame = Frame(
+                    FrameKind.FEED, number, marks=Marks(samples=8, **marked), generation=generation, tensors=tensors
+                )
                 await self.swarm.swarm.feed_frame(name, frame)
         await self.swarm.until(lambda: len(self.swarm.told.frames) >= before + len(numbers))
         root = next(name for name, stage in stages.items() if stage == 0)

@@ -11,6 +11,7 @@ from ravnest.engine.messages import LossRecord, Message
 from ravnest.engine.stage import Update
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.weights import WeightsReader
+from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.provider.stage import outbox as outbox_module
 from ravnest.provider.stage.outbox import FrameOutbox, message_of
@@ -37,7 +38,7 @@ def on_a_loop(test: Callable[[FrameOutbox], Awaitable[None]], record_updates: bo
 
 
 def a_message(number: int = 3) -> Message:
-    return Message(number, {"hidden": torch.ones(2), "size": 4}, samples=2, checkpoint=5, flush=True)
+    return Message(number, {"hidden": torch.ones(2), "size": 4}, marks=Marks(samples=2, checkpoint=5, flush=True))
 
 
 def test_each_kind_goes_its_own_way_and_keeps_its_order() -> None:
@@ -67,8 +68,7 @@ def test_a_message_is_the_same_at_the_other_end() -> None:
         found, sent = message_of(frame), a_message()
         assert torch.equal(found.values["hidden"], sent.values["hidden"])
         assert found.values["size"] == 4
-        fields = ("microbatch", "train", "samples", "checkpoint", "flush")
-        assert [getattr(found, name) for name in fields] == [getattr(sent, name) for name in fields]
+        assert (found.microbatch, found.marks) == (sent.microbatch, sent.marks)
 
     on_a_loop(test)
 
@@ -245,7 +245,7 @@ def test_gradients_say_how_long_their_microbatch_has_been_here() -> None:
         outbox.came(forward)
         await asyncio.to_thread(outbox.backward, a_message(3))
         assert (await outbox.to_previous.get()).frame.residence_micros > 0
-        outbox.came(replace(forward, microbatch=-1, train=False))
+        outbox.came(replace(forward, microbatch=-1, marks=Marks(train=False)))
         await asyncio.to_thread(outbox.backward, a_message(-1))
         assert (await outbox.to_previous.get()).frame.residence_micros == 0, "an evaluation has no way back"
 
@@ -254,7 +254,7 @@ def test_gradients_say_how_long_their_microbatch_has_been_here() -> None:
 
 def test_the_delay_of_a_link_is_measured_by_what_is_trained_on_alone() -> None:
     async def test(outbox: FrameOutbox) -> None:
-        await asyncio.to_thread(outbox.forward, replace(a_message(-1), train=False))
+        await asyncio.to_thread(outbox.forward, replace(a_message(-1), marks=Marks(train=False)))
         outbox.came(Frame(FrameKind.BACKWARD, -1, residence_micros=1))
         assert outbox.delay.low_seconds == 0.0
         await asyncio.to_thread(outbox.forward, a_message(3))
