@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ravnest import units
 from ravnest.errors import RunError
 from ravnest.monitor.run_directory import existing_run
 
@@ -38,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     from safetensors.torch import load_file
 
     from ravnest.coordinator.checkpoints.reader import find_checkpoint, load_checkpoint, newest_good
-    from ravnest.monitor import words
     from ravnest.monitor.export import fuse, write_model
 
     if args.checkpoint is not None:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     tensors = fuse(contents, info.state.get("aliases", {}), extra, info.state.get("non_persistent", ()))
     write_model(out, tensors, {"updates": str(info.updates), "samples": str(info.samples)})
     print(
-        f"wrote {out}: {len(tensors)} tensors, {words.size(out.stat().st_size)}, "
-        f"after {words.count(info.updates)} updates and {words.count(info.samples)} samples"
+        f"wrote {out}: {len(tensors)} tensors, {units.byte_size(out.stat().st_size)}, "
+        f"after {units.count(info.updates)} updates and {units.count(info.samples)} samples"
     )
     return 0

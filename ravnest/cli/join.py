@@ -4,7 +4,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING
 
-from ravnest import units as amounts
+from ravnest import units
 from ravnest.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def memory_bytes(text: str) -> int:
     """Bytes in `8GB`, `512MiB`, `1.5G` or a plain number; raises ArgumentTypeError for anything else."""
-    size = amounts.size_bytes(text)
+    size = units.parse_byte_size(text)
     if size is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: write it as 8GB, 512MB or 4GiB")
     return size

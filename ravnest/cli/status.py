@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ravnest import units
 from ravnest.errors import printable
-from ravnest.monitor import words
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.run_directory import RunPaths, existing_run, lock_holder
 from ravnest.monitor.summary import Summary
@@ -122,8 +122,8 @@ def _print(
             console.print(Text.assemble((f"{'in flight':<14}", "dim"), printable(flying)), soft_wrap=True)
         ledger = summary.ledger
         if ledger.fed:
-            text = f"fed {words.count(ledger.fed)}, completed {words.count(ledger.completed)}, replayed "
-            text += f"{words.count(ledger.replayed)}, lost {words.count(ledger.lost)}"
+            text = f"fed {units.count(ledger.fed)}, completed {units.count(ledger.completed)}, replayed "
+            text += f"{units.count(ledger.replayed)}, lost {units.count(ledger.lost)}"
             console.print(Text.assemble((f"{'microbatches':<14}", "dim"), text))
         if any(cluster.stages for cluster in summary.clusters):
             console.print()
@@ -149,12 +149,12 @@ def _member_table(members: "list[KnownMember]", process: int | None) -> Any:
         table.add_column(title, no_wrap=True)
     for member in members:
         ago = max(0.0, time.time() - member.seen_at)
-        now = "connected" if _connected(member, process) else f"last seen {words.duration(ago)} ago"
+        now = "connected" if _connected(member, process) else f"last seen {units.duration(ago)} ago"
         cells = (
             member.node_id,
             "thrown out" if member.kicked else now,
             member.device,
-            words.size(member.memory_bytes),
+            units.byte_size(member.memory_bytes),
             member.address,
             "" if member.stage is None else str(member.stage),
         )
@@ -178,10 +178,10 @@ def _stages(summary: Summary) -> Any:
                 f"{stage.stage} {stage.role}",
                 stage.provider,
                 stage.device,
-                words.short_count(stage.parameters),
+                units.short_count(stage.parameters),
                 f"{stage.busy_fraction:.0%}",
                 f"{stage.staleness.mean:.1f} max {stage.staleness.max}",
-                words.size(stage.peak_memory_bytes),
+                units.byte_size(stage.peak_memory_bytes),
             )
             table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
@@ -204,7 +204,7 @@ def _links(summary: Summary) -> list[str]:
         for stage, following in itertools.pairwise(cluster.stages):
             for link in stage.links:
                 if link.to == following.provider:
-                    again = f", connected {words.count(link.connections)} times" if link.connections > 1 else ""
+                    again = f", connected {units.count(link.connections)} times" if link.connections > 1 else ""
                     delay = "" if link.delay_seconds is None else f", {1e3 * link.delay_seconds:.3g} ms there and back"
                     lines.append(f"{stage.provider} to {link.to}: {link.route or 'down'}{delay}{again}")
     return lines

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 
 from ravnest.errors import LentMemoryError
-from ravnest.units import gibibytes, size_bytes
+from ravnest.units import byte_size, parse_byte_size
 
 _WORDS: Final = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory", "bad_alloc")
 _ASKED_FOR: Final = re.compile(r"tried to allocate (\d[\d.]*) ?([KMGT]i?B|bytes)", re.IGNORECASE | re.ASCII)
@@ -24,10 +24,10 @@ def asked_bytes(error: BaseException) -> int | None:
     found = _ASKED_FOR.search(str(error))
     if found is None:
         return None
-    return size_bytes(found[1] + ("" if found[2].lower() == "bytes" else found[2]))
+    return parse_byte_size(found[1] + ("" if found[2].lower() == "bytes" else found[2]))
 
 
 def told(error: BaseException) -> str:
     """Like "memory ran out: another 1.2 GiB were needed"."""
     asked = asked_bytes(error)
-    return "memory ran out" + ("" if asked is None else f": another {gibibytes(asked)} were needed")
+    return "memory ran out" + ("" if asked is None else f": another {byte_size(asked)} were needed")

@@ -5,8 +5,8 @@ from typing import Final, Protocol, TextIO
 
 from rich.console import Console
 
+from ravnest import units
 from ravnest.errors import printable
-from ravnest.monitor import words
 from ravnest.monitor.live import LiveDisplay
 from ravnest.monitor.report import final_lines
 from ravnest.monitor.snapshot import Snapshot
@@ -65,7 +65,7 @@ class PlainDisplay:
         evaluation = None if snapshot.eval is None else dict(snapshot.eval)
         if evaluation is not None and evaluation != self._last_eval:
             self._last_eval = evaluation
-            self._line(f"evaluation   {words.measures(evaluation)}")
+            self._line(f"evaluation   {units.metrics(evaluation)}")
         now, progress = monotonic(), _progress(snapshot)
         waited = now - self._last_line >= PLAIN_SECONDS and progress != self._last_progress
         if snapshot.phase not in self._phases or waited:
@@ -116,14 +116,14 @@ def _progress(snapshot: Snapshot) -> str:
     if snapshot.epoch and snapshot.epochs:
         parts.append(f"epoch {snapshot.epoch}/{snapshot.epochs}")
     if snapshot.samples_done:
-        total = "" if snapshot.samples_total is None else f"/{words.count(snapshot.samples_total)}"
-        parts.append(f"{words.count(snapshot.samples_done)}{total} samples")
+        total = "" if snapshot.samples_total is None else f"/{units.count(snapshot.samples_total)}"
+        parts.append(f"{units.count(snapshot.samples_done)}{total} samples")
     if snapshot.train_loss is not None:
-        parts.append(f"loss {words.measure(snapshot.train_loss)}")
+        parts.append(f"loss {units.metric(snapshot.train_loss)}")
     if snapshot.samples_per_second:
-        parts.append(f"{words.rate(snapshot.samples_per_second)} samples/s")
+        parts.append(f"{units.sample_rate(snapshot.samples_per_second)} samples/s")
     if snapshot.averaging is not None and snapshot.averaging.rounds:
         parts.append(f"{counted(snapshot.averaging.rounds, 'round')} of averaging")
     if snapshot.eta_seconds is not None:
-        parts.append(f"{words.duration(snapshot.eta_seconds)} left")
+        parts.append(f"{units.duration(snapshot.eta_seconds)} left")
     return "   ".join(parts)

@@ -15,8 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ravnest import units
 from ravnest.errors import printable
-from ravnest.monitor import words
 from ravnest.monitor.files import write_atomic
 from ravnest.monitor.report import averaging_in_words, final_facts, headline
 from ravnest.monitor.snapshot import Snapshot
@@ -126,7 +126,7 @@ def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
     if snapshot.samples_total or snapshot.samples_done:
         parts += [_bar(snapshot), _numbers(snapshot)]
     if snapshot.eval:
-        parts.append(_named("evaluation", words.measures(snapshot.eval)))
+        parts.append(_named("evaluation", units.metrics(snapshot.eval)))
     if snapshot.averaging is not None:
         last = f"; {snapshot.last_round}" if snapshot.last_round else ""
         parts.append(_named("averaging", f"{averaging_in_words(snapshot.averaging)}{last}"))
@@ -154,17 +154,17 @@ def _title(snapshot: Snapshot) -> RenderableType:
         left.append(f": {printable(snapshot.detail)}")
     if snapshot.epoch and snapshot.epochs:
         left.append(f"  epoch {snapshot.epoch}/{snapshot.epochs}")
-    right = Text(f"{words.duration(snapshot.elapsed_seconds)} elapsed", style="dim")
+    right = Text(f"{units.duration(snapshot.elapsed_seconds)} elapsed", style="dim")
     if snapshot.eta_seconds is not None:
-        right = Text.assemble(f"{words.duration(snapshot.eta_seconds)} left", "  ", right)
+        right = Text.assemble(f"{units.duration(snapshot.eta_seconds)} left", "  ", right)
     return _two_sides(left, right)
 
 
 def _bar(snapshot: Snapshot) -> RenderableType:
     total = snapshot.samples_total
-    done = Text(words.count(snapshot.samples_done))
+    done = Text(units.count(snapshot.samples_done))
     if total is not None:
-        done.append(f"/{words.count(total)}", style="dim")
+        done.append(f"/{units.count(total)}", style="dim")
     done.append(" samples", style="dim")
     grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
     grid.add_column(ratio=1)
@@ -186,13 +186,13 @@ def _bar(snapshot: Snapshot) -> RenderableType:
 def _numbers(snapshot: Snapshot) -> RenderableType:
     left = Text()
     left.append("loss ", style="dim")
-    left.append("…" if snapshot.train_loss is None else words.measure(snapshot.train_loss))
+    left.append("…" if snapshot.train_loss is None else units.metric(snapshot.train_loss))
     left.append("   ")
-    left.append(words.rate(snapshot.samples_per_second))
+    left.append(units.sample_rate(snapshot.samples_per_second))
     left.append(" samples/s", style="dim")
     if snapshot.predicted_samples_per_second:
-        left.append(f" (planned {words.rate(snapshot.predicted_samples_per_second)})", style="dim")
-    return _two_sides(left, Text(f"{words.count(snapshot.updates)} updates", style="dim"))
+        left.append(f" (planned {units.sample_rate(snapshot.predicted_samples_per_second)})", style="dim")
+    return _two_sides(left, Text(f"{units.count(snapshot.updates)} updates", style="dim"))
 
 
 def _named(name: str, value: str) -> Text:
@@ -214,7 +214,7 @@ def _stage_table(snapshot: Snapshot, most: int | None = None) -> Table:
     for view in snapshot.stages[:most]:
         cluster = begun.pop(view.cluster, None)
         if cluster is not None:
-            rate = f"{words.rate(cluster.samples_per_second)} samples/s, {words.count(cluster.samples)} samples"
+            rate = f"{units.sample_rate(cluster.samples_per_second)} samples/s, {units.count(cluster.samples)} samples"
             rate += "" if cluster.in_flight is None else f", {cluster.in_flight} in flight"
             told = f"lost: {printable(cluster.lost)}" if cluster.lost else rate
             table.add_row(f"cluster {cluster.id}", Text(told, style="red" if cluster.lost else "dim"))
@@ -222,10 +222,10 @@ def _stage_table(snapshot: Snapshot, most: int | None = None) -> Table:
             Text.assemble(f"{view.stage} ", (printable(view.role), "dim")),
             Text(printable(view.provider)),
             Text(printable(view.device), style="dim"),
-            words.short_count(view.parameters),
+            units.short_count(view.parameters),
             _busy(view.busy_fraction),
             Text.assemble(f"{view.staleness_mean:.1f}", (f" max {view.staleness_max}", "dim")),
-            words.size(view.memory_bytes),
+            units.byte_size(view.memory_bytes),
         )
     return table
 

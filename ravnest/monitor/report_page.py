@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Final
 
+from ravnest import units
 from ravnest.errors import printable
-from ravnest.monitor import words
 from ravnest.monitor.gantt import gantt, legend
 from ravnest.monitor.report import final_facts, headline
 from ravnest.monitor.steady import StageFigures, Stretch, last_of, steady_stretch
@@ -73,7 +73,7 @@ def _picture(cluster: int, stages: Sequence[TraceStage], stretch: Stretch | None
     began, ended = last_of(stretch, stages, SHOWN_MICROBATCHES)
     shown = Stretch(stretch.began, stretch.ended, stretch.microbatches, stretch.steady, stretch.stages[:SHOWN_STAGES])
     what = "in steady state" if stretch.steady else "all that was traced last: too little for a steady state"
-    length = words.duration(ended - began) if ended - began >= 1 else f"{1000 * (ended - began):.3g} ms"
+    length = units.duration(ended - began) if ended - began >= 1 else f"{1000 * (ended - began):.3g} ms"
     count = min(len(stretch.microbatches), SHOWN_MICROBATCHES)
     said = f"{length}, {counted(count, 'microbatch', 'microbatches')} let in, {what}"
     left_out = len(stretch.stages) - len(shown.stages)
@@ -122,8 +122,8 @@ def _row(cluster: int, stage: StageSummary, figures: StageFigures | None, steady
         *(f"{1000 * mean[kind]:.3g} ms" if kind in mean else "" for kind in ("forward", "backward", "update")),
         "" if waits is None else f"{waits.get('nothing ready', 0.0):.1%}",
         "" if waits is None else f"{waits.get('limit', 0.0):.1%}",
-        words.size(stage.bytes_sent),
-        words.size(stage.bytes_received),
+        units.byte_size(stage.bytes_sent),
+        units.byte_size(stage.bytes_received),
         f"{stage.staleness.mean:.1f}, at most {stage.staleness.max}",
     )
     return f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in cells)}</tr>"

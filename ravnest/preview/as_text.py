@@ -12,8 +12,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ravnest import units
 from ravnest.errors import printable
-from ravnest.monitor import words
 from ravnest.planner.cluster import StageCost
 from ravnest.planner.stage_plan import role_of
 from ravnest.preview.diagram import milliseconds, picture, rate
@@ -80,7 +80,7 @@ def single_table(dry: DryRun, numbers: Sequence[int]) -> Table:
     table.add_column("\nlimit", no_wrap=True)
     for number in numbers:
         stage = dry.plan.clusters[number].stages[0]
-        rate_shown = words.rate(dry.plan.rates[number])
+        rate_shown = units.sample_rate(dry.plan.rates[number])
         table.add_row(str(number + 1), Text(words_of(stage.provider)), rate_shown, *_figures(dry, stage))
     return table
 
@@ -108,7 +108,7 @@ def stage_table(dry: DryRun, number: int) -> Table:
             role_of(k, len(cluster.stages)),
             Text(words_of(stage.provider)),
             Text(words_of(part.title)),
-            words.short_count(part.parameters),
+            units.short_count(part.parameters),
             *_figures(dry, stage),
             style="bold" if stage is slowest else "",
         )
@@ -145,13 +145,13 @@ def _headline(dry: DryRun) -> Text:
     stages = [len(cluster.stages) for cluster in plan.clusters]
     what = f"{_counted(len(stages), 'cluster')} of {_stages(stages)}"
     text = Text.assemble(
-        (f"{words_of(dry.title)}: {words.rate(plan.predicted_samples_per_second)} samples/s predicted", "bold"),
+        (f"{words_of(dry.title)}: {units.sample_rate(plan.predicted_samples_per_second)} samples/s predicted", "bold"),
         f" with {what}, of {_counted(len(dry.providers), 'machine')}",
     )
-    parameters, size = words.short_count(dry.parts.count), words.size(float(dry.model.parameter_bytes[-1]))
+    parameters, size = units.short_count(dry.parts.count), units.byte_size(float(dry.model.parameter_bytes[-1]))
     text.append(f"\n{parameters} parameters, {size}; microbatches of {dry.model.samples} samples")
     if dry.slowed < _AS_FAST:
-        over = words.rate(dry.slowed * plan.predicted_samples_per_second)
+        over = units.sample_rate(dry.slowed * plan.predicted_samples_per_second)
         text.append(f"\n{over} samples/s over the whole run: fewer are in flight while the learning rate is high")
     if dry.goal.versions != DEFAULT_POLICY:
         text.append(f"\n{dry.versions_reason}")
@@ -163,7 +163,7 @@ def _cluster_line(dry: DryRun, number: int) -> Text:
     providers = [dry.providers[name] for name in cluster.providers]
     speeds = [provider.compute_speed for provider in providers]
     text = Text.assemble(
-        (f"cluster {number + 1}: {words.rate(dry.plan.rates[number])} samples/s", "bold"),
+        (f"cluster {number + 1}: {units.sample_rate(dry.plan.rates[number])} samples/s", "bold"),
         f", {_counted(cluster.in_flight, 'microbatch', 'microbatches')} in flight, staleness up to "
         f"{dry.staleness(cluster)}",
     )
@@ -179,7 +179,8 @@ def _limit(dry: DryRun, number: int) -> str:
     cluster = dry.plan.clusters[number]
     if dry.plan.rates[number] > 0.999 * cluster.samples_per_second:
         return cluster.limit
-    return f"{dry.plan.limit}; alone it would do {words.rate(cluster.samples_per_second)}, limited by {cluster.limit}"
+    alone = units.sample_rate(cluster.samples_per_second)
+    return f"{dry.plan.limit}; alone it would do {alone}, limited by {cluster.limit}"
 
 
 def _the_others(dry: DryRun, numbers: Sequence[int]) -> Text:
@@ -241,7 +242,7 @@ def _coded_links(dry: DryRun) -> Iterator[str]:
 
 
 def _brief(seconds: float) -> str:
-    return words.duration(seconds) if seconds >= 1 else f"{milliseconds(seconds)} ms"
+    return units.duration(seconds) if seconds >= 1 else f"{milliseconds(seconds)} ms"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -251,7 +252,7 @@ def _names(names: Sequence[str]) -> str:
 
 def _size(value_bytes: float) -> str:
     """1234567890 as "1.15G", in powers of 1024."""
-    return words.size(value_bytes).replace(" ", "").removesuffix("iB").removesuffix("B")
+    return units.byte_size(value_bytes).replace(" ", "").removesuffix("iB").removesuffix("B")
 
 
 def _counted(number: int, word: str, several: str = "") -> str:

@@ -8,8 +8,7 @@ from typing import Final
 
 from rich.cells import cell_len, set_cell_size
 
-from ravnest import units as amounts
-from ravnest.monitor.words import short_count
+from ravnest import units
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.problem import Line
 from ravnest.planner.stage_plan import role_of
@@ -51,7 +50,7 @@ def rate(bytes_per_second: float) -> str:
         return "no limit"
     if bytes_per_second * 8 >= 999.5e6:
         return f"{bytes_per_second * 8 / 1e9:.3g} Gbit/s"
-    return f"{amounts.megabits(bytes_per_second)} Mbit/s"
+    return f"{units.megabits(bytes_per_second)} Mbit/s"
 
 
 def _inside(dry: DryRun, number: int, numbers: list[int], width: int) -> int:
@@ -67,7 +66,7 @@ def _texts(dry: DryRun, number: int, k: int) -> tuple[str, str, str]:
     busy = round(100 * stage.compute_seconds * dry.plan.rates[number] / cluster.samples)
     return (
         stage.provider,
-        f"{role_of(k, len(cluster.stages))} · {short_count(part.parameters)}",
+        f"{role_of(k, len(cluster.stages))} · {units.short_count(part.parameters)}",
         f"{milliseconds(stage.compute_seconds)} ms · {busy} %",
     )
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Any, Final, NoReturn, overload
 
-from ravnest import units as amounts
+from ravnest import units
 from ravnest.errors import PlanError
 from ravnest.preview.toml_lines import Lines, Path
 
@@ -131,7 +131,7 @@ class Table:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and 0 < value < 1e6:
             self.fail(key, f'{key} of {self.title} is {value} without a unit: write it as {key} = "{value}GB"')
-        size = amounts.size_bytes(value) if isinstance(value, str) else None
+        size = units.parse_byte_size(value) if isinstance(value, str) else None
         if size is None:
             self.fail(key, f'{key} of {self.title} is {_shown(value)} and not a size: write it as {key} = "8GB"')
         if size > MAX_MEMORY_BYTES:

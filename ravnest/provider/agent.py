@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from ravnest import __version__
-from ravnest import units as amounts
+from ravnest import __version__, units
 from ravnest.background import BackgroundTasks, cancel_and_wait
 from ravnest.cores import usable_cores
 from ravnest.engine.out_of_memory import is_out_of_memory, told
@@ -315,8 +314,8 @@ class _Agent:
         about_us.device_name = device_name(self._device)
         about_us.measures_link = not self._embedded
         if known is None:
-            memory, rate = amounts.gibibytes(self._memory_bytes), amounts.flops(speed.flops_per_second)
-            self._say(f"this machine: {self._device}, {amounts.counted(about_us.cores, 'core')}, {memory}, {rate}")
+            memory, rate = units.byte_size(self._memory_bytes), units.flops(speed.flops_per_second)
+            self._say(f"this machine: {self._device}, {units.counted(about_us.cores, 'core')}, {memory}, {rate}")
             if said := self._pretence.in_words:
                 self._say(said)
 
@@ -366,8 +365,8 @@ class _Agent:
         """Measures the connection to the coordinator, once: one that comes back says what it found then."""
         known, self._link = self._link, await report_link(stay.client, stay.control, self._link)
         if (link := self._link) is not None and known is None:
-            down, up = amounts.megabits(link.down_bytes_per_second), amounts.megabits(link.up_bytes_per_second)
-            trip = amounts.milliseconds(link.round_trip_seconds)
+            down, up = units.megabits(link.down_bytes_per_second), units.megabits(link.up_bytes_per_second)
+            trip = units.milliseconds(link.round_trip_seconds)
             self._say(f"connection to the coordinator: {trip}, {down} Mbit/s down, {up} Mbit/s up")
 
     def _address(self, listen_host: str, port: int, given: tuple[str, int] | None) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ravnest import units
 from ravnest.monitor import display as display_module
-from ravnest.monitor import words
 from ravnest.monitor.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
 from ravnest.monitor.report import averaging_in_words, final_facts
 from ravnest.monitor.snapshot import ClusterView, Snapshot, StageView
@@ -287,20 +287,20 @@ def test_the_picture_can_be_saved_for_the_documentation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (words.short_count(999), "999"),
-        (words.short_count(999_600), "1M"),
-        (words.short_count(73_856), "73.9k"),
-        (words.size(512), "512 B"),
-        (words.size(301 << 20), "301 MiB"),
-        (words.size(1023 << 20), "0.999 GiB"),
-        (words.duration(8.44), "8.4 s"),
-        (words.duration(83), "1:23"),
-        (words.duration(7283), "2:01:23"),
-        (words.measure(0.0), "0.0000"),
-        (words.measure(0.000023), "2.3e-05"),
-        (words.measure(float("nan")), "nan"),
-        (words.rate(3.14159), "3.14"),
-        (words.rate(1245.3), "1,245"),
+        (units.short_count(999), "999"),
+        (units.short_count(999_600), "1M"),
+        (units.short_count(73_856), "73.9k"),
+        (units.byte_size(512), "512 B"),
+        (units.byte_size(301 << 20), "301 MiB"),
+        (units.byte_size(1023 << 20), "0.999 GiB"),
+        (units.duration(8.44), "8.4 s"),
+        (units.duration(83), "1:23"),
+        (units.duration(7283), "2:01:23"),
+        (units.metric(0.0), "0.0000"),
+        (units.metric(0.000023), "2.3e-05"),
+        (units.metric(float("nan")), "nan"),
+        (units.sample_rate(3.14159), "3.14"),
+        (units.sample_rate(1245.3), "1,245"),
     ],
 )
 def test_numbers_read_well(text: str, expected: str) -> None:

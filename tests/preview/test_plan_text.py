@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from ravnest.monitor import words
+from ravnest import units
 from ravnest.planner.problem import Network, Provider
 from ravnest.preview.as_text import SHOWN_ROWS, limit_word, print_plan
 from ravnest.preview.diagram import PLAIN, picture, rate
@@ -53,7 +53,7 @@ def _cell(line: str, index: int) -> int:
 def test_where_fewer_are_in_flight_at_first_the_rate_of_the_whole_run_is_shown_too() -> None:
     assert "over the whole run" not in shown(THREE, 120)
     slowed = shown(replace(THREE, slowed=0.5), 120).splitlines()
-    half = words.rate(THREE.plan.predicted_samples_per_second / 2)
+    half = units.sample_rate(THREE.plan.predicted_samples_per_second / 2)
     assert any(line.startswith(f"{half} samples/s over the whole run: fewer are in flight") for line in slowed)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from ravnest.units import gibibytes
+from ravnest.units import byte_size
 
 MAX_RESERVED_BYTES: Final = 16 << 20
 RESERVED_SHARE: Final = 0.05
@@ -36,6 +36,6 @@ class DiskRoom:
 
     def lacking(self, needed_bytes: int) -> str:
         """Like "it needs 1.2 GiB, and 300 MiB are free for it: 900 MiB are missing"."""
-        needs = f"it needs {gibibytes(needed_bytes)}, and {gibibytes(self.for_checkpoints)} are free for it"
+        needs = f"it needs {byte_size(needed_bytes)}, and {byte_size(self.for_checkpoints)} are free for it"
         missing = self.missing_bytes(needed_bytes)
-        return f"{needs}: {gibibytes(missing)} are missing" if missing >= 1 << 19 else needs
+        return f"{needs}: {byte_size(missing)} are missing" if missing >= 1 << 19 else needs

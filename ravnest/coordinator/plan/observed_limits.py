@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from ravnest.units import gibibytes
+from ravnest.units import byte_size
 
 EVIDENT_SHARE: Final = 0.8
 """Of a stage that did not fit, what the provider is believed to hold: the next one is to fit for certain."""
@@ -56,9 +56,9 @@ class Believed:
         before = self.memory_bytes(member)
         now = self._most[member.node_id] = evident_memory(before, stage_memory_bytes)
         reason = (
-            f"{member.node_id} said that it lends {gibibytes(member.memory_bytes)}, and has not enough for a stage of "
-            f"{gibibytes(stage_memory_bytes)}{f' ({why})' if why else ''}: it gets none that takes more than "
-            f"{gibibytes(now)} in this run"
+            f"{member.node_id} said that it lends {byte_size(member.memory_bytes)}, and has not enough for a stage of "
+            f"{byte_size(stage_memory_bytes)}{f' ({why})' if why else ''}: it gets none that takes more than "
+            f"{byte_size(now)} in this run"
         )
         return Eviction(now, reason)
 

@@ -3,7 +3,7 @@ has to be kept for feeding again."""
 
 from typing import Final
 
-from ravnest.units import counted, gibibytes
+from ravnest.units import byte_size, counted
 
 MIN_SECONDS: Final = 2.0
 LINE_SHARE: Final = 0.20
@@ -53,7 +53,7 @@ def replica_due(
     if seconds_since_last < MIN_SECONDS:
         return False, f"the last replica is {seconds_since_last:.1f} s old, and there is one every {MIN_SECONDS:g} s"
     if retained_bytes >= MAX_RETAINED_BYTES:
-        return True, f"{gibibytes(retained_bytes)} of data are kept for feeding again"
+        return True, f"{byte_size(retained_bytes)} of data are kept for feeding again"
     if retained_microbatches >= MAX_RETAINED_MICROBATCHES:
         kept = counted(retained_microbatches, "microbatch is", "microbatches are")
         return True, f"{kept} kept for feeding again"

@@ -23,7 +23,7 @@ from ravnest.errors import DiskFullError, RefusedError, RunError
 from ravnest.graph.portable import PortableGraph
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Save
 from ravnest.planner.run_plan import ClusterPlan
-from ravnest.units import gibibytes
+from ravnest.units import byte_size
 
 
 def saver_of(store: CheckpointStore, prepared: Prepared, cluster: ClusterPlan, updates: int) -> Saver:
@@ -243,7 +243,7 @@ class Checkpointing:
         self._tell_full(reason, removed)
         self._given_up = {
             self._last_number: DiskFullError(
-                f"the run cannot be saved: {error}; free {gibibytes(max(1 << 20, room.missing_bytes(needed)))} "
+                f"the run cannot be saved: {error}; free {byte_size(max(1 << 20, room.missing_bytes(needed)))} "
                 f"where the run is kept and continue with --resume ({kept})"
             )
         }

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ravnest import units as amounts
+from ravnest import units
 from ravnest.errors import PeerError, printable
 from ravnest.net.probe.measuring import LinkSpeed
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer, PeerMeasured, ProviderMessage
@@ -116,12 +116,12 @@ def describe(member: "Member") -> str:
     """
     parts = [member.device]
     if member.cores and member.device == "cpu":
-        parts.append(amounts.counted(member.cores, "core"))
+        parts.append(units.counted(member.cores, "core"))
     if member.flops_per_second:
-        parts += [amounts.gibibytes(member.memory_bytes), amounts.flops(member.flops_per_second)]
+        parts += [units.byte_size(member.memory_bytes), units.flops(member.flops_per_second)]
     if (link := member.link) is not None:
-        rates = f"{amounts.megabits(link.down_bytes_per_second)}/{amounts.megabits(link.up_bytes_per_second)} Mbit/s"
-        parts += [amounts.milliseconds(link.round_trip_seconds), rates]
+        rates = f"{units.megabits(link.down_bytes_per_second)}/{units.megabits(link.up_bytes_per_second)} Mbit/s"
+        parts += [units.milliseconds(link.round_trip_seconds), rates]
     elif member.link_error:
         parts.append("connection not measured")
     return ", ".join(parts)

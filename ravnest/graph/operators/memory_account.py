@@ -14,7 +14,7 @@ import torch
 from ravnest.errors import GraphError, LentMemoryError
 from ravnest.graph.operators.calls import Call
 from ravnest.graph.operators.sizes import call_bytes, logical_bytes
-from ravnest.units import gibibytes
+from ravnest.units import byte_size
 
 
 class MemoryAccount:
@@ -53,7 +53,7 @@ class MemoryAccount:
         logical = logical_bytes(result)
         if logical > self.limit_bytes:
             raise LentMemoryError(
-                f"node {name!r} ({call.op}) makes a tensor of {gibibytes(logical)}, and {gibibytes(self.limit_bytes)} "
+                f"node {name!r} ({call.op}) makes a tensor of {byte_size(logical)}, and {byte_size(self.limit_bytes)} "
                 "are lent; it is not used"
             )
         for key, storage in _storages(result):
@@ -76,8 +76,8 @@ class MemoryAccount:
         total = self._alive_bytes + more
         if total > self.limit_bytes:
             raise LentMemoryError(
-                f"node {name!r} ({call.op}) would take the stage to {gibibytes(total)} for one microbatch, and "
-                f"{gibibytes(self.limit_bytes)} are lent: use smaller microbatches, or lend more with --memory"
+                f"node {name!r} ({call.op}) would take the stage to {byte_size(total)} for one microbatch, and "
+                f"{byte_size(self.limit_bytes)} are lent: use smaller microbatches, or lend more with --memory"
             )
 
     def _forget_dead(self) -> None:

@@ -12,7 +12,7 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.recovery.repairs import Case, Figures, figures, listed
-from ravnest.units import counted, gibibytes, megabits, milliseconds, sample_rate
+from ravnest.units import byte_size, counted, megabits, milliseconds, sample_rate
 
 ROUGH_PLACES: Final = 48
 """Of a model with more places than these, questions are answered with cuts at so many of them."""
@@ -199,7 +199,7 @@ def _standbys(case: Case, plan: Plan) -> tuple[StandbyReason, ...]:
     for name in plan.standbys:
         provider = case.providers[name]
         if provider.memory_bytes < smallest:
-            text = f"has {gibibytes(provider.memory_bytes)}, and the smallest stage takes {gibibytes(smallest)}"
+            text = f"has {byte_size(provider.memory_bytes)}, and the smallest stage takes {byte_size(smallest)}"
             found.append(StandbyReason(name, "no-room", 0.0, f"{name} stands by: it {text}."))
             continue
         kind = figures(provider)

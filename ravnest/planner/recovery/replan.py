@@ -16,7 +16,7 @@ from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.recovery.moving import Fetch, Piece, fetches, held_pieces, moving_seconds
 from ravnest.planner.recovery.repairs import Case, Step, improvements, listed, repairs
 from ravnest.planner.search.cuts import best_cuts
-from ravnest.units import gibibytes, sample_rate
+from ravnest.units import byte_size, sample_rate
 
 HORIZON_SECONDS: Final = 600.0
 """Over which a change must pay. On home PCs the next change comes soon enough."""
@@ -295,7 +295,7 @@ def _reason(
             names = [provider.name for provider in change.providers]
             stays += f", and {listed(names)} {'stands' if len(names) == 1 else 'stand'} by"
         return f"{_happened(change)}: {stays}; no change pays within {horizon_seconds:.0f} s"
-    fetched = f"{gibibytes(best.moved_bytes)} are fetched" if best.moved_bytes else "Nothing is fetched"
+    fetched = f"{byte_size(best.moved_bytes)} are fetched" if best.moved_bytes else "Nothing is fetched"
     text = (
         f"{_happened(change)}: {'; then '.join(best.steps)}. {fetched}; in {best.moving_seconds:.3g} s all is at work, "
         f"with {sample_rate(rate)} samples/s instead of {sample_rate(without)} ({was})"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.problem import NO_LIMIT, Network, Provider
-from ravnest.units import gibibytes, megabits
+from ravnest.units import byte_size, megabits
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ def _warm(place: _Place, standby: Provider, trust: float, line: tuple[float, flo
     which = "which has one already" if layer else "the least reliable that had none and fits"
     reason = (
         f"{standby.name} is kept warm for stage {place.stage} of cluster {place.cluster}, held by {cost.provider} "
-        f"(reliability {trust:.2f}), {which}; {gibibytes(standby.memory_bytes)} hold its "
-        f"{gibibytes(cost.memory_bytes)}, {rate}"
+        f"(reliability {trust:.2f}), {which}; {byte_size(standby.memory_bytes)} hold its "
+        f"{byte_size(cost.memory_bytes)}, {rate}"
     )
     return Warm(standby.name, place.cluster, place.stage, cost.provider, reason)
 
@@ -146,6 +146,6 @@ def _why_none(places: Sequence[_Place], standby: Provider) -> str:
         return f"{standby.name} stands by: no cluster has a stage yet"
     least = min(place.cost.memory_bytes for place in places)
     return (
-        f"{standby.name} is kept warm for no stage: it lends {gibibytes(standby.memory_bytes)}, and the smallest stage "
-        f"needs {gibibytes(least)}"
+        f"{standby.name} is kept warm for no stage: it lends {byte_size(standby.memory_bytes)}, and the smallest stage "
+        f"needs {byte_size(least)}"
     )

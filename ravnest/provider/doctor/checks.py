@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ravnest import units as amounts
+from ravnest import units
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -79,21 +79,21 @@ def judge_device(device: str, name: str, cores: int, gpu_without_use: bool) -> F
             "this machine has an NVIDIA GPU that PyTorch does not use; the processor computes instead",
             "install PyTorch for CUDA, and check the driver with nvidia-smi",
         )
-    count = f", {amounts.counted(cores, 'core')}" if device == "cpu" else ""
+    count = f", {units.counted(cores, 'core')}" if device == "cpu" else ""
     return Finding("device", "ok", f"{device}: {name}{count}")
 
 
 def judge_memory(available_bytes: int, cap_bytes: int | None) -> Finding:
     lent = available_bytes if cap_bytes is None else min(available_bytes, cap_bytes)
-    free = amounts.gibibytes(available_bytes)
+    free = units.byte_size(available_bytes)
     if lent < MIN_MEMORY_BYTES:
-        what = f"{amounts.gibibytes(lent)} of memory can be lent, which is too little for a stage"
+        what = f"{units.byte_size(lent)} of memory can be lent, which is too little for a stage"
         return Finding("memory", "problem", what, "close other programs, or lend more with --memory")
     if cap_bytes is not None and cap_bytes > available_bytes:
-        what = f"--memory says {amounts.gibibytes(cap_bytes)}, but only {free} are free; that is what is lent"
+        what = f"--memory says {units.byte_size(cap_bytes)}, but only {free} are free; that is what is lent"
         return Finding("memory", "warning", what, "close other programs, or lend less")
     if lent < LITTLE_MEMORY_BYTES:
-        what = f"{amounts.gibibytes(lent)} of memory can be lent: enough for a small stage alone"
+        what = f"{units.byte_size(lent)} of memory can be lent: enough for a small stage alone"
         return Finding("memory", "warning", what, "close other programs, or lend more with --memory")
     return Finding("memory", "ok", f"{free} free" + ("" if lent == available_bytes else f", {_lent(lent)}"))
 
@@ -103,15 +103,15 @@ def judge_speed(
 ) -> Finding:
     """The last by the name of a mixed precision."""
     moved = f"{memory_bytes_per_second / 1e9:.3g} GB/s in memory"
-    halves = ", ".join(f"{amounts.flops(figure)} in {name}" for name, figure in half_flops_per_second.items())
-    what = f"{amounts.flops(flops_per_second)} in training ({halves}), {moved}"
+    halves = ", ".join(f"{units.flops(figure)} in {name}" for name, figure in half_flops_per_second.items())
+    what = f"{units.flops(flops_per_second)} in training ({halves}), {moved}"
     if flops_per_second < SLOW_FLOPS_PER_SECOND:
         return Finding("speed", "warning", f"{what}: this is slow", "end other programs that compute, or use a GPU")
     return Finding("speed", "ok", what)
 
 
 def judge_disk(folder: str, free_bytes: int) -> Finding:
-    what = f"{amounts.gibibytes(free_bytes)} free in {folder}"
+    what = f"{units.byte_size(free_bytes)} free in {folder}"
     fix = "free some space, or set XDG_DATA_HOME to a folder elsewhere"
     if free_bytes < MIN_DISK_BYTES:
         return Finding("disk", "problem", f"{what}: this machine's key cannot be kept", fix)
@@ -153,7 +153,7 @@ def judge_connection(address: str, seconds: float, error: str = "") -> Finding:
             f"cannot connect to {address}: {error}",
             "check that the coordinator runs, and that its firewall and router let this port through",
         )
-    return Finding("connection", "ok", f"{address} answers, after {amounts.milliseconds(seconds)}")
+    return Finding("connection", "ok", f"{address} answers, after {units.milliseconds(seconds)}")
 
 
 def judge_versions(ours: Versions, theirs: Versions) -> Finding:
@@ -195,8 +195,8 @@ def judge_clock(ahead_seconds: float, uncertain_seconds: float) -> Finding:
 
 
 def judge_link(round_trip_seconds: float, up_bytes_per_second: float, down_bytes_per_second: float) -> Finding:
-    down, up = amounts.megabits(down_bytes_per_second), amounts.megabits(up_bytes_per_second)
-    trip = amounts.milliseconds(round_trip_seconds)
+    down, up = units.megabits(down_bytes_per_second), units.megabits(up_bytes_per_second)
+    trip = units.milliseconds(round_trip_seconds)
     what = f"{trip} there and back, {down} Mbit/s down, {up} Mbit/s up"
     if min(up_bytes_per_second, down_bytes_per_second) < SLOW_BYTES_PER_SECOND:
         return Finding("link", "warning", f"{what}: this is slow", "use a cable, or see what else uses the line")
@@ -211,7 +211,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _lent(lent_bytes: int) -> str:
-    return f"{amounts.gibibytes(lent_bytes)} of it lent"
+    return f"{units.byte_size(lent_bytes)} of it lent"
 
 
 def _version(versions: Versions) -> str:

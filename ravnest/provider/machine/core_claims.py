@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from ravnest import units as amounts
+from ravnest import units
 from ravnest.cores import fair_share
 
 _FOLDER: Final = "ravnest-cores"
@@ -43,7 +43,7 @@ def share_of(mine: Claim, others: Sequence[Claim], cores: int) -> tuple[int, str
 
     Those with a number of their own take it, and the rest is divided among the others.
     """
-    of = f"of {amounts.counted(cores, 'core')}"
+    of = f"of {units.counted(cores, 'core')}"
     if mine.cores is not None:
         return mine.cores, f"computing with {mine.cores} {of}, as was asked for"
     fair = sorted([mine, *(claim for claim in others if claim.cores is None)], key=lambda claim: claim.name)

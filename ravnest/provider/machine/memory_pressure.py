@@ -7,7 +7,7 @@ grows each time it turns out to have been too short.
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ravnest.units import counted, gibibytes
+from ravnest.units import byte_size, counted
 
 TIGHT_BYTES: Final = 128 << 20
 TIGHT_USED_SHARE: Final = 0.10
@@ -49,8 +49,8 @@ class MemoryReading:
     @property
     def words(self) -> str:
         return (
-            f"the stage holds {gibibytes(self.used_bytes)} of {gibibytes(self.lent_bytes)} that are lent, and "
-            f"{gibibytes(self.left_bytes)} are left"
+            f"the stage holds {byte_size(self.used_bytes)} of {byte_size(self.lent_bytes)} that are lent, and "
+            f"{byte_size(self.left_bytes)} are left"
         )
 
 
@@ -104,7 +104,7 @@ class MemoryStrain:
                 "stop",
                 self._bound,
                 f"memory is exhausted: {reading.words}, with {counted(flying, 'microbatch', 'microbatches')} in "
-                f"flight and no activations kept; at least {gibibytes(short - left)} more are needed: lend more "
+                f"flight and no activations kept; at least {byte_size(short - left)} more are needed: lend more "
                 "with --memory, or end other programs",
             )
         return None

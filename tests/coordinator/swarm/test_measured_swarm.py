@@ -79,11 +79,11 @@ async def joined(swarm: Ends, node: NodeIdentity, name: str = "anna", address: s
 
 def test_a_machine_is_told_of_in_words() -> None:
     member = Member("anna", "10.0.0.1:7", "cpu", 12 << 30, cores=8, flops_per_second=95e9)
-    assert describe(member) == "cpu, 8 cores, 12.0 GiB, 95 GFLOP/s"
+    assert describe(member) == "cpu, 8 cores, 12 GiB, 95 GFLOP/s"
     member.link = LinkSpeed(0.0243, 31e6 / 8, 92e6 / 8)
-    assert describe(member) == "cpu, 8 cores, 12.0 GiB, 95 GFLOP/s, 24 ms, 92/31 Mbit/s"
+    assert describe(member) == "cpu, 8 cores, 12 GiB, 95 GFLOP/s, 24 ms, 92/31 Mbit/s"
     gpu = Member("ben", "10.0.0.2:7", "cuda:0", 80 << 30, cores=16, flops_per_second=41.3e12, link_error="it broke")
-    assert describe(gpu) == "cuda:0, 80.0 GiB, 41.3 TFLOP/s, connection not measured"
+    assert describe(gpu) == "cuda:0, 80 GiB, 41.3 TFLOP/s, connection not measured"
     assert figures(gpu)["link_error"] == "it broke" and "round_trip_seconds" not in figures(gpu)
     # Of a swarm on one machine there is nothing to tell.
     assert describe(Member("provider-0", "127.0.0.1:7", "cpu", 1 << 30)) == "cpu"
@@ -100,9 +100,7 @@ def test_a_provider_counts_once_its_connection_is_known_and_is_then_announced() 
             await stay.control.send(ProviderMessage(measured=figures))
             await swarm.swarm.members.changes.until(lambda: member.present)
             await asyncio.sleep(0)
-            assert told == [
-                "anna joined with cpu, 8 cores, 12.0 GiB, 95 GFLOP/s, 24 ms, 92/32 Mbit/s: 1 of 2 providers"
-            ]
+            assert told == ["anna joined with cpu, 8 cores, 12 GiB, 95 GFLOP/s, 24 ms, 92/32 Mbit/s: 1 of 2 providers"]
             telling.cancel()
 
     run(test())

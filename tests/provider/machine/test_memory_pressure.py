@@ -35,7 +35,7 @@ def test_fewer_in_flight_come_first_then_recomputing_and_it_goes_on_as_long_as_t
     found = steps(MemoryStrain(False), SHORT, 6, 60)
     assert [step.kind for step in found] == ["fewer"] * 4 + ["recompute"]
     assert [step.in_flight for step in found[:4]] == [4, 3, 2, 1]
-    assert "4.0 GiB of 8.0 GiB" in found[0].reason and "200 MiB are left" in found[0].reason
+    assert "4 GiB of 8 GiB" in found[0].reason and "200 MiB are left" in found[0].reason
 
 
 def test_what_is_exhausted_after_all_steps_ends_in_a_clear_stop_that_says_how_much_is_needed() -> None:
