@@ -27,7 +27,7 @@ from ravnest.coordinator.deploy.standbys import StandingBy
 from ravnest.coordinator.deploy.state_sources import Borrowing
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.feeder import Item
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.health.checkpoint_watch import SaveWatch
 from ravnest.coordinator.health.lease import Replacement
 from ravnest.coordinator.health.slow_links import SlowLinks
@@ -38,7 +38,7 @@ from ravnest.coordinator.intake import Items
 from ravnest.coordinator.plan.observed_limits import Believed
 from ravnest.coordinator.plan.plan_run import Machine
 from ravnest.coordinator.plan.prepared_job import Prepared
-from ravnest.coordinator.replicas.surviving import Announced
+from ravnest.coordinator.replicas.surviving import AnnouncedReplica
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.recorder import Recorder
 from ravnest.coordinator.report.trace_collector import Tracing
@@ -74,7 +74,7 @@ _Result = TypeVar("_Result")
 class RewoundError(Exception):
     """The run goes on from a place that the data had passed: it is to be walked again from there."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: DataPosition) -> None:
         super().__init__(f"back to {place.updates} updates")
         self.place = place
 
@@ -129,7 +129,7 @@ class Coordinator:
         self._has_all = False
         """Whether the requester's thread wants nothing more of the swarm."""
         self._forming_anew = asyncio.Lock()
-        self._place: Place | None = None
+        self._place: DataPosition | None = None
         """Where the data is to be walked from again."""
 
     @property
@@ -324,7 +324,7 @@ class Coordinator:
             if cluster is not None:
                 # Lost and back before another took its stage: it may have it again.
                 cluster.returned.add(member.node_id)
-            self._formation.replicas.returned(member.node_id, member.parts)
+            self._formation.replicas.add_parts(member.node_id, member.parts)
             self._standing_by.look()
         self._course.notify()
 
@@ -334,14 +334,14 @@ class Coordinator:
             if self._share.take(node_id, time.monotonic()):
                 self._course.emit("part_missing", printable(message.failed.message), provider=node_id)
             if self._forming is not None:
-                self._forming.uploads.cannot_give(node_id, message.failed.deployment)
+                self._forming.uploads.on_part_unavailable(node_id, message.failed.deployment)
             return
         if kind == "leave" and self._changing is not None:
             self._changing.wants_to_leave(node_id, printable(message.leave.reason))
         if kind is None or formation is None:
             return
         if kind == "replicated":
-            formation.replicas.heard(node_id, message.replicated, formation.clusters.whole)
+            formation.replicas.on_replicated(node_id, message.replicated, formation.clusters.whole)
             return
         if node_id not in formation.stage_of:
             # What a standby knows of the run, it does not know from this coordinator.
@@ -447,9 +447,9 @@ class Coordinator:
             self.progress.faults.append(Fault(kind="provider_lost", provider=node_id, cluster=number, at=time.time()))
             self._end_stage(node_id, text, last_well)
             if is_back:
-                formation.replicas.returned(node_id, self._swarm.members[node_id].parts)
+                formation.replicas.add_parts(node_id, self._swarm.members[node_id].parts)
         elif formation is not None:
-            formation.keeping.forget_holder(node_id)
+            formation.holders.remove(node_id)
             if self._standing_by is not None:
                 self._standing_by.look()
         elif self._swarm.most is not None and self._swarm.most - len(self._lost) < self._least:
@@ -458,7 +458,7 @@ class Coordinator:
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         if self._forming is not None and name.startswith("part-"):
-            await self._forming.uploads.uploaded(node_id, name, chunks)
+            await self._forming.uploads.on_upload(node_id, name, chunks)
             return
         if self._formation is None:
             raise RefusedError(f"{node_id} may not upload {name[:80]!r}")
@@ -530,7 +530,7 @@ class Coordinator:
 
         feeding = self._now.feeding
         # What it is formed from need not go through here then: a little is fed again.
-        is_kept = len(before.clusters.all) == 1 and await before.keeping.keep_first(before.clusters.all[0])
+        is_kept = len(before.clusters.all) == 1 and await before.holders.wait_for_fresh(before.clusters.all[0])
         feeding.paused = reason
         try:
             while before is self._now:
@@ -609,12 +609,12 @@ class Coordinator:
         data_seconds = now - self._taken_at if self._taking is None and self._taken_at else None
         return RunNow(self.progress.phase, clusters, data_seconds, tuple(waits))
 
-    def _note_replica(self, key: str, number: int, place: Place, starts: Sequence[int]) -> None:
+    def _note_replica(self, key: str, number: int, place: DataPosition, starts: Sequence[int]) -> None:
         """Before it is announced: a coordinator that is started again looks for it."""
         state = self._swarm.state
         if state is not None:
             with self._course.failing():
-                state.announced(Announced(key, number, place, tuple(starts)).to_json())
+                state.announced(AnnouncedReplica(key, number, place, tuple(starts)).to_json())
 
     def _fetched(self, node_id: str, share: float) -> None:
         """How much of its stage a provider has. Nothing is shown of stages that are there in no time."""

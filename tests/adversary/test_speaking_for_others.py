@@ -23,7 +23,7 @@ from ravnest.coordinator.deploy.deployment import Formation
 from ravnest.coordinator.deploy.recovery import Recovery
 from ravnest.coordinator.feed.cluster_state import Clusters
 from ravnest.coordinator.feed.evaluation import Evaluation
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.run.checkpointer import Checkpointing
 from ravnest.coordinator.run.dispatcher import Feeding
@@ -94,7 +94,7 @@ def trains(coordinator: Coordinator, swarm: SwarmUnderAttack, folder: Path, *nod
         feeding=Feeding(course, swarm.swarm, clusters, ledger, coordinator._recorder, coordinator.progress),
         checkpointing=Checkpointing(course, swarm.swarm, lambda _: saver, clusters.all[0], "d1", ledger),
         averaging=None,
-        keeping=SimpleNamespace(forget_holder=lambda node_id: None),
+        holders=SimpleNamespace(remove=lambda node_id: None),
         close=lambda: None,
     )
     coordinator._formation = cast(Formation, formation)
@@ -216,7 +216,7 @@ def test_uploading_a_part_of_a_checkpoint_that_is_not_ones_own(tmp_path: Path, p
             with a_run(swarm, tmp_path) as (coordinator, events):
                 folder = tmp_path / "run/checkpoints"
                 saver = trains(coordinator, swarm, folder, "mallory", "anna")
-                saver.begin(Mark(1, Place(), {}))
+                saver.begin(Mark(1, DataPosition(), {}))
                 await anna.client.upload("checkpoint-1", pieces(a_part("layer1")))
                 with pytest.raises(PeerError):
                     await mallory.client.upload("checkpoint-1", pieces(*part))

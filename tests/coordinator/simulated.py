@@ -22,7 +22,7 @@ import torch
 from ravnest.coordinator.access.swarm_store import SwarmState
 from ravnest.coordinator.coordinator import Coordinator, RewoundError
 from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, TrainBatch
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.plan.prepared_job import Prepared
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.swarm.artifacts import Artifact
@@ -558,7 +558,7 @@ class Run:
 
         log.emit = noted  # type: ignore[method-assign]
         metrics = MetricLog(directory.metrics_path)
-        self.place = Place()
+        self.place = DataPosition()
         self._opened = (metrics, log, directory)
         self._begin()
         self.at: dict[int, Callable[[], None]] = {}
@@ -654,10 +654,10 @@ class Run:
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return self.prepared.captured.sample
 
-    def _item(self, place: Place) -> TrainBatch:
+    def _item(self, place: DataPosition) -> TrainBatch:
         number, accumulate = place.microbatches + 1, self.prepared.job.pipeline.accumulate
         updates, left = divmod(number, accumulate)
-        after = Place(position=number, microbatches=number, updates=updates, samples=8 * number)
+        after = DataPosition(position=number, microbatches=number, updates=updates, samples=8 * number)
         return TrainBatch(place.microbatches, self._tensors, 8, after, left == 0)
 
     def check(self, total: int) -> None:

@@ -44,7 +44,7 @@ _TABLES: Final = (
     # How many clusters the requester has asked for.
     "CREATE TABLE IF NOT EXISTS clusters (id INTEGER PRIMARY KEY, count INTEGER NOT NULL)",
     "CREATE TABLE IF NOT EXISTS plan (stage INTEGER PRIMARY KEY, node_id TEXT NOT NULL)",
-    # The replicas that were announced last, as `regaining.Announced` writes them.
+    # The replicas that were announced last, as `replicas.surviving.AnnouncedReplica` writes them.
     "CREATE TABLE IF NOT EXISTS replicas (id INTEGER PRIMARY KEY, announced TEXT NOT NULL)",
     # Who held which stage, as `standing.Standing` writes it, and whether that was changing.
     "CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY, record TEXT NOT NULL, changing INTEGER NOT NULL)",

@@ -7,7 +7,7 @@ from typing import Final
 
 from ravnest.coordinator.averaging.rounds import Rounds
 from ravnest.coordinator.feed.cluster_state import RoundMark
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.run.checkpointer import Checkpointing
 from ravnest.coordinator.run.context import Course
 from ravnest.coordinator.run.dispatcher import Feeding
@@ -127,7 +127,7 @@ class AveragingRun:
                 order = Average(deployment=self._deployment, round=mark.round, fragment=mark.fragment)
                 await self._course.tell(node_id, CoordinatorMessage(average=order))
 
-    async def _save(self, place: Place, why: str) -> None:
+    async def _save(self, place: DataPosition, why: str) -> None:
         """Once the round under way counts for all, saves what they have since: the data up to this place."""
         try:
             await self._course.until(lambda: not self.rounds.under_way)

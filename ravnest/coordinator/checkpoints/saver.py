@@ -18,7 +18,7 @@ from ravnest.coordinator.checkpoints.disk_space import DiskRoom
 from ravnest.coordinator.checkpoints.pace import Pace
 from ravnest.coordinator.checkpoints.part_check import BadPartError, StagePart
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore, PendingCheckpoint
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.errors import DiskFullError, RunError
 from ravnest.settings import Checkpoint
 
@@ -28,16 +28,16 @@ class Mark:
     """Where the run stands at a checkpoint."""
 
     checkpoint: int
-    place: Place
+    place: DataPosition
     ledger: Mapping[str, Any]
 
 
-def place_of(info: CheckpointInfo) -> Place:
+def place_of(info: CheckpointInfo) -> DataPosition:
     """Where a run that is resumed from this checkpoint goes on; RunError when the checkpoint does not say."""
     completed = info.manifest["ledger"].get("completed")
     if type(completed) is not int or not 0 <= completed < 2**63:
         raise RunError(f"{info.folder} is damaged: its ledger does not say how many microbatches were completed.")
-    return Place(
+    return DataPosition(
         epoch=info.epoch,
         position=info.position,
         microbatches=completed,

@@ -22,10 +22,9 @@ from ravnest.coordinator.deploy.deployment_record import Standing, Stood, digest
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, Kept
 from ravnest.coordinator.plan.lr_schedule import rate_course_of
 from ravnest.coordinator.plan.prepared_job import Prepared, constants_artifact, graph_artifact, weights_artifact
-from ravnest.coordinator.replicas.holders import Keeping
-from ravnest.coordinator.replicas.sources import Donors
-from ravnest.coordinator.replicas.tracker import Replica, Replicas
-from ravnest.coordinator.replicas.transfers import BrokenOffError, Giving
+from ravnest.coordinator.replicas.holders import ReplicaHolders
+from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources, StateTransfers
+from ravnest.coordinator.replicas.tracker import Replica, ReplicaTracker
 from ravnest.coordinator.run.checkpointer import Checkpointing, saver_of
 from ravnest.coordinator.run.dispatcher import Feeding
 from ravnest.coordinator.run.in_flight import Flights
@@ -77,7 +76,7 @@ class Borrowed:
     samples_lost: int
     """Of what the cluster has been fed, so many are neither in it nor can they be fed again."""
     words: str
-    donors: Donors | None = None
+    donors: ReplicaSources | None = None
     """Who gives it."""
     prepared: Prepared | None = None
     """The job with that state, where nobody does."""
@@ -102,7 +101,7 @@ class Formation:
         plan: RunPlan,
         store: CheckpointStore,
         before: "Formation | None" = None,
-        donors: Donors | None = None,
+        donors: ReplicaSources | None = None,
         standing: Standing | None = None,
     ) -> None:
         """Nothing is deployed yet. It takes the place of the one `before`: whoever waits there waits here. Its stages
@@ -115,7 +114,7 @@ class Formation:
         self.ready: dict[str, Ready] = {}
         self.over = False
         """Whether another has taken its place."""
-        self.giving = Giving(around.swarm, deployment, donors)
+        self.transfers = StateTransfers(around.swarm, deployment, donors)
         self._heard_at: dict[str, float] = {}
         """When each was given its stage, or last got some more of it."""
         self._around = around
@@ -132,7 +131,7 @@ class Formation:
         for cluster in self.clusters.all:
             cluster.generation = swarm.generation
         name_constants = partial(self._name_artifacts, constants=True)
-        self.keeping = Keeping(around, deployment, self.clusters, self.giving, self._allow, name_constants)
+        self.holders = ReplicaHolders(around, deployment, self.clusters, self.transfers, self._allow, name_constants)
         fixed, rates, ledger = job.pipeline.in_flight is not None, rate_course_of(job), around.ledger
         allowed = None if rates is None else lambda stages: rates.allowed(stages, ledger.updates)
         self.flights = Flights(course, deployment, self.clusters.all, fixed, allowed)
@@ -152,7 +151,7 @@ class Formation:
             self.feeding, self.checkpointing = before.feeding, before.checkpointing
             self.feeding.clusters = self.clusters
             self.checkpointing.formed(self.clusters.all[0], deployment, make_saver)
-        self.feeding.replica = self.replicas.with_microbatch
+        self.feeding.replica = self.replicas.announce_with
         self.averaging: AveragingRun | None = None
         """Where there are several clusters."""
         if plan.rings:
@@ -169,13 +168,13 @@ class Formation:
             )
 
     @property
-    def replicas(self) -> Replicas:
-        return self.keeping.replicas
+    def replicas(self) -> ReplicaTracker:
+        return self.holders.replicas
 
     @property
-    def donors(self) -> Donors | None:
+    def donors(self) -> ReplicaSources | None:
         """Who has what its stages began with, until there is a replica of each cluster."""
-        return self.giving.donors
+        return self.transfers.sources
 
     @property
     def stage_of(self) -> dict[str, int]:
@@ -207,11 +206,11 @@ class Formation:
         self._around.course.notify()
 
     async def deploy(self, members: Sequence[Member]) -> None:
-        """Returns when every stage is built and linked. BrokenOffError when somebody of them is gone."""
+        """Returns when every stage is built and linked. DeploymentAbortedError when somebody of them is gone."""
         course, swarm = self._around.course, self._around.swarm
         by_id = {member.node_id: member for member in members}
-        sources = self.giving.sources(self.giving.donors, self.plan.stages)
-        givers = {source.giver for each in sources.values() for source in each if source.giver}
+        sources = self.transfers.plan(self.transfers.sources, self.plan.stages)
+        givers = {source.sender for each in sources.values() for source in each if source.sender}
         there = {**{node: swarm.members[node] for node in givers}, **by_id}
         reaches = await course.while_well(swarm.reaches(list(there.values())))
         generation = self.clusters.all[0].generation
@@ -220,7 +219,7 @@ class Formation:
         for cluster in self.clusters.all:
             self._allow(f"cluster {cluster.id}", [link for link in orders.links if link.before in cluster.nodes])
         self._allow("rings", orders.ring_links)
-        gives, links = self.giving.order(orders.by_node, sources, self.plan.stages, there, reaches, generation)
+        gives, links = self.transfers.order(orders.by_node, sources, self.plan.stages, there, reaches, generation)
         self._allow("donors", links)
         for node_id, order in orders.by_node.items():
             await self._give_stage(by_id[node_id], order)
@@ -245,26 +244,26 @@ class Formation:
     ) -> FormedAgain:
         """Forms a cluster anew, where these take stages of it, by number; the others keep theirs. Those who take one
         begin with what is `borrowed` for it, with the replica, or without one with what the deployment began with; they
-        are among the `known` machines. Feeds again what not all stages have applied. BrokenOffError when somebody of
-        them is gone."""
+        are among the `known` machines. Feeds again what not all stages have applied. DeploymentAbortedError when a
+        provider of it is gone."""
         around, course, swarm = self._around, self._around.course, self._around.swarm
         began = time.monotonic()
         self._replace(cluster, takers, known)
         lent = borrowed.stages if borrowed is not None else frozenset()
         kept = {stage: taker for stage, taker in takers.items() if stage not in lent}
-        givers = self.giving.givers(replica, kept, cluster)
+        givers = self.transfers.senders(replica, kept, cluster)
         self._asked |= {taker: givers.get(stage, taker) for stage, taker in takers.items()}
         stages = cluster.plan.stages
         sources = {}
         if replica is None:
-            sources = self.giving.sources(self.giving.donors, [stages[stage] for stage in kept])
+            sources = self.transfers.plan(self.transfers.sources, [stages[stage] for stage in kept])
         if borrowed is not None:
-            sources |= self.giving.sources(borrowed.donors, [stages[stage] for stage in takers if stage in lent])
-        others = {*givers.values(), *(source.giver for each in sources.values() for source in each if source.giver)}
+            sources |= self.transfers.plan(borrowed.donors, [stages[stage] for stage in takers if stage in lent])
+        others = {*givers.values(), *(source.sender for each in sources.values() for source in each if source.sender)}
         nodes = {node for node in (*self.stage_of, *others) if node in swarm.members}
         members = {node: swarm.members[node] for node in nodes}
         if missing := [node for node in (*cluster.nodes, *others) if node not in members]:
-            raise BrokenOffError(f"{missing[0]} is gone")
+            raise DeploymentAbortedError(f"{missing[0]} is gone")
         reaches = await course.while_well(swarm.reaches(list(members.values())))
         prefix = f"{self.id}-{cluster.generation}"
         links = stage_links(cluster.plan, members, reaches, prefix)
@@ -284,7 +283,7 @@ class Formation:
             gives.append(
                 (givers[number], Give(key=order.part_key, replica=order.part_replica, to=link.to_after)),
             )
-        given, gift_links = self.giving.order(orders, sources, stages, members, reaches, cluster.generation)
+        given, gift_links = self.transfers.order(orders, sources, stages, members, reaches, cluster.generation)
         self._allow(f"cluster {cluster.id}", [*links.values(), *parts.values(), *gift_links])
         self._allow("rings", ring_links)
         for node_id, order in orders.items():
@@ -354,11 +353,11 @@ class Formation:
         return digest_of(self.prepared, rings, ring_settings(job, clusters) if rings else None)
 
     async def feed_again(self, cluster: ClusterRun, left: Sequence[Kept]) -> None:
-        """Feeds these, and what it has to evaluate, to a cluster that has just been formed; BrokenOffError when
+        """Feeds these, and what it has to evaluate, to a cluster that has just been formed; DeploymentAbortedError when
         somebody of it is gone before all is fed."""
         if not await self.feeding.again(cluster, left, lambda: self.over or bool(self._around.lacking(cluster))):
             self._check_whole([cluster])
-            raise BrokenOffError("somebody was gone for a moment")
+            raise DeploymentAbortedError("somebody was gone for a moment")
 
     def lose(self, cluster: ClusterRun, reason: str) -> int:
         """A cluster does not train any more, and owns nothing of the rings: who is left of it may take another stage.
@@ -383,13 +382,13 @@ class Formation:
         named = {
             stage_key(self.id, s): (cluster, s.stage) for cluster in self.clusters.whole for s in cluster.plan.stages
         }
-        for key, who in self.giving.not_given(node_id):
+        for key, who in self.transfers.drop_failed(node_id):
             if key in named:
-                self.replicas.lacks(*named[key], who)
+                self.replicas.remove_part(*named[key], who)
         own, asked = self.clusters.of(node_id), self._asked.get(node_id, "")
         if own is None or not asked:
             return ""
-        self.replicas.lacks(own, own.nodes.index(node_id), asked)
+        self.replicas.remove_part(own, own.nodes.index(node_id), asked)
         # It may try again, with another's.
         own.returned.add(node_id)
         return asked
@@ -421,7 +420,7 @@ class Formation:
                 self.averaging.rounds.gone(node_id, "its cluster is being formed anew")
         swarm.generation += 1
         cluster.generation, cluster.sent, cluster.resumed_at = swarm.generation, set(), None
-        self.replicas.broken_off(cluster)
+        self.replicas.cancel_pending(cluster)
         for number, taker in takers.items():
             if self.averaging is not None and before[number] != taker:
                 self.averaging.rounds.replace_owner(before[number], taker)
@@ -453,7 +452,7 @@ class Formation:
         elif borrowed is not None and stage.stage in borrowed.stages:
             self._name_artifacts(order, stage, constants=borrowed.donors is not None, prepared=borrowed.prepared)
         elif replica is None:
-            self._name_artifacts(order, stage, constants=self.giving.donors is not None)
+            self._name_artifacts(order, stage, constants=self.transfers.sources is not None)
         else:
             self._name_artifacts(order, stage, constants=True)
             order.part_key, order.part_replica = stage_key(self.id, stage), replica.number
@@ -507,7 +506,7 @@ class Formation:
         def lacks() -> bool:
             return self.over or any(self._around.lacking(cluster) for cluster in clusters)
 
-        patience = max(_READY_SECONDS, min(_MAX_READY_SECONDS, self.replicas.largest_bytes / _MIN_RATE))
+        patience = max(_READY_SECONDS, min(_MAX_READY_SECONDS, self.replicas.largest_part_bytes / _MIN_RATE))
         while unready() and not lacks():
             due = min(self._heard_at[node] for node in unready()) + patience
             with contextlib.suppress(TimeoutError):
@@ -521,11 +520,11 @@ class Formation:
         self._check_whole(clusters)
 
     def _check_whole(self, clusters: Sequence[ClusterRun]) -> None:
-        """BrokenOffError where somebody of these is gone, or they are of no use any more."""
+        """DeploymentAbortedError where somebody of these is gone, or they are of no use any more."""
         if self.over:
-            raise BrokenOffError("another formation has taken its place")
+            raise DeploymentAbortedError("another formation has taken its place")
         if gone := [node for cluster in clusters for node in self._around.lacking(cluster)]:
-            raise BrokenOffError(f"{gone[0]} is gone")
+            raise DeploymentAbortedError(f"{gone[0]} is gone")
 
     async def _tell_ring_peers(self, links: Sequence[LinkOrder], cluster: ClusterRun) -> None:
         """The other owners hear who averages with them from now on."""

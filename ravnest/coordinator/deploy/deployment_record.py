@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from ravnest.averaging.settings import RingSettings
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.plan.prepared_job import Prepared, stage_settings
 from ravnest.coordinator.run.orders import ring_order
 from ravnest.coordinator.swarm.members import Held
@@ -62,7 +62,7 @@ class Standing:
     clusters: tuple[Stood, ...]
     rounds: int
     """How many had begun."""
-    place: Place
+    place: DataPosition
     """All before it had been applied by every stage of some cluster."""
     digest: str
     """Of the model and of how it is trained."""
@@ -88,7 +88,7 @@ class Standing:
                 int(record["ring_generation"]),
                 tuple(clusters),
                 int(record["rounds"]),
-                Place(**record["place"]),
+                DataPosition(**record["place"]),
                 str(record["digest"]),
             )
         except (LookupError, TypeError, ValueError) as error:

@@ -22,14 +22,13 @@ from ravnest.coordinator.deploy.plan_events import tell_plan
 from ravnest.coordinator.deploy.takeover import TakenOver, take_over, wait_for_those_of_before
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Kept
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.plan.observed_limits import Believed
 from ravnest.coordinator.plan.plan_run import Machine, check_fit, goal_of, plan_measured
 from ravnest.coordinator.plan.prepared_job import Prepared
 from ravnest.coordinator.replicas.part_uploads import PartUploads
-from ravnest.coordinator.replicas.sources import Donors
-from ravnest.coordinator.replicas.surviving import Announced, find_replica
-from ravnest.coordinator.replicas.transfers import BrokenOffError
+from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources
+from ravnest.coordinator.replicas.surviving import AnnouncedReplica, find_surviving_replica
 from ravnest.coordinator.run.checkpointer import saver_for
 from ravnest.coordinator.run.orders import stage_key
 from ravnest.coordinator.run.surroundings import Surroundings
@@ -56,7 +55,7 @@ class Formed:
     """A run that was formed anew."""
 
     formation: Formation
-    rewind_to: Place | None
+    rewind_to: DataPosition | None
     """From where the data is to be walked again; None where nothing is missing."""
 
 
@@ -67,9 +66,9 @@ class _State:
     prepared: Prepared
     left: Sequence[Kept]
     """To be fed again."""
-    rewind_to: Place | None
+    rewind_to: DataPosition | None
     words: str
-    donors: Donors | None = None
+    donors: ReplicaSources | None = None
     """Who has it; None where it is in `prepared`."""
 
 
@@ -163,7 +162,7 @@ class Forming:
             formation = self._made(prepared, plan, before, take)
             try:
                 await self._deploy(formation)
-            except BrokenOffError as error:
+            except DeploymentAbortedError as error:
                 around.course.emit("deployment_broken_off", str(error))
                 before = formation
                 members, goal = await self._those_left(prepared, str(error), [])
@@ -225,8 +224,8 @@ class Forming:
         around, state = self._around, self._around.swarm.state
         if state is None:
             return prepared
-        known = [Announced.from_json(text) for text in await asyncio.to_thread(state.replicas)]
-        found = find_replica(known, around.swarm.members.in_order(), around.ledger.updates)
+        known = [AnnouncedReplica.from_json(text) for text in await asyncio.to_thread(state.replicas)]
+        found = find_surviving_replica(known, around.swarm.members.in_order(), around.ledger.updates)
         if found is None:
             if known:
                 updates = around.ledger.updates
@@ -237,7 +236,7 @@ class Forming:
         announced = found.announced
         graphs = await asyncio.to_thread(split, prepared.captured.graph, list(announced.starts[1:]))
         saver = saver_for(self._store, prepared, dict(enumerate(graphs)), around.ledger.updates)
-        info = await self.uploads.gather(saver, announced.number, announced.place, found.parts)
+        info = await self.uploads.collect(saver, announced.number, announced.place, found.parts)
         if info is None:
             reason = "those who had parts of a replica could not give them"
             around.course.emit("not_regained", reason)
@@ -282,9 +281,9 @@ class Forming:
                 formation = before = self._made(state.prepared, plan, before, take, state.donors)
                 decide_seconds += time.monotonic() - since
                 await self._deploy(formation)
-            except BrokenOffError as error:
+            except DeploymentAbortedError as error:
                 course.emit("deployment_broken_off", str(error))
-                if before.donors is not None and before.donors.replica.whole(self._present()):
+                if before.donors is not None and before.donors.replica.is_available(self._present()):
                     state = replace(state, donors=before.donors)
                 elif before.donors is not None:
                     state = await self._checkpointed()
@@ -321,14 +320,14 @@ class Forming:
 
     async def _state(self, before: Formation, cluster: ClusterRun) -> _State:
         """The newest that can be had."""
-        replica, donors = before.replicas.of(cluster), None
+        replica, donors = before.replicas.newest(cluster), None
         if replica is not None:
             stages = cluster.plan.stages
             keys, graphs = [stage_key(before.id, stage) for stage in stages], [stage.graph for stage in stages]
-            donors = Donors.of(keys, graphs, replica)
+            donors = ReplicaSources.of(keys, graphs, replica)
         else:
             donors = before.donors
-        if donors is not None and donors.replica.whole(self._present()) and not cluster.dropped:
+        if donors is not None and donors.replica.is_available(self._present()) and not cluster.dropped:
             # A checkpoint that was under way came from stages that are given up.
             before.checkpointing.abort()
             words = f"from a replica of {donors.replica.place.updates} updates"
@@ -421,7 +420,7 @@ class Forming:
         plan: RunPlan,
         before: Formation | None,
         take: Take,
-        donors: Donors | None = None,
+        donors: ReplicaSources | None = None,
         standing: Standing | None = None,
     ) -> Formation:
         formation = Formation(self._around, prepared, plan, self._store, before, donors, standing)
@@ -434,7 +433,7 @@ class Forming:
         around, plan = self._around, formation.plan
         members = [around.swarm.members[stage.node] for stage in plan.stages if stage.node in around.swarm.members]
         if len(members) < len(plan.stages):
-            raise BrokenOffError("a provider of the plan is gone")
+            raise DeploymentAbortedError("a provider of the plan is gone")
         if around.swarm.state is not None:
             await asyncio.to_thread(around.swarm.state.changes)
             await asyncio.to_thread(around.swarm.state.planned, [stage.node for stage in plan.stages])
@@ -450,7 +449,7 @@ class Forming:
         progress.devices = {**progress.devices, **{m.node_id: m.device for m in members}}
         progress.plan, progress.clusters = formation.plan, formation.clusters
         progress.rounds = None if formation.averaging is None else formation.averaging.rounds
-        await formation.keeping.forget_others([member.node_id for member in around.swarm.members.connected()])
+        await formation.holders.delete_outdated([member.node_id for member in around.swarm.members.connected()])
 
     async def _feed_again(
         self,
@@ -471,7 +470,7 @@ class Forming:
             formation.clusters.group = cluster
         for evaluation in evaluations:
             cluster.evaluating[evaluation.microbatch] = evaluation
-        with contextlib.suppress(BrokenOffError):
+        with contextlib.suppress(DeploymentAbortedError):
             # Somebody else takes the stage of whoever is gone, and all of it is fed again then.
             await formation.feed_again(cluster, left)
 

@@ -185,7 +185,7 @@ class Changing:
 
     def _leave_seconds(self, node_id: str) -> float:
         formation, rate = self._formation(), self._line_rate(node_id)
-        return leave_seconds(0 if formation is None else formation.replicas.largest_bytes, rate or 0.0)
+        return leave_seconds(0 if formation is None else formation.replicas.largest_part_bytes, rate or 0.0)
 
     async def _give_away(self, node_id: str, formation: Formation, cluster: ClusterRun) -> None:
         """Returns when another has its stage, when the run is formed anew, or when it waits for others."""
@@ -198,7 +198,7 @@ class Changing:
             self._course.spawn(self._reform(formation, f"{node_id} leaves"))
             await self._course.until(lambda: bool(cluster.lost) or self._waits())
             return
-        await formation.keeping.keep_first(cluster)
+        await formation.holders.wait_for_fresh(cluster)
         # Where it is just being formed, once that is done.
         await self._course.until(is_formed)
         self._recovery.stage_left(node_id, f"{node_id} leaves")

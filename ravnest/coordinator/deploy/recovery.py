@@ -14,8 +14,8 @@ from typing import Final
 
 from ravnest.coordinator.deploy.deployment import Borrowed, Formation
 from ravnest.coordinator.feed.cluster_state import ClusterRun
+from ravnest.coordinator.replicas.sources import DeploymentAbortedError
 from ravnest.coordinator.replicas.tracker import Replica
-from ravnest.coordinator.replicas.transfers import BrokenOffError
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.run.context import Course
 from ravnest.coordinator.swarm.swarm import Swarm
@@ -106,7 +106,7 @@ class Recovery:
         self._broken.setdefault(cluster.id, set()).add(node_id)
         if not self._swarm.members.is_present(node_id):
             # One that is still there has on its disk what it kept.
-            formation.keeping.forget_holder(node_id)
+            formation.holders.remove(node_id)
         if cluster.forming:
             self._course.notify()
             return
@@ -175,7 +175,7 @@ class Recovery:
             if takings is None:
                 break
             takers = {stage: taking.taker or "" for stage, taking in takings.items()}
-            replica = formation.replicas.of(cluster)
+            replica = formation.replicas.newest(cluster)
             borrowed, begun = None, time.monotonic()
             if missing := self._missing(cluster, replica, takers):
                 # Nor can it begin anew: what was fed before that replica is not kept any more.
@@ -189,7 +189,7 @@ class Recovery:
             self._tell_begun(cluster, takers, lost, replica, borrowed, reason)
             try:
                 formed = await formation.form_again(cluster, takers, replica, self._standbys(), borrowed)
-            except BrokenOffError as error:
+            except DeploymentAbortedError as error:
                 self._course.emit("failover_broken_off", str(error), cluster=cluster.id)
                 # Those who have taken their stage by now keep it.
                 for stage in [stage for stage in takers if self._has_taken(formation, cluster, stage)]:
@@ -314,7 +314,7 @@ class Recovery:
             return {
                 stage: f"those who had what stage {stage} began with are gone"
                 for stage in sorted(stages)
-                if donors is not None and not donors.can_give(cluster.plan.stages[stage].graph, there)
+                if donors is not None and not donors.covers(cluster.plan.stages[stage].graph, there)
             }
         return {
             stage: f"all who had stage {stage} as it was after {replica.place.updates} updates are gone"

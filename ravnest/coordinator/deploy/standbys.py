@@ -103,7 +103,7 @@ class StandingBy:
                 if formation is None:
                     return
                 free = [name for name, each in self._warm.items() if each.stage is None]
-                await formation.keeping.keep(self._warm, [*formation.stage_of, *free])
+                await formation.holders.assign(self._warm, [*formation.stage_of, *free])
         finally:
             self._ordering = False
 

@@ -17,7 +17,7 @@ from ravnest.coordinator.checkpoints.store import CheckpointStore, load_checkpoi
 from ravnest.coordinator.deploy.deployment import Borrowed, Formation
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.plan.prepared_job import Prepared
-from ravnest.coordinator.replicas.sources import Donors
+from ravnest.coordinator.replicas.sources import ReplicaSources
 from ravnest.coordinator.replicas.tracker import Replica
 from ravnest.coordinator.run.orders import stage_key
 from ravnest.coordinator.run.surroundings import Surroundings
@@ -32,7 +32,7 @@ def lenders(
     lacking: Sequence[PortableGraph],
     others: Mapping[int, tuple[ClusterRun, Replica | None]],
     present: Collection[str],
-) -> dict[int, Donors]:
+) -> dict[int, ReplicaSources]:
     """By cluster, who can lend what these stages hold, the one with the newest replica first: those of which, of every
     stage that has some of it, somebody who is present has the part."""
     found = {}
@@ -40,8 +40,8 @@ def lenders(
         if replica is None:
             continue
         stages = cluster.plan.stages
-        donors = Donors.of([stage_key(deployment, s) for s in stages], [s.graph for s in stages], replica)
-        if all(donors.can_give(graph, present) for graph in lacking):
+        donors = ReplicaSources.of([stage_key(deployment, s) for s in stages], [s.graph for s in stages], replica)
+        if all(donors.covers(graph, present) for graph in lacking):
             found[cluster.id] = donors
     return dict(sorted(found.items(), key=lambda each: (-each[1].replica.place.updates, each[0])))
 
@@ -69,10 +69,10 @@ class Borrowing:
         """What these stages of the cluster can begin with; None where nobody has anything."""
         lacking = [cluster.plan.stages[stage].graph for stage in sorted(stages)]
         well = [other for other in formation.clusters.whole if other is not cluster and not other.forming]
-        if well and all(formation.replicas.of(other) is None for other in well):
+        if well and all(formation.replicas.newest(other) is None for other in well):
             # They have begun, or were taken over, a moment ago: there will be one soon.
-            await formation.keeping.keep_first(well[0])
-        others = {other.id: (other, formation.replicas.of(other)) for other in well if not other.lost}
+            await formation.holders.wait_for_fresh(well[0])
+        others = {other.id: (other, formation.replicas.newest(other)) for other in well if not other.lost}
         present = {member.node_id for member in self._around.swarm.members.connected()}
         lost = self._lost(formation, cluster)
         for number, donors in lenders(formation.id, lacking, others, present).items():

@@ -13,7 +13,7 @@ from typing import Final
 from ravnest.coordinator.deploy.deployment import Formation
 from ravnest.coordinator.deploy.deployment_record import Standing, claims_of
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.coordinator.replicas.transfers import BrokenOffError
+from ravnest.coordinator.replicas.sources import DeploymentAbortedError
 from ravnest.coordinator.run.surroundings import Surroundings
 from ravnest.coordinator.swarm.members import Held
 from ravnest.errors import PlanError
@@ -71,12 +71,12 @@ async def take_over(
     try:
         formation = make(await plan(layouts))
         if formation.digest != standing.digest:
-            raise BrokenOffError("the job is another one than it was")
+            raise DeploymentAbortedError("the job is another one than it was")
         of_layout = {layout.providers: stages for layout, stages in zip(layouts, lost, strict=True)}
         missing = {cluster.id: of_layout[tuple(cluster.nodes)] for cluster in formation.clusters.all}
         whole = [cluster for cluster in formation.clusters.all if not missing[cluster.id]]
         applied = await _go_on(formation, standing, whole)
-    except (PlanError, BrokenOffError) as error:
+    except (PlanError, DeploymentAbortedError) as error:
         if formation is not None:
             formation.close()
         return str(error)
@@ -85,7 +85,7 @@ async def take_over(
 
 async def _go_on(formation: Formation, standing: Standing, clusters: Sequence[ClusterRun]) -> int:
     """Brings all stages of these clusters into a new generation; how many microbatches they have applied since the
-    place that was noted. BrokenOffError where that cannot be."""
+    place that was noted. DeploymentAbortedError where that cannot be."""
     formed = await asyncio.gather(
         *(formation.form_again(cluster, {}, None, {}) for cluster in clusters), return_exceptions=True
     )
@@ -97,7 +97,7 @@ async def _go_on(formation: Formation, standing: Standing, clusters: Sequence[Cl
         applied = [[ready[node].applied for node in cluster.nodes] for cluster in clusters]
         claims = claims_of(applied, standing.place.microbatches)
     except ValueError as error:
-        raise BrokenOffError(str(error)) from None
+        raise DeploymentAbortedError(str(error)) from None
     formation.feeding.claims = {number: (clusters[claim.cluster], claim.whole) for number, claim in claims.items()}
     for cluster in formation.clusters.all:
         # What it was fed before that place is not here: until there is a replica, its stages are all there is.
@@ -112,7 +112,7 @@ def _go_on_averaging(formation: Formation, standing: Standing, ready: Mapping[st
     stands = {node: each.rings for node, each in ready.items()}
     for stand in (stand for each in stands.values() for stand in each):
         if not stand.committed <= stand.round <= standing.rounds + _MAX_ROUNDS_SINCE:
-            raise BrokenOffError(f"an owner says that it has heard of round {stand.round}, which cannot be")
+            raise DeploymentAbortedError(f"an owner says that it has heard of round {stand.round}, which cannot be")
     unaveraged: dict[str, int] = {}
     for cluster in formation.clusters.all:
         # Whoever of them is still there tells which one it was.

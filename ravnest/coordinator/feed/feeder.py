@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ravnest.coordinator.feed.data_order import begin_epoch, data_state, seed_everything, set_data_state
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.errors import JobError
 from ravnest.graph.batch import Structure, check_shapes, samples_in
 from ravnest.graph.portable import ValueSpec
@@ -27,7 +27,7 @@ class TrainBatch:
     microbatch: int
     tensors: Mapping[str, torch.Tensor]
     samples: int
-    after: Place
+    after: DataPosition
     """Where the run stands once this microbatch has been applied."""
     completes_update: bool = True
     flush: bool = False
@@ -45,7 +45,7 @@ class EvalBatch:
 class EpochEnd:
     """The data of an epoch has been handed out to its end."""
 
-    after: Place
+    after: DataPosition
     """Where the run stands then: at the start of the next epoch."""
     batches: int
     samples: int | None
@@ -87,7 +87,7 @@ class Feeder:
         self._summed = 0
         self._evaluated = 0
 
-    def run(self, start: Place = Place()) -> None:  # noqa: B008 (a frozen value)
+    def run(self, start: DataPosition = DataPosition()) -> None:  # noqa: B008 (a frozen value)
         """Feeds the whole job from the given place; what is done already is only evaluated.
 
         JobError where the data is not what was captured, JobFileFailed where it raises an exception of its own.
@@ -106,11 +106,11 @@ class Feeder:
             for worker in getattr(self._walked, "_workers", ()):
                 worker.terminate()
 
-    def _is_done(self, place: Place) -> bool:
+    def _is_done(self, place: DataPosition) -> bool:
         most = self._job.max_updates
         return place.epoch >= self._job.epochs or (most is not None and place.updates >= most)
 
-    def _run_epoch(self, start: Place) -> Place:
+    def _run_epoch(self, start: DataPosition) -> DataPosition:
         """Hands out an epoch from the given place on; where the run stands afterwards."""
         job, epoch = self._job, start.epoch
         seed_everything(job.seed, epoch)
@@ -138,7 +138,7 @@ class Feeder:
         self._put(EpochEnd(end, place.position, samples))
         return end
 
-    def _put_batch(self, batch: Any, where: str, place: Place, completes: bool, flush: bool) -> Place:
+    def _put_batch(self, batch: Any, where: str, place: DataPosition, completes: bool, flush: bool) -> DataPosition:
         tensors = self._checked(batch, where)
         samples = samples_in(tensors)
         after = replace(
@@ -198,7 +198,7 @@ def first_batches(job: Job, guard: Guard = contextlib.nullcontext) -> list[Any]:
     return batches
 
 
-def _skip(batches: Iterator[Any], start: Place) -> None:
+def _skip(batches: Iterator[Any], start: DataPosition) -> None:
     for number in range(start.position):
         if next(batches, _NOTHING) is _NOTHING:
             raise JobError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DataPosition:
     """Where in the data a run stands between two updates: a run that is resumed goes on from here."""
 
     epoch: int = 0
@@ -20,12 +20,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LedgerEntry:
     """One microbatch that has been fed, and where the run stands once it has been applied."""
 
     microbatch: int
     samples: int
-    after: Place
+    after: DataPosition
     completes_update: bool = True
     """Whether an update is applied with it; the gradients of the others are only summed."""
 
@@ -33,7 +33,7 @@ class Entry:
 class Ledger:
     """Counts microbatches. A cluster completes those it was fed in order; several clusters, in any order among them."""
 
-    def __init__(self, start: Place = Place()) -> None:  # noqa: B008 (a frozen value)
+    def __init__(self, start: DataPosition = DataPosition()) -> None:  # noqa: B008 (a frozen value)
         """A new ledger, or one that goes on from a checkpoint: what was in flight then is fed again."""
         self.fed = start.microbatches
         self.completed = start.microbatches
@@ -41,21 +41,21 @@ class Ledger:
         self.replayed = 0
         self.applied_twice = 0
         self._applied = start
-        self._epoch_end: Place | None = None
-        self._open: dict[int, Entry] = {}
+        self._epoch_end: DataPosition | None = None
+        self._open: dict[int, LedgerEntry] = {}
         self._next = start.microbatches
         """Everything before this one has been completed."""
-        self._ahead: dict[int, Entry] = {}
+        self._ahead: dict[int, LedgerEntry] = {}
         """Completed while an earlier one is still under way in another cluster."""
 
     @property
-    def applied(self) -> Place:
+    def applied(self) -> DataPosition:
         """Where the run stands: everything up to here has been applied to the weights of some cluster."""
         end = self._epoch_end
         return end if end is not None and end.microbatches == self._applied.microbatches else self._applied
 
     @property
-    def last_applied(self) -> Place:
+    def last_applied(self) -> DataPosition:
         """The same, before the end of an epoch: whoever goes on from here comes to that end once more."""
         return self._applied
 
@@ -67,12 +67,12 @@ class Ledger:
     def outstanding(self) -> int:
         return len(self._open)
 
-    def feed(self, entry: Entry) -> None:
+    def feed(self, entry: LedgerEntry) -> None:
         assert entry.microbatch not in self._open, "a microbatch is fed once"
         self.fed += 1
         self._open[entry.microbatch] = entry
 
-    def complete(self, microbatch: int) -> Entry | None:
+    def complete(self, microbatch: int) -> LedgerEntry | None:
         """The entry of a microbatch that the root reports done; None (and counted) when it was not outstanding."""
         entry = self._open.pop(microbatch, None)
         if entry is None:
@@ -92,14 +92,14 @@ class Ledger:
         assert all(number in self._open for number in microbatches), "only what is under way is fed again"
         self.replayed += len(microbatches)
 
-    def begin_at(self, place: Place) -> None:
+    def begin_at(self, place: DataPosition) -> None:
         """A run that has fed nothing yet goes on from this place instead."""
         assert not self._open and not self._ahead, "nothing is under way"
         replayed = self.replayed
         self.go_back(place)
         self.replayed = replayed
 
-    def go_back(self, place: Place) -> int:
+    def go_back(self, place: DataPosition) -> int:
         """The run goes on from a place that it had passed: all that was fed since is fed again; how many those are."""
         again = self.fed - place.microbatches
         self.replayed += again
@@ -108,7 +108,7 @@ class Ledger:
         self._open, self._ahead = {}, {}
         return again
 
-    def end_epoch(self, place: Place) -> None:
+    def end_epoch(self, place: DataPosition) -> None:
         """All of an epoch has been fed: once its last microbatch is applied, the run stands at `place`."""
         self._epoch_end = place
 

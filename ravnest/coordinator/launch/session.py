@@ -19,7 +19,7 @@ from ravnest.coordinator.checkpoints.store import (
 from ravnest.coordinator.coordinator import Coordinator, RewoundError
 from ravnest.coordinator.feed.data_order import epoch_size
 from ravnest.coordinator.feed.feeder import Feeder
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.launch.interrupts import Interrupts, RunOver
 from ravnest.coordinator.plan.prepared_job import Prepared, prepare, static_tensors
 from ravnest.coordinator.report.progress import Progress
@@ -102,7 +102,7 @@ class Session:
             self._metrics = MetricLog(self._run.metrics_path, self._run.tensorboard_path, display.message)
             opened.callback(lambda: self._metrics.close(_METRICS_SECONDS[self._orderly]))
             self._info = self._checkpoint() if resume else None
-            self._start = Place() if self._info is None else place_of(self._info)
+            self._start = DataPosition() if self._info is None else place_of(self._info)
             ledger = Ledger(self._start)
             self._progress = Progress(name, job.epochs, ledger, started=started, epoch=self._start.epoch)
             self._progress.samples_at_start = ledger.samples

@@ -1,4 +1,4 @@
-"""Replicas: which copies of the stages' state exist, who holds them, and how they reach a stage.
+"""Replicas: which copies of the stages' state exist, which providers hold them, and how they reach a stage.
 
-May import `run` and below.
+Knows `run` and below: the clusters, the swarm and what the plan says of a stage. Knows nothing of recovery decisions.
 """

@@ -1,4 +1,4 @@
-"""Who keeps replicas of a formation's stages: each is told so, and told what of them is not needed any more."""
+"""Replica holders: assigns a provider to hold the replicas of each stage, and tells it which parts it may delete."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters
-from ravnest.coordinator.feed.ledger import Place
-from ravnest.coordinator.replicas.tracker import Replicas
-from ravnest.coordinator.replicas.transfers import Giving
+from ravnest.coordinator.feed.ledger import DataPosition
+from ravnest.coordinator.replicas.sources import StateTransfers
+from ravnest.coordinator.replicas.tracker import ReplicaTracker
 from ravnest.coordinator.run.orders import LinkOrder, order_link, stage_key
 from ravnest.coordinator.run.surroundings import Surroundings
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Forget, Hold, Replicate
@@ -16,45 +16,44 @@ from ravnest.planner.recovery.holders import choose_holders
 from ravnest.planner.recovery.standbys import Warm
 from ravnest.planner.stage_plan import StagePlan
 
-_REPLICA_SECONDS: Final = 15.0
-"""How long a fresh replica is waited for, so that little is to be done again."""
+_FRESH_REPLICA_SECONDS: Final = 15.0
+"""Timeout for a fresh replica, which saves replaying the microbatches since the last one."""
 
 
-class Keeping:
-    """The holders of one formation, and the replicas that they have. All methods belong to the network's loop."""
+class ReplicaHolders:
+    """The holders of one deployment's replicas. All methods run on the network's event loop."""
 
     def __init__(
         self,
         around: Surroundings,
         deployment: str,
         clusters: Clusters,
-        giving: Giving,
+        transfers: StateTransfers,
         allow: Callable[[str, Sequence[LinkOrder]], None],
         name_constants: Callable[[Hold, StagePlan], None],
     ) -> None:
-        """`allow` lets links for a purpose be relayed; `name_constants` tells a holder what of a stage never changes,
-        and so is in no replica."""
+        """`allow` permits the relay to forward links for a purpose. `name_constants` adds to a holder's order the
+        constants of a stage: they never change, so no replica contains them."""
         self._around = around
         self._deployment = deployment
         self._clusters = clusters
-        self._giving = giving
+        self._transfers = transfers
         self._allow = allow
         self._name_constants = name_constants
-        self._forgotten: dict[int, int] = {}
-        """By cluster, up to which replica those before it have been forgotten."""
+        self._deleted_before: dict[int, int] = {}
+        """By cluster, the number of the replica before which holders have been told to delete."""
         self._pairs: dict[str, tuple[str, str]] = {}
-        """By a stage's key, who owns it and who holds its replicas."""
-        self.replicas = Replicas(
+        """By stage key, the owner of the stage and the holder of its replicas."""
+        self.replicas = ReplicaTracker(
             around.course.emit,
-            self._complete,
+            self._on_complete,
             around.swarm.members.line_rate,
-            self._note_place,
+            self._note_announced,
             shared=not around.swarm.open_to_more,
         )
 
-    async def keep(self, warm: Mapping[str, Warm], others: Sequence[str]) -> None:
-        """Sees to it that every stage has a holder: those who are kept warm for it first, then its neighbours, then
-        others."""
+    async def assign(self, warm: Mapping[str, Warm], others: Sequence[str]) -> None:
+        """Gives every stage a holder: preferably the warm standby for it, then a neighbour, then one of the others."""
         for cluster in self._clusters.whole:
             if cluster.forming:
                 continue
@@ -65,7 +64,7 @@ class Keeping:
             chosen = choose_holders(cluster.nodes, standbys, others)
             holders = {stage: holder.node for stage, holder in chosen.items() if holder.node is not None}
             if not holders:
-                # A stage alone: nobody else could go on with it.
+                # The cluster's provider is the only one: no other provider could continue from a replica.
                 continue
             keys = tuple(stage_key(self._deployment, stage) for stage in cluster.plan.stages)
             wanted = {
@@ -78,33 +77,33 @@ class Keeping:
                 if self._pairs.get(key) != wanted[key]
             ]
             if changed or self._pairs.keys().isdisjoint(keys):
-                self.replicas.formed(cluster, keys, holders)
+                self.replicas.set_holders(cluster, keys, holders)
             self._pairs |= wanted
             for stage in changed:
                 await self._order_replicas(stage, holders.get(stage.stage))
 
-    async def keep_first(self, cluster: ClusterRun) -> bool:
-        """Waits a little for a fresh replica of a cluster that is fed; whether there is one."""
-        kept = self.replicas.of(cluster)
-        self.replicas.want(cluster)
+    async def wait_for_fresh(self, cluster: ClusterRun) -> bool:
+        """Requests a replica of a cluster that is being fed and waits for it; whether it was complete in time."""
+        before = self.replicas.newest(cluster)
+        self.replicas.request(cluster)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_REPLICA_SECONDS):
+            async with asyncio.timeout(_FRESH_REPLICA_SECONDS):
                 await self._around.course.until(
-                    lambda: self.replicas.of(cluster) is not kept or cluster.forming != "" or bool(cluster.lost)
+                    lambda: self.replicas.newest(cluster) is not before or cluster.forming != "" or bool(cluster.lost)
                 )
-        return self.replicas.of(cluster) is not kept
+        return self.replicas.newest(cluster) is not before
 
-    def forget_holder(self, node_id: str) -> None:
-        """Who is gone keeps nothing."""
-        self.replicas.gone(node_id)
+    def remove(self, node_id: str) -> None:
+        """This provider is gone: it owns no stage and holds no replica."""
+        self.replicas.remove_provider(node_id)
         for key, pair in list(self._pairs.items()):
             if node_id in pair:
                 del self._pairs[key]
 
-    async def forget_others(self, nodes: Sequence[str]) -> None:
-        """Parts of formations before this one are of no use any more."""
+    async def delete_outdated(self, nodes: Sequence[str]) -> None:
+        """Tells these providers to delete the parts that belong to earlier deployments."""
         keys = [stage_key(self._deployment, s) for cluster in self._clusters.all for s in cluster.plan.stages]
-        keys += self._giving.donors.keys if self._giving.donors is not None else ()
+        keys += self._transfers.sources.keys if self._transfers.sources is not None else ()
         for node_id in nodes:
             await self._around.course.tell(node_id, CoordinatorMessage(forget=Forget(keep=keys)))
 
@@ -125,26 +124,26 @@ class Keeping:
             order.holder.CopyFrom(link.to_after)
         await around.course.tell(stage.node, CoordinatorMessage(replicate=order))
 
-    def _complete(self) -> None:
-        """Older ones need not be kept any more, and this one is not to make room for one that fails."""
+    def _on_complete(self) -> None:
+        """Lets holders delete the replicas before a complete one, so that a failure of the next cannot displace it."""
         course = self._around.course
         course.notify()
         for cluster in self._clusters.whole:
-            replica = self.replicas.of(cluster)
-            if replica is None or self._forgotten.get(cluster.id) == replica.number:
+            replica = self.replicas.newest(cluster)
+            if replica is None or self._deleted_before.get(cluster.id) == replica.number:
                 continue
-            self._forgotten[cluster.id] = replica.number
+            self._deleted_before[cluster.id] = replica.number
             keys = [stage_key(self._deployment, stage) for stage in cluster.plan.stages]
-            # Each cluster by itself: the numbers of one that is slower, or did not begin with them, are others.
+            # One message per cluster: the replica numbers of a slower or later cluster are different ones.
             forget = CoordinatorMessage(forget=Forget(of=keys, before=replica.number))
             for node_id in {node for key in keys for node in self._pairs.get(key, ()) if node}:
                 course.spawn(course.tell(node_id, forget))
-        began = self._giving.donors is not None
-        if began and all(self.replicas.of(cluster) is not None for cluster in self._clusters.whole):
-            self._giving.donors = None
-            there = [member.node_id for member in self._around.swarm.members.connected()]
-            course.spawn(self.forget_others(there))
+        has_sources = self._transfers.sources is not None
+        if has_sources and all(self.replicas.newest(cluster) is not None for cluster in self._clusters.whole):
+            self._transfers.sources = None
+            present = [member.node_id for member in self._around.swarm.members.connected()]
+            course.spawn(self.delete_outdated(present))
 
-    def _note_place(self, cluster: int, number: int, place: Place) -> None:
+    def _note_announced(self, cluster: int, number: int, place: DataPosition) -> None:
         stages = self._clusters.all[cluster].plan.stages
         self._around.placed(f"{self._deployment}-{cluster}", number, place, [stage.start for stage in stages])

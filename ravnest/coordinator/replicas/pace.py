@@ -1,31 +1,36 @@
-"""When a cluster is to make its next replica: as often as its lines and stages hardly notice, and before too much data
-has to be kept for feeding again."""
+"""Replica pace: how often a cluster makes a replica.
+
+Often enough that few microbatches are retained for a replay, and rarely enough that sending and copying take a small,
+fixed share of the lines' and the stages' time.
+"""
 
 from typing import Final
 
 from ravnest.units import byte_size, counted
 
 MIN_SECONDS: Final = 2.0
+"""Minimum time between the announcements of two replicas."""
 LINE_SHARE: Final = 0.20
-"""Of a line's time that sending replicas may take."""
+"""Largest share of a line's time that sending replicas may take."""
 SENDING_SHARE: Final = 0.25
-"""Of a line's time that a part takes while it is sent (`provider.part_transfer.SHARE`)."""
-MIN_PATIENCE_SECONDS: Final = 60.0
-_TIMES_LAST: Final = 10
-_TIMES_PREDICTED: Final = 4
+"""Share of a line that a part gets while it is sent (`provider.replicas.transfer.SHARE`)."""
+MIN_TIMEOUT_SECONDS: Final = 60.0
+_TIMEOUT_PER_LAST: Final = 10
+_TIMEOUT_PER_PREDICTED: Final = 4
 COPY_SHARE: Final = 0.02
-"""Of a stage's time that taking copies may take."""
+"""Largest share of a stage's time that copying its state may take."""
 MAX_RETAINED_BYTES: Final = 256 << 20
 MAX_RETAINED_MICROBATCHES: Final = 512
 
 
-def patience_seconds(part_bytes: int, line_bytes_per_second: float, last_seconds: float) -> float:
-    """Timeout of a replica: from the size of its largest part, the rate of its slowest line (0: not known) and how long
-    the last replica took.
+def replica_timeout_seconds(part_bytes: int, line_bytes_per_second: float, last_seconds: float) -> float:
+    """Timeout of a replica, from the size of its largest part, the rate of its slowest line (0: unknown) and the
+    duration of the last replica.
 
-    A part gets a quarter of the line, less where other state is sent over it."""
+    A part gets a quarter of the line, and less when other state is sent over the same line.
+    """
     sending = part_bytes / (SENDING_SHARE * line_bytes_per_second) if line_bytes_per_second > 0 else 0.0
-    return max(MIN_PATIENCE_SECONDS, _TIMES_LAST * last_seconds, _TIMES_PREDICTED * sending)
+    return max(MIN_TIMEOUT_SECONDS, _TIMEOUT_PER_LAST * last_seconds, _TIMEOUT_PER_PREDICTED * sending)
 
 
 def replica_due(
@@ -39,33 +44,33 @@ def replica_due(
     updates_since: int,
     copy_seconds: float = 0.0,
 ) -> tuple[bool, str]:
-    """Whether a replica is to be announced now, and why or why not. The one before is complete or given up.
+    """Whether to announce a replica now, and why or why not. The last replica is complete or given up.
 
-    `seconds_since_last` counts from when that one was announced; None where there was none. `last_seconds` went by
-    until it was complete, `last_bytes` are those of its largest part, `line_bytes_per_second` is the slowest line that
-    carries one (0: not known, then all of `last_seconds` counts as sending), and `copy_seconds` is what the slowest
-    stage took for its copy. Without an update since, there is nothing new to keep.
+    `seconds_since_last` counts from the announcement of the last replica (None: there was none); `last_seconds` is the
+    time until it was complete and `last_bytes` the size of its largest part. `line_bytes_per_second` is the rate of the
+    slowest line that carries a part (0: unknown, then all of `last_seconds` counts as sending). `copy_seconds` is how
+    long the slowest stage copied its state. Without an update since the last replica, none is due.
     """
     if updates_since <= 0:
-        return False, "nothing was learned since the last replica"
+        return False, "there was no update since the last replica"
     if seconds_since_last is None:
         return True, "there is no replica yet"
     if seconds_since_last < MIN_SECONDS:
-        return False, f"the last replica is {seconds_since_last:.1f} s old, and there is one every {MIN_SECONDS:g} s"
+        return False, f"the last replica is {seconds_since_last:.1f} s old; the minimum interval is {MIN_SECONDS:g} s"
     if retained_bytes >= MAX_RETAINED_BYTES:
-        return True, f"{byte_size(retained_bytes)} of data are kept for feeding again"
+        return True, f"{byte_size(retained_bytes)} of data are retained for a replay"
     if retained_microbatches >= MAX_RETAINED_MICROBATCHES:
-        kept = counted(retained_microbatches, "microbatch is", "microbatches are")
-        return True, f"{kept} kept for feeding again"
+        retained = counted(retained_microbatches, "microbatch is", "microbatches are")
+        return True, f"{retained} retained for a replay"
     sending = last_bytes / line_bytes_per_second if line_bytes_per_second > 0 else last_seconds
-    apart = {
+    intervals = {
         f"sending took {sending:.2g} s and may take {LINE_SHARE:.0%} of a line's time": sending / LINE_SHARE,
         f"copying took {copy_seconds:.2g} s and may take {COPY_SHARE:.0%} of a stage's time": copy_seconds / COPY_SHARE,
     }
-    why = max(apart, key=lambda words: apart[words])
-    if seconds_since_last < apart[why]:
+    why = max(intervals, key=lambda words: intervals[words])
+    if seconds_since_last < intervals[why]:
         return (
             False,
-            f"the last replica is {seconds_since_last:.1f} s old: {why}, so one is due after {apart[why]:.1f} s",
+            f"the last replica is {seconds_since_last:.1f} s old: {why}, so one is due after {intervals[why]:.1f} s",
         )
     return True, f"the last replica is {seconds_since_last:.1f} s old, with {counted(updates_since, 'update')} since"

@@ -1,9 +1,10 @@
-"""Replicas: what is kept of a cluster's stages beside themselves, so that another machine can go on where one is lost.
+"""Replica tracker: when each cluster makes a replica, whether it is complete, and which providers have its parts.
 
-A replica is announced with a microbatch, as a checkpoint is: every stage keeps its state right after applying that one,
-and sends it to its holder. Once all have said so it is complete, and what was fed up to it need not be kept any more.
-The microbatch of the next may be fed while one is under way, as it takes a while until its turn has come: so often that
-stages have sent one before they are to send another.
+A replica is announced with a microbatch, like a checkpoint: every stage copies its state right after it applied that
+microbatch, and sends the copy to its holder. The replica is complete when all owners have reported their part. The
+coordinator then no longer retains the microbatches up to it. A stage reaches the announced microbatch some time after
+it was fed, so the next replica may be announced while one is pending. Replicas are announced so far apart that stages
+have sent one before they start to send the next. After a failed replica the tracker backs off.
 """
 
 import math
@@ -15,290 +16,292 @@ from typing import Final
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.feeder import TrainBatch
-from ravnest.coordinator.feed.ledger import Place
-from ravnest.coordinator.replicas.pace import patience_seconds, replica_due
+from ravnest.coordinator.feed.ledger import DataPosition
+from ravnest.coordinator.replicas.pace import replica_due, replica_timeout_seconds
 from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import Replicated
 
 MAX_RETAINED: Final = 3072
-"""Microbatches, and those of one more update: fewer than a stage remembers of those that it has applied."""
+"""Retained microbatches, beyond those of one update: fewer than a stage remembers of those that it has applied."""
 _STATE_BYTES: Final = 12
-"""Estimated size of a part for each parameter, until one has come: most optimizers keep two moments."""
-_MAX_SECONDS: Final = 1e6
-"""That a provider may say it took to keep a part."""
-_MAX_UNDER_WAY: Final = 2
-"""Providers keep the newest two of each stage, and the last that is complete."""
-_APART: Final = 1.1
-"""Times as long as a stage took to send one, until the next is announced."""
-_TELL_SECONDS: Final = 30.0
-"""One is taken every few seconds; an event for each would be all that there is to read."""
-_SHARED_TIMES: Final = 20
-"""As long as one took, the next is not begun on a machine that has it all to do."""
+"""Estimated bytes of a part per parameter, until the first part has arrived: most optimizers keep two moments."""
+_MAX_REPORTED_SECONDS: Final = 1e6
+"""Longest copy time that is accepted from a provider's report."""
+_MAX_PENDING: Final = 2
+"""Providers keep the newest two replicas of each stage, and the last complete one."""
+_SPACING: Final = 1.1
+"""Minimum time until the next announcement, as a multiple of the time that a stage took to send its part."""
+_EVENT_SECONDS: Final = 30.0
+"""Minimum time between events: a replica completes every few seconds, and an event for each would flood the log."""
+_SHARED_SPACING: Final = 20
+"""Minimum time between replicas on a machine that all providers share, as a multiple of the last one's duration."""
 _COPY_RATE: Final = 2e9
-"""Bytes a second at which a stage copies its state, about; the least that is met today."""
+"""Estimated bytes per second at which a stage copies its state; the slowest machines in use reach it."""
 _MAX_RETAINED_BYTES: Final = 512 << 20
 _UNKNOWN_LINE: Final = 1e9
-"""Bytes a second of a line that nobody has measured: within one machine."""
+"""Bytes per second assumed for a line without a measurement: both ends are on one machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A complete one: the stages of a cluster as they were after the same microbatch."""
+    """A complete replica: the stages of one cluster after the same microbatch."""
 
     number: int
-    """That microbatch, and one."""
-    place: Place
+    """The number of that microbatch plus one."""
+    place: DataPosition
     nodes: tuple[frozenset[str], ...]
-    """Of each stage, who has its part."""
+    """For each stage, the providers that have its part."""
     hashes: tuple[str, ...] = ()
-    """Of each stage, the sha256 of its part as its owner told it; empty where it did not."""
+    """For each stage, the sha256 of its part as its owner reported it; empty when it did not."""
 
     def sha256(self, stage: int) -> str:
         return self.hashes[stage] if stage < len(self.hashes) else ""
 
-    def whole(self, present: Collection[str]) -> bool:
-        """Whether of each stage somebody who is present has its part."""
+    def is_available(self, present: Collection[str]) -> bool:
+        """Whether, for every stage, a provider that is present has the part."""
         return all(not nodes.isdisjoint(present) for nodes in self.nodes)
 
 
 @dataclass
-class _UnderWay:
-    """One that was announced, and is not complete."""
+class _Pending:
+    """A replica that was announced and is not complete."""
 
-    place: Place
+    place: DataPosition
     began: float
-    fed: int
-    """How many were fed between the last that is complete and it."""
+    microbatches: int
+    """Microbatches that were fed between the last complete replica and this one."""
     nodes: dict[int, set[str]] = field(default_factory=dict)
     hashes: dict[int, str] = field(default_factory=dict)
     bytes: int = 0
-    """Of its largest part."""
+    """Size of its largest part."""
     seconds: float = 0.0
-    """What the slowest stage took to keep it."""
+    """Time of the slowest stage from its snapshot until the holder had its part."""
 
 
 @dataclass
-class _Kept:
+class _ClusterReplicas:
     """The replicas of one cluster."""
 
     keys: tuple[str, ...]
     holders: tuple[str, ...] = ()
-    """Of each stage who keeps its parts beside its owner; empty: nobody."""
+    """For each stage, the provider that holds its parts besides its owner; empty without one."""
     complete: Replica | None = None
-    under_way: dict[int, _UnderWay] = field(default_factory=dict)
-    """By number, in order."""
+    pending: dict[int, _Pending] = field(default_factory=dict)
+    """By replica number, in order."""
     newest: int = 0
-    """The highest that was announced."""
+    """The highest replica number that was announced."""
     last_began: float = field(default_factory=lambda: time.monotonic())
     last_seconds: float = 0.0
-    keeping_seconds: float = 0.0
-    """Of the last that is complete, what the slowest stage took to keep it."""
+    last_part_seconds: float = 0.0
+    """The same for the last complete replica."""
     last_bytes: int = 0
     updates: int = 0
-    waits: float = 0.0
-    """After one that failed, the next is not tried for so long."""
-    told: float = -math.inf
-    wanted: bool = False
-    """Somebody waits for one: it is announced as soon as may be."""
+    backoff_seconds: float = 0.0
+    """Minimum time until the next try after a failed replica."""
+    event_at: float = -math.inf
+    is_requested: bool = False
+    """A caller waits for a replica: it is announced as soon as possible."""
 
 
-class Replicas:
-    """Of all clusters of a formation."""
+class ReplicaTracker:
+    """The replicas of all clusters of one deployment."""
 
     def __init__(
         self,
         emit: Callable[..., None],
-        changed: Callable[[], None],
+        on_complete: Callable[[], None],
         line_bytes_per_second: Callable[[str], float | None],
-        announced: Callable[[int, int, Place], None] = lambda cluster, number, place: None,
+        on_announced: Callable[[int, int, DataPosition], None] = lambda cluster, number, place: None,
         shared: bool = False,
     ) -> None:
-        """`announced` is told of each before it is: cluster, number, place. Of a machine that is `shared` by all
-        providers, what a replica costs is taken from training."""
+        """`on_announced` gets the cluster, number and place of each replica before stages are told of it. With `shared`
+        all providers run on this machine, so that replicas take compute from training."""
         self._shared = shared
         self._emit = emit
-        self._changed = changed
+        self._on_complete = on_complete
         self._line = line_bytes_per_second
-        self._announced = announced
-        self._kept: dict[int, _Kept] = {}
+        self._on_announced = on_announced
+        self._by_cluster: dict[int, _ClusterReplicas] = {}
 
-    def formed(self, cluster: ClusterRun, keys: tuple[str, ...], holders: Mapping[int, str]) -> None:
-        """A cluster has been formed, and these keep its stages' parts; what was under way there is given up."""
-        kept = self._kept.setdefault(cluster.id, _Kept(keys))
-        kept.keys, kept.under_way = keys, {}
-        # Others keep its parts from now on, and have none yet: until they do, one more loss may be one too many.
-        kept.wanted = kept.wanted or kept.complete is not None
-        kept.holders = tuple(holders.get(stage, "") for stage in range(len(keys)))
+    def set_holders(self, cluster: ClusterRun, keys: tuple[str, ...], holders: Mapping[int, str]) -> None:
+        """Sets the holders of a cluster that has been deployed; its pending replicas are given up."""
+        state = self._by_cluster.setdefault(cluster.id, _ClusterReplicas(keys))
+        state.keys, state.pending = keys, {}
+        # The new holders have no parts yet: until they do, the loss of one more provider may lose a stage.
+        state.is_requested = state.is_requested or state.complete is not None
+        state.holders = tuple(holders.get(stage, "") for stage in range(len(keys)))
 
-    def broken_off(self, cluster: ClusterRun) -> None:
-        """The cluster is being formed anew: what comes again brings no replica along, so the one under way never will
-        be whole."""
-        kept = self._kept.get(cluster.id)
-        if kept is not None:
-            kept.under_way = {}
+    def cancel_pending(self, cluster: ClusterRun) -> None:
+        """The cluster is being deployed again. Replayed microbatches announce no replica, so a pending one can never
+        become complete."""
+        state = self._by_cluster.get(cluster.id)
+        if state is not None:
+            state.pending = {}
 
-    def gone(self, node_id: str) -> None:
-        """What this node kept cannot be had any more."""
-        for kept in self._kept.values():
-            if kept.complete is not None:
-                nodes = tuple(nodes - {node_id} for nodes in kept.complete.nodes)
-                kept.complete = replace(kept.complete, nodes=nodes)
-            if node_id in kept.holders:
-                kept.under_way = {}
+    def remove_provider(self, node_id: str) -> None:
+        """This provider is gone, with the parts on its disk."""
+        for state in self._by_cluster.values():
+            if state.complete is not None:
+                nodes = tuple(nodes - {node_id} for nodes in state.complete.nodes)
+                state.complete = replace(state.complete, nodes=nodes)
+            if node_id in state.holders:
+                state.pending = {}
 
-    def returned(self, node_id: str, parts: Collection[tuple[str, int]]) -> None:
-        """A node is back with these parts on its disk, by key and number."""
-        for kept in self._kept.values():
-            found = kept.complete
+    def add_parts(self, node_id: str, parts: Collection[tuple[str, int]]) -> None:
+        """A provider has rejoined with these parts on its disk, by key and replica number."""
+        for state in self._by_cluster.values():
+            found = state.complete
             if found is None:
                 continue
             has = [
                 nodes | {node_id} if (key, found.number) in parts else nodes
-                for key, nodes in zip(kept.keys, found.nodes, strict=True)
+                for key, nodes in zip(state.keys, found.nodes, strict=True)
             ]
-            kept.complete = replace(found, nodes=tuple(map(frozenset, has)))
+            state.complete = replace(found, nodes=tuple(map(frozenset, has)))
 
-    def lacks(self, cluster: ClusterRun, stage: int, node_id: str) -> None:
-        """This node has not got the part of a stage, or another one than its owner kept."""
-        kept = self._kept.get(cluster.id)
-        if kept is not None and kept.complete is not None:
-            nodes = list(kept.complete.nodes)
+    def remove_part(self, cluster: ClusterRun, stage: int, node_id: str) -> None:
+        """This provider does not have the part of a stage, or has another one than its owner reported."""
+        state = self._by_cluster.get(cluster.id)
+        if state is not None and state.complete is not None:
+            nodes = list(state.complete.nodes)
             nodes[stage] -= {node_id}
-            kept.complete = replace(kept.complete, nodes=tuple(nodes))
+            state.complete = replace(state.complete, nodes=tuple(nodes))
 
-    def of(self, cluster: ClusterRun) -> Replica | None:
-        """The newest complete one."""
-        kept = self._kept.get(cluster.id)
-        return None if kept is None else kept.complete
+    def newest(self, cluster: ClusterRun) -> Replica | None:
+        """The newest complete replica."""
+        state = self._by_cluster.get(cluster.id)
+        return None if state is None else state.complete
 
     def holder(self, cluster: ClusterRun, stage: int) -> str:
-        """Who keeps the parts of a stage, beside its owner; empty: nobody."""
-        kept = self._kept.get(cluster.id)
-        return kept.holders[stage] if kept is not None and stage < len(kept.holders) else ""
+        """The provider that holds the parts of a stage besides its owner; empty without one."""
+        state = self._by_cluster.get(cluster.id)
+        return state.holders[stage] if state is not None and stage < len(state.holders) else ""
 
     @property
-    def largest_bytes(self) -> int:
-        """Of a part, of the newest replicas."""
-        return max((kept.last_bytes for kept in self._kept.values()), default=0)
+    def largest_part_bytes(self) -> int:
+        """Size of the largest part in the newest replicas."""
+        return max((state.last_bytes for state in self._by_cluster.values()), default=0)
 
-    def want(self, cluster: ClusterRun) -> None:
-        """One is to be taken with the next microbatch that completes an update."""
-        kept = self._kept.get(cluster.id)
-        if kept is not None:
-            kept.wanted = True
+    def request(self, cluster: ClusterRun) -> None:
+        """Announces a replica with the next microbatch that completes an update."""
+        state = self._by_cluster.get(cluster.id)
+        if state is not None:
+            state.is_requested = True
 
-    def with_microbatch(self, cluster: ClusterRun, item: TrainBatch) -> int:
-        """The number of the replica that the cluster is to keep with this microbatch, which completes an update; or
-        0."""
-        kept = self._kept.get(cluster.id)
+    def announce_with(self, cluster: ClusterRun, item: TrainBatch) -> int:
+        """The number of the replica that is announced with this microbatch, which completes an update; 0 for none."""
+        state = self._by_cluster.get(cluster.id)
         size = sum(tensor.nbytes for tensor in item.tensors.values())
-        _bound(cluster, MAX_RETAINED if kept is not None else 0, size)
-        if kept is None or cluster.forming or item.microbatch < kept.newest:
-            # What another cluster left is older than what was fed here before it: providers keep the highest numbers.
+        _limit_retained(cluster, MAX_RETAINED if state is not None else 0, size)
+        if state is None or cluster.forming or item.microbatch < state.newest:
+            # It was left by a lost cluster, and is older than the newest fed here: providers keep the highest numbers.
             return 0
         now = time.monotonic()
-        if kept.under_way:
-            oldest = next(iter(kept.under_way.values()))
-            part_bytes = max(kept.last_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
-            if now - oldest.began >= patience_seconds(part_bytes, self._slowest(cluster), kept.last_seconds):
-                self._give_up(cluster.id, kept, f"not all of it was there after {now - oldest.began:.0f} s")
-            elif kept.complete is None or len(kept.under_way) >= _MAX_UNDER_WAY:
+        if state.pending:
+            oldest = next(iter(state.pending.values()))
+            part_bytes = max(state.last_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
+            if now - oldest.began >= replica_timeout_seconds(part_bytes, self._slowest(cluster), state.last_seconds):
+                self._give_up(cluster.id, state, f"not all of it was there after {now - oldest.began:.0f} s")
+            elif state.complete is None or len(state.pending) >= _MAX_PENDING:
                 return 0
-        if now - kept.last_began < max(kept.waits, _APART * kept.keeping_seconds if kept.under_way else 0.0):
+        if now - state.last_began < max(
+            state.backoff_seconds, _SPACING * state.last_part_seconds if state.pending else 0.0
+        ):
             return 0
         retained = len(cluster.retained)
         due, _ = replica_due(
-            seconds_since_last=now - kept.last_began,
-            last_seconds=kept.last_seconds,
-            last_bytes=kept.last_bytes,
+            seconds_since_last=now - state.last_began,
+            last_seconds=state.last_seconds,
+            last_bytes=state.last_bytes,
             line_bytes_per_second=self._slowest(cluster),
             retained_microbatches=retained,
             retained_bytes=retained * size,
-            updates_since=item.after.updates - kept.updates,
-            copy_seconds=kept.last_bytes / _COPY_RATE,
+            updates_since=item.after.updates - state.updates,
+            copy_seconds=state.last_bytes / _COPY_RATE,
         )
-        if self._shared and now - kept.last_began < _SHARED_TIMES * kept.last_seconds:
+        if self._shared and now - state.last_began < _SHARED_SPACING * state.last_seconds:
             due = False
-        if not (due or kept.wanted):
+        if not (due or state.is_requested):
             return 0
         number = item.microbatch + 1
-        kept.under_way[number] = _UnderWay(item.after, now, cluster.dropped + len(cluster.retained))
-        kept.newest, kept.last_began, kept.wanted = number, now, False
-        self._announced(cluster.id, number, item.after)
+        state.pending[number] = _Pending(item.after, now, cluster.dropped + len(cluster.retained))
+        state.newest, state.last_began, state.is_requested = number, now, False
+        self._on_announced(cluster.id, number, item.after)
         return number
 
-    def heard(self, node_id: str, message: Replicated, clusters: Collection[ClusterRun]) -> None:
-        """An owner says that its part is kept, or why it is not."""
+    def on_replicated(self, node_id: str, message: Replicated, clusters: Collection[ClusterRun]) -> None:
+        """An owner reports that its holder has its part, or why not."""
         for cluster in clusters:
-            kept = self._kept.get(cluster.id)
-            if kept is None or message.key not in kept.keys:
+            state = self._by_cluster.get(cluster.id)
+            if state is None or message.key not in state.keys:
                 continue
-            found = kept.under_way.get(message.replica)
+            found = state.pending.get(message.replica)
             if found is None:
                 continue
             if cluster.forming:
-                # It is formed from the one before, and what was fed since then is to stay.
+                # The cluster restarts from the last complete replica: the microbatches since then stay retained.
                 return
-            stage = kept.keys.index(message.key)
+            stage = state.keys.index(message.key)
             if cluster.plan.stages[stage].node != node_id:
                 continue
             if message.error:
-                self._give_up(cluster.id, kept, f"{node_id}: {printable(message.error)}")
+                self._give_up(cluster.id, state, f"{node_id}: {printable(message.error)}")
                 return
-            # Only whom it was told to give it to: nobody else is to be asked for it.
-            found.nodes[stage] = {node_id, *([message.holder] if message.holder == kept.holders[stage] != "" else [])}
+            # Only the holder that the coordinator assigned may be asked for the part.
+            found.nodes[stage] = {node_id} | ({message.holder} if message.holder == state.holders[stage] else set()) - {
+                ""
+            }
             found.hashes[stage] = message.sha256 if re.fullmatch("[0-9a-f]{64}", message.sha256) else ""
             found.bytes = max(found.bytes, message.size_bytes)
-            # Not of what is no number.
-            found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _MAX_SECONDS else 0.0)
-            if len(found.nodes) == len(kept.keys):
-                self._complete(cluster, kept, message.replica, found)
+            # NaN fails the comparison and is rejected.
+            found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _MAX_REPORTED_SECONDS else 0.0)
+            if len(found.nodes) == len(state.keys):
+                self._complete(cluster, state, message.replica, found)
             return
 
     def _slowest(self, cluster: ClusterRun) -> float:
-        """Bytes a second of the slowest line that carries a part."""
+        """Bytes per second of the slowest line that carries a part."""
         return min(self._line(node) or _UNKNOWN_LINE for node in cluster.nodes)
 
-    def _complete(self, cluster: ClusterRun, kept: _Kept, number: int, done: _UnderWay) -> None:
-        nodes = tuple(frozenset(done.nodes[stage]) for stage in range(len(kept.keys)))
-        hashes = tuple(done.hashes[stage] for stage in range(len(kept.keys)))
-        kept.complete, kept.waits = Replica(number, done.place, nodes, hashes), 0.0
-        kept.last_seconds, kept.keeping_seconds = time.monotonic() - done.began, done.seconds
-        kept.last_bytes, kept.updates = done.bytes, done.place.updates
-        # In the order in which they were fed, which is not that of their numbers after a cluster was lost.
-        dropped = min(cluster.dropped, done.fed + 1)
+    def _complete(self, cluster: ClusterRun, state: _ClusterReplicas, number: int, done: _Pending) -> None:
+        nodes = tuple(frozenset(done.nodes[stage]) for stage in range(len(state.keys)))
+        hashes = tuple(done.hashes[stage] for stage in range(len(state.keys)))
+        state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes), 0.0
+        state.last_seconds, state.last_part_seconds = time.monotonic() - done.began, done.seconds
+        state.last_bytes, state.updates = done.bytes, done.place.updates
+        # In the order of feeding, which differs from the order of numbers after a cluster was lost.
+        dropped = min(cluster.dropped, done.microbatches + 1)
         cluster.dropped -= dropped
-        for microbatch in list(cluster.retained)[: done.fed + 1 - dropped]:
+        for microbatch in list(cluster.retained)[: done.microbatches + 1 - dropped]:
             del cluster.retained[microbatch]
-        # What is older than it need not be waited for.
-        later = list(kept.under_way).index(number) + 1
-        kept.under_way = dict(list(kept.under_way.items())[later:])
-        for other in kept.under_way.values():
-            other.fed -= done.fed + 1
-        if time.monotonic() - kept.told < _TELL_SECONDS:
-            self._changed()
+        # Older pending replicas are superseded.
+        later = list(state.pending).index(number) + 1
+        state.pending = dict(list(state.pending.items())[later:])
+        for other in state.pending.values():
+            other.microbatches -= done.microbatches + 1
+        if time.monotonic() - state.event_at < _EVENT_SECONDS:
+            self._on_complete()
             return
-        kept.told = time.monotonic()
+        state.event_at = time.monotonic()
         self._emit(
             "replica",
-            f"all stages as they were after {done.place.updates} updates are kept by others",
+            f"all stages after {done.place.updates} updates have a replica",
             cluster=cluster.id,
             replica=number,
-            seconds=kept.last_seconds,
+            seconds=state.last_seconds,
             bytes=done.bytes,
         )
-        self._changed()
+        self._on_complete()
 
-    def _give_up(self, cluster: int, kept: _Kept, why: str) -> None:
-        self._emit("replica_failed", why, cluster=cluster, replica=next(iter(kept.under_way)))
-        kept.under_way, kept.waits = {}, min(60.0, max(2.0, 2 * kept.waits))
-        kept.last_began = time.monotonic()
+    def _give_up(self, cluster: int, state: _ClusterReplicas, why: str) -> None:
+        self._emit("replica_failed", why, cluster=cluster, replica=next(iter(state.pending)))
+        state.pending, state.backoff_seconds = {}, min(60.0, max(2.0, 2 * state.backoff_seconds))
+        state.last_began = time.monotonic()
 
 
-def _bound(cluster: ClusterRun, most: int, size_bytes: int) -> None:
-    """What is retained does not grow without end where no replica can be had, of microbatches that are about so
-    large."""
-    while len(cluster.retained) > min(most, _MAX_RETAINED_BYTES // max(1, size_bytes)):
+def _limit_retained(cluster: ClusterRun, max_microbatches: int, microbatch_bytes: int) -> None:
+    """Drops the oldest retained microbatches beyond the limits, in case no replica ever completes."""
+    while len(cluster.retained) > min(max_microbatches, _MAX_RETAINED_BYTES // max(1, microbatch_bytes)):
         oldest = next(iter(cluster.retained))
         if oldest in cluster.open:
             return

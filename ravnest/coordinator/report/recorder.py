@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.trace_collector import Tracing
 from ravnest.monitor.json_lines import JsonLines
@@ -19,7 +19,7 @@ class Recorder:
     def __init__(self, progress: Progress, metrics: MetricLog) -> None:
         self._progress = progress
         self._metrics = metrics
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, DataPosition] = {}
         self._early: dict[int, float] = {}
         """Losses of what another coordinator has fed, until the data comes to it."""
         self._updates: JsonLines | None = None
@@ -30,7 +30,7 @@ class Recorder:
         """From now on every update of every stage becomes a line of the file at `path`."""
         self._updates = JsonLines(path)
 
-    def fed(self, microbatch: int, after: Place) -> None:
+    def fed(self, microbatch: int, after: DataPosition) -> None:
         """A microbatch has been fed whose loss will be reported; `after` is where it stands on the curves."""
         loss = self._early.pop(microbatch, None)
         if loss is not None:

@@ -15,7 +15,7 @@ from ravnest.coordinator.checkpoints.saver import Awaited, Mark, Saver
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.feeder import TrainBatch
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.plan.prepared_job import Prepared
 from ravnest.coordinator.run.context import Course
 from ravnest.coordinator.swarm.swarm import Swarm
@@ -104,11 +104,11 @@ class Checkpointing:
     def under_way(self) -> bool:
         return self._saver.under_way or self.expected
 
-    def due(self, place: Place) -> str | None:
+    def due(self, place: DataPosition) -> str | None:
         """Why one should be taken now, or None."""
         return None if self.expected else self._saver.due(place.updates)
 
-    async def room_for(self, place: Place) -> None:
+    async def room_for(self, place: DataPosition) -> None:
         """Returns when the run may go on to this place: at once, unless a checkpoint takes so long to be written that a
         crash there would cost more than one interval."""
         saver = self._saver
@@ -126,7 +126,7 @@ class Checkpointing:
         self._course.emit("checkpoint_begun", why, microbatch=item.microbatch)
         return number
 
-    async def after_round(self, place: Place, why: str) -> None:
+    async def after_round(self, place: DataPosition, why: str) -> None:
         """Saves what all clusters have since the last round, which stands at this place in the data."""
         number = place.microbatches
         if not self._begin(number, place):
@@ -223,7 +223,7 @@ class Checkpointing:
         saver.on_full = self._full
         return saver
 
-    def _begin(self, number: int, place: Place) -> bool:
+    def _begin(self, number: int, place: DataPosition) -> bool:
         """Begins one, and says whether there is room for it."""
         self._last_number, self._asked_at = number, None
         try:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, Kept, RoundMark
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
-from ravnest.coordinator.feed.ledger import Entry, Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger, LedgerEntry
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.recorder import Recorder
 from ravnest.coordinator.run.context import Course
@@ -40,7 +40,7 @@ class Feeding:
         """Says the number of the replica that a cluster is to keep with a microbatch, or 0."""
         self.clusters = clusters
         self.fed_samples = 0
-        self.fed_place: Place = ledger.applied
+        self.fed_place: DataPosition = ledger.applied
         """Where the run stands once all that was fed has been applied."""
         self.replaying = 0
         """How many clusters were lost whose microbatches have not all been fed again."""
@@ -90,7 +90,7 @@ class Feeding:
         return True
 
     def _begin(self, item: TrainBatch) -> None:
-        entry = Entry(item.microbatch, item.samples, item.after, item.completes_update)
+        entry = LedgerEntry(item.microbatch, item.samples, item.after, item.completes_update)
         self._progress.epoch = item.after.epoch
         self._ledger.feed(entry)
         self._recorder.fed(item.microbatch, item.after)
@@ -101,7 +101,7 @@ class Feeding:
         """Feeds a batch to be evaluated, once there is room for it."""
         await self._evaluate(item, self._walks)
 
-    def go_back(self, place: Place) -> None:
+    def go_back(self, place: DataPosition) -> None:
         """The data is walked from this place again: what others had left undone comes with it."""
         self._walks += 1
         self.fed_place = place

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.recorder import Recorder
 from ravnest.coordinator.run.context import Course
@@ -27,5 +27,7 @@ class Surroundings:
     """Who of a cluster is gone, or has failed."""
     overdue: Callable[[str, str], None]
     """This provider is not waited for any longer, for this reason."""
-    placed: Callable[[str, int, Place, Sequence[int]], None] = field(default=lambda key, number, place, starts: None)
+    placed: Callable[[str, int, DataPosition, Sequence[int]], None] = field(
+        default=lambda key, number, place, starts: None
+    )
     """Remembers where the data stands at a replica: of which stages, its number, the place, and where stages begin."""

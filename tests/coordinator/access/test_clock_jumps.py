@@ -8,7 +8,7 @@ import pytest
 from ravnest.coordinator.access.admission import Admission
 from ravnest.coordinator.access.invites import admit
 from ravnest.coordinator.access.steady_clock import SteadyClock
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.report.progress import Progress
 from ravnest.monitor.events import EventLog
 from ravnest.net.identity.certificates import certificate_request, new_key, read_certificate
@@ -65,7 +65,7 @@ def test_no_checkpoint_is_due_because_a_clock_was_set(
 def test_how_fast_a_run_is_does_not_hang_on_the_time_of_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    progress = Progress("digits", 1, Ledger(Place()), started=time.monotonic())
+    progress = Progress("digits", 1, Ledger(DataPosition()), started=time.monotonic())
     progress.run_clock()
     jumps(monkeypatch, jump)
     summary = progress.summary("running", "")

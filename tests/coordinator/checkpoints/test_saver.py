@@ -16,13 +16,13 @@ from ravnest.coordinator.checkpoints.disk_space import DiskRoom
 from ravnest.coordinator.checkpoints.part_check import StagePart
 from ravnest.coordinator.checkpoints.saver import Mark, Saver, place_of
 from ravnest.coordinator.checkpoints.store import CheckpointStore, newest_good
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.errors import DiskFullError, PeerError
 from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.graph.weights import stream_tensors
 from ravnest.settings import Checkpoint
 
-PLACE = Place(epoch=2, position=3, microbatches=23, updates=11, samples=184, data_state="abc")
+PLACE = DataPosition(epoch=2, position=3, microbatches=23, updates=11, samples=184, data_state="abc")
 
 
 METADATA = {"version": "11", "optimizer": '{"values": {}, "groups": []}', "schedule": "null"}
@@ -152,7 +152,7 @@ def test_a_part_that_broke_off_may_come_again(tmp_path: Path) -> None:
 def test_a_part_of_a_checkpoint_that_was_thrown_away_meanwhile_is_nobodys_fault(tmp_path: Path) -> None:
     async def main() -> None:
         saver = a_saver(tmp_path)
-        saver.begin(Mark(1, Place(), {}))
+        saver.begin(Mark(1, DataPosition(), {}))
 
         async def interrupted() -> AsyncIterator[bytes]:
             yield b"not all of it"

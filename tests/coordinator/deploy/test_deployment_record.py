@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from ravnest.coordinator.deploy.deployment_record import Claim, Standing, Stood, claims_of
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.swarm.members import Held
 from ravnest.engine.applied import REMEMBERED
 from ravnest.errors import RunError
 from ravnest.planner.search.fixed_layout import Layout
 
-PLACE = Place(epoch=1, position=4, microbatches=20, updates=20, samples=160, data_state="x")
+PLACE = DataPosition(epoch=1, position=4, microbatches=20, updates=20, samples=160, data_state="x")
 PAIR, ONE = Stood(Layout(("a", "b"), (7,), 4), 64, (1,)), Stood(Layout(("c",), (), 1), 0)
 STANDING = Standing("f", 9, 3, (PAIR, ONE), 5, PLACE, "digest")
 HELD = {"a": Held("f", 0, 2), "b": Held("f", 1, 2), "c": Held("f", 0, 1), "d": None}

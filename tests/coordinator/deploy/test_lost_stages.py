@@ -95,7 +95,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 async def a_replica(run: Run) -> None:
     """Returns when all stages of the first cluster have been kept."""
     formation = run.coordinator._now
-    await run.coordinator._course.until(lambda: formation.replicas.of(formation.clusters.all[0]) is not None)
+    await run.coordinator._course.until(lambda: formation.replicas.newest(formation.clusters.all[0]) is not None)
 
 
 @pytest.mark.usefixtures("often")
@@ -603,7 +603,7 @@ def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(
 ) -> None:
     """Nor does whoever waits for that end to form the run anew keep it waiting."""
     # No replica comes here, however long it is waited for.
-    monkeypatch.setattr(keeping, "_REPLICA_SECONDS", 0.3)
+    monkeypatch.setattr(keeping, "_FRESH_REPLICA_SECONDS", 0.3)
 
     async def scene(run: Run) -> None:
         for name in "abc":
@@ -627,14 +627,14 @@ def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(
 async def replicas_of_both(run: Run) -> None:
     formation = run.coordinator._now
     clusters = formation.clusters.all
-    await run.coordinator._course.until(lambda: all(formation.replicas.of(each) is not None for each in clusters))
+    await run.coordinator._course.until(lambda: all(formation.replicas.newest(each) is not None for each in clusters))
 
 
 def lose_owner_and_holders(run: Run, number: int, stage: int) -> str:
     """Kills whoever has a part of this stage of a cluster's newest replica; who had the stage."""
     formation = run.coordinator._now
     cluster = formation.clusters.all[number]
-    replica = formation.replicas.of(cluster)
+    replica = formation.replicas.newest(cluster)
     assert replica is not None
     owner = cluster.nodes[stage]
     others = replica.nodes[stage] - {owner}

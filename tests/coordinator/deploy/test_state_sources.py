@@ -5,7 +5,7 @@ import torch
 from ravnest.coordinator.deploy.state_sources import lenders, samples_lost
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Kept
 from ravnest.coordinator.feed.feeder import TrainBatch
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.tracker import Replica
 from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.planner.run_plan import ClusterPlan
@@ -23,7 +23,7 @@ def a_cluster(number: int, *stages: tuple[str, str]) -> ClusterRun:
 
 
 def replica(updates: int, *nodes: set[str]) -> Replica:
-    return Replica(updates, Place(updates=updates), tuple(map(frozenset, nodes)))
+    return Replica(updates, DataPosition(updates=updates), tuple(map(frozenset, nodes)))
 
 
 def test_those_stages_lend_that_have_something_of_it_however_that_cluster_is_cut() -> None:
@@ -52,7 +52,7 @@ def fed(microbatches: int, kept_from: int) -> ClusterRun:
     cluster = a_cluster(0, ("p", "a"))
     cluster.fed_samples = 8 * microbatches
     for number in range(kept_from, microbatches):
-        cluster.retained[number] = Kept(TrainBatch(number, {}, 8, Place()), True)
+        cluster.retained[number] = Kept(TrainBatch(number, {}, 8, DataPosition()), True)
     return cluster
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, RoundMark, hungriest
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.planner.run_plan import ClusterPlan
 from ravnest.planner.stage_plan import StagePlan
@@ -19,7 +19,7 @@ def plan(number: int, in_flight: int = 2, ahead: int = 1, stages: int = 2) -> Cl
 
 
 def batch(number: int) -> TrainBatch:
-    return TrainBatch(number, {}, 8, Place())
+    return TrainBatch(number, {}, 8, DataPosition())
 
 
 def feed(clusters: Clusters, number: int, ends: bool = True) -> ClusterRun | None:

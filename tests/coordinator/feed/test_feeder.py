@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from ravnest import Job, JobError, Pipeline
 from ravnest.coordinator.feed.data_order import epoch_size
 from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, Feeder, Item, TrainBatch, first_batches
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.graph.batch import Structure
 from ravnest.graph.portable import ValueSpec
 from ravnest.jobfile import JobFileFailed
@@ -24,7 +24,7 @@ INPUTS = (
 )
 
 
-def fed(job: Job, start: Place = Place(), most: int | None = None, **options: Any) -> list[Item]:  # noqa: B008
+def fed(job: Job, start: DataPosition = DataPosition(), most: int | None = None, **options: Any) -> list[Item]:  # noqa: B008
     """The items a job's feeder hands out; with `most` it is given up after so many."""
     items: list[Item] = []
 
@@ -65,10 +65,10 @@ def test_every_batch_says_where_the_run_stands_after_it() -> None:
     items = [item for item in fed(a_job(batches([8, 3]), epochs=2)) if isinstance(item, TrainBatch)]
     assert [item.microbatch for item in items] == [0, 1, 2, 3]
     assert [item.after for item in items] == [
-        Place(0, 1, 1, 1, 8),
-        Place(0, 2, 2, 2, 11),
-        Place(1, 1, 3, 3, 19),
-        Place(1, 2, 4, 4, 22),
+        DataPosition(0, 1, 1, 1, 8),
+        DataPosition(0, 2, 2, 2, 11),
+        DataPosition(1, 1, 3, 3, 19),
+        DataPosition(1, 2, 4, 4, 22),
     ]
 
 

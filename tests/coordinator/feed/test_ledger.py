@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from ravnest.coordinator.feed.ledger import Entry, Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger, LedgerEntry
 
 
-def entry(number: int, *, completes: bool = True, epoch: int = 0) -> Entry:
-    after = Place(epoch, number + 1, number + 1, updates=number + 1, samples=8 * (number + 1))
-    return Entry(number, 8, after, completes)
+def entry(number: int, *, completes: bool = True, epoch: int = 0) -> LedgerEntry:
+    after = DataPosition(epoch, number + 1, number + 1, updates=number + 1, samples=8 * (number + 1))
+    return LedgerEntry(number, 8, after, completes)
 
 
 def test_what_is_fed_is_outstanding_until_it_is_completed() -> None:
@@ -54,7 +54,7 @@ def test_an_epochs_end_is_reached_when_its_last_microbatch_is_applied_and_not_wh
     ledger.feed(entry(0))
     end = replace(entry(0).after, epoch=1, position=0)
     ledger.end_epoch(end)
-    assert ledger.applied == Place()
+    assert ledger.applied == DataPosition()
     ledger.complete(0)
     assert ledger.applied == end
     ledger.feed(entry(1, epoch=1))
@@ -63,7 +63,7 @@ def test_an_epochs_end_is_reached_when_its_last_microbatch_is_applied_and_not_wh
 
 
 def test_a_resumed_ledger_goes_on_counting() -> None:
-    start = Place(epoch=2, position=3, microbatches=23, updates=11, samples=184)
+    start = DataPosition(epoch=2, position=3, microbatches=23, updates=11, samples=184)
     ledger = Ledger(start)
     assert (ledger.fed, ledger.completed, ledger.updates, ledger.samples) == (23, 23, 11, 184)
     assert ledger.applied == start
@@ -76,7 +76,7 @@ def test_clusters_complete_in_any_order_and_the_place_is_behind_the_first_that_i
         ledger.feed(entry(number))
     ledger.complete(2)
     ledger.complete(1)
-    assert ledger.applied == Place() and ledger.completed == 2
+    assert ledger.applied == DataPosition() and ledger.completed == 2
     ledger.complete(0)
     assert ledger.applied == entry(2).after, "the third had been completed before"
     ledger.complete(3)

@@ -7,9 +7,9 @@ import pytest
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Kept
 from ravnest.coordinator.feed.feeder import TrainBatch
-from ravnest.coordinator.feed.ledger import Place
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas import tracker as module
-from ravnest.coordinator.replicas.tracker import Replica, Replicas
+from ravnest.coordinator.replicas.tracker import Replica, ReplicaTracker
 from ravnest.engine.applied import REMEMBERED
 from ravnest.net.v1.control_pb2 import Replicated
 from ravnest.planner.run_plan import ClusterPlan
@@ -28,17 +28,17 @@ class Bench:
         self.cluster = ClusterRun(ClusterPlan(0, stages, 2, 1, 1.0, "made up"))
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.announced: list[tuple[int, int]] = []
-        self.replicas = Replicas(
+        self.replicas = ReplicaTracker(
             lambda kind, reason, **values: self.events.append((kind, values)),
             lambda: None,
             lambda node: 1e6,
             lambda cluster, number, place: self.announced.append((cluster, number)),
         )
-        self.replicas.formed(self.cluster, KEYS, {0: "b", 1: "a"})
+        self.replicas.set_holders(self.cluster, KEYS, {0: "b", 1: "a"})
 
     def feed(self, microbatch: int) -> int:
-        item = TrainBatch(microbatch, {}, 8, Place(updates=microbatch + 1, microbatches=microbatch + 1))
-        number = self.replicas.with_microbatch(self.cluster, item)
+        item = TrainBatch(microbatch, {}, 8, DataPosition(updates=microbatch + 1, microbatches=microbatch + 1))
+        number = self.replicas.announce_with(self.cluster, item)
         self.cluster.retained[microbatch] = Kept(item, True)
         return number
 
@@ -46,7 +46,7 @@ class Bench:
         message = Replicated(
             key=KEYS[stage], replica=number, holder=holder, size_bytes=10, error=error, seconds=seconds
         )
-        self.replicas.heard(node, message, [self.cluster])
+        self.replicas.on_replicated(node, message, [self.cluster])
 
 
 @pytest.fixture
@@ -61,9 +61,9 @@ def test_one_is_complete_once_every_stage_has_said_so_and_what_was_fed_up_to_it_
     assert number == 2 and bench.announced == [(0, 2)]
     bench.feed(2)
     bench.says("a", 0, number, "b")
-    assert bench.replicas.of(bench.cluster) is None and list(bench.cluster.retained) == [0, 1, 2]
+    assert bench.replicas.newest(bench.cluster) is None and list(bench.cluster.retained) == [0, 1, 2]
     bench.says("b", 1, number, "a")
-    kept = bench.replicas.of(bench.cluster)
+    kept = bench.replicas.newest(bench.cluster)
     assert kept is not None and kept.number == 2 and kept.nodes == (frozenset("ab"), frozenset("ab"))
     assert list(bench.cluster.retained) == [2]
     assert [kind for kind, _ in bench.events] == ["replica"]
@@ -84,12 +84,12 @@ def test_the_next_is_announced_before_the_last_is_complete_once_stages_can_have_
     assert bench.feed(4) == 0, "two are under way"
     for stage, (node, holder) in enumerate(("ab", "ba")):
         bench.says(node, stage, 4, holder)
-    kept = bench.replicas.of(bench.cluster)
+    kept = bench.replicas.newest(bench.cluster)
     assert kept is not None and kept.number == 4
     assert list(bench.cluster.retained) == [4]
     bench.says("a", 0, 2, "b")
     bench.says("b", 1, 2, "a")
-    assert bench.replicas.of(bench.cluster) == kept, "one that is older comes too late"
+    assert bench.replicas.newest(bench.cluster) == kept, "one that is older comes too late"
 
 
 def test_each_of_two_under_way_lets_go_what_was_fed_up_to_it(bench: Bench) -> None:
@@ -122,7 +122,7 @@ def test_only_the_owner_of_a_stage_says_that_its_part_is_kept(bench: Bench) -> N
     number = bench.feed(0)
     bench.says("a", 0, number, "b")
     bench.says("a", 1, number, "b")
-    assert bench.replicas.of(bench.cluster) is None
+    assert bench.replicas.newest(bench.cluster) is None
 
 
 def test_what_was_fed_in_another_order_than_its_numbers_is_let_go_in_that_order(bench: Bench) -> None:
@@ -161,7 +161,7 @@ def test_one_that_is_wanted_is_taken_with_the_next_update(bench: Bench) -> None:
     bench.says("a", 0, bench.feed(0), "b")
     bench.says("b", 1, 1, "a")
     assert bench.feed(1) == 0
-    bench.replicas.want(bench.cluster)
+    bench.replicas.request(bench.cluster)
     assert bench.feed(2) == 3
 
 
@@ -170,22 +170,22 @@ def test_who_is_gone_has_no_part_any_more_and_who_is_back_has_what_it_says(bench
     number = bench.feed(0)
     bench.says("a", 0, number, "b")
     bench.says("b", 1, number, "a")
-    bench.replicas.gone("a")
-    kept = bench.replicas.of(bench.cluster)
+    bench.replicas.remove_provider("a")
+    kept = bench.replicas.newest(bench.cluster)
     assert kept is not None and kept.nodes == (frozenset("b"), frozenset("b"))
-    assert kept.whole({"b"}) and not kept.whole({"c"})
-    bench.replicas.returned("a", {(KEYS[1], number), (KEYS[0], number + 1)})
-    kept = bench.replicas.of(bench.cluster)
+    assert kept.is_available({"b"}) and not kept.is_available({"c"})
+    bench.replicas.add_parts("a", {(KEYS[1], number), (KEYS[0], number + 1)})
+    kept = bench.replicas.newest(bench.cluster)
     assert kept is not None and kept.nodes == (frozenset("b"), frozenset("ab"))
 
 
 def test_forming_the_cluster_anew_gives_up_the_one_under_way(bench: Bench) -> None:
     bench.now += 10
     number = bench.feed(0)
-    bench.replicas.formed(bench.cluster, KEYS, {0: "b", 1: "a"})
+    bench.replicas.set_holders(bench.cluster, KEYS, {0: "b", 1: "a"})
     bench.says("a", 0, number, "b")
     bench.says("b", 1, number, "a")
-    assert bench.replicas.of(bench.cluster) is None
+    assert bench.replicas.newest(bench.cluster) is None
 
 
 def test_new_holders_get_one_at_once(bench: Bench) -> None:
@@ -194,7 +194,7 @@ def test_new_holders_get_one_at_once(bench: Bench) -> None:
     bench.says("a", 0, number, "b")
     bench.says("b", 1, number, "a")
     assert bench.feed(1) == 0
-    bench.replicas.formed(bench.cluster, KEYS, {0: "c", 1: "a"})
+    bench.replicas.set_holders(bench.cluster, KEYS, {0: "c", 1: "a"})
     assert bench.feed(2) == 3
 
 
@@ -212,9 +212,9 @@ def test_what_is_kept_for_feeding_again_has_a_bound_and_it_is_known_how_many_are
 
 
 def test_a_replica_is_whole_while_of_each_stage_somebody_is_there() -> None:
-    replica = Replica(1, Place(), (frozenset("ab"), frozenset("c")))
-    assert replica.whole({"b", "c"})
-    assert not replica.whole({"a", "b"})
+    replica = Replica(1, DataPosition(), (frozenset("ab"), frozenset("c")))
+    assert replica.is_available({"b", "c"})
+    assert not replica.is_available({"a", "b"})
 
 
 def test_one_that_becomes_complete_while_the_cluster_is_formed_anew_lets_nothing_go(bench: Bench) -> None:
@@ -225,11 +225,11 @@ def test_one_that_becomes_complete_while_the_cluster_is_formed_anew_lets_nothing
     bench.says("a", 0, number, "b")
     bench.cluster.forming = "b failed"
     bench.says("b", 1, number, "a")
-    assert bench.replicas.of(bench.cluster) is None and list(bench.cluster.retained) == [0, 1]
-    bench.replicas.broken_off(bench.cluster)
+    assert bench.replicas.newest(bench.cluster) is None and list(bench.cluster.retained) == [0, 1]
+    bench.replicas.cancel_pending(bench.cluster)
     bench.cluster.forming = ""
     bench.says("b", 1, number, "a")
-    assert bench.replicas.of(bench.cluster) is None
+    assert bench.replicas.newest(bench.cluster) is None
     assert bench.feed(2) == 0, "it is not given up as one that failed: the next is due when it is"
     bench.now += 10
     assert bench.feed(3) == 4
@@ -241,7 +241,7 @@ def test_an_owner_names_no_other_holder_than_it_was_given(bench: Bench) -> None:
     number = bench.feed(0)
     bench.says("a", 0, number, "somebody")
     bench.says("b", 1, number, "a")
-    kept = bench.replicas.of(bench.cluster)
+    kept = bench.replicas.newest(bench.cluster)
     assert kept is not None and kept.nodes == (frozenset("a"), frozenset("ab"))
 
 
@@ -250,8 +250,8 @@ def test_who_lacks_a_part_is_not_asked_for_it_again_and_its_other_parts_stand(be
     number = bench.feed(0)
     bench.says("a", 0, number, "b")
     bench.says("b", 1, number, "a")
-    bench.replicas.lacks(bench.cluster, 0, "b")
-    kept = bench.replicas.of(bench.cluster)
+    bench.replicas.remove_part(bench.cluster, 0, "b")
+    kept = bench.replicas.newest(bench.cluster)
     assert kept is not None and kept.nodes == (frozenset("a"), frozenset("ab"))
 
 
@@ -261,8 +261,8 @@ def test_a_hash_that_is_none_is_not_believed(bench: Bench, text: str) -> None:
     number = bench.feed(0)
     for stage, node in enumerate("ab"):
         said = Replicated(key=KEYS[stage], replica=number, sha256=text if stage else "0" * 64)
-        bench.replicas.heard(node, said, [bench.cluster])
-    kept = bench.replicas.of(bench.cluster)
+        bench.replicas.on_replicated(node, said, [bench.cluster])
+    kept = bench.replicas.newest(bench.cluster)
     assert kept is not None and kept.sha256(0) == "0" * 64 and kept.sha256(1) == ""
 
 

@@ -4,15 +4,17 @@ import dataclasses
 
 import pytest
 
-from ravnest.coordinator.feed.ledger import Ledger, Place
-from ravnest.coordinator.replicas.part_uploads import Wanted
-from ravnest.coordinator.replicas.surviving import Announced, find_replica
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
+from ravnest.coordinator.replicas.part_uploads import PartRequest
+from ravnest.coordinator.replicas.surviving import AnnouncedReplica, find_surviving_replica
 from ravnest.coordinator.swarm.members import Member
 from ravnest.errors import RunError
 
 
-def announced(number: int, key: str = "f-0", stages: int = 2) -> Announced:
-    return Announced(key, number, Place(updates=number, microbatches=number, samples=8 * number), tuple(range(stages)))
+def announced(number: int, key: str = "f-0", stages: int = 2) -> AnnouncedReplica:
+    return AnnouncedReplica(
+        key, number, DataPosition(updates=number, microbatches=number, samples=8 * number), tuple(range(stages))
+    )
 
 
 def member(name: str, *parts: tuple[str, int]) -> Member:
@@ -21,46 +23,50 @@ def member(name: str, *parts: tuple[str, int]) -> Member:
 
 def test_the_newest_of_which_all_parts_are_there_is_found() -> None:
     there = [member("a", ("f-0-0", 5), ("f-0-0", 9)), member("b", ("f-0-1", 5), ("f-0-1", 7))]
-    found = find_replica([announced(5), announced(7), announced(9)], there, updates=2)
+    found = find_surviving_replica([announced(5), announced(7), announced(9)], there, updates=2)
     assert found is not None and found.announced.number == 5
-    assert found.parts == {0: Wanted("f-0-0", ("a",)), 1: Wanted("f-0-1", ("b",))}
+    assert found.parts == {0: PartRequest("f-0-0", ("a",)), 1: PartRequest("f-0-1", ("b",))}
 
 
 def test_a_checkpoint_that_is_as_new_is_taken_instead() -> None:
     there = [member("a", ("f-0-0", 5), ("f-0-1", 5))]
-    assert find_replica([announced(5)], there, updates=5) is None
-    assert find_replica([announced(5)], there, updates=4) is not None
+    assert find_surviving_replica([announced(5)], there, updates=5) is None
+    assert find_surviving_replica([announced(5)], there, updates=4) is not None
 
 
 def test_parts_of_another_formation_do_not_count() -> None:
     there = [member("a", ("f-0-0", 5), ("g-0-1", 5))]
-    assert find_replica([announced(5), announced(5, "g-0")], there, updates=0) is None
+    assert find_surviving_replica([announced(5), announced(5, "g-0")], there, updates=0) is None
 
 
 def test_an_announcement_is_read_as_it_was_written() -> None:
     one = announced(3)
-    assert Announced.from_json(one.to_json()) == one
+    assert AnnouncedReplica.from_json(one.to_json()) == one
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"key": "a", "number": 1, "place": {"no": 1}, "starts": []}'])
 def test_a_damaged_store_is_told(text: str) -> None:
     with pytest.raises(RunError):
-        Announced.from_json(text)
+        AnnouncedReplica.from_json(text)
 
 
 def test_a_ledger_that_goes_back_counts_what_is_fed_again_and_adds_up_at_the_end() -> None:
-    from ravnest.coordinator.feed.ledger import Entry
+    from ravnest.coordinator.feed.ledger import LedgerEntry
 
     ledger = Ledger()
     for number in range(6):
-        ledger.feed(Entry(number, 8, Place(microbatches=number + 1, updates=number + 1, samples=8 * (number + 1))))
+        ledger.feed(
+            LedgerEntry(number, 8, DataPosition(microbatches=number + 1, updates=number + 1, samples=8 * (number + 1)))
+        )
     for number in range(4):
         ledger.complete(number)
-    back = Place(microbatches=2, updates=2, samples=16)
+    back = DataPosition(microbatches=2, updates=2, samples=16)
     assert ledger.go_back(back) == 4
     assert (ledger.applied, ledger.samples, ledger.outstanding) == (back, 16, 0)
     for number in range(2, 8):
-        ledger.feed(Entry(number, 8, Place(microbatches=number + 1, updates=number + 1, samples=8 * (number + 1))))
+        ledger.feed(
+            LedgerEntry(number, 8, DataPosition(microbatches=number + 1, updates=number + 1, samples=8 * (number + 1)))
+        )
         ledger.complete(number)
     assert ledger.counts() == {"fed": 8, "completed": 8, "replayed": 4, "lost": 0, "applied_twice": 0}
     assert ledger.applied.microbatches == 8

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ravnest.coordinator.feed.ledger import Entry, Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger, LedgerEntry
 from ravnest.coordinator.report import progress as module
 from ravnest.coordinator.report.progress import Progress
 from ravnest.monitor.run_directory import RunPaths
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def a_progress(clock: Clock, start: Place = Place(), epochs: int = 4) -> Progress:  # noqa: B008
+def a_progress(clock: Clock, start: DataPosition = DataPosition(), epochs: int = 4) -> Progress:  # noqa: B008
     ledger = Ledger(start)
     return Progress("digits", epochs, ledger, started=clock.now, started_at=clock.now, samples_at_start=ledger.samples)
 
@@ -41,8 +41,8 @@ def train(progress: Progress, clock: Clock, count: int, seconds_each: float = 0.
     for _ in range(count):
         clock.now += seconds_each
         number, ledger = progress.ledger.completed, progress.ledger
-        after = Place(0, number + 1, number + 1, ledger.updates + 1, ledger.samples + 8)
-        ledger.feed(Entry(number, 8, after))
+        after = DataPosition(0, number + 1, number + 1, ledger.updates + 1, ledger.samples + 8)
+        ledger.feed(LedgerEntry(number, 8, after))
         ledger.complete(number)
         progress.completed()
 
@@ -69,7 +69,7 @@ def test_the_first_microbatch_wakes_everything_up_and_does_not_count(clock: Cloc
 
 
 def test_what_was_done_before_a_resume_counts_as_done_and_not_as_fast(clock: Clock) -> None:
-    progress = a_progress(clock, Place(epoch=0, position=100, microbatches=100, updates=100, samples=800))
+    progress = a_progress(clock, DataPosition(epoch=0, position=100, microbatches=100, updates=100, samples=800))
     train(progress, clock, 10)
     assert progress.summary("running", "").samples == 880
     assert progress.summary("running", "").updates == 110
@@ -102,7 +102,7 @@ def test_epochs_are_counted_by_batches(clock: Clock) -> None:
     progress.epoch_batches = 8
     train(progress, clock, 6)
     assert progress.summary("stopped", "").epochs == 0.75
-    progress.ledger.end_epoch(Place(1, 0, 6, 6, 48))
+    progress.ledger.end_epoch(DataPosition(1, 0, 6, 6, 48))
     assert progress.summary("stopped", "").epochs == 1.0
 
 
@@ -117,7 +117,7 @@ def test_the_loss_is_the_mean_over_samples_of_the_last_microbatches(clock: Clock
 
 def test_what_is_in_flight_is_lost_only_when_the_run_is_over(clock: Clock) -> None:
     progress = a_progress(clock)
-    progress.ledger.feed(Entry(0, 8, Place(0, 1, 1, 1, 8)))
+    progress.ledger.feed(LedgerEntry(0, 8, DataPosition(0, 1, 1, 1, 8)))
     assert progress.summary("running", "").ledger.lost == 0
     assert progress.summary("failed", "").ledger.lost == 1
 

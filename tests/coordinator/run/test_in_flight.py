@@ -9,7 +9,7 @@ import pytest
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters
 from ravnest.coordinator.feed.feeder import TrainBatch
-from ravnest.coordinator.feed.ledger import Ledger, Place
+from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.recorder import Recorder
 from ravnest.coordinator.run.in_flight import Flights, counts_of
@@ -94,7 +94,7 @@ def test_room_grows_and_shrinks_with_the_number() -> None:
     assert (cluster.in_flight, cluster.room, cluster.flight_reason) == (4, 6, "as planned")
     cluster.in_flight = 9
     assert cluster.room == 11
-    cluster.open = {number: TrainBatch(number, {}, 8, Place()) for number in range(11)}
+    cluster.open = {number: TrainBatch(number, {}, 8, DataPosition()) for number in range(11)}
     cluster.in_flight = 2
     assert cluster.room < 0, "what is under way comes back first"
     assert cluster.evaluation_room == 2 * 4 + 2, "what stages take at a time was told when they were deployed"
@@ -177,7 +177,7 @@ class FakeMetrics:
 
 def test_how_stale_updates_were_is_on_the_curves_of_each_stage() -> None:
     metrics: Any = FakeMetrics()
-    recorder = Recorder(Progress("job", 1, Ledger(Place())), metrics)
+    recorder = Recorder(Progress("job", 1, Ledger(DataPosition())), metrics)
     recorder.take("p0", 0, 1, Report(updates=2, staleness_sum=1, staleness_max=1, staleness_counts=[1, 1]))
     recorder.take("p0", 0, 1, Report(updates=2, staleness_sum=1, staleness_max=1, staleness_counts=[1, 1]))
     recorder.take("p0", 0, 1, Report(updates=4, staleness_sum=5, staleness_max=3, staleness_counts=[1, 2, 0, 1]))

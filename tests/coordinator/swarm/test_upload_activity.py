@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ravnest.coordinator.deploy.membership_changes import leave_seconds
-from ravnest.coordinator.replicas.pace import MIN_PATIENCE_SECONDS, patience_seconds
+from ravnest.coordinator.replicas.pace import MIN_TIMEOUT_SECONDS, replica_timeout_seconds
 from ravnest.coordinator.swarm import upload_activity as state_traffic
 from ravnest.coordinator.swarm.upload_activity import MIN_SHARE, Sent, Uploads, is_at_work, sends_its_state
 from ravnest.net.v1.control_pb2 import Report, Transfer
@@ -85,10 +85,10 @@ def test_uploads_are_counted_as_they_come_and_only_they_are_believed(monkeypatch
 
 
 def test_a_replica_has_as_long_as_its_line_takes_for_it() -> None:
-    assert patience_seconds(1000, 0.0, 0.0) == MIN_PATIENCE_SECONDS
-    assert patience_seconds(STATE, HOME, 0.0) > 4 * STATE / HOME, "it has a quarter of the line"
-    assert patience_seconds(STATE, 125e6, 0.0) == MIN_PATIENCE_SECONDS
-    assert patience_seconds(STATE, 125e6, 20.0) == 200.0
+    assert replica_timeout_seconds(1000, 0.0, 0.0) == MIN_TIMEOUT_SECONDS
+    assert replica_timeout_seconds(STATE, HOME, 0.0) > 4 * STATE / HOME, "it has a quarter of the line"
+    assert replica_timeout_seconds(STATE, 125e6, 0.0) == MIN_TIMEOUT_SECONDS
+    assert replica_timeout_seconds(STATE, 125e6, 20.0) == 200.0
 
 
 def test_who_wants_to_leave_is_kept_until_its_stage_can_have_gone_over_its_line() -> None:
