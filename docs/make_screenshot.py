@@ -1,7 +1,7 @@
-"""Records docs/images/demo.svg, the picture in the README: `make screenshot` runs this.
+"""Recorder of docs/images/demo.svg, the picture in the README: `make screenshot` runs this.
 
-It trains the demo's job for real on an embedded swarm, keeps what the live display draws, and writes the frames below
-one another in one SVG, like a strip of film behind a window. Where pictures may not move, the last frame stands.
+It trains the demo's job on an embedded swarm, records the frames of the live display, and writes them below one another
+in one SVG, like a strip of film behind a window. A viewer without animations shows the last frame.
 """
 
 import io
@@ -98,7 +98,7 @@ def film(frames: list[tuple[float, list[str]]]) -> str:
     return re.sub(r' clip-path="url\(#t-line-\d+\)"', "", picture)
 
 
-# What stands in double braces is left for the console's own export to fill in.
+# The console fills in what is in double braces when it exports the picture.
 _TEMPLATE = """<svg viewBox="0 0 {window_width} {window_height}" xmlns="http://www.w3.org/2000/svg" role="img" \
 aria-label="Recording of ravnest train on three providers">
 <style>
