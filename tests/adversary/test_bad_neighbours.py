@@ -35,7 +35,7 @@ from ravnest.provider.fetch.progress import FetchProgress
 from ravnest.provider.stage.hosted_stage import Deployment
 from ravnest.spec import OptimizerSpec
 from tests.adversary.strangers import run
-from tests.provider.stage.test_hosted_stage import FakeClient, captured
+from tests.provider.stage.fake_client import FakeClient, captured
 
 GENERATION = 4
 LINK = "d1-0"

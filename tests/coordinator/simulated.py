@@ -54,6 +54,9 @@ from ravnest.net.v1.control_pb2 import (
     UploadPart,
 )
 
+Play = Callable[..., None]
+"""Plays a scene, a coroutine that takes a Run, with a run of its own."""
+
 PATIENCE_SECONDS = 20.0
 """Whatever takes longer hangs."""
 
@@ -690,3 +693,9 @@ def _sha256(graph: PortableGraph, state: State) -> str:
 
 async def _chunks(data: bytes) -> AsyncIterator[bytes]:
     yield data
+
+
+async def a_replica(run: Run) -> None:
+    """Returns when all stages of the first cluster have been kept."""
+    formation = run.coordinator._now
+    await run.coordinator._course.until(lambda: formation.replicas.newest(formation.clusters.all[0]) is not None)

@@ -16,7 +16,7 @@ from tests.cuts import pipeline
 from tests.cuts.checking import check_every_cut
 from tests.cuts.drawing import NotAModelError, drawn
 from tests.cuts.pipeline import HangError, outcome
-from tests.exactness.test_roots_without_inputs import MODELS
+from tests.exactness.rootless_models import MODELS
 from tests.graph.cutting import kept_generator
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ravnest.version_policy import POLICIES
-from tests.engine.test_policies import ADAM, Line, same
+from tests.engine.driven_line import ADAM, Line, same
 from tests.exactness.plain_loop import kept_generator
 
 

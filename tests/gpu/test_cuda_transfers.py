@@ -13,7 +13,7 @@ from ravnest.provider.links.cuda_copies import Transfers
 from ravnest.provider.links.pack_threads import Outgoing, Packing
 from ravnest.provider.links.tensor_codec import coded, decoded
 from ravnest.settings import ACTIVATION_CODECS
-from tests.e2e.test_link_codec_runs import links, trained
+from tests.e2e.codec_runs import links, trained
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and there is none here")
 

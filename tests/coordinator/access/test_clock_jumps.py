@@ -14,7 +14,7 @@ from ravnest.monitor.events import EventLog
 from ravnest.net.identity.certificates import certificate_request, new_key, read_certificate
 from ravnest.net.identity.identity import Identity
 from ravnest.settings import Checkpoint
-from tests.coordinator.checkpoints.test_saver import a_saver
+from tests.coordinator.checkpoints.savers import a_saver
 
 DAY_SECONDS = 86400.0
 JUMPS = pytest.mark.parametrize("jump", [DAY_SECONDS, -DAY_SECONDS])

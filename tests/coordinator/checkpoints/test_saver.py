@@ -13,14 +13,13 @@ import torch
 from ravnest.coordinator.checkpoints import saver as saving
 from ravnest.coordinator.checkpoints import store as checkpoints
 from ravnest.coordinator.checkpoints.disk_space import DiskRoom
-from ravnest.coordinator.checkpoints.part_check import StagePart
-from ravnest.coordinator.checkpoints.saver import Mark, Saver, place_of
-from ravnest.coordinator.checkpoints.store import CheckpointStore, newest_good
+from ravnest.coordinator.checkpoints.saver import Mark, place_of
+from ravnest.coordinator.checkpoints.store import newest_good
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.errors import DiskFullError, PeerError
-from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.graph.weights import stream_tensors
 from ravnest.settings import Checkpoint
+from tests.coordinator.checkpoints.savers import a_saver
 
 PLACE = DataPosition(epoch=2, position=3, microbatches=23, updates=11, samples=184, data_state="abc")
 
@@ -31,17 +30,6 @@ METADATA = {"version": "11", "optimizer": '{"values": {}, "groups": []}', "sched
 async def a_part(stage: int) -> AsyncIterator[bytes]:
     for chunk in stream_tensors({f"param:layer{stage}": torch.ones(3)}, METADATA):
         yield chunk
-
-
-def stages() -> dict[int, StagePart]:
-    return {
-        n: StagePart.of(n, PortableGraph((), parameters=(WeightSpec("w", f"layer{n}", torch.float32, (3,)),)))
-        for n in range(2)
-    }
-
-
-def a_saver(folder: Path, settings: Checkpoint | None = None, updates: int = 0) -> Saver:
-    return Saver(CheckpointStore(folder, keep=2), settings or Checkpoint(), stages(), {"aliases": {}}, updates)
 
 
 def a_mark(number: int = 1) -> Mark:

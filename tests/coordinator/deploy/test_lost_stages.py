@@ -2,10 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -13,53 +11,19 @@ from ravnest import Pipeline
 from ravnest.coordinator.deploy import deployment as formation
 from ravnest.coordinator.deploy import membership_changes as changing
 from ravnest.coordinator.feed.feeder import EvalBatch, EvalEnd
-from ravnest.coordinator.health import watchdog as watching
-from ravnest.coordinator.plan.prepared_job import Prepared, prepare
+from ravnest.coordinator.plan.prepared_job import Prepared
 from ravnest.coordinator.replicas import holders as keeping
-from ravnest.coordinator.replicas import tracker as replicas
 from ravnest.errors import TrainingError
 from ravnest.net.frames.frames import Frame
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, Leave
-from tests.coordinator.simulated import Provider, Run, State, within
+from tests.coordinator.simulated import Play, Provider, Run, State, a_replica, within
 from tests.e2e.jobs import a_job, every_updates
-
-Play = Callable[..., None]
-
-
-@pytest.fixture(scope="module")
-def prepared() -> Prepared:
-    job = a_job(pipeline=Pipeline(in_flight=4), checkpoint=every_updates(1000))
-    return prepare(job, 1, None, lambda phase: None)
 
 
 @pytest.fixture(scope="module")
 def accumulating(prepared: Prepared) -> Prepared:
     """Four microbatches make an update."""
     return replace(prepared, job=a_job(pipeline=Pipeline(in_flight=4, accumulate=4), checkpoint=every_updates(10)))
-
-
-@pytest.fixture
-def play(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
-    """Plays a scene with a run of its own."""
-
-    async def nobody_is_watched(watch: object) -> None:
-        # These providers have no links: they would all be taken for silent.
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(watching.Watch, "run", nobody_is_watched)
-    monkeypatch.setattr(watching.Watch, "is_well", lambda watch, node_id: watch._swarm.members.is_present(node_id))
-    runs = 0
-
-    def play(scene: Callable[[Run], Awaitable[None]], seed: int = 0, of: Prepared = prepared) -> None:
-        async def played() -> None:
-            nonlocal runs
-            runs += 1
-            async with Run(of, tmp_path / f"run{runs}", seed) as run:
-                await scene(run)
-
-        asyncio.run(played())
-
-    yield play
 
 
 def test_an_undisturbed_run_is_whole(play: Play) -> None:
@@ -84,18 +48,6 @@ def test_a_standby_takes_a_lost_stage(play: Play) -> None:
         assert "failover" in run.kinds()
 
     play(scene)
-
-
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica is due whenever there is something new."""
-    monkeypatch.setattr(replicas, "replica_due", lambda **seen: (seen["updates_since"] > 0, "often"))
-
-
-async def a_replica(run: Run) -> None:
-    """Returns when all stages of the first cluster have been kept."""
-    formation = run.coordinator._now
-    await run.coordinator._course.until(lambda: formation.replicas.newest(formation.clusters.all[0]) is not None)
 
 
 @pytest.mark.usefixtures("often")

@@ -1,24 +1,18 @@
 """A coordinator that was killed and started again goes on with the stages as they are; with simulated providers."""
 
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
 
 from ravnest import Pipeline
-from ravnest.coordinator.plan.prepared_job import Prepared, prepare
+from ravnest.coordinator.plan.prepared_job import Prepared
 from ravnest.net.v1.control_pb2 import CoordinatorMessage
-from tests.coordinator.deploy.test_lost_stages import Play, a_replica, often, play  # noqa: F401 (fixtures)
-from tests.coordinator.simulated import Run, within
+from tests.coordinator.simulated import Play, Run, a_replica, within
 from tests.e2e.jobs import a_job, every_updates
 
 Scene = Callable[[Run], Awaitable[None]]
-
-
-@pytest.fixture(scope="module")
-def prepared() -> Iterator[Prepared]:
-    yield prepare(a_job(pipeline=Pipeline(in_flight=4), checkpoint=every_updates(1000)), 1, None, lambda phase: None)
 
 
 def taken_over(run: Run) -> list[str]:
@@ -28,7 +22,7 @@ def taken_over(run: Run) -> list[str]:
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_lost_or_done_twice_whenever_it_was_killed(
-    play: Play,  # noqa: F811
+    play: Play,
     prepared: Prepared,
     seed: int,
     accumulate: int,
@@ -62,7 +56,7 @@ def test_nothing_is_lost_or_done_twice_whenever_it_was_killed(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_cluster_counts_what_it_has_applied(play: Play, prepared: Prepared, seed: int) -> None:  # noqa: F811
+def test_each_cluster_counts_what_it_has_applied(play: Play, prepared: Prepared, seed: int) -> None:
     async def scene(run: Run) -> None:
         run.swarm.in_order = False
         run.remember()
@@ -88,7 +82,7 @@ def test_each_cluster_counts_what_it_has_applied(play: Play, prepared: Prepared,
     play(scene, seed, prepared)
 
 
-def test_what_was_changing_is_not_taken_over(play: Play, prepared: Prepared) -> None:  # noqa: F811
+def test_what_was_changing_is_not_taken_over(play: Play, prepared: Prepared) -> None:
     async def scene(run: Run) -> None:
         run.remember()
         for name in "abcd":
@@ -111,7 +105,7 @@ def test_what_was_changing_is_not_taken_over(play: Play, prepared: Prepared) -> 
 
 
 @pytest.mark.usefixtures("often")
-def test_without_one_of_them_it_goes_on_as_it_lay_from_what_was_kept(play: Play, prepared: Prepared) -> None:  # noqa: F811
+def test_without_one_of_them_it_goes_on_as_it_lay_from_what_was_kept(play: Play, prepared: Prepared) -> None:
     async def scene(run: Run) -> None:
         run.remember()
         for name in "abcd":
@@ -135,7 +129,7 @@ def test_without_one_of_them_it_goes_on_as_it_lay_from_what_was_kept(play: Play,
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_cluster_that_lacks_a_stage_gets_it_while_the_others_go_on(
-    play: Play,  # noqa: F811
+    play: Play,
     prepared: Prepared,
     seed: int,
 ) -> None:
@@ -169,7 +163,7 @@ def test_a_cluster_that_lacks_a_stage_gets_it_while_the_others_go_on(
 
 
 def test_a_provider_that_cannot_go_on_with_its_stage_does_not_hold_the_run_up(
-    play: Play,  # noqa: F811
+    play: Play,
     prepared: Prepared,
 ) -> None:
     async def scene(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,25 +16,10 @@ from ravnest.graph.capture.capture import capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, WeightSpec
-from ravnest.planner.cluster import Cluster, StageCost
-from ravnest.planner.plan import plan_of
-from ravnest.planner.problem import Goal, Network
-from ravnest.planner.rings.rings import Ring, rings_of
+from ravnest.planner.rings.rings import Ring
 from ravnest.planner.rings.tensors import MAX_COUNTED, RingTensors, check_can_be_averaged, fragments, tensors_of
-from tests.graph.cutting import ALL, even_costs, example
-from tests.planner.made_up import machine
-
-
-def rings_cut_at(graph: PortableGraph, cuts: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
-    """The rings of clusters that cut the model at these places."""
-    costs, end = even_costs(graph), len(layout(graph).line)
-    clusters = []
-    for c, places in enumerate(cuts):
-        bounds = itertools.pairwise((0, *places, end))
-        stages = [StageCost(f"c{c}s{s}", a, b, 1.0, 0, 0, 0, 1.0, 0, 0, 0, 0) for s, (a, b) in enumerate(bounds)]
-        clusters.append(Cluster(tuple(stages), 1, 1))
-    everybody = {name: machine(name) for cluster in clusters for name in cluster.providers}
-    return rings_of(plan_of(Goal(), Network(), everybody, clusters), costs, Network(), everybody)
+from tests.graph.cutting import ALL, example
+from tests.planner.rings.cut_rings import rings_cut_at
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -30,7 +30,7 @@ from ravnest.provider.replicas import files as part_files
 from ravnest.provider.replicas import transfer as part_transfer
 from ravnest.provider.replicas.outgoing import StateTransfers
 from ravnest.provider.replicas.transfer import CHUNK_BYTES, next_burst, pause_seconds, send_part
-from tests.coordinator.checkpoints.test_part_check import GRAPH
+from tests.coordinator.checkpoints.part_states import GRAPH
 from tests.net.secure_ends import run
 from tests.provider.replicas.part_ends import KEY, METADATA, Keeper, a_state, keepers, pair, until
 

@@ -17,7 +17,7 @@ from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import JoinRequest
 from ravnest.provider.replicas import files as part_files
 from ravnest.provider.replicas.files import PartFiles
-from tests.coordinator.checkpoints.test_part_check import GRAPH, a_state
+from tests.coordinator.checkpoints.part_states import GRAPH, a_state
 
 TENSORS = {"param:w": torch.arange(12.0).reshape(3, 4), "buffer:n": torch.tensor([True, False])}
 METADATA = {"version": "7", "applied": "[3, 4]"}

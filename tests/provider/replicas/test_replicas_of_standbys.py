@@ -40,7 +40,7 @@ from ravnest.provider.replicas.links import PartLinks
 from ravnest.provider.replicas.transfer import PartArrivals, send_part
 from ravnest.spec import OptimizerSpec
 from tests.adversary.strangers import Joined, SwarmUnderAttack, run
-from tests.coordinator.checkpoints.test_part_check import GRAPH
+from tests.coordinator.checkpoints.part_states import GRAPH
 from tests.e2e.command import Running
 
 KEY, OWN = "d1-c0-s1", "d1-c0-s0"

@@ -36,7 +36,7 @@ from ravnest.planner.run_plan import RingPlan
 from ravnest.provider.rings.rings import Rings
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import CLASSES, FEATURES, batches
-from tests.planner.rings.test_ring_tensors import rings_cut_at
+from tests.planner.rings.cut_rings import rings_cut_at
 
 DEPLOYMENT, GENERATION, SECONDS = "d1", 4, 20.0
 

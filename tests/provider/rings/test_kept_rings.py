@@ -19,8 +19,8 @@ from ravnest.provider.replicas.format import Restored
 from ravnest.provider.rings.lines import RingLines, ring_generation
 from ravnest.provider.rings.rings import Rings
 from ravnest.spec import OptimizerSpec
+from tests.provider.rings.driving import begin, commit, join, learn, reduced, same
 from tests.provider.rings.joined_rings import DEPLOYMENT, GENERATION, JoinedRings, Owner, captured, run
-from tests.provider.rings.test_stage_rings import begin, commit, join, learn, reduced, same
 
 Part = tuple[int, dict[str, Tensor], dict[str, str]]
 NESTEROV = RingSettings(outer="nesterov", outer_rate=0.7, outer_momentum=0.9)

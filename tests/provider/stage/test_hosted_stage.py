@@ -2,18 +2,15 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ravnest.engine.settings import StageSettings
 from ravnest.errors import GraphError, PeerError, RavnestError
-from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.weights import stream_tensors
@@ -26,28 +23,7 @@ from ravnest.provider.fetch.progress import FetchProgress
 from ravnest.provider.stage import hosted_stage as deployment_module
 from ravnest.provider.stage.hosted_stage import MAX_STALENESS_TOLD, Deployment, staleness_counts
 from ravnest.spec import OptimizerSpec
-from tests.e2e.jobs import a_net, batches
-
-
-@cache
-def captured() -> Captured:
-    return capture(a_net(), F.cross_entropy, {}, batches([8, 5]))
-
-
-class FakeClient:
-    """A coordinator that hands out what it has."""
-
-    def __init__(self, artifacts: dict[str, bytes]) -> None:
-        self.artifacts = artifacts
-
-    async def fetch(self, artifact: str, offset: int = 0) -> AsyncIterator[bytes]:
-        data = self.artifacts[artifact]
-        for start in range(offset, len(data), 1000):
-            yield data[start : start + 1000]
-
-    async def upload(self, name: str, chunks: AsyncIterator[bytes]) -> None:
-        async for _ in chunks:
-            pass
+from tests.provider.stage.fake_client import FakeClient, captured
 
 
 def an_order(leave_out: str = "") -> tuple[Deploy, FakeClient]:

@@ -4,20 +4,14 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Coroutine, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from ravnest.engine.settings import StageSettings
 from ravnest.errors import GraphError, PeerError
-from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
-from ravnest.graph.portable import PortableGraph
 from ravnest.graph.weights import stream_tensors
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
@@ -28,12 +22,11 @@ from ravnest.provider.fetch.progress import FetchProgress
 from ravnest.provider.replicas.format import Restored
 from ravnest.provider.stage.hosted_stage import Deployment
 from ravnest.spec import OptimizerSpec
-from tests.e2e.jobs import CLASSES, FEATURES, batches
-from tests.net.streams.test_resumable_link import Pipe
-from tests.provider.stage.test_hosted_stage import FakeClient
+from tests.net.streams.pipes import Pipe
+from tests.provider.stage.fake_client import FakeClient
+from tests.provider.stage.kept_model import BATCHES, captured, graphs
 
 SECONDS = 30.0
-BATCHES = batches([8] * 8)
 Part = tuple[int, dict[str, torch.Tensor], dict[str, str]]
 
 
@@ -45,24 +38,6 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     # What takes longest is not what may hang.
     graphs()
     asyncio.run(bounded())
-
-
-@cache
-def captured() -> Captured:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU()),
-        *(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES)),
-    )
-    return capture(model, F.cross_entropy, {}, batches([8, 5]))
-
-
-@cache
-def graphs() -> tuple[PortableGraph, ...]:
-    """Two stages, each with a batch norm."""
-    graph = captured().graph
-    found = [split(graph, [place]) for place in layout(graph).cuts]
-    return next(tuple(s) for s in found if all(any("num_batches" in x.key for x in part.states) for part in s))
 
 
 class Feed:

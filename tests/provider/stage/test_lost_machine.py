@@ -31,7 +31,7 @@ from ravnest.spec import OptimizerSpec
 from tests.adversary.strangers import SwarmUnderAttack, run
 from tests.e2e.command import Running
 from tests.known_speed import speed_is_known
-from tests.provider.stage.test_kept_stage import BATCHES, captured, graphs
+from tests.provider.stage.kept_model import BATCHES, captured, graphs
 
 NAMES = ("one", "two", "three")
 KEY = "d1-c0-s1"
