@@ -10,7 +10,6 @@ from then on; checkpoints already written stay.
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -44,9 +43,9 @@ from ravnest.coordinator.report.recorder import Recorder
 from ravnest.coordinator.report.trace_collector import Tracing
 from ravnest.coordinator.run.context import Course
 from ravnest.coordinator.run.surroundings import Surroundings
-from ravnest.coordinator.swarm.event_quota import EventShare
 from ravnest.coordinator.swarm.link_measurements import describe, figures
 from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.provider_record import ProviderRecords
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.coordinator.verification.reported_scores import Witnessed
 from ravnest.errors import DiskFullError, RavnestError, RefusedError, TrainingError, printable
@@ -98,8 +97,6 @@ class Coordinator:
         self._display = display
         self._ledger = progress.ledger
         self._course = Course(swarm, events)
-        self._reported: dict[str, float] = {}
-        self._lost: set[str] = set()
         self._least = 1
         self._resumed = progress.ledger.updates > 0
         self._formation: Formation | None = None
@@ -113,11 +110,8 @@ class Coordinator:
         self._save_watch: SaveWatch | None = None
         self._believed = Believed()
         self._stage_failures: StageFailures | None = None
-        self._share = EventShare()
-        self._troubles: Counter[str] = Counter()
-        """How often each was disconnected or lost."""
         self._items = Items(
-            self._course, lambda: self._now, progress, self._recorder, display, self.phase, self._reported
+            self._course, lambda: self._now, progress, self._recorder, display, self.phase, self._reported_at
         )
         self._standstill = StandstillWatch(self._run_now, self._course.emit, display.message)
         self._taking: asyncio.Task[None] | None = None
@@ -145,6 +139,7 @@ class Coordinator:
         """Begins to listen to the swarm and to show the run. Before it is deployed, so many providers must be there, or
         still be able to come."""
         self._least = least
+        self._swarm.members.begin_run()
         self._swarm.events = self
         for member in self._swarm.members.connected():
             self.joined(member)
@@ -210,7 +205,6 @@ class Coordinator:
             lambda: self._now,
             self._recovery,
             self._believed,
-            self._share,
             self._forming.set_aside,
             self._what_now,
             self.lost,
@@ -314,7 +308,7 @@ class Coordinator:
     # What providers do.
 
     def joined(self, member: Member) -> None:
-        self._lost.discard(member.node_id)
+        self._records[member.node_id].is_lost = False
         what = f"{member.node_id} joined with {describe(member)}"
         self._course.emit("joined", what, provider=member.node_id, **figures(member))
         if self._stage_failures is not None:
@@ -331,7 +325,7 @@ class Coordinator:
     def said(self, node_id: str, message: ProviderMessage) -> None:
         kind, formation = message.WhichOneof("body"), self._formation
         if kind == "failed" and message.failed.kind == "part":
-            if self._share.take(node_id, time.monotonic()):
+            if self._records[node_id].events.take(time.monotonic()):
                 self._course.emit("part_missing", printable(message.failed.message), provider=node_id)
             if self._forming is not None:
                 self._forming.uploads.on_part_unavailable(node_id, message.failed.deployment)
@@ -359,7 +353,7 @@ class Coordinator:
             self._take_report(node_id, message)
         elif kind == "strained":
             cluster = formation.clusters.of(node_id)
-            if cluster is not None and self._share.take(node_id, time.monotonic()):
+            if cluster is not None and self._records[node_id].events.take(time.monotonic()):
                 formation.flights.strained(cluster, node_id, message.strained)
         elif kind == "saved":
             formation.checkpointing.saved(node_id, message.saved.checkpoint)
@@ -392,7 +386,7 @@ class Coordinator:
             self._standstill.completed()
 
     def disconnected(self, node_id: str, reason: str) -> None:
-        self._troubles[node_id] += 1
+        self._records[node_id].interruptions += 1
         self._course.emit("disconnected", reason, provider=node_id)
         if self._formation is not None and self._formation.averaging is not None:
             # It may be back soon; whoever averages does not wait for it.
@@ -407,7 +401,7 @@ class Coordinator:
 
     def vanished(self, node_id: str, reason: str) -> None:
         """A provider's stay in the swarm has ended."""
-        if node_id in self._lost:
+        if self._records[node_id].is_lost:
             # That is known, and whatever it holds when it is back is another stay's.
             return
         since = time.monotonic()
@@ -420,22 +414,23 @@ class Coordinator:
     def lost(self, node_id: str, reason: str, last_well: float | None = None, *, is_back: bool = False) -> None:
         """A provider is gone, and why; it was last well at this time of the clock `time.monotonic`. One that `is_back`
         has joined again since, without what it held."""
-        if self._course.closing or node_id in self._lost:
+        record = self._records[node_id]
+        if self._course.closing or record.is_lost:
             return
         formation = self._formation
         stage = None if formation is None else formation.stage_of.get(node_id)
         if stage is None and self._swarm.members.is_present(node_id):
             # It has come back in the meantime, and there was nothing to lose.
             return
-        self._lost.add(node_id)
-        self._troubles[node_id] += 1
+        record.is_lost = True
+        record.interruptions += 1
         was_let_go = False
         if self._changing is not None and self._forming is not None:
             was_let_go = self._changing.gone(node_id)
             self._forming.take_back(node_id)
         self._course.emit("lost", reason, provider=node_id)
         if is_back:
-            self._lost.discard(node_id)
+            self._records[node_id].is_lost = False
         else:
             # What it held is given to others: what it says from now on is of no use. It may come back, and stands by.
             self._swarm.dismiss(node_id, RefusedError(f"{node_id} was taken for lost ({reason}); join again"))
@@ -452,7 +447,7 @@ class Coordinator:
             formation.holders.remove(node_id)
             if self._standing_by is not None:
                 self._standing_by.look()
-        elif self._swarm.most is not None and self._swarm.most - len(self._lost) < self._least:
+        elif self._swarm.most is not None and self._swarm.most - self._swarm.members.lost_count < self._least:
             self._course.fail(TrainingError(text))
         self._course.notify()
 
@@ -465,6 +460,14 @@ class Coordinator:
         await self._formation.checkpointing.uploaded(node_id, name, chunks)
 
     # Formations.
+
+    @property
+    def _records(self) -> ProviderRecords:
+        return self._swarm.members.records
+
+    def _reported_at(self, node_id: str) -> float:
+        """When a provider last reported; 0 for one that has not."""
+        return self._records[node_id].reported_at or 0.0
 
     @property
     def _now(self) -> Formation:
@@ -484,7 +487,7 @@ class Coordinator:
 
     def _reliability(self) -> dict[str, float]:
         """Of those who hold stages, as this run has seen them: less with every time that one was away."""
-        return {node: 1 / (1 + self._troubles[node]) for node in self._now.stage_of}
+        return {node: 1 / (1 + self._records[node].interruptions) for node in self._now.stage_of}
 
     def _blocks(self, node_id: str) -> bool:
         """Whether others wait for this provider: it holds a stage of a cluster in which something is under way."""
@@ -506,7 +509,10 @@ class Coordinator:
             return "reform"
         stages = self._formation.planned.clusters[0].stages
         others = [member for member in self._swarm.members.connected() if member.node_id != node_id]
-        needed, there = sum(stage.memory_bytes for stage in stages), sum(member.memory_bytes for member in others)
+        needed, there = (
+            sum(stage.memory_bytes for stage in stages),
+            sum(member.machine.memory_bytes for member in others),
+        )
         return "reform" if there >= _MEMORY_TO_SPARE * needed else "none"
 
     def _ready_to_take(self) -> dict[str, Provider]:
@@ -604,7 +610,7 @@ class Coordinator:
             waits.append("a round of averaging is under way")
         if formation.checkpointing.under_way:
             waits.append("a checkpoint is being written")
-        heard = {node: now - self._reported.get(node, self._formed_at) for node in formation.stage_of}
+        heard = {node: now - (self._records[node].reported_at or self._formed_at) for node in formation.stage_of}
         clusters = tuple(cluster_now(each, self.progress.reports, heard) for each in formation.clusters.whole)
         data_seconds = now - self._taken_at if self._taking is None and self._taken_at else None
         return RunNow(self.progress.phase, clusters, data_seconds, tuple(waits))
@@ -647,7 +653,7 @@ class Coordinator:
         stage = formation.stage_of[node_id]
         with self._course.failing():
             self._recorder.take(node_id, cluster.id, stage, message.report)
-        self._reported[node_id] = time.monotonic()
+        self._records[node_id].reported_at = time.monotonic()
         if self._watch is not None:
             self._watch.reported(node_id, message.report)
         self._course.notify()

@@ -38,10 +38,10 @@ class Items:
         recorder: Recorder,
         display: Display,
         phase: Callable[[str], None],
-        reported: Mapping[str, float],
+        reported_at: Callable[[str], float],
     ) -> None:
-        """`formation` is the one of now; `phase` says what the run is doing; `reported` is when each provider last
-        did."""
+        """`formation` is the one of now; `phase` says what the run is doing; `reported_at` is when a provider
+        last did."""
         self.evaluation: Evaluation | None = None
         """The one under way."""
         self.finishing = False
@@ -55,7 +55,7 @@ class Items:
         self._recorder = recorder
         self._display = display
         self._phase = phase
-        self._reported = reported
+        self._reported_at = reported_at
 
     @property
     def _now(self) -> Formation:
@@ -84,9 +84,7 @@ class Items:
             info = await self._now.checkpointing.now()
             if len(self._now.clusters.whole) > 1:
                 # Those that are not saved have something to report, too: the last of what they did.
-                await self._course.until(
-                    lambda: all(self._reported.get(node, 0.0) > since for node in self._now.stage_of)
-                )
+                await self._course.until(lambda: all(self._reported_at(node) > since for node in self._now.stage_of))
             return info
         finally:
             self.finishing = False

@@ -27,7 +27,7 @@ from ravnest.coordinator.plan.prepared_job import Prepared
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.members import Held as HeldBefore
-from ravnest.coordinator.swarm.members import Member, Members
+from ravnest.coordinator.swarm.members import LentMachine, Member, Members
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.coordinator.swarm.swarm import Swarm, may_return
 from ravnest.errors import PeerError, RefusedError
@@ -120,7 +120,7 @@ class Provider:
         self.arriving: dict[tuple[str, int], asyncio.Future[State]] = {}
         self.given: dict[tuple[str, int], State] = {}
         """What came before it was waited for."""
-        self.member = Machine(node_id, "", "cpu", 8 << 30, 1)
+        self.member = Machine(node_id, "", LentMachine("cpu", 8 << 30, 1))
         self.member.reach = Reach("", "simulated")
         self.obeys: Callable[[CoordinatorMessage], bool] = lambda message: True
         """Whether it does what it is told."""
@@ -446,7 +446,9 @@ class SimulatedSwarm:
         for provider in self.providers.values():
             if not provider.alive:
                 continue
-            provider.member = Machine(provider.node_id, "", "cpu", 8 << 30, 1, parts=frozenset(provider.parts))
+            provider.member = Machine(
+                provider.node_id, "", LentMachine("cpu", 8 << 30, 1), parts=frozenset(provider.parts)
+            )
             provider.member.reach = Reach("", "simulated")
             if provider.held is not None:
                 order = provider.held.order

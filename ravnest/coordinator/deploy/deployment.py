@@ -492,7 +492,7 @@ class Formation:
         return left
 
     async def _give_stage(self, member: Member, order: Deploy) -> None:
-        if not member.threads:
+        if not member.machine.threads:
             message = CoordinatorMessage(threads=Threads(threads=self._around.threads))
             await self._around.course.tell(member.node_id, message)
         self._heard_at[member.node_id] = time.monotonic()

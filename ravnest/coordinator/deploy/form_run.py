@@ -446,7 +446,7 @@ class Forming:
         """A formation has its stages: everybody is to know."""
         around, progress = self._around, self._around.progress
         members = [around.swarm.members[node] for node in formation.stage_of if node in around.swarm.members]
-        progress.devices = {**progress.devices, **{m.node_id: m.device for m in members}}
+        progress.devices = {**progress.devices, **{m.node_id: m.machine.device for m in members}}
         progress.plan, progress.clusters = formation.plan, formation.clusters
         progress.rounds = None if formation.averaging is None else formation.averaging.rounds
         await formation.holders.delete_outdated([member.node_id for member in around.swarm.members.connected()])

@@ -15,11 +15,10 @@ from ravnest.coordinator.deploy.failure_verdicts import Failures, Judged
 from ravnest.coordinator.deploy.recovery import Recovery
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.ledger import Ledger
-from ravnest.coordinator.health.accusations import Accusations
+from ravnest.coordinator.health.accusations import judge_accusation
 from ravnest.coordinator.health.not_finite import StageWord, judge_not_finite
 from ravnest.coordinator.plan.observed_limits import Believed
 from ravnest.coordinator.run.context import Course
-from ravnest.coordinator.swarm.event_quota import EventShare
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import TrainingError, printable
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, Trace, Traced
@@ -41,7 +40,6 @@ class StageFailures:
         formation: Callable[[], Formation],
         recovery: Recovery,
         believed: Believed,
-        share: EventShare,
         set_aside: Callable[[str, str], None],
         what_now: Callable[[], str],
         lose: Callable[[str, str], None],
@@ -55,12 +53,10 @@ class StageFailures:
         self._formation = formation
         self._recovery = recovery
         self._believed = believed
-        self._share = share
         self._aside = set_aside
         self._what_now = what_now
         self._lose = lose
         self._take_back = take_back
-        self._accusations = Accusations()
         self._traced: int | None = None
         """The microbatch that stages are asked about."""
         self._words: dict[str, Traced] = {}
@@ -74,7 +70,7 @@ class StageFailures:
         if cluster is None or 0 < failed.generation < cluster.generation:
             # It was formed anew meanwhile, and that one has another stage or other neighbours.
             return
-        if not self._share.take(node_id, time.monotonic()):
+        if not self._swarm.members.records[node_id].events.take(time.monotonic()):
             # It has said so often enough, and what follows from that is under way.
             return
         self._course.emit("stage_failed", message, provider=node_id, failure=kind, microbatch=failed.microbatch)
@@ -105,7 +101,7 @@ class StageFailures:
 
     def joined(self, node_id: str) -> None:
         """A provider is here, perhaps again: one that broke the rules of this run gets no stage of it."""
-        if why := self._accusations.barred(node_id):
+        if why := self._swarm.members.records[node_id].conduct.barred_because:
             self._aside(node_id, why)
 
     def traced(self, node_id: str, said: Traced) -> None:
@@ -148,7 +144,8 @@ class StageFailures:
         places = [nodes.index(node) for node in (node_id, about) if node in nodes]
         if len(places) < 2 or abs(places[0] - places[1]) != 1:
             return False
-        culprit, reason, cleared = self._accusations.judge(node_id, about, message)
+        records = self._swarm.members.records
+        culprit, reason, cleared = judge_accusation(records, node_id, about, message)
         if not culprit:
             return False
         self._course.emit("rules_broken", reason, provider=culprit, accuser=node_id, accused=about)

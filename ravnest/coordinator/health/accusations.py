@@ -1,49 +1,41 @@
-"""Who goes when a stage says that its neighbour broke the rules: the one accused, or the one that accuses too often.
+"""Judge between two stages, one of which says that the other broke the rules.
 
-The coordinator does not see what flows between two stages, so it is one's word against the other's. The accused goes:
-an honest stage accuses a neighbour only of a frame that cannot be. One that accuses a second neighbour goes itself, and
-those who went on its word alone may come back. So a liar costs a run one honest machine at most, and only until it lies
-again. Pure: no clock, and no messages.
+The coordinator does not see what flows between two stages, so it is one provider's word against the other's. The
+accused provider is barred, because an honest stage accuses a neighbour only of a frame that cannot occur. A provider
+that accuses a second neighbour is barred itself, and the providers that were barred on its word alone may come back. So
+a liar costs a run one honest provider at most, and only until it lies again. Pure: no clock, and no messages.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from ravnest.coordinator.swarm.provider_record import ProviderRecord
 
-class Verdict(NamedTuple):
+
+class Judgement(NamedTuple):
     """What follows from an accusation."""
 
     culprit: str
-    """Who gets no stage any more; empty where nothing follows."""
+    """The provider that is barred; empty where nothing follows."""
     reason: str
     cleared: tuple[str, ...] = ()
-    """Who went on the word of the culprit alone, and may have a stage again."""
+    """The providers that were barred on the word of the culprit alone, and may have a stage again."""
 
 
-class Accusations:
-    """Of one run."""
-
-    def __init__(self) -> None:
-        self._accused_by: dict[str, set[str]] = {}
-        """By who was accused, who said so."""
-        self._barred: dict[str, str] = {}
-        """Who gets no stage any more, and why."""
-
-    def barred(self, node_id: str) -> str:
-        """Why this one gets no stage any more; empty where it may have one."""
-        return self._barred.get(node_id, "")
-
-    def judge(self, accuser: str, accused: str, what: str) -> Verdict:
-        """A stage says that its neighbour broke the rules, and how."""
-        if accuser in self._barred:
-            return Verdict("", f"{accuser} broke the rules itself: what it says of {accused} is not believed")
-        before = sorted(node for node, by in self._accused_by.items() if accuser in by and node != accused)
-        self._accused_by.setdefault(accused, set()).add(accuser)
-        if before:
-            reason = f"{accuser} says of {accused}, as it did of {', '.join(before)}, that it broke the rules: {what}"
-            cleared = tuple(node for node in [*before, accused] if self._accused_by[node] == {accuser})
-            for node in cleared:
-                self._barred.pop(node, None)
-            self._barred[accuser] = reason
-            return Verdict(accuser, f"{reason}; that many neighbours are not at fault", cleared)
-        self._barred[accused] = f"{accuser} says: {what}"
-        return Verdict(accused, f"{what} (as {accuser} says, which has the stage next to it)")
+def judge_accusation(records: Mapping[str, ProviderRecord], accuser: str, accused: str, what: str) -> Judgement:
+    """Judges the accusation by `accuser` that its neighbour broke the rules, and notes the result in the records of
+    this run."""
+    by, about = records[accuser].conduct, records[accused].conduct
+    if by.barred_because:
+        return Judgement("", f"{accuser} broke the rules itself: what it says of {accused} is not believed")
+    before = sorted(node for node, known in records.items() if accuser in known.conduct.accused_by and node != accused)
+    about.accused_by.add(accuser)
+    if before:
+        reason = f"{accuser} says of {accused}, as it did of {', '.join(before)}, that it broke the rules: {what}"
+        cleared = tuple(node for node in [*before, accused] if records[node].conduct.accused_by == {accuser})
+        for node in cleared:
+            records[node].conduct.barred_because = ""
+        by.barred_because = reason
+        return Judgement(accuser, f"{reason}; that many neighbours are not at fault", cleared)
+    about.barred_because = f"{accuser} says: {what}"
+    return Judgement(accused, f"{what} (as {accuser} says, which has the stage next to it)")

@@ -22,6 +22,7 @@ from ravnest.coordinator.health.lease import (
     judge,
     late_by,
 )
+from ravnest.coordinator.health.provider_health import ProviderHealth
 from ravnest.coordinator.health.stalls import LinkView, StageView, judge_stall, longest_after
 from ravnest.coordinator.swarm.heartbeat import Line
 from ravnest.coordinator.swarm.members import Member
@@ -40,26 +41,6 @@ _FIRST_PIECE_SECONDS: Final = 15.0
 class Emit(Protocol):
     def __call__(self, kind: str, reason: str, **values: object) -> None:
         """Writes an event."""
-
-
-@dataclass
-class _Watched:
-    """One stay of one provider."""
-
-    session: str
-    lease: Lease
-    state: State = State.WELL
-    connections: int = 0
-    """That its link had when it came under suspicion."""
-    refuses: bool = False
-    knocking: "asyncio.Task[None] | None" = None
-    counts: tuple[int, ...] = ()
-    moved_at: float = 0.0
-    """When what it has done was last seen to grow."""
-    report: Report | None = None
-    sends: str = ""
-    """What of its state it says that it uploads, and what comes of that."""
-    stalls: bool = False
 
 
 @dataclass
@@ -117,7 +98,6 @@ class Watch:
         self._emit = emit
         self._on_lost = on_lost
         self._clusters = clusters
-        self._watched: dict[str, _Watched] = {}
         self._paces: dict[tuple[str, ...], _ClusterPace] = {}
         self._due = 0.0
 
@@ -132,25 +112,26 @@ class Watch:
                     async with asyncio.timeout(pause):
                         await self._until_something_breaks()
         finally:
-            tasks = [entry.knocking for entry in self._watched.values() if entry.knocking is not None]
-            for task in tasks:
-                task.cancel()
+            watched = [health for _, health in self._watched()]
+            tasks = [health.knocking for health in watched if health.knocking is not None]
+            for node_id in self._swarm.members.node_ids():
+                self._forget(node_id)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def reported(self, node_id: str, report: Report) -> None:
         """A stage has said what it did and how its links are."""
-        entry = self._watched.get(node_id)
-        if entry is None:
+        health = self._health(node_id)
+        if health is None:
             return
-        entry.report = report
+        health.report = report
         counts = (report.forwards, report.backwards, report.updates)
-        if counts != entry.counts:
-            entry.counts, entry.moved_at = counts, time.monotonic()
+        if counts != health.counts:
+            health.counts, health.moved_at = counts, time.monotonic()
 
     def is_well(self, node_id: str) -> bool:
         """Whether the provider is here and under no suspicion: whoever is to take a stage should be."""
-        entry = self._watched.get(node_id)
-        if entry is None or entry.state is not State.WELL or not self._swarm.members.is_present(node_id):
+        health = self._health(node_id)
+        if health is None or health.state is not State.WELL or not self._swarm.members.is_present(node_id):
             return False
         member = self._swarm.members[node_id]
         return member.control.link.connected and member.feed.connected
@@ -167,28 +148,27 @@ class Watch:
         """Judges everybody; how long until it is to be done again."""
         seen = _Seen(now, late_by(self._due, now))
         members = self._swarm.members.connected()
-        present = {member.node_id for member in members}
-        for node_id in [node_id for node_id in self._watched if node_id not in present]:
-            self._forget(node_id)
+        for node_id, _ in self._watched():
+            if not self._swarm.members.is_present(node_id):
+                self._forget(node_id)
         for member in members:
             entry = self._update(member, seen)
             seen.verdicts[member.node_id] = judge(self._evidence(member, entry, now))
         if seen.nobody_is_well:
-            for entry in self._watched.values():
-                entry.lease = entry.lease.renewed(now, RETURN_SECONDS)
+            for _, health in self._watched():
+                health.lease = health.lease.renewed(now, RETURN_SECONDS)
         for member in members:
             self._act(member, seen)
         self._look_at_clusters(seen)
         soon = [verdict.look_again_seconds for verdict in seen.verdicts.values() if verdict.state is not State.LOST]
         return min([_LOOK_SECONDS, *soon])
 
-    def _update(self, member: Member, seen: _Seen) -> _Watched:
+    def _update(self, member: Member, seen: _Seen) -> ProviderHealth:
         links = (member.control.link, member.feed)
         received = max(*(link.last_received_at for link in links), member.uploads.heard_at)
-        entry = self._watched.get(member.node_id)
-        if entry is None or entry.session != member.session:
-            self._forget(member.node_id)
-            entry = self._watched[member.node_id] = _Watched(member.session, Lease(seen.now), moved_at=seen.now)
+        entry = member.health
+        if entry is None:
+            entry = member.health = ProviderHealth(Lease(seen.now), moved_at=seen.now)
         elif seen.late_seconds:
             entry.lease = after_a_stop(entry.lease, seen.late_seconds, seen.now)
         self._see_uploads(member, entry, seen.now)
@@ -201,7 +181,7 @@ class Watch:
             entry.knocking = asyncio.create_task(self._knock(address, entry)) if address else None
         return entry
 
-    def _see_uploads(self, member: Member, entry: _Watched, now: float) -> None:
+    def _see_uploads(self, member: Member, entry: ProviderHealth, now: float) -> None:
         """A stage that does nothing but upload its state moves as that does."""
         entry.sends = ""
         if entry.report is None or entry.report.activity.kind != "save":
@@ -213,8 +193,8 @@ class Watch:
         if claims:
             entry.sends = member.uploads.judged(claims[0], rate, now)
 
-    def _evidence(self, member: Member, entry: _Watched, now: float) -> Evidence:
-        link = member.link
+    def _evidence(self, member: Member, entry: ProviderHealth, now: float) -> Evidence:
+        link = member.link.speed
         blocks = self._blocks(member.node_id)
         return Evidence(
             entry.lease.silent_seconds(now),
@@ -233,13 +213,14 @@ class Watch:
         """Who has lost its connection to this one, and is itself well."""
         return tuple(
             node_id
-            for node_id, entry in self._watched.items()
+            for node_id, entry in self._watched()
             if entry.report is not None and entry.state is State.WELL and node_id != about
             if any(link.node == about and link.connections and not link.route for link in entry.report.links)
         )
 
     def _act(self, member: Member, seen: _Seen) -> None:
-        node_id, entry = member.node_id, self._watched[member.node_id]
+        node_id, entry = member.node_id, member.health
+        assert entry is not None
         verdict = seen.verdicts[node_id]
         if verdict.state is State.LOST and not seen.nobody_is_well:
             self._lose(node_id, verdict.reason, entry.lease.silent_seconds(seen.now))
@@ -256,7 +237,7 @@ class Watch:
         clusters = [tuple(nodes) for nodes in self._clusters()]
         before, self._paces = self._paces, {}
         for nodes in clusters:
-            entries = [self._watched[node_id] for node_id in nodes if node_id in self._watched]
+            entries = [health for health in map(self._health, nodes) if health is not None]
             if len(entries) < len(nodes) or any(entry.report is None for entry in entries):
                 continue
             moved_at = max(entry.moved_at for entry in entries)
@@ -271,7 +252,9 @@ class Watch:
             if all(entry.state is State.WELL for entry in entries):
                 self._judge_cluster(nodes, entries, pace, seen.now)
 
-    def _judge_cluster(self, nodes: Sequence[str], entries: Sequence[_Watched], pace: _ClusterPace, now: float) -> None:
+    def _judge_cluster(
+        self, nodes: Sequence[str], entries: Sequence[ProviderHealth], pace: _ClusterPace, now: float
+    ) -> None:
         stages = [
             _stage_view(node_id, entry, now - max(entry.moved_at, pace.since))
             for node_id, entry in zip(nodes, entries, strict=True)
@@ -295,11 +278,22 @@ class Watch:
         self._swarm.dismiss(node_id, RefusedError(why))
 
     def _forget(self, node_id: str) -> None:
-        entry = self._watched.pop(node_id, None)
-        if entry is not None and entry.knocking is not None:
-            entry.knocking.cancel()
+        if node_id not in self._swarm.members:
+            return
+        member = self._swarm.members[node_id]
+        if member.health is not None and member.health.knocking is not None:
+            member.health.knocking.cancel()
+        member.health = None
 
-    async def _knock(self, address: str, entry: _Watched) -> None:
+    def _health(self, node_id: str) -> ProviderHealth | None:
+        return self._swarm.members[node_id].health if node_id in self._swarm.members else None
+
+    def _watched(self) -> list[tuple[str, ProviderHealth]]:
+        """The providers under watch, by name."""
+        known = ((node_id, self._health(node_id)) for node_id in self._swarm.members.node_ids())
+        return [(node_id, health) for node_id, health in known if health is not None]
+
+    async def _knock(self, address: str, entry: ProviderHealth) -> None:
         """Finds out whether anybody still listens where this provider did; takes its time where somebody does."""
         try:
             async with asyncio.timeout(_KNOCK_SECONDS):
@@ -315,14 +309,13 @@ class Watch:
     def _broken(self) -> frozenset[tuple[str, bool]]:
         """Whose connection is down, and of whom it is known that nobody listens any more."""
         return frozenset(
-            (member.session, entry is not None and entry.refuses)
+            (member.session, member.health is not None and member.health.refuses)
             for member in self._swarm.members.connected()
-            for entry in [self._watched.get(member.node_id)]
             if member.control.link.broken_at is not None or member.feed.broken_at is not None
         )
 
 
-def _stage_view(node_id: str, entry: _Watched, still_seconds: float) -> StageView:
+def _stage_view(node_id: str, entry: ProviderHealth, still_seconds: float) -> StageView:
     assert entry.report is not None
     links = (
         LinkView(link.node, bool(link.route) or not link.connections, link.unconfirmed) for link in entry.report.links

@@ -5,8 +5,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+from ravnest.coordinator.swarm.members import Member
 from ravnest.units import byte_size
 
 EVIDENT_SHARE: Final = 0.8
@@ -14,14 +15,6 @@ EVIDENT_SHARE: Final = 0.8
 
 SLOW_HALF_SECONDS: Final = 600.0
 """After which half as much is left of how slow a provider was: whatever it did besides may be over."""
-
-
-class _Member(Protocol):
-    @property
-    def node_id(self) -> str: ...
-
-    @property
-    def memory_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +39,19 @@ class Believed:
         """How many times slower than it says each was, and when."""
         self._clock = clock
 
-    def memory_bytes(self, member: _Member) -> int:
+    def memory_bytes(self, member: Member) -> int:
         """What a stage of this provider may take."""
         most = self._most.get(member.node_id)
-        return member.memory_bytes if most is None else min(member.memory_bytes, most)
+        said = member.machine.memory_bytes
+        return said if most is None else min(said, most)
 
-    def note_failure(self, member: _Member, stage_memory_bytes: float, why: str = "") -> Eviction:
+    def note_failure(self, member: Member, stage_memory_bytes: float, why: str = "") -> Eviction:
         """A stage that was planned to take so much was too large for this provider: it gets none as large again."""
         before = self.memory_bytes(member)
         now = self._most[member.node_id] = evident_memory(before, stage_memory_bytes)
+        said = member.machine.memory_bytes
         reason = (
-            f"{member.node_id} said that it lends {byte_size(member.memory_bytes)}, and has not enough for a stage of "
+            f"{member.node_id} said that it lends {byte_size(said)}, and has not enough for a stage of "
             f"{byte_size(stage_memory_bytes)}{f' ({why})' if why else ''}: it gets none that takes more than "
             f"{byte_size(now)} in this run"
         )

@@ -318,7 +318,7 @@ async def plan_measured(
         if layouts:
             break
         missing = lines_to_measure(planned, {p.name: p for p in providers}, network)
-        missing = [pair for pair in missing if all(swarm.members[node].measures_link for node in pair)]
+        missing = [pair for pair in missing if all(swarm.members[node].link.is_expected for node in pair)]
         if not missing:
             break
         tell("measuring the lines between providers")
@@ -360,38 +360,41 @@ def provider_of(
     member: Member, costs: CostProfile, reach: Reach, machine: Machine, believed: Believed | None = None
 ) -> Provider:
     """A member as the planner sees it; where it says what is not so, as far as it is believed."""
-    here = _is_here(member.host)
-    on_processor = member.device.startswith("cpu")
+    here, lent = _is_here(member.host), member.machine
+    on_processor = lent.device.startswith("cpu")
     # One that was not measured is as fast as the machine that measured the model, or pretends not to be.
-    unmeasured = 1.0 / max(1.0, member.slower)
-    flops = member.speed.flops_in(costs.precision)
+    unmeasured = 1.0 / max(1.0, lent.slower)
+    flops = lent.speed.flops_in(costs.precision)
     slowness = 1.0 if believed is None else believed.slowness(member.node_id)
     provider = Provider(
         name=member.node_id,
-        memory_bytes=member.memory_bytes if believed is None else believed.memory_bytes(member),
+        memory_bytes=lent.memory_bytes if believed is None else believed.memory_bytes(member),
         compute_speed=_relative(flops, costs.flops_per_second, unmeasured * costs.precision_speed) / slowness,
-        memory_speed=_relative(member.memory_bytes_per_second, costs.memory_bytes_per_second, unmeasured) / slowness,
+        memory_speed=_relative(lent.speed.memory_bytes_per_second, costs.memory_bytes_per_second, unmeasured)
+        / slowness,
         operator_seconds=0.0 if on_processor else slowness * OPERATOR_SECONDS,
-        min_stage_seconds=slowness * min(member.stage_seconds, MAX_STAGE_SECONDS),
+        min_stage_seconds=slowness * min(lent.stage_seconds, MAX_STAGE_SECONDS),
         reachable=bool(reach.address),
         host=machine.host if here else "",
-        cores=machine.cores if here else member.cores,
+        cores=machine.cores if here else lent.cores,
         # What it pretends to compute longer, it waits.
-        threads=(member.threads or machine.threads) / max(1.0, member.slower) if on_processor else 1,
+        threads=(lent.threads or machine.threads) / max(1.0, lent.slower) if on_processor else 1,
     )
-    if member.link is None or here:
+    line = member.link.speed
+    if line is None or here:
         return provider
     return replace(
         provider,
-        up_bytes_per_second=_believed(member.link.up_bytes_per_second, RATES),
-        down_bytes_per_second=_believed(member.link.down_bytes_per_second, RATES),
-        latency_seconds=_latency(member.link),
+        up_bytes_per_second=_believed(line.up_bytes_per_second, RATES),
+        down_bytes_per_second=_believed(line.down_bytes_per_second, RATES),
+        latency_seconds=_latency(line),
     )
 
 
 def requester_of(members: Sequence[Member], host: str) -> Requester:
     """The coordinator's own line, which is at least as fast as the fastest that was measured to it."""
-    links = [member.link for member in members if member.link is not None and not _is_here(member.host)]
+    lines = [member.link.speed for member in members if not _is_here(member.host)]
+    links = [line for line in lines if line is not None]
     if not links:
         return Requester(host)
     return Requester(

@@ -1,22 +1,25 @@
-"""How many events one provider may cause by what it says: a log that somebody else can fill is nobody's log."""
+"""Rate limit for events, so that one provider cannot flood the log."""
 
 from typing import Final
 
 _BURST: Final = 50.0
-_A_SECOND: Final = 0.5
+_PER_SECOND: Final = 0.5
 
 
-class EventShare:
-    """Of all providers of a run. Times are of one clock, which the caller reads."""
+class EventQuota:
+    """Token bucket for one source of events: a burst of 50, then one event every two seconds.
+
+    The caller reads the clock.
+    """
 
     def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}
-        """Of each, how many it had left, and when that was."""
+        self._left = _BURST
+        self._since: float | None = None
 
-    def take(self, node_id: str, now: float) -> bool:
-        """Whether this provider may cause an event now: many at once, and one every two seconds in the long run."""
-        left, since = self._left.get(node_id, (_BURST, now))
-        left = min(_BURST, left + _A_SECOND * max(0.0, now - since))
+    def take(self, now: float) -> bool:
+        """Whether the source may cause an event now."""
+        passed = 0.0 if self._since is None else max(0.0, now - self._since)
+        left = min(_BURST, self._left + _PER_SECOND * passed)
         may = left >= 1.0
-        self._left[node_id] = left - may, now
+        self._left, self._since = left - may, now
         return may

@@ -82,12 +82,11 @@ class PairAnswers:
 def hear(members: "Members", member: "Member", message: ProviderMessage) -> bool:
     """Keeps what a provider says it measured; whether that is what it said."""
     if message.HasField("measured"):
-        member.link = link_of(message.measured)
-        member.link_error = (
-            "" if member.link else printable(message.measured.error[:_ERROR_CHARACTERS]) or "it gave no figures"
-        )
+        member.link.speed = link_of(message.measured)
+        error = printable(message.measured.error[:_ERROR_CHARACTERS]) or "it gave no figures"
+        member.link.error = "" if member.link.speed else error
     elif message.HasField("speed"):
-        member.shares_again(message.speed)
+        member.machine.change_share(message.speed)
     elif message.HasField("peer_measured"):
         members.pairs.heard(member.node_id, message.peer_measured)
     else:
@@ -114,35 +113,37 @@ def describe(member: "Member") -> str:
 
     Of the two rates the first is to the provider, the second from it.
     """
-    parts = [member.device]
-    if member.cores and member.device == "cpu":
-        parts.append(units.counted(member.cores, "core"))
-    if member.flops_per_second:
-        parts += [units.byte_size(member.memory_bytes), units.flops(member.flops_per_second)]
-    if (link := member.link) is not None:
+    machine = member.machine
+    parts = [machine.device]
+    if machine.cores and machine.device == "cpu":
+        parts.append(units.counted(machine.cores, "core"))
+    if machine.speed.flops_per_second:
+        parts += [units.byte_size(machine.memory_bytes), units.flops(machine.speed.flops_per_second)]
+    if (link := member.link.speed) is not None:
         rates = f"{units.megabits(link.down_bytes_per_second)}/{units.megabits(link.up_bytes_per_second)} Mbit/s"
         parts += [units.milliseconds(link.round_trip_seconds), rates]
-    elif member.link_error:
+    elif member.link.error:
         parts.append("connection not measured")
     return ", ".join(parts)
 
 
 def figures(member: "Member") -> dict[str, object]:
     """The same as plain values, for the events of the run; what is not known is left out."""
+    machine, speed, link = member.machine, member.machine.speed, member.link.speed
     known: dict[str, object] = {
-        "memory_bytes": member.memory_bytes,
-        "cores": member.cores,
-        "flops_per_second": member.flops_per_second,
-        "bfloat16_flops_per_second": member.bfloat16_flops_per_second,
-        "float16_flops_per_second": member.float16_flops_per_second,
-        "memory_bytes_per_second": member.memory_bytes_per_second,
-        "device_name": member.device_name,
-        "link_error": member.link_error,
+        "memory_bytes": machine.memory_bytes,
+        "cores": machine.cores,
+        "flops_per_second": speed.flops_per_second,
+        "bfloat16_flops_per_second": speed.bfloat16_flops_per_second,
+        "float16_flops_per_second": speed.float16_flops_per_second,
+        "memory_bytes_per_second": speed.memory_bytes_per_second,
+        "device_name": machine.device_name,
+        "link_error": member.link.error,
     }
-    if member.link is not None:
-        known["round_trip_seconds"] = member.link.round_trip_seconds
-        known["up_bytes_per_second"] = member.link.up_bytes_per_second
-        known["down_bytes_per_second"] = member.link.down_bytes_per_second
+    if link is not None:
+        known["round_trip_seconds"] = link.round_trip_seconds
+        known["up_bytes_per_second"] = link.up_bytes_per_second
+        known["down_bytes_per_second"] = link.down_bytes_per_second
     return {name: value for name, value in known.items() if value}
 
 
@@ -168,4 +169,4 @@ def _address(member: "Member") -> str:
 
 
 def _measures(swarm: "Swarm", node_id: str) -> bool:
-    return node_id in swarm.members and swarm.members[node_id].measures_link
+    return node_id in swarm.members and swarm.members[node_id].link.is_expected

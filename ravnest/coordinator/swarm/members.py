@@ -1,14 +1,15 @@
-"""Membership: who has joined the swarm, and over which links it is spoken with."""
+"""Members of the swarm: the providers that have joined, and the coordinator's links to them."""
 
 import asyncio
 import contextlib
 import secrets
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ravnest import __version__
 from ravnest.coordinator.swarm.changes import Changes
 from ravnest.coordinator.swarm.link_measurements import PairAnswers, positive
+from ravnest.coordinator.swarm.provider_record import ProviderRecord, ProviderRecords
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.coordinator.swarm.upload_activity import Uploads
 from ravnest.engine.speed.device_speed import Speed
@@ -17,9 +18,12 @@ from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.probe.measuring import LinkSpeed
 from ravnest.net.streams.control_channel import ControlLink
 from ravnest.net.streams.resumable_link import ResumableLink
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, HeldStage, JoinRequest, ProviderMessage
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, HeldStage, Hold, JoinRequest, ProviderMessage
 from ravnest.net.v1.control_pb2 import Speed as SpeedMessage
 from ravnest.net.version import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from ravnest.coordinator.health.provider_health import ProviderHealth
 
 _NAME_CHARACTERS = 80
 _MAX_PARTS = 1000
@@ -39,84 +43,95 @@ class Held:
 
 
 @dataclass
-class Member:
-    """One stay of one provider in the swarm."""
+class LentMachine:
+    """The machine that a provider lends, as the provider describes it."""
 
-    node_id: str
-    address: str
-    """Where it says that it listens; empty when it does not."""
     device: str
     memory_bytes: int
     threads: int = 0
-    """What it computes with on a machine of its own; 0 where that is the coordinator's to say."""
-    seen_host: str = ""
-    """Where its connections come from."""
-    session: str = field(default_factory=lambda: secrets.token_hex(16))
-    reach: Reach | None = None
-    """Whether it can be dialled, once that is known."""
-    reports: bool = False
-    """Whether it holds a stage and has begun to report on it."""
-    greeted: bool = False
-    """Whether it has been told that this one is here."""
-
+    """Threads that the provider computes with; 0 where the coordinator chooses the number."""
     cores: int = 0
-    flops_per_second: float = 0.0
-    """As it measured itself; 0 where it did not, as in the embedded swarm, where all machines are one."""
-    bfloat16_flops_per_second: float = 0.0
-    float16_flops_per_second: float = 0.0
-    memory_bytes_per_second: float = 0.0
-    slower: float = 1.0
-    """It computes so many times slower than its machine could. A speed that it measured is told as if it had to."""
-    stage_seconds: float = 0.0
-    """It pretends that any stage takes it so long, forward and backward; 0 where it does not."""
-    direct_port: int = 0
-    """Where it listens for direct lines, at the host of its address; 0 when it does not."""
-    parts: frozenset[tuple[str, int]] = frozenset()
-    """Of replicas that it has kept, by key and number."""
-    held: Held | None = None
-    """The stage that it has of a coordinator that was before this one."""
-    uploads: Uploads = field(default_factory=Uploads)
-    """What it uploads at the moment, as the coordinator sees it."""
     device_name: str = ""
-    measures_link: bool = False
-    """Whether it measures its connection: it is present once it has said what it found."""
-    link: LinkSpeed | None = None
-    """Its connection to the coordinator, as it measured it."""
-    link_error: str = ""
-    """Why it could not."""
+    speed: Speed = field(default_factory=lambda: Speed(0.0, 0.0))
+    """Measured by the provider; zeros where it did not measure, as in the embedded swarm, where all providers share one
+    machine."""
+    slower: float = 1.0
+    """The provider computes this many times slower than its machine could. A measured speed includes it already."""
+    stage_seconds: float = 0.0
+    """The provider stretches forward plus backward of any stage to this time; 0 where it does not."""
 
     @classmethod
-    def of(cls, node_id: str, request: JoinRequest, seen_host: str) -> Self:
-        """The provider that this request has let in."""
+    def of(cls, request: JoinRequest) -> Self:
         return cls(
-            node_id,
-            request.address,
-            printable(request.device[:_NAME_CHARACTERS]),
-            request.memory_bytes,
-            request.threads,
-            seen_host,
+            device=printable(request.device[:_NAME_CHARACTERS]),
+            memory_bytes=request.memory_bytes,
+            threads=request.threads,
             cores=request.cores,
-            flops_per_second=positive(request.flops_per_second),
-            bfloat16_flops_per_second=positive(request.bfloat16_flops_per_second),
-            float16_flops_per_second=positive(request.float16_flops_per_second),
-            memory_bytes_per_second=positive(request.memory_bytes_per_second),
+            device_name=printable(request.device_name[:_NAME_CHARACTERS]),
+            speed=_speed_of(request),
             slower=max(1.0, positive(request.slower)),
             stage_seconds=positive(request.stage_seconds),
-            direct_port=request.direct_port if request.direct_port < 65536 else 0,
-            device_name=printable(request.device_name[:_NAME_CHARACTERS]),
-            measures_link=request.measures_link,
-            parts=frozenset((part.key, part.replica) for part in request.parts[:_MAX_PARTS]),
-            held=Held.of(request.held) if request.HasField("held") else None,
         )
 
-    def shares_again(self, speed: SpeedMessage) -> None:
-        """It computes with another share of its machine's cores; plans are made with that from now on."""
-        self.threads = min(max(1, speed.threads), _MAX_THREADS)
-        self.cores = min(speed.cores, _MAX_THREADS)
-        self.flops_per_second = positive(speed.flops_per_second)
-        self.memory_bytes_per_second = positive(speed.memory_bytes_per_second)
-        self.bfloat16_flops_per_second = positive(speed.bfloat16_flops_per_second)
-        self.float16_flops_per_second = positive(speed.float16_flops_per_second)
+    def change_share(self, said: SpeedMessage) -> None:
+        """The provider computes with another share of its machine's cores; later plans use the new speed."""
+        self.threads = min(max(1, said.threads), _MAX_THREADS)
+        self.cores = min(said.cores, _MAX_THREADS)
+        self.speed = _speed_of(said)
+
+
+@dataclass
+class LinkMeasurement:
+    """Measurement of a provider's connection to the coordinator, made by the provider."""
+
+    is_expected: bool = False
+    """Whether the provider measures its connection: it counts as present once its result is here."""
+    speed: LinkSpeed | None = None
+    error: str = ""
+    """Why the provider could not measure it."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a result, or the provider does not measure."""
+        return not self.is_expected or self.speed is not None or bool(self.error)
+
+
+@dataclass
+class Member:
+    """One stay of one provider in the swarm: a provider that joins again gets a new one.
+
+    What has to outlive the stay is in the provider's `ProviderRecord`.
+    """
+
+    node_id: str
+    address: str
+    """The address on which the provider says that it listens; empty when it does not listen."""
+    machine: LentMachine
+    session: str = field(default_factory=lambda: secrets.token_hex(16))
+    seen_host: str = ""
+    """The host from which its connections come."""
+    reach: Reach | None = None
+    """Whether the provider can be dialled, once that is known."""
+    direct_port: int = 0
+    """The port for direct lines, at the host of its address; 0 when it does not listen there."""
+    link: LinkMeasurement = field(default_factory=LinkMeasurement)
+    greeted: bool = False
+    """Whether the run has been told of this stay."""
+
+    held: Held | None = None
+    """The stage that the provider holds from the coordinator before this one."""
+    parts: frozenset[tuple[str, int]] = frozenset()
+    """Parts of replicas that the provider has kept, by key and number."""
+    order: Deploy | None = None
+    """The newest order: the artifacts that the provider may fetch and the frames that it may send follow from it."""
+    holds: dict[str, Hold] = field(default_factory=dict)
+    """Replicas that the provider is to keep, by the stage's key: it may fetch their artifacts."""
+    reports: bool = False
+    """Whether the provider holds a stage and has begun to report on it."""
+    uploads: Uploads = field(default_factory=Uploads)
+    """Uploads of its state that are under way, as the coordinator sees them."""
+    health: "ProviderHealth | None" = None
+    """The failure detector's view, while a run watches the provider."""
 
     def __post_init__(self) -> None:
         self.feed = ResumableLink(self.node_id)
@@ -124,38 +139,47 @@ class Member:
             ResumableLink(self.node_id), ProviderMessage
         )
 
-    @property
-    def speed(self) -> Speed:
-        """How fast it measured itself to be; zeros where it did not."""
-        return Speed(
-            self.flops_per_second,
-            self.memory_bytes_per_second,
-            self.bfloat16_flops_per_second,
-            self.float16_flops_per_second,
+    @classmethod
+    def of(cls, node_id: str, request: JoinRequest, seen_host: str) -> Self:
+        """The provider that this request has let in."""
+        return cls(
+            node_id,
+            request.address,
+            LentMachine.of(request),
+            seen_host=seen_host,
+            direct_port=request.direct_port if request.direct_port < 65536 else 0,
+            link=LinkMeasurement(request.measures_link),
+            parts=frozenset((part.key, part.replica) for part in request.parts[:_MAX_PARTS]),
+            held=Held.of(request.held) if request.HasField("held") else None,
         )
 
     @property
     def host(self) -> str:
-        """The machine it is on."""
+        """The host of the provider's machine."""
         return self.address.rpartition(":")[0] or self.seen_host
 
     @property
     def present(self) -> bool:
-        """Whether both of its links have been there, and are not over, and what it measures is known.
+        """Whether both links have been connected and are not over, and the measurement of its connection is here.
 
-        One that is down for a moment is not over.
+        A link that is down for a moment is not over.
         """
-        return self.measured and all(link.connections and not link.over for link in (self.control.link, self.feed))
-
-    @property
-    def measured(self) -> bool:
-        """Whether it has said how its connection is, or does not measure it."""
-        return not self.measures_link or self.link is not None or bool(self.link_error)
+        links = self.control.link, self.feed
+        return self.link.is_done and all(link.connections and not link.over for link in links)
 
     def fail(self, error: PeerError) -> None:
-        """Ends its stay."""
+        """Ends the stay."""
         self.control.link.fail(error)
         self.feed.fail(error)
+
+
+def _speed_of(said: JoinRequest | SpeedMessage) -> Speed:
+    return Speed(
+        positive(said.flops_per_second),
+        positive(said.memory_bytes_per_second),
+        positive(said.bfloat16_flops_per_second),
+        positive(said.float16_flops_per_second),
+    )
 
 
 def check_version(request: JoinRequest) -> None:
@@ -185,19 +209,26 @@ class Members:
     """The providers of a swarm. All methods belong to the network's loop."""
 
     def __init__(self) -> None:
-        self._members: dict[str, Member] = {}
+        self.records = ProviderRecords()
+        """Everything that is known of each provider; a record outlives the provider's stays, and ends with the run."""
         self.pairs = PairAnswers()
         self.changes = Changes()
 
     def __getitem__(self, node_id: str) -> Member:
         """RefusedError for a node that has not joined since this coordinator began to listen."""
-        member = self._members.get(node_id)
+        member = self._stay(node_id)
         if member is None:
             raise RefusedError(f"{node_id} has not joined this coordinator yet; join again")
         return member
 
     def __contains__(self, node_id: str) -> bool:
-        return node_id in self._members
+        return self._stay(node_id) is not None
+
+    def begin_run(self) -> None:
+        """Forgets what a run before has learned of the providers; their stays go on."""
+        self.records = ProviderRecords(
+            (member.node_id, ProviderRecord(member.node_id, member)) for member in self._stays()
+        )
 
     def staying(self, node_id: str, session: str) -> Member:
         """The member, if this is still its stay; RefusedError when it is not."""
@@ -207,53 +238,68 @@ class Members:
         return member
 
     def is_present(self, node_id: str) -> bool:
-        return node_id in self._members and self._members[node_id].present
+        member = self._stay(node_id)
+        return member is not None and member.present
 
     def is_current(self, member: Member) -> bool:
         """Whether this is the newest stay of the node."""
-        return self._members.get(member.node_id) is member
+        return self._stay(member.node_id) is member
 
     def put(self, member: Member) -> None:
-        """A provider has joined; one that returns takes the place of what it was before."""
-        before = self._members.get(member.node_id)
-        self._members[member.node_id] = member
+        """Adds the stay of a provider that has joined; its stay before, if there is one, ends."""
+        record = self.records[member.node_id]
+        before, record.stay = record.stay, member
         if before is not None:
             before.fail(RefusedError(f"{member.node_id} has joined again, over another connection"))
 
     def remove(self, node_id: str, why: str) -> None:
-        member = self._members.pop(node_id, None)
+        """Ends the stay of a provider."""
+        member = self._stay(node_id)
         if member is not None:
+            self.records[node_id].stay = None
             member.fail(RefusedError(why))
         self.changes.notify()
 
     def line_rate(self, node_id: str) -> float | None:
-        """Bytes a second that this one can send, as it measured its connection; None where that is not known."""
-        link = self._members[node_id].link if node_id in self._members else None
-        return None if link is None else link.up_bytes_per_second
+        """Bytes a second that the provider can send, as it measured its connection; None where that is not known."""
+        member = self._stay(node_id)
+        return None if member is None or member.link.speed is None else member.link.speed.up_bytes_per_second
+
+    @property
+    def lost_count(self) -> int:
+        """Providers that were given up and have not joined again."""
+        return sum(known.is_lost for known in self.records.values())
 
     def node_ids(self) -> list[str]:
-        return list(self._members)
+        return [member.node_id for member in self._stays()]
 
     async def wait_for(self, count: int) -> list[Member]:
-        """The first `count` members that are connected, by name; waits until there are as many."""
+        """The first `count` connected members, by name; waits until there are enough."""
         await self.changes.until(lambda: len(self.connected()) >= count)
         return self.in_order()[:count]
 
     def in_order(self) -> list[Member]:
-        """Those that are connected, in the order in which they get stages: by name."""
+        """The connected members in the order in which they get stages: by name."""
         return sorted(self.connected(), key=lambda m: (len(m.node_id), m.node_id))
 
     async def wait_until_gone(self, timeout_seconds: float) -> None:
-        """Until the stay of every member is over, or the time is."""
+        """Waits until the stay of every member is over, at most for this timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self.changes.until(lambda: not self.listening())
 
     def listening(self) -> list[Member]:
-        """Those that can be told something, also before it is known what they measured."""
-        links = ((member, member.control.link) for member in self._members.values())
+        """The members that can be sent messages, also before the measurement of their connection is here."""
+        links = ((member, member.control.link) for member in self._stays())
         return [member for member, link in links if link.connections and not link.over]
 
     def connected(self) -> list[Member]:
-        """Those that are here: present and, once there are links, not given up."""
-        return [m for m in self._members.values() if m.present]
+        """The members that are present: see `Member.present`."""
+        return [member for member in self._stays() if member.present]
+
+    def _stay(self, node_id: str) -> Member | None:
+        known = self.records.get(node_id)
+        return None if known is None else known.stay
+
+    def _stays(self) -> list[Member]:
+        return [known.stay for known in self.records.values() if known.stay is not None]

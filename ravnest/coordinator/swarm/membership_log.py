@@ -41,7 +41,10 @@ async def remember(swarm: Swarm, state: SwarmState) -> None:
     known: dict[str, Seen] = {}
 
     def present() -> dict[str, Seen]:
-        return {m.node_id: Seen(m.node_id, m.address, m.device, m.memory_bytes) for m in swarm.members.connected()}
+        return {
+            m.node_id: Seen(m.node_id, m.address, m.machine.device, m.machine.memory_bytes)
+            for m in swarm.members.connected()
+        }
 
     def changed() -> bool:
         return present() != known

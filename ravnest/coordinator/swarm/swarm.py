@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from ravnest.coordinator.access.admission import Admission
 from ravnest.coordinator.access.join_rate import JoinPace
 from ravnest.coordinator.access.swarm_store import SwarmState
 from ravnest.coordinator.swarm.artifacts import Artifact
-from ravnest.coordinator.swarm.event_quota import EventShare
+from ravnest.coordinator.swarm.event_quota import EventQuota
 from ravnest.coordinator.swarm.heartbeat import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENCE_SECONDS, Line
 from ravnest.coordinator.swarm.link_measurements import hear
 from ravnest.coordinator.swarm.members import Member, Members, check_machine, check_version
@@ -38,7 +39,6 @@ from ravnest.net.v1.control_pb2 import (
     CheckRequest,
     CoordinatorMessage,
     Deploy,
-    Hold,
     JoinReply,
     JoinRequest,
     Meet,
@@ -97,14 +97,10 @@ class Swarm:
         self._server = CoordinatorServer(self, admission.server_keys, admission.caller, self._turned_away)
         self.members = Members()
         self.artifacts: dict[str, Artifact] = {}
-        self._orders: dict[str, Deploy] = {}
-        """The newest order to each node: what it may fetch and send follows from it."""
-        self._holds: dict[str, dict[str, Hold]] = {}
-        """Of each node, whose replicas it is to keep, by the stage's key: it may fetch what it takes to go on there."""
         self._numbers = 0
         self._process = secrets.token_hex(16)
         self._pace = JoinPace()
-        self._refusals = EventShare()
+        self._refusals: defaultdict[str, EventQuota] = defaultdict(EventQuota)
         """Rate limit for events about joins that were refused, by address."""
         self._relay = Relay(self._call_to_relay)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,13 +148,13 @@ class Swarm:
 
     async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
         """Says something to a provider, now or when it is connected again; PeerError when it is gone."""
+        member = self.members[node_id]
         if message.HasField("deploy"):
-            self._orders[node_id] = message.deploy
-            # It is busy fetching and building now, and reports when that is done.
-            self.members[node_id].reports = False
+            # The provider fetches and builds the stage now, and reports when that is done.
+            member.order, member.reports = message.deploy, False
         elif message.HasField("hold"):
-            self._holds.setdefault(node_id, {})[message.hold.key] = message.hold
-        await self.members[node_id].control.send(message)
+            member.holds[message.hold.key] = message.hold
+        await member.control.send(message)
 
     async def feed_frame(self, node_id: str, frame: Frame) -> None:
         """Sends a frame to a stage, waiting while it is slow; PeerError when it is gone."""
@@ -184,8 +180,6 @@ class Swarm:
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
-        self._orders.pop(member.node_id, None)
-        self._holds.pop(member.node_id, None)
         for work in (self._listen(member), self._take_frames(member), self._watch(member)):
             self._spawn(work)
         return JoinReply(
@@ -205,7 +199,7 @@ class Swarm:
         address = f"address {origin_of(seen_host)}"
         wait_seconds, why = self._pace.take(f"invite {identity.name}", address, time.monotonic())
         if wait_seconds is None:
-            if self.events is not None and self._refusals.take(address, time.monotonic()):
+            if self.events is not None and self._refusals[address].take(time.monotonic()):
                 self.events.turned_away(origin_of(seen_host), 1, why)
             raise PeerError(why)
         await asyncio.sleep(wait_seconds)
@@ -285,7 +279,7 @@ class Swarm:
 
     async def _next_message(self, member: Member) -> ProviderMessage | None:
         """What a provider says next. One that holds a stage says something every second: silence ends its stay."""
-        seconds = silence_seconds(member.link)
+        seconds = silence_seconds(member.link.speed)
         try:
             while True:
                 began = time.monotonic()
@@ -304,7 +298,7 @@ class Swarm:
 
     def _hear_whether_it_reports(self, member: Member, message: ProviderMessage) -> None:
         """A stage reports until it fails: so does that of a run before, whose neighbours have other stages now."""
-        order = self._orders.get(member.node_id)
+        order = member.order
         for kind in ("report", "failed"):
             if order is not None and message.HasField(kind) and getattr(message, kind).deployment == order.deployment:
                 member.reports = kind == "report"
@@ -326,7 +320,7 @@ class Swarm:
         node_id = member.node_id
         try:
             while (frame := await member.feed.receive()) is not None:
-                order = self._orders.get(node_id)
+                order = member.order
                 if order is not None and frame.generation < order.generation:
                     # Of a run that was given up: it was under way when the new order went out.
                     continue
@@ -370,7 +364,8 @@ class Swarm:
         await self.tell(node_id, CoordinatorMessage(meet=Meet(link=link)))
 
     async def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
-        named = [self._orders.get(node_id), *self._holds.get(node_id, {}).values()]
+        member = self.members[node_id]
+        named = [member.order, *member.holds.values()]
         found = self.artifacts.get(artifact)
         if found is None or all(order is None or artifact not in (order.graph.id, order.weights.id) for order in named):
             raise RefusedError(f"there is no artifact {artifact!r} for {node_id} here")

@@ -18,7 +18,7 @@ from ravnest.coordinator.access.invites import TokenStore
 from ravnest.coordinator.access.store import SCHEMA_VERSION, Store
 from ravnest.coordinator.access.swarm_store import KnownMember, Listening, Position, Seen, SwarmState, known_from_before
 from ravnest.coordinator.swarm.changes import Changes
-from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.members import LentMachine, Member
 from ravnest.coordinator.swarm.membership_log import remember
 from ravnest.errors import RunError
 from ravnest.monitor.run_directory import RunDirectory
@@ -197,7 +197,7 @@ def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
         swarm: Any = FakeSwarm()
         state = Kept(tmp_path / "store.sqlite")
         keeping = asyncio.create_task(remember(swarm, state))
-        swarm.members.there = [Member("anna", ANNA.address, "cuda:0", 1)]
+        swarm.members.there = [Member("anna", ANNA.address, LentMachine("cuda:0", 1))]
         swarm.members.changes.notify()
         await written.wait()
         first = state.members()[0]

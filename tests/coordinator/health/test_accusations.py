@@ -1,39 +1,51 @@
-"""Who goes when one stage accuses another: a run loses its liar, and a liar costs it one honest machine at most."""
+"""Accusations between stages: a run loses its liar, and a liar costs it one honest provider at most."""
 
-from ravnest.coordinator.health.accusations import Accusations
+from ravnest.coordinator.health.accusations import Judgement, judge_accusation
+from ravnest.coordinator.swarm.provider_record import ProviderRecords
+
+
+class Run:
+    def __init__(self) -> None:
+        self.records = ProviderRecords()
+
+    def judge(self, accuser: str, accused: str) -> Judgement:
+        return judge_accusation(self.records, accuser, accused, "a frame that cannot be")
+
+    def barred(self) -> set[str]:
+        return {name for name, record in self.records.items() if record.conduct.barred_because}
 
 
 def test_the_accused_goes_and_gets_no_stage_any_more() -> None:
-    accusations = Accusations()
-    verdict = accusations.judge("ben", "mallory", "a frame that cannot be")
-    assert (verdict.culprit, verdict.cleared) == ("mallory", ()) and "ben says" in verdict.reason
-    assert accusations.barred("mallory") and not accusations.barred("ben")
+    run = Run()
+    judgement = run.judge("ben", "mallory")
+    assert (judgement.culprit, judgement.cleared) == ("mallory", ()) and "ben says" in judgement.reason
+    assert run.barred() == {"mallory"}
 
 
 def test_one_that_accuses_a_second_neighbour_goes_and_the_first_may_come_back() -> None:
-    accusations = Accusations()
-    accusations.judge("mallory", "ben", "no")
-    verdict = accusations.judge("mallory", "cleo", "no")
-    assert verdict.culprit == "mallory" and set(verdict.cleared) == {"ben", "cleo"}
-    assert accusations.barred("mallory") and not accusations.barred("ben") and not accusations.barred("cleo")
+    run = Run()
+    run.judge("mallory", "ben")
+    judgement = run.judge("mallory", "cleo")
+    assert judgement.culprit == "mallory" and set(judgement.cleared) == {"ben", "cleo"}
+    assert run.barred() == {"mallory"}
 
 
 def test_the_same_accusation_again_costs_the_accuser_nothing() -> None:
-    accusations = Accusations()
-    accusations.judge("ben", "mallory", "no")
-    assert accusations.judge("ben", "mallory", "no").culprit == "mallory"
+    run = Run()
+    run.judge("ben", "mallory")
+    assert run.judge("ben", "mallory").culprit == "mallory"
 
 
-def test_whom_others_have_accused_as_well_is_not_cleared() -> None:
-    accusations = Accusations()
-    accusations.judge("anna", "mallory", "no")
-    accusations.judge("ben", "mallory", "no")
-    assert accusations.judge("ben", "cleo", "no").culprit == "ben"
-    assert accusations.barred("mallory")
+def test_a_provider_that_others_have_accused_as_well_is_not_cleared() -> None:
+    run = Run()
+    run.judge("anna", "mallory")
+    run.judge("ben", "mallory")
+    assert run.judge("ben", "cleo").culprit == "ben"
+    assert "mallory" in run.barred()
 
 
 def test_one_that_broke_the_rules_is_not_believed_of_others() -> None:
-    accusations = Accusations()
-    accusations.judge("anna", "mallory", "no")
-    assert accusations.judge("mallory", "anna", "no").culprit == ""
-    assert not accusations.barred("anna")
+    run = Run()
+    run.judge("anna", "mallory")
+    assert run.judge("mallory", "anna").culprit == ""
+    assert run.barred() == {"mallory"}

@@ -5,7 +5,7 @@ import asyncio
 from ravnest.coordinator.checkpoints.saver import Awaited
 from ravnest.coordinator.health.checkpoint_watch import SaveWatch, judge_part
 from ravnest.coordinator.health.lease import STILL_SECONDS, Replacement
-from ravnest.coordinator.swarm.members import Member, Members
+from ravnest.coordinator.swarm.members import LentMachine, Member, Members
 from ravnest.coordinator.swarm.upload_activity import Sent
 
 HOME = 10e6 / 8
@@ -53,7 +53,7 @@ class Watched:
         self.awaited: Awaited | None = Awaited("checkpoint-7", 1000.0, ("anna", "ben"))
         self.members = Members()
         for name in ("anna", "ben"):
-            member = Member(name, "", "cpu", 1)
+            member = Member(name, "", LentMachine("cpu", 1))
             for link in (member.control.link, member.feed):
                 link.connections = 1
             self.members.put(member)

@@ -335,7 +335,7 @@ def test_a_stage_whose_state_comes_over_a_thin_line_is_at_work_and_one_that_only
 
             monkeypatch.setattr(swarm.ends.told, "uploaded", take)
             anna = await swarm.provider("anna", replacement="standby")
-            swarm.ends.swarm.members["anna"].link = LinkSpeed(0.01, rate, rate)
+            swarm.ends.swarm.members["anna"].link.speed = LinkSpeed(0.01, rate, rate)
             line = CoordinatorClient(f"127.0.0.1:{port}", anna.node.tls_keys(), "anna")
             swarm.clusters = [("anna",)]
             swarm.watch.reported("anna", a_save(0, size))

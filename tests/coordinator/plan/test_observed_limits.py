@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ravnest.coordinator.plan.observed_limits import SLOW_HALF_SECONDS, Believed, evident_memory
 from ravnest.coordinator.plan.plan_run import Machine, provider_of
-from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.members import LentMachine, Member
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.graph.profile import CostProfile
 
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 def member(name: str = "anna", memory: int = 16 * GIB) -> Member:
-    return Member(name, "10.0.0.1:7000", "cpu", memory)
+    return Member(name, "10.0.0.1:7000", LentMachine("cpu", memory))
 
 
 def test_what_a_provider_says_is_believed_until_it_fails() -> None:

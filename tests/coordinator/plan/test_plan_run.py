@@ -1,6 +1,6 @@
 """What members said of themselves becomes what the planner takes; what it needs to know of lines is measured."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -24,8 +24,9 @@ from ravnest.coordinator.plan.plan_run import (
     requester_of,
 )
 from ravnest.coordinator.plan.prepared_job import Prepared, prepare
-from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.members import LentMachine, LinkMeasurement, Member
 from ravnest.coordinator.swarm.reachability import Reach
+from ravnest.engine.speed.device_speed import Speed
 from ravnest.errors import PeerError, PlanError
 from ravnest.graph.profile import CostProfile
 from ravnest.net.probe.measuring import LinkSpeed
@@ -37,16 +38,28 @@ from ravnest.planner.rings.tensors import RingTensors
 from ravnest.planner.run_plan import MIN_UPDATES, ROUND_SHARE, RingPlan, RunPlan, average_every
 from tests.graph.cutting import even_costs, example
 
+SPEED_FIGURES = tuple(field.name for field in fields(Speed))
 HERE = Machine(cores=4, threads=2)
 COSTS = CostProfile({}, samples=8, threads=1, flops_per_second=100e9, memory_bytes_per_second=10e9)
 REACHED, NOT_REACHED = Reach("10.0.0.1:7000", "it answers"), Reach("", "nobody answers")
 
 
-def member(name: str = "anna", **facts: object) -> Member:
-    made = Member(name, "10.0.0.1:7000", "cpu", 8 << 30, cores=6, threads=3, seen_host="10.0.0.1")
-    for fact, value in facts.items():
-        setattr(made, fact, value)
-    return made
+def member(
+    name: str = "anna",
+    address: str = "10.0.0.1:7000",
+    link: LinkSpeed | None = None,
+    seen_host: str = "10.0.0.1",
+    **facts: object,
+) -> Member:
+    speed = Speed(*(facts.pop(figure, 0.0) for figure in SPEED_FIGURES))  # type: ignore[arg-type]
+    lent = {"device": "cpu", "memory_bytes": 8 << 30, "threads": 3, "cores": 6, "speed": speed, **facts}
+    return Member(
+        name,
+        address,
+        LentMachine(**lent),  # type: ignore[arg-type]
+        seen_host=seen_host,
+        link=LinkMeasurement(speed=link),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,11 @@
 """What a coordinator that is started again takes up of what its providers have kept."""
 
-import dataclasses
-
 import pytest
 
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.replicas.part_uploads import PartRequest
 from ravnest.coordinator.replicas.surviving import AnnouncedReplica, find_surviving_replica
-from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.members import LentMachine, Member
 from ravnest.errors import RunError
 
 
@@ -18,7 +16,7 @@ def announced(number: int, key: str = "f-0", stages: int = 2) -> AnnouncedReplic
 
 
 def member(name: str, *parts: tuple[str, int]) -> Member:
-    return dataclasses.replace(Member(name, "", "cpu", 1), parts=frozenset(parts))
+    return Member(name, "", LentMachine("cpu", 1), parts=frozenset(parts))
 
 
 def test_the_newest_of_which_all_parts_are_there_is_found() -> None:

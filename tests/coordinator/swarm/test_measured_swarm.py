@@ -8,9 +8,10 @@ import pytest
 from test_swarm import Ends, about, ends
 
 from ravnest.coordinator.swarm.link_measurements import describe, figures, link_of, measure_pairs
-from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.members import LentMachine, Member
 from ravnest.coordinator.swarm.membership_log import announce
 from ravnest.coordinator.swarm.reachability import Reach
+from ravnest.engine.speed.device_speed import Speed
 from ravnest.errors import PeerError
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.probe.measuring import LinkSpeed
@@ -78,15 +79,16 @@ async def joined(swarm: Ends, node: NodeIdentity, name: str = "anna", address: s
 
 
 def test_a_machine_is_told_of_in_words() -> None:
-    member = Member("anna", "10.0.0.1:7", "cpu", 12 << 30, cores=8, flops_per_second=95e9)
+    member = Member("anna", "10.0.0.1:7", LentMachine("cpu", 12 << 30, cores=8, speed=Speed(95e9, 0.0)))
     assert describe(member) == "cpu, 8 cores, 12 GiB, 95 GFLOP/s"
-    member.link = LinkSpeed(0.0243, 31e6 / 8, 92e6 / 8)
+    member.link.speed = LinkSpeed(0.0243, 31e6 / 8, 92e6 / 8)
     assert describe(member) == "cpu, 8 cores, 12 GiB, 95 GFLOP/s, 24 ms, 92/31 Mbit/s"
-    gpu = Member("ben", "10.0.0.2:7", "cuda:0", 80 << 30, cores=16, flops_per_second=41.3e12, link_error="it broke")
+    gpu = Member("ben", "10.0.0.2:7", LentMachine("cuda:0", 80 << 30, cores=16, speed=Speed(41.3e12, 0.0)))
+    gpu.link.error = "it broke"
     assert describe(gpu) == "cuda:0, 80 GiB, 41.3 TFLOP/s, connection not measured"
     assert figures(gpu)["link_error"] == "it broke" and "round_trip_seconds" not in figures(gpu)
     # Of a swarm on one machine there is nothing to tell.
-    assert describe(Member("provider-0", "127.0.0.1:7", "cpu", 1 << 30)) == "cpu"
+    assert describe(Member("provider-0", "127.0.0.1:7", LentMachine("cpu", 1 << 30))) == "cpu"
 
 
 def test_a_provider_counts_once_its_connection_is_known_and_is_then_announced() -> None:
@@ -112,8 +114,8 @@ def test_a_provider_that_comes_back_tells_what_it_knows_without_measuring() -> N
             known = LinkSpeed(0.5, 1e3, 2e3)
             assert await report_link(stay.client, stay.control, known) == known
             member = swarm.swarm.members["anna"]
-            await swarm.swarm.members.changes.until(lambda: member.link is not None)
-            assert member.link == known
+            await swarm.swarm.members.changes.until(lambda: member.link.speed is not None)
+            assert member.link.speed == known
 
     run(test())
 
@@ -124,7 +126,7 @@ def test_a_provider_that_cannot_measure_takes_part_all_the_same() -> None:
             await stay.control.send(ProviderMessage(measured=Measured(error="too slow\x1b[2J")))
             member = swarm.swarm.members["anna"]
             await swarm.swarm.members.changes.until(lambda: member.present)
-            assert (member.link, member.link_error) == (None, "too slow [2J")
+            assert (member.link.speed, member.link.error) == (None, "too slow [2J")
 
     run(test())
 
@@ -146,7 +148,7 @@ def test_figures_that_cannot_be_are_none(answer: Measured | PeerMeasured) -> Non
 def test_providers_measure_the_way_to_one_another_when_asked() -> None:
     async def test() -> None:
         async with ends() as swarm, machine(swarm, "anna"), machine(swarm, "ben"), machine(swarm, "cid"):
-            assert all(m.link is not None for m in swarm.swarm.members.connected())
+            assert all(m.link.speed is not None for m in swarm.swarm.members.connected())
             pairs = [("anna", "ben"), ("ben", "anna"), ("ben", "cid"), ("anna", "anna"), ("anna", "nobody")]
             found = await measure_pairs(swarm.swarm, pairs)
             assert set(found) == {("anna", "ben"), ("ben", "anna"), ("ben", "cid")}
@@ -178,8 +180,8 @@ def test_one_that_leaves_or_is_silent_holds_nobody_up_for_long() -> None:
     async def test() -> None:
         async with ends() as swarm, machine(swarm, "anna"):
             silent = await swarm.provider("silent")
-            swarm.swarm.members["silent"].measures_link = True
-            swarm.swarm.members["silent"].link = LinkSpeed(1, 1, 1)
+            swarm.swarm.members["silent"].link.is_expected = True
+            swarm.swarm.members["silent"].link.speed = LinkSpeed(1, 1, 1)
             found = await measure_pairs(swarm.swarm, [("silent", "anna")], timeout_seconds=0.05)
             assert "silent did not say within 0.05 seconds" in str(found["silent", "anna"])
             asking = asyncio.create_task(measure_pairs(swarm.swarm, [("silent", "anna")]))
