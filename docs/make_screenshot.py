@@ -18,7 +18,7 @@ from rich.text import Text
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.jobfile import load_job
 from ravnest.monitor.live import LiveDisplay
-from ravnest.monitor.snapshot import Snapshot
+from ravnest.monitor.snapshot import RunSnapshot
 from ravnest.monitor.summary import Summary
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +44,7 @@ class Recorder(LiveDisplay):
         self._above = [f"$ ravnest train {JOB} --providers {PROVIDERS}"]
         super().__init__(self._drawn)
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         super().show(snapshot)
         if not self.frames or snapshot.elapsed_seconds - self.frames[-1][0] >= FRAME_SECONDS:
             self._keep(snapshot.elapsed_seconds)

@@ -20,7 +20,15 @@ from ravnest.errors import RunError
 from ravnest.graph.weights import stream_tensors
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.run_directory import RunDirectory
-from ravnest.monitor.summary import Averaging, ClusterSummary, Ledger, StageSummary, Staleness, Status, Summary
+from ravnest.monitor.summary import (
+    AveragingSummary,
+    ClusterSummary,
+    MicrobatchCounts,
+    StageSummary,
+    Staleness,
+    Status,
+    Summary,
+)
 
 
 def call(*words: str) -> int:
@@ -55,7 +63,7 @@ def a_summary(state: Status = "finished") -> Summary:
         samples_per_second=1245.0,
         eval={"accuracy": 0.9835},
         clusters=(cluster,),
-        ledger=Ledger(fed=225, completed=225),
+        ledger=MicrobatchCounts(fed=225, completed=225),
         updates=225,
     )
 
@@ -100,7 +108,7 @@ def test_several_clusters_are_told_with_what_they_averaged(tmp_path: Path, capsy
     with RunDirectory.open(tmp_path / "run", job_name="job", resume=False) as run:
         one = a_summary()
         other = replace(one.clusters[0], id=1, samples=5000, samples_per_second=400.0)
-        averaged = Averaging(rounds=7, rings=2, seconds_mean=0.5, bytes=1 << 20, skipped=1)
+        averaged = AveragingSummary(rounds=7, rings=2, seconds_mean=0.5, bytes=1 << 20, skipped=1)
         replace(one, clusters=(one.clusters[0], other), averaging=averaged).write(run)
         with closing(EventLog(run.events_path)) as events:
             events.emit("round", "round 7: 2 rings of 2 rings averaged by 2 clusters in 0.51 s")

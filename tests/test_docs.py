@@ -33,7 +33,7 @@ from ravnest.graph.portable import FORMAT_VERSION, PortableGraph
 from ravnest.jobfile import load_job
 from ravnest.microbatch import Marks
 from ravnest.monitor.run_directory import RunPaths
-from ravnest.monitor.summary import ClusterSummary, Ledger, StageSummary, Summary
+from ravnest.monitor.summary import ClusterSummary, MicrobatchCounts, StageSummary, Summary
 from ravnest.net.frames.frames import Frame, FrameKind, encode
 from ravnest.net.frames.tensor_bytes import WIRE_DTYPES
 from ravnest.net.identity.swarm_invite import SwarmInvite
@@ -148,7 +148,7 @@ def test_every_entry_of_the_run_directory_is_documented() -> None:
     assert names <= set(re.findall(r"^\| `([\w.]+)/?` \|", TRAINING, re.MULTILINE))
 
 
-@pytest.mark.parametrize("record", [Summary, ClusterSummary, StageSummary, Ledger])
+@pytest.mark.parametrize("record", [Summary, ClusterSummary, StageSummary, MicrobatchCounts])
 def test_every_field_of_the_summary_is_documented(record: Any) -> None:
     section = TRAINING.partition("**`summary.json`:**")[2]
     for field in dataclasses.fields(record):

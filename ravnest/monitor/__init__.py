@@ -1,1 +1,4 @@
-"""What a run tells about itself: events, metrics, summary and display."""
+"""Monitor: events, metrics, summary, trace, display and report of a run.
+
+Knows the run directory and plain values. Only `export` uses torch; nothing uses the network.
+"""

@@ -1,9 +1,9 @@
-"""The clocks of machines differ: how far, found from what flows between neighbouring stages. Pure functions.
+"""Clock offsets between machines, estimated from the frames that neighbouring stages exchange. Pure functions.
 
-A frame cannot arrive before it was sent. So activations say by how much the later stage's clock is behind at least, and
-gradients, which go the other way, by how much at most. Of many frames the quickest of each direction count. The middle
-between the two bounds is right if both directions are equally quick, and is never further off than half of what the
-quickest activations and the quickest gradients took together on the way.
+A frame cannot arrive before it was sent. So an activation gives a lower bound for how far the later stage's clock is
+behind, and a gradient, which travels the other way, an upper bound. The fastest frame of each direction gives the
+tightest bound. The estimate is the midpoint of the two bounds: it is exact if both directions are equally fast, and its
+error is never more than half of the round trip of the fastest activation and the fastest gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A frame's way over a link: when it was sent by its sender's clock, and arrived by its receiver's, in seconds."""
+    """Times of one frame in seconds: sent by the sender's clock, arrived by the receiver's clock."""
 
     sent: float
     arrived: float
@@ -20,20 +20,20 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """What to add to the later stage's times to have them on the earlier stage's clock."""
+    """Offset that converts the later stage's times to the earlier stage's clock, by addition."""
 
     seconds: float
     uncertainty_seconds: float | None
-    """It is off by no more than this. None: frames were seen in one direction only, taken as though they took no
-    time."""
+    """Upper bound of the error. None: frames were seen in one direction only, and the offset assumes that the fastest
+    of them took no time."""
 
 
 def offset_of(forward: Iterable[Crossing], backward: Iterable[Crossing]) -> Offset | None:
-    """How two neighbours' clocks stand, from frames to the later stage and from it; None where there are none."""
+    """Clock offset of two neighbours, from the frames to the later stage and from it; None without frames."""
     least = max((crossing.sent - crossing.arrived for crossing in forward), default=None)
     most = min((crossing.arrived - crossing.sent for crossing in backward), default=None)
     if least is not None and most is not None:
-        # Clocks that do not run equally fast may make the least more than the most: the middle is the best guess still.
+        # Clock drift may put the lower bound above the upper one; the midpoint is still the best estimate.
         return Offset((least + most) / 2, abs(most - least) / 2)
     if least is not None:
         return Offset(least, None)
@@ -41,10 +41,10 @@ def offset_of(forward: Iterable[Crossing], backward: Iterable[Crossing]) -> Offs
 
 
 def align(links: Sequence[Offset | None], origins: Sequence[float]) -> list[float]:
-    """What to add to each stage's times to have all of them on one axis.
+    """Offsets that put the times of all stages on one axis, by addition.
 
-    `links` are the offsets between each stage and the next; `origins`, one for each stage, are rough values of what is
-    wanted, which place the first stage and take the place of a link that is not known.
+    `links` are the offsets between each stage and the next, None where unknown. `origins`, one for each stage, are
+    rough values of the result: they place the first stage and replace unknown links.
     """
     assert len(origins) == len(links) + 1, f"{len(links)} links do not join {len(origins)} stages"
     placed = [origins[0]]

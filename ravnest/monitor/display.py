@@ -1,4 +1,4 @@
-"""What the requester sees of a run: a live picture on a terminal, calm log lines elsewhere, or nothing."""
+"""Display of a run for the requester: a live view on a terminal, log lines elsewhere, or nothing."""
 
 from time import monotonic
 from typing import Final, Protocol, TextIO
@@ -9,7 +9,7 @@ from ravnest import units
 from ravnest.errors import printable
 from ravnest.monitor.live import LiveDisplay
 from ravnest.monitor.report import final_lines
-from ravnest.monitor.snapshot import Snapshot
+from ravnest.monitor.snapshot import RunSnapshot
 from ravnest.monitor.summary import Summary
 from ravnest.units import counted
 
@@ -19,27 +19,27 @@ PLAIN_SECONDS: Final = 5.0
 
 
 class Display(Protocol):
-    """Where a run shows itself. After `finish` or `close` nothing more is shown."""
+    """Output of a run for its user. After `finish` or `close` nothing more is shown."""
 
-    def show(self, snapshot: Snapshot) -> None:
-        """Shows how the run stands; cheap, meant to be called a few times a second."""
+    def show(self, snapshot: RunSnapshot) -> None:
+        """Shows the current state of the run; cheap, may be called a few times a second."""
         ...
 
     def message(self, text: str) -> None:
-        """Shows one line that stays: a warning, a fault, an invite."""
+        """Shows one line that stays on the screen: a warning, a fault, an invite."""
         ...
 
     def finish(self, summary: Summary) -> None:
-        """Shows what became of the run."""
+        """Shows the result of the run."""
         ...
 
     def close(self) -> None:
-        """Leaves the terminal as it was, whatever happened; may be called at any time and again."""
+        """Restores the terminal; may be called at any time and repeatedly."""
         ...
 
 
 def open_display(enabled: bool, stream: TextIO) -> Display:
-    """The display that suits `stream`: live on a terminal, log lines elsewhere, silence when not enabled."""
+    """The display that fits `stream`: live on a terminal, log lines elsewhere, nothing if not enabled."""
     if not enabled:
         return QuietDisplay()
     console = Console(file=stream, highlight=False)
@@ -49,7 +49,7 @@ def open_display(enabled: bool, stream: TextIO) -> Display:
 
 
 class PlainDisplay:
-    """Log lines: one when a phase is new, one for each evaluation, else one every five seconds if there is news."""
+    """Log lines: one for each new phase and each evaluation, otherwise at most one every five seconds."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -60,7 +60,7 @@ class PlainDisplay:
         self._elapsed_seconds = 0.0
         self._closed = False
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         self._elapsed_seconds = snapshot.elapsed_seconds
         evaluation = None if snapshot.eval is None else dict(snapshot.eval)
         if evaluation is not None and evaluation != self._last_eval:
@@ -91,14 +91,14 @@ class PlainDisplay:
         try:
             print(f"[{self._elapsed_seconds:7.1f} s] {printable(text)}", file=self._stream, flush=True)
         except OSError:
-            # Whoever read this has gone (`| head`, a closed terminal); the run goes on without an audience.
+            # The reader is gone (`| head`, a closed terminal); the run continues without output.
             self._closed = True
 
 
 class QuietDisplay:
     """Shows nothing."""
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         pass
 
     def message(self, text: str) -> None:
@@ -111,7 +111,7 @@ class QuietDisplay:
         pass
 
 
-def _progress(snapshot: Snapshot) -> str:
+def _progress(snapshot: RunSnapshot) -> str:
     parts = [f"{snapshot.phase}: {snapshot.detail}" if snapshot.detail else snapshot.phase]
     if snapshot.epoch and snapshot.epochs:
         parts.append(f"epoch {snapshot.epoch}/{snapshot.epochs}")

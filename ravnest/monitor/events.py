@@ -1,4 +1,4 @@
-"""The events of a run: joins, plans, faults, rounds, checkpoints, each with its reason."""
+"""Event log of a run: joins, plans, faults, rounds and checkpoints, each with its reason."""
 
 import threading
 import time
@@ -16,10 +16,10 @@ RECENT_EVENTS = 200
 
 
 class EventLog:
-    """Appends events to the file at `path` and tells whoever subscribed; may be used from any thread.
+    """Appends events to the file at `path` and calls the subscribed observers; thread-safe.
 
-    When the disk refuses, the first `emit` raises RunError after the observers were told; later ones keep
-    the event in memory alone.
+    If the disk fails, the first `emit` raises RunError after the observers were called; later events are kept in
+    memory only.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,9 +30,9 @@ class EventLog:
         self._observers: list[Observer] = []
 
     def emit(self, kind: str, reason: str, /, **fields: object) -> None:
-        """Records that something happened, and why; `fields` are plain values that say more.
+        """Records an event and its reason; `fields` are plain values with the details.
 
-        A field with a name that every event has (the user's metric may be called "reason") gets a "_".
+        A field whose name collides with a field of every event (a metric may be called "reason") gets a trailing "_".
         """
         event: Event = {
             "at": round(time.time(), 3),
@@ -49,7 +49,7 @@ class EventLog:
         self._lines.append(event)
 
     def subscribe(self, observer: Observer) -> Callable[[], None]:
-        """Calls `observer` with every later event, in the thread that emits it; returns how to stop that."""
+        """Calls `observer` with every later event, in the thread that emits it; returns how to unsubscribe."""
         with self._lock:
             self._observers.append(observer)
 
@@ -62,7 +62,7 @@ class EventLog:
 
     @property
     def recent(self) -> tuple[Event, ...]:
-        """The last events of this process, oldest first."""
+        """The most recent events of this process, oldest first."""
         with self._lock:
             return tuple(self._recent)
 
@@ -71,5 +71,5 @@ class EventLog:
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events of a run, oldest first; a torn last line is left out, no file is no events."""
+    """All events of a run, oldest first. A truncated last line is skipped; a missing file means no events."""
     return list(read_lines(path))

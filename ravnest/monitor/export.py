@@ -1,4 +1,4 @@
-"""The fused model: the stages' tensors put together again under the names of the user's own state_dict."""
+"""Fused model: the tensors of all stages in one file, under the names of the user's own state_dict."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class TrainedTensors(Protocol):
-    """What `fuse` needs to know of a checkpoint."""
+    """The part of a checkpoint that `fuse` reads."""
 
     @property
     def parameters(self) -> "Mapping[str, Tensor]": ...
@@ -29,10 +29,10 @@ def fuse(
 ) -> "dict[str, Tensor]":
     """A state_dict that the user's model loads with `load_state_dict`.
 
-    `aliases` gives each further name of a tied tensor its owner's name; each name gets a tensor of its own,
-    because a safetensors file cannot share one. `extra` are tensors that no stage held; what was trained
-    wins over them. Names in `non_persistent` are no part of a state_dict and are left out. RunError when an
-    owner is missing.
+    `aliases` maps each further name of a tied tensor to its owner's name; each name gets a copy, because a
+    safetensors file cannot share a tensor between names. `extra` are tensors that no stage held; trained tensors take
+    precedence. Names in `non_persistent` do not belong to a state_dict and are left out. Raises RunError if an owner is
+    missing.
     """
     fused = {**extra, **contents.buffers, **contents.parameters}
     for name, owner in aliases.items():
@@ -43,7 +43,7 @@ def fuse(
 
 
 def write_model(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file in one step; RunError when the disk refuses, and then `path` is as it was."""
+    """Writes a safetensors file atomically; raises RunError and leaves `path` unchanged if the disk fails."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -55,9 +55,9 @@ def write_model(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[s
                 temporary,
                 metadata={"format": "pt", **(metadata or {})},
             )
-            # The library lets nobody but the owner read its files; a model is as open as everything else in the run.
+            # The library makes its files readable by their owner only; the model gets the mode of the other files.
             temporary.chmod(mode)
         except SafetensorError as error:
-            # The library tells what the disk said as text alone.
+            # The library reports disk errors as text only.
             reason = "the disk is full" if "os error 28" in str(error) else str(error)
             raise RunError(f"cannot write {path}: {reason}; free some space or choose another place.") from error

@@ -1,4 +1,4 @@
-"""Files that are either wholly there or not there at all, and what to tell the user when the disk refuses."""
+"""Atomic file writes, and the error messages for a disk that fails."""
 
 import errno
 import os
@@ -15,10 +15,10 @@ TEMPORARY_SUFFIX: Final = ".tmp"
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Replaces the file at `path` by `data` in one step.
+    """Replaces the file at `path` by `data` atomically.
 
-    A reader, or whoever looks after a crash, finds the old content or the new one. When the disk refuses,
-    RunError names the path and the reason, and the old content is untouched.
+    A reader finds the old content or the new one, also after a crash. If the disk fails, RunError names the path and
+    the reason, and the old content is unchanged.
     """
     content = data.encode() if isinstance(data, str) else data
     with replacing(path) as temporary:
@@ -27,9 +27,9 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary file beside `path` to fill; at the end of the block it is synced and takes that name.
+    """Provides a temporary file next to `path`, which is synced and renamed to `path` at the end of the block.
 
-    When the block raises, the temporary file is gone and `path` is as it was; an OSError becomes a RunError.
+    If the block raises, the temporary file is removed and `path` is unchanged; an OSError becomes a RunError.
     """
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
@@ -46,13 +46,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Removes what writers that were killed left half written in `folder`."""
+    """Removes the temporary files in `folder` that killed processes left."""
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
-    """Returns when the file's content, or the folder's list of names, has reached the disk."""
+    """Flushes a file's content, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,25 +61,25 @@ def sync(path: Path) -> None:
 
 
 def write_error(path: Path, error: OSError) -> RunError:
-    """The sentence a user reads when `path` cannot be written; a DiskFullError where it is for want of space."""
+    """The error for a `path` that cannot be written; a DiskFullError if the disk is full."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(
             f"cannot write {path}: the disk is full; free some space or choose a --run on another disk "
-            "(what was saved before is untouched)."
+            "(everything saved before is intact)."
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return RunError(f"cannot write {path}: {_reason(error)}; choose a --run in a folder you may write to.")
     if error.errno in (errno.EMFILE, errno.ENFILE):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return RunError(
-            f"cannot write {path}: this process has all the files open that it may ({limit}); raise the limit with "
+            f"cannot write {path}: this process has reached its limit of open files ({limit}); raise it with "
             "`ulimit -n 65536` and continue with --resume."
         )
     return RunError(f"cannot write {path}: {_reason(error)}; choose another --run.")
 
 
 def read_error(path: Path, error: OSError) -> RunError:
-    """The sentence a user reads when `path` cannot be read."""
+    """The error for a `path` that cannot be read."""
     return RunError(f"cannot read {path}: {_reason(error)}; check the path and its permissions.")
 
 

@@ -1,4 +1,4 @@
-"""A trace as a picture: a row for each stage, what it computed, sent and got, along the time. SVG without scripts."""
+"""Gantt chart of a trace as SVG without scripts: what each stage computed, sent and received, over time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from ravnest.errors import printable
 from ravnest.monitor.steady import StageFigures, Stretch
 from ravnest.monitor.trace import TraceSpan, in_rows
 
-# Colours that also those tell apart who see few of them (Okabe and Ito), and waits have a pattern besides.
+# The palette of Okabe and Ito, for colour-blind readers; waits have a pattern in addition.
 COLOURS: Final = {
     "forward": "#0072b2",
     "backward": "#e69f00",
@@ -34,7 +34,7 @@ MEANINGS: Final = {
     "average": "averaging",
     "save": "saving",
     "wait nothing ready": "waits: nothing is ready",
-    "wait limit": "waits: as many in flight as may be",
+    "wait limit": "waits: in-flight limit reached",
     "send forward": "sends activations",
     "send backward": "sends gradients",
 }
@@ -48,12 +48,12 @@ _GAP: Final = 16
 _LANES: Final = {"send forward": ("send forward",), "send backward": ("send backward",)}
 _ARRIVALS: Final = ("receive forward", "receive backward")
 _LIGHT: Final = ("backward", "weights")
-"""Dark writing is read better on these."""
+"""Kinds whose colour is light and needs dark text."""
 _MAX_PIECES: Final = 20_000
 
 
 def gantt(stretch: Stretch, began: float, ended: float) -> str:
-    """What the stages of a cluster did between two moments on the axis of the trace."""
+    """Chart of a cluster's stages between two moments on the axis of the trace."""
     scale = (_WIDTH - _LEFT - 10) / max(ended - began, 1e-9)
     height_each = _BAR + 3 * _LANE + _GAP
     bottom = _TOP + len(stretch.stages) * height_each
@@ -73,7 +73,7 @@ def gantt(stretch: Stretch, began: float, ended: float) -> str:
 
 
 def legend(stretch: Stretch, began: float, ended: float) -> str:
-    """What the colours mean, as far as they occur."""
+    """Legend of the colours that occur between two moments."""
     spans = [span for figures in stretch.stages for span in figures.stage.spans]
     there = {_look(span) for span in spans if span.ended > began and span.began < ended}
     parts = []
@@ -124,7 +124,7 @@ def _pieces(
         left = _LEFT + (max(span.began, began) - began) * scale
         width = (min(span.ended, ended) - max(span.began, began)) * scale
         look = _look(span)
-        # An arrival takes no time to speak of, and is to be seen all the same.
+        # An arrival takes next to no time; it is drawn wide enough to be seen.
         width = max(width, 1.6 if span.kind == "receive" else 0.2)
         title = f"{_told(span)}, {_time(span.ended - span.began)}, at {_time(span.began - began)}"
         rect = f'<rect x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{height}" fill="{COLOURS[look]}">'
@@ -144,7 +144,7 @@ def _axis(began: float, ended: float, scale: float, bottom: float) -> Iterator[s
 
 
 def _step(length: float) -> float:
-    """A round number, of which about ten make up the length."""
+    """A round number that divides the length into about ten steps."""
     rough = max(length, 1e-9) / 10
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * times for times in (1, 2, 5, 10) if power * times >= rough * 0.999)

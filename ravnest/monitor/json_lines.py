@@ -1,4 +1,4 @@
-"""A file of one JSON object per line: many threads append, other programs read while it grows."""
+"""JSON lines files: several threads append objects while other programs read."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from ravnest.safe_json import read_json
 
 
 class JsonLines:
-    """Appends strict JSON lines to the file at `path`, each visible to readers when `append` returns.
+    """Appends strict JSON lines to the file at `path`; each line is visible to readers when `append` returns.
 
-    - A line torn by an earlier crash is cut off when the file is opened, so that what follows stays readable.
-    - When the disk refuses, the first `append` raises RunError and takes back what was half written; later
-      ones try again but stay silent, so that ending the run in good order is not stopped by its own log.
+    - A line truncated by an earlier crash is removed when the file is opened, so that later lines stay readable.
+    - If the disk fails, the first `append` raises RunError and removes the partly written line; later calls retry
+      without raising, so that a failing log does not prevent a clean shutdown.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class JsonLines:
         self._closed = False
 
     def append(self, record: Mapping[str, object]) -> None:
-        """Writes one line; after `close` it does nothing."""
+        """Writes one line; does nothing after `close`."""
         line = json.dumps(strict(record), allow_nan=False, separators=(",", ":"), default=str).encode() + b"\n"
         with self._lock:
             if self._closed:
@@ -58,7 +58,7 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines, oldest first; torn lines are left out, no file is no lines."""
+    """The objects of a JSON lines file, oldest first. Truncated lines are skipped; a missing file has no lines."""
     try:
         with open(path, "rb") as file:
             for line in file:
@@ -72,7 +72,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def strict(value: object) -> Any:
-    """The same plain value with what JSON cannot say (NaN, the infinities) as None."""
+    """The same plain value, with None for the numbers that JSON does not have (NaN and the infinities)."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

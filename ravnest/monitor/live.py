@@ -1,4 +1,4 @@
-"""The live picture of a run on a terminal: a progress bar, the numbers that matter, and a line per stage."""
+"""Live display of a run on a terminal: a progress bar, the key figures, and a line per stage."""
 
 import atexit
 import contextlib
@@ -19,7 +19,7 @@ from ravnest import units
 from ravnest.errors import printable
 from ravnest.monitor.files import write_atomic
 from ravnest.monitor.report import averaging_in_words, final_facts, headline
-from ravnest.monitor.snapshot import Snapshot
+from ravnest.monitor.snapshot import RunSnapshot
 from ravnest.monitor.summary import Summary
 
 _LINES_AROUND_STAGES: Final = 9
@@ -28,11 +28,10 @@ _KEPT_MESSAGES: Final = 100
 
 
 class LiveDisplay:
-    """Draws on `console`, in place, whenever `show` is called; no thread of its own.
+    """Redraws the display on `console` whenever `show` is called; thread-safe, without a thread of its own.
 
-    The terminal gets its cursor back at `finish`, at `close`, when drawing fails, and at the latest when the
-    interpreter exits. Whatever else prints meanwhile appears above the picture. A terminal that has gone away is no
-    reason to end a run: nothing is shown from then on. May be used from any thread.
+    The cursor is restored at `finish`, at `close`, when drawing fails, and at the latest when the interpreter exits.
+    Other output appears above the display. If the terminal disappears, the run continues without a display.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -41,10 +40,10 @@ class LiveDisplay:
         self._lock = threading.RLock()
         self._closed = False
         self._messages: deque[Text] = deque(maxlen=_KEPT_MESSAGES)
-        self._snapshot: Snapshot | None = None
+        self._snapshot: RunSnapshot | None = None
         self._summary: Summary | None = None
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         with self._lock:
             if not self._closed:
                 self._snapshot = snapshot
@@ -73,7 +72,7 @@ class LiveDisplay:
                     live.stop()
 
     def export_svg(self, path: Path, title: str = "ravnest") -> None:
-        """Saves the messages and the newest picture as an SVG of the same width, for documentation."""
+        """Saves the messages and the latest view as an SVG of the same width, for documentation."""
         console = Console(
             record=True,
             file=io.StringIO(),
@@ -85,7 +84,7 @@ class LiveDisplay:
         for message in self._messages:
             console.print(message)
         console.print(self._last_picture())
-        # Fonts come from the reader's machine: a picture in a README should load nothing from elsewhere.
+        # The SVG uses local fonts: a picture in a README should not load anything from the network.
         picture = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title), flags=re.DOTALL)
         write_atomic(path, picture)
 
@@ -121,7 +120,7 @@ class LiveDisplay:
         return Group(*parts)
 
 
-def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
+def _picture(snapshot: RunSnapshot, max_stages: int) -> RenderableType:
     parts: list[RenderableType] = [Text(), _title(snapshot)]
     if snapshot.samples_total or snapshot.samples_done:
         parts += [_bar(snapshot), _numbers(snapshot)]
@@ -131,7 +130,7 @@ def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
         last = f"; {snapshot.last_round}" if snapshot.last_round else ""
         parts.append(_named("averaging", f"{averaging_in_words(snapshot.averaging)}{last}"))
     if snapshot.in_flight is not None:
-        parts.append(_named("in flight", f"{snapshot.in_flight}   {snapshot.in_flight_reason}"))
+        parts.append(_named("in flight", f"{snapshot.in_flight.microbatches}   {snapshot.in_flight.reason}"))
     if snapshot.standstill:
         parts.append(Text(printable(snapshot.standstill), style="yellow", no_wrap=True, overflow="ellipsis"))
     if snapshot.stages:
@@ -144,7 +143,7 @@ def _picture(snapshot: Snapshot, max_stages: int) -> RenderableType:
     return Group(*parts)
 
 
-def _title(snapshot: Snapshot) -> RenderableType:
+def _title(snapshot: RunSnapshot) -> RenderableType:
     left = Text()
     if snapshot.title:
         left.append(printable(snapshot.title), style="bold")
@@ -160,7 +159,7 @@ def _title(snapshot: Snapshot) -> RenderableType:
     return _two_sides(left, right)
 
 
-def _bar(snapshot: Snapshot) -> RenderableType:
+def _bar(snapshot: RunSnapshot) -> RenderableType:
     total = snapshot.samples_total
     done = Text(units.count(snapshot.samples_done))
     if total is not None:
@@ -170,7 +169,7 @@ def _bar(snapshot: Snapshot) -> RenderableType:
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True)
     bar = ProgressBar(
-        # Without a known total the bar pulses: it goes on, nobody knows how far.
+        # Without a known total the bar pulses.
         total=total if total else None,
         completed=snapshot.samples_done,
         pulse=not total,
@@ -183,7 +182,7 @@ def _bar(snapshot: Snapshot) -> RenderableType:
     return grid
 
 
-def _numbers(snapshot: Snapshot) -> RenderableType:
+def _numbers(snapshot: RunSnapshot) -> RenderableType:
     left = Text()
     left.append("loss ", style="dim")
     left.append("…" if snapshot.train_loss is None else units.metric(snapshot.train_loss))
@@ -196,12 +195,12 @@ def _numbers(snapshot: Snapshot) -> RenderableType:
 
 
 def _named(name: str, value: str) -> Text:
-    # One line each: how much room there is for stages was counted.
+    # Exactly one line: the room for the stage table is computed from the number of lines.
     return Text.assemble((f"{name} ", "dim"), printable(value), no_wrap=True, overflow="ellipsis")
 
 
-def _stage_table(snapshot: Snapshot, most: int | None = None) -> Table:
-    """A line for each stage, of at most so many; of several clusters, each has one of its own before its stages."""
+def _stage_table(snapshot: RunSnapshot, max_stages: int | None = None) -> Table:
+    """A line for each of the first `max_stages` stages; with several clusters, a line before the stages of each."""
     table = Table(box=None, expand=True, header_style="dim", padding=(0, 1), pad_edge=False)
     table.add_column("stage", no_wrap=True)
     table.add_column("provider", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -211,7 +210,7 @@ def _stage_table(snapshot: Snapshot, most: int | None = None) -> Table:
     table.add_column("staleness", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
     begun = {view.id: view for view in snapshot.clusters}
-    for view in snapshot.stages[:most]:
+    for view in snapshot.stages[:max_stages]:
         cluster = begun.pop(view.cluster, None)
         if cluster is not None:
             rate = f"{units.sample_rate(cluster.samples_per_second)} samples/s, {units.count(cluster.samples)} samples"

@@ -1,4 +1,4 @@
-"""The curves of a run: one JSON line per sample of them, and the same numbers for TensorBoard."""
+"""Metrics of a run: one JSON line per measurement, and the same numbers for TensorBoard."""
 
 import threading
 import time
@@ -16,13 +16,11 @@ FLUSH_SECONDS: Final = 5
 
 
 class MetricLog:
-    """Writes samples of the curves to `path` and, if a folder is given, to TensorBoard; from any thread.
+    """Writes metrics to `path` and, if a folder is given, to TensorBoard; thread-safe.
 
-    - TensorBoard is slow to import, so a background thread does it; what is written before waits in its
-      queue.
-    - When TensorBoard cannot be used, `on_warning` gets one sentence and the run goes on with metrics.jsonl
-      alone.
-    - When the disk refuses, the first `write` raises RunError, later ones are silent.
+    - TensorBoard is slow to import, so a background thread imports it; values written before wait in a queue.
+    - If TensorBoard cannot be used, `on_warning` gets one sentence and the run continues with metrics.jsonl only.
+    - If the disk fails, the first `write` raises RunError; later ones do not raise.
     """
 
     def __init__(
@@ -50,10 +48,10 @@ class MetricLog:
         values: Mapping[str, float],
         **labels: str | int,
     ) -> None:
-        """Records `values` as they were after so many samples and updates; `labels` say whose they are.
+        """Records `values` as of the given number of samples and updates; `labels` say which stage they belong to.
 
-        A value that is not finite is written as null. A name that a label or the record itself uses gets a
-        "_".
+        A value that is not finite is written as null. A name that collides with a label or a field of the record gets
+        a trailing "_".
         """
         at = time.time()
         record: dict[str, object] = {
@@ -73,10 +71,10 @@ class MetricLog:
         self._lines.append(record)
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """Returns when everything written has reached its files; may be called again.
+        """Flushes everything to the files; may be called repeatedly.
 
-        TensorBoard is not waited for beyond the time: an interrupt that hits an import can leave Python's lock of that
-        module taken for good, and the thread would wait for it.
+        The wait for TensorBoard has a timeout: an interrupt during an import can leave Python's lock for that module
+        held for good, and the thread would wait for it forever.
         """
         if self._thread is not None:
             self._queue.put(None)
@@ -92,7 +90,7 @@ class MetricLog:
                     writer.add_event(_tensorboard_event(scalars))
             finally:
                 writer.close()
-        # Whatever goes wrong here (an import, a full disk) costs a convenience and must not cost the run.
+        # A failure here (an import, a full disk) must not end the run: TensorBoard is a convenience.
         except Exception as error:
             if self._on_warning is not None:
                 reason = str(error) or type(error).__name__
@@ -100,7 +98,7 @@ class MetricLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of metrics.jsonl, oldest first; a torn last line is left out, no file is no lines."""
+    """All lines of metrics.jsonl, oldest first. A truncated last line is skipped; a missing file has no lines."""
     return list(read_lines(path))
 
 

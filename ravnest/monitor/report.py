@@ -1,22 +1,22 @@
-"""The last words of a run: what it did, how well, how fast, and where the model is."""
+"""Final report of a run in a few lines: result, training, speed, and the path of the model."""
 
 from collections.abc import Sequence
 from typing import Final
 
 from ravnest import units
-from ravnest.monitor.summary import Averaging, ClusterSummary, Summary
+from ravnest.monitor.summary import AveragingSummary, ClusterSummary, Summary
 from ravnest.units import counted
 
 _NAMED_CLUSTERS: Final = 4
 
 
 def final_lines(summary: Summary) -> list[str]:
-    """What is shown at the end of a run, whatever the end was; one fact a line."""
+    """Lines shown at the end of a run, one fact per line, for every status."""
     return [headline(summary), *(f"{name}: {value}" for name, value in final_facts(summary))]
 
 
 def headline(summary: Summary) -> str:
-    """ "Finished in 12 s", or why it did not."""
+    """ "Finished in 12 s", or why the run did not finish."""
     if summary.status == "finished":
         return f"Finished in {units.duration(summary.seconds)}"
     reason = f": {summary.reason}" if summary.reason else ""
@@ -24,7 +24,7 @@ def headline(summary: Summary) -> str:
 
 
 def final_facts(summary: Summary) -> list[tuple[str, str]]:
-    """The named results of a run that are known."""
+    """The known results of a run, as (name, text)."""
     facts = []
     if summary.eval:
         facts.append(("evaluation", units.metrics(summary.eval)))
@@ -44,8 +44,8 @@ def final_facts(summary: Summary) -> list[tuple[str, str]]:
     return facts
 
 
-def averaging_in_words(averaging: Averaging) -> str:
-    """Like "12 rounds of 3 rings, 0.4 s each, 35.1 MiB sent, 1 skipped"."""
+def averaging_in_words(averaging: AveragingSummary) -> str:
+    """Text such as "12 rounds of 3 rings, 0.4 s each, 35.1 MiB sent, 1 skipped"."""
     if not averaging.rounds and not averaging.skipped:
         return "no round yet"
     text = f"{counted(averaging.rounds, 'round')} of {counted(averaging.rings, 'ring')}"
@@ -56,10 +56,10 @@ def averaging_in_words(averaging: Averaging) -> str:
 
 
 def _clusters(clusters: Sequence[ClusterSummary]) -> str:
-    """Each for itself, or of many the slowest and the fastest."""
+    """Each cluster, or only the range of rates if there are many."""
     if len(clusters) > _NAMED_CLUSTERS:
         rates = [cluster.samples_per_second for cluster in clusters]
-        return f"{len(clusters)}, of {units.sample_rate(min(rates))} to {units.sample_rate(max(rates))} samples/s"
+        return f"{len(clusters)}, with {units.sample_rate(min(rates))} to {units.sample_rate(max(rates))} samples/s"
     each = [
         f"{units.count(cluster.samples)} samples at {units.sample_rate(cluster.samples_per_second)}/s in {cluster.id}"
         for cluster in clusters

@@ -1,5 +1,4 @@
-"""The report of a run as one HTML page: how it ended, how its pipelines worked, and a picture of each. No scripts, no
-network."""
+"""Report of a run as one HTML page: its result, figures per stage, and a chart per cluster. No scripts, no network."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -17,11 +16,11 @@ from ravnest.units import counted
 SHOWN_MICROBATCHES: Final = 40
 SHOWN_CLUSTERS: Final = 8
 SHOWN_STAGES: Final = 64
-"""Of one cluster in the picture."""
+"""Number of stages per cluster that the chart shows."""
 
 
 def report_page(name: str, summary: Summary, trace: Trace | None) -> str:
-    """The page, for the run of this name."""
+    """The page for the run of this name."""
     facts = "".join(
         f"<tr><th>{escape(printable(fact))}</th><td>{escape(printable(value))}</td></tr>"
         for fact, value in final_facts(summary)
@@ -44,7 +43,7 @@ def report_page(name: str, summary: Summary, trace: Trace | None) -> str:
 def _pipelines(summary: Summary, trace: Trace | None) -> str:
     session = trace.sessions[-1] if trace is not None and trace.sessions else ()
     if not any(stage.spans for stage in session):
-        why = "it was made with <code>pipeline.trace=0</code>, or no report of a stage had come when it ended"
+        why = "it ran with <code>pipeline.trace=0</code>, or it ended before the first report of a stage arrived"
         return f'<p class="none">This run has no trace: {why}.</p>{_table(summary, {})}'
     clusters: dict[int, list[TraceStage]] = {}
     for stage in session:
@@ -59,9 +58,9 @@ def _pipelines(summary: Summary, trace: Trace | None) -> str:
     before = len(trace.sessions) - 1
     sessions = f" It also has {counted(before, 'session')} before the run was resumed." if before else ""
     parts.append(
-        '<p class="dim">The whole trace is <code>trace.json</code> beside this page: open it in Perfetto '
-        f"(ui.perfetto.dev) or chrome://tracing.{sessions} Times of different machines are put on one axis from when "
-        "frames left and arrived: they are right to within half of the shortest way there and back.</p>"
+        '<p class="dim">The whole trace is in <code>trace.json</code> next to this page: open it in Perfetto '
+        f"(ui.perfetto.dev) or chrome://tracing.{sessions} The clocks of the machines are aligned by the times at "
+        "which frames were sent and received; the error is at most half of the shortest round trip.</p>"
     )
     return "\n".join(parts)
 
@@ -69,10 +68,10 @@ def _pipelines(summary: Summary, trace: Trace | None) -> str:
 def _picture(cluster: int, stages: Sequence[TraceStage], stretch: Stretch | None, clusters: int) -> str:
     title = f"<h3>Cluster {cluster}</h3>" if clusters > 1 else ""
     if stretch is None:
-        return f'{title}<p class="none">Nothing of it was traced.</p>'
+        return f'{title}<p class="none">No microbatch of this cluster was traced.</p>'
     began, ended = last_of(stretch, stages, SHOWN_MICROBATCHES)
     shown = Stretch(stretch.began, stretch.ended, stretch.microbatches, stretch.steady, stretch.stages[:SHOWN_STAGES])
-    what = "in steady state" if stretch.steady else "all that was traced last: too little for a steady state"
+    what = "in steady state" if stretch.steady else "the last part of the trace: too short for a steady state"
     length = units.duration(ended - began) if ended - began >= 1 else f"{1000 * (ended - began):.3g} ms"
     count = min(len(stretch.microbatches), SHOWN_MICROBATCHES)
     said = f"{length}, {counted(count, 'microbatch', 'microbatches')} let in, {what}"

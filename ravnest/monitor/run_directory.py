@@ -1,4 +1,4 @@
-"""The run directory: where a run keeps everything it leaves behind, held by one coordinator at a time."""
+"""Run directory: all files of a run, locked by one coordinator at a time."""
 
 import errno
 import fcntl
@@ -19,11 +19,11 @@ __all__ = ["RunDirectory", "RunPaths", "check_run", "existing_run", "lock_holder
 RUNS_FOLDER = Path("runs")
 
 RESERVE_BYTES: Final = 64 << 10
-"""Kept for the last words of a run on a disk that is full."""
+"""Disk space reserved for the final summary and events of a run on a full disk."""
 
 
 class RunPaths:
-    """Where each thing lies in the run directory `path`; a contract with other programs."""
+    """Paths of the files in the run directory `path`; a contract with other programs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class RunPaths:
 
     @property
     def report_path(self) -> Path:
-        """Where `ravnest report` writes, unless it is told otherwise."""
+        """Default output of `ravnest report`."""
         return self.path / "report.html"
 
     @property
@@ -63,12 +63,12 @@ class RunPaths:
 
     @property
     def profile_path(self) -> Path:
-        """What the model costs on the coordinator's machine, so that it is measured once."""
+        """Cost profile of the model, measured once on the coordinator's machine."""
         return self.path / "profile.json"
 
     @property
     def static_path(self) -> Path:
-        """Tensors of the model that no stage holds and training never changes."""
+        """Tensors of the model that no stage holds and training does not change."""
         return self.path / "static.safetensors"
 
     @property
@@ -77,12 +77,12 @@ class RunPaths:
 
     @property
     def identity_path(self) -> Path:
-        """The key and certificate of a swarm's authority: whoever has them is the swarm."""
+        """Private key and certificate of the swarm's authority; they give full control of the swarm."""
         return self.path / "identity"
 
     @property
     def store_path(self) -> Path:
-        """Of a run that is served: invites, the nodes that have joined with them, and what is known of each."""
+        """Database of a served run: invites, the nodes that joined with them, and the last known state of each node."""
         return self.path / "store.sqlite"
 
     @property
@@ -92,8 +92,8 @@ class RunPaths:
     def holds_a_run(self) -> bool:
         return any(path.exists() for path in (self.summary_path, self.events_path, self.checkpoints_path))
 
-    def was_served_in_vain(self) -> bool:
-        """Whether a coordinator has listened for this run and nothing was trained: it keeps who has joined, no more."""
+    def was_served_without_training(self) -> bool:
+        """Whether the run was served but nothing was trained: it holds only the identity and the joined nodes."""
         trained = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
         return self.identity_path.is_dir() and not trained and not self.holds_a_checkpoint()
 
@@ -102,7 +102,7 @@ class RunPaths:
 
 
 class RunDirectory(RunPaths):
-    """A run directory that this process alone writes to, until `close` (or the end of the process)."""
+    """Run directory locked by this process until `close` or the end of the process."""
 
     def __init__(self, path: Path, lock_descriptor: int) -> None:
         super().__init__(path)
@@ -111,12 +111,12 @@ class RunDirectory(RunPaths):
 
     @classmethod
     def open(cls, path: Path | None, *, job_name: str, resume: bool) -> "RunDirectory":
-        """The folder of a new run, or with `resume` that of an old one, locked.
+        """Creates and locks the folder of a new run, or locks an existing one with `resume`.
 
-        Without a path a new run gets `runs/<job_name>-<date>-<time>`, and `resume` takes the newest such
-        run that has a checkpoint. With a path, a run that was killed before it had saved anything is one to resume,
-        too: from its start. RunError when the folder already holds a run (or other files), has no run to resume, is
-        used by another process or cannot be written; nothing in it is changed then.
+        Without a path, a new run gets `runs/<job_name>-<date>-<time>`, and `resume` takes the newest such run that has
+        a checkpoint. With a path, `resume` also accepts a run that was killed before its first checkpoint, which then
+        starts from the beginning. Raises RunError and changes nothing if the folder already holds a run (or other
+        files), has no run to resume, is in use by another process, or cannot be written.
         """
         if path is None:
             path = _newest_run(job_name) if resume else _new_run(job_name)
@@ -125,12 +125,12 @@ class RunDirectory(RunPaths):
             _check_usable(RunPaths(path), resume=resume)
         run = cls(path, _locked(RunPaths(path)))
         try:
-            # Asked only now: while another process holds the run, "in use" is the more helpful answer.
-            _check_whose(run, resume=resume)
+            # Checked after locking: while another process holds the run, "in use" is the more helpful error.
+            _check_run_state(run, resume=resume)
             try:
                 remove_temporaries(path)
                 run.checkpoints_path.mkdir(exist_ok=True)
-                # What compresses to nothing would hold no place on some disks.
+                # Random bytes: a file system that compresses would store zeros without using any space.
                 run._reserve.write_bytes(os.urandom(RESERVE_BYTES))
             except OSError as error:
                 raise write_error(run.checkpoints_path, error) from error
@@ -139,27 +139,27 @@ class RunDirectory(RunPaths):
             raise
         return run
 
-    def open_to_others(self) -> str:
-        """What to tell the user where others on this machine may look into the folder; empty where they may not.
+    def sharing_warning(self) -> str:
+        """Warning if other users of this machine can read the folder; empty otherwise.
 
-        Ravnest makes the folder of a run for its owner alone. One that was there already is left as its owner has set
-        it: it may be shared on purpose. Its keys, its invites and its store are for the owner alone in any case.
+        Ravnest creates the folder of a run for its owner only. A folder that existed before keeps its mode, because it
+        may be shared on purpose. The keys, the invites and the store are readable by their owner only in any case.
         """
         mode = stat.S_IMODE(self.path.stat().st_mode)
         if not mode & 0o077:
             return ""
         return (
-            f"warning: others on this machine may look into {self.path} (mode {mode:04o}), where the model is kept; "
+            f"warning: other users of this machine can read {self.path} (mode {mode:04o}), which holds the model; "
             f"run `chmod 700 {self.path}` unless you share it on purpose"
         )
 
     def release_reserve(self) -> None:
-        """Makes room for the last words of a run: a little of the disk is kept for them from the beginning."""
+        """Frees the reserved disk space, so that the final summary and events fit on a full disk."""
         with suppress(OSError):
             self._reserve.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets go of the run; may be called again."""
+        """Unlocks the run; may be called repeatedly."""
         if self._lock_descriptor in _held_descriptors:
             self.release_reserve()
             _held_descriptors.discard(self._lock_descriptor)
@@ -176,7 +176,7 @@ class RunDirectory(RunPaths):
 
 
 def check_run(path: Path | None, *, job_name: str, resume: bool) -> None:
-    """RunError where `RunDirectory.open` would refuse what is there; changes nothing, so that it can be asked early."""
+    """Raises RunError where `RunDirectory.open` would; changes nothing, so it can be called early."""
     if path is None:
         if resume:
             _newest_run(job_name)
@@ -186,7 +186,7 @@ def check_run(path: Path | None, *, job_name: str, resume: bool) -> None:
         process = lock_holder(run)
         if process is not None:
             raise _in_use(run, process)
-        _check_whose(run, resume=resume)
+        _check_run_state(run, resume=resume)
     if resume or path.is_dir():
         _check_usable(run, resume=resume)
     place = path.absolute()
@@ -201,17 +201,17 @@ def check_run(path: Path | None, *, job_name: str, resume: bool) -> None:
 
 
 def existing_run(path: Path) -> RunPaths:
-    """The run at `path`, to be read; RunError when there is none."""
+    """The existing run at `path`, for reading; raises RunError if there is none."""
     run = RunPaths(Path(path))
     if not run.path.exists():
-        raise RunError(f"there is no run at {path}; give the folder that `ravnest train` named at its start.")
+        raise RunError(f"there is no run at {path}; give the folder that `ravnest train` printed when it started.")
     if not run.path.is_dir() or not run.holds_a_run():
-        raise RunError(f"{path} is not a run directory; give the folder that `ravnest train` named at its start.")
+        raise RunError(f"{path} is not a run directory; give the folder that `ravnest train` printed when it started.")
     return run
 
 
 def lock_holder(run: RunPaths) -> int | None:
-    """The process that is writing to the run now (0 when it did not say), or None."""
+    """Id of the process that holds the lock of the run, 0 if it is unknown, or None if the run is not locked."""
     try:
         descriptor = os.open(run.lock_path, os.O_RDONLY)
     except FileNotFoundError:
@@ -244,14 +244,14 @@ def _new_run(job_name: str) -> Path:
 
 
 def _make_private(path: Path) -> None:
-    """Makes the folder of a run, for this user alone: it holds the model and the swarm's keys."""
+    """Creates the folder of a run, readable by its owner only: it holds the model and the swarm's keys."""
     path.mkdir(mode=0o700, parents=True)
-    # An unusual umask may have taken from that what the owner needs.
+    # A restrictive umask may have removed permissions that the owner needs.
     path.chmod(0o700)
 
 
 def _newest_run(job_name: str) -> Path:
-    # The date and time in the name sort as text; a "-2" behind them is a later run of the same second.
+    # The date and time in the name sort as text; a "-2" after them marks a later run of the same second.
     pattern = re.compile(re.escape(_file_name(job_name)) + r"-(\d{8}-\d{6})(?:-(\d+))?")
     found = []
     for path in RUNS_FOLDER.glob("*"):
@@ -281,32 +281,32 @@ def _check_usable(run: RunPaths, *, resume: bool) -> None:
     store = run.store_path.name
     before_the_first_run = {run.lock_path.name, run.identity_path.name, store, f"{store}-wal", f"{store}-shm"}
     if names - before_the_first_run and not run.holds_a_run():
-        raise RunError(f"{run.path} holds other files and no run; choose an empty or new folder for --run.")
+        raise RunError(f"{run.path} holds other files but no run; choose an empty or new folder for --run.")
 
 
 def _in_use(run: RunPaths, process: int) -> RunError:
     return RunError(f"run {run.path} is in use by process {process}; stop it or choose another --run.")
 
 
-def _check_whose(run: RunPaths, *, resume: bool) -> None:
-    # Whom a coordinator has let in stays in, also when the job then turned out to be wrong.
-    if run.holds_a_run() and not resume and not run.was_served_in_vain():
+def _check_run_state(run: RunPaths, *, resume: bool) -> None:
+    # A served run without training may be started again: the joined nodes stay admitted after a wrong job.
+    if run.holds_a_run() and not resume and not run.was_served_without_training():
         raise RunError(f"{run.path} already holds a run; continue it with --resume or choose another --run.")
     if resume and not run.holds_a_run():
         raise RunError(f"there is no run at {run.path} to resume; check --run, or start it without --resume.")
 
 
-# Processes forked from this one (data loader workers) must not keep the lock alive when this one is killed.
+# Forked processes (data loader workers) must not hold the lock after this process is killed.
 _held_descriptors: set[int] = set()
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     for descriptor in _held_descriptors:
         os.close(descriptor)
     _held_descriptors.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _locked(run: RunPaths) -> int:

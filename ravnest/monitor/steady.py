@@ -1,8 +1,8 @@
-"""A pipeline at full work, as its trace shows it: between filling up and running empty. Pure functions.
+"""Steady state of a pipeline, found in its trace: the time between filling and draining. Pure functions.
 
-At the edges of what was traced, a stage also works on microbatches that were not: what it does there would look like
-idleness. From when the first traced microbatch goes back through a stage, until the last has gone forward, everything
-it did is in the trace; and by then the pipeline is full.
+At the edges of the trace, a stage also works on microbatches that were not traced, which would look like idle time.
+Between the first backward and the last forward of the traced microbatches, the trace holds everything that the stage
+did; and the pipeline is full.
 """
 
 import itertools
@@ -15,47 +15,46 @@ from typing import Final
 from ravnest.monitor.trace import BUSY_KINDS, TraceSpan, TraceStage
 
 MIN_MICROBATCHES: Final = 8
-"""Fewer say little: an earlier stretch that has as many is taken before a later one that has not."""
+"""Microbatches of a meaningful stretch: an earlier stretch with this many is preferred to a later one with fewer."""
 
 _COLD_SHARE: Final = 4
-"""A quarter of a session's first stretch is left out."""
+"""Divisor: a quarter of a session's first stretch is skipped as warm-up."""
 
 _GAP_PERIODS: Final = 5
-"""Where nothing was recorded for as long as so many microbatches take, something was left out of the trace."""
+"""A gap of this many microbatch periods means that the trace was interrupted."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """How one stage spent a stretch of time."""
+    """Time use of one stage during a stretch."""
 
     stage: TraceStage
     busy_fraction: float
     waits: Mapping[str, float]
-    """By what held it up, which share of the time."""
+    """Share of the time spent waiting, by reason."""
     mean_seconds: Mapping[str, float]
-    """By kind of work, what one piece of it took."""
+    """Mean duration of one task, by kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some time in the life of a cluster, on the axis of its trace."""
+    """A time interval of a cluster, on the axis of its trace."""
 
     began: float
     ended: float
     microbatches: tuple[int, ...]
-    """Those that were let in meanwhile."""
+    """Microbatches that started during the stretch."""
     steady: bool
-    """Whether the pipeline was full all the time; otherwise it is all that there is."""
+    """Whether the pipeline was full throughout; otherwise the stretch is the whole last part of the trace."""
     stages: tuple[StageFigures, ...]
 
 
 def steady_stretch(stages: Sequence[TraceStage]) -> Stretch | None:
-    """The latest long stretch in which the cluster of these stages was at full work. Where there is none, all of what
-    was traced last; None where nothing was."""
+    """The latest long stretch with a full pipeline. Without one, the last part of the trace; None without a trace."""
     if not stages or not stages[0].spans:
         return None
     groups = _groups(stages)
-    # The first microbatches of all have every machine to wake up.
+    # The first microbatches include the warm-up of every machine.
     groups[0] = groups[0][len(groups[0]) // _COLD_SHARE :]
     stretches = [_stretch(stages, group) for group in groups]
     full = [found for found in stretches if found is not None and found.microbatches]
@@ -65,17 +64,17 @@ def steady_stretch(stages: Sequence[TraceStage]) -> Stretch | None:
     return _everything(stages)
 
 
-def last_of(stretch: Stretch, stages: Sequence[TraceStage], most: int) -> tuple[float, float]:
-    """The end of a stretch in which no more than so many microbatches are let in: from when and until when."""
-    if len(stretch.microbatches) <= most:
+def last_of(stretch: Stretch, stages: Sequence[TraceStage], max_microbatches: int) -> tuple[float, float]:
+    """Start and end of the last part of a stretch, in which at most `max_microbatches` start."""
+    if len(stretch.microbatches) <= max_microbatches:
         return stretch.began, stretch.ended
-    first = stretch.microbatches[-most]
+    first = stretch.microbatches[-max_microbatches]
     return next(s.began for s in stages[0].spans if s.kind == "forward" and s.microbatch == first), stretch.ended
 
 
 def _groups(stages: Sequence[TraceStage]) -> list[list[int]]:
-    """Microbatches that every stage has worked on from beginning to end, in the order in which they were let in; a new
-    group begins after an evaluation and after whatever was not traced."""
+    """Microbatches that every stage has traced completely, in the order in which they started. An evaluation or an
+    interruption of the trace starts a new group."""
     begun = [_when(stage, "forward") for stage in stages]
     done = [_when(stage, kind) for stage in stages for kind in ("backward", "update")]
     whole = set(begun[0]).intersection(*begun, *done)
@@ -106,7 +105,7 @@ def _stretch(stages: Sequence[TraceStage], group: Sequence[int]) -> Stretch | No
     began = max(_when(stage, "backward")[group[0]].began for stage in stages)
     ended = min(_when(stage, "forward")[group[-1]].ended for stage in stages)
     if ended <= began:
-        # More are in flight than were traced.
+        # More microbatches were in flight than were traced.
         return None
     return _made(stages, began, ended, group, steady=True)
 
@@ -149,5 +148,5 @@ def _within(spans: Iterable[TraceSpan], began: float, ended: float) -> list[Trac
 
 
 def _when(stage: TraceStage, kind: str) -> dict[int, TraceSpan]:
-    """The span of this kind of each microbatch of training."""
+    """The span of this kind for each training microbatch."""
     return {span.microbatch: span for span in stage.spans if span.kind == kind and span.microbatch >= 0}

@@ -1,4 +1,4 @@
-"""summary.json: what became of a run, in the words of the design page; a contract with other programs."""
+"""summary.json: the state and the result of a run; a contract with other programs."""
 
 import dataclasses
 import json
@@ -28,20 +28,20 @@ class Staleness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageLink:
+class LinkSummary:
     to: str
-    """The provider at the other end."""
+    """Provider at the other end of the link."""
     route: str
     """"direct", "relayed", or "" while there is no connection."""
     connections: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     bytes_raw: int = 0
-    """What was sent would have been so many bytes without a codec."""
+    """Bytes that the sent data would take without a codec."""
     codec: str = "float32"
-    """Of activations and gradients, both ways."""
+    """Codec of activations and gradients, in both directions."""
     delay_seconds: float | None = None
-    """What a microbatch spends on the way there and back, of those that hardly waited for the line; None: not known."""
+    """Round-trip delay of a microbatch on the link, measured on microbatches that hardly queued; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ class StageSummary:
     bytes_sent: int = 0
     bytes_received: int = 0
     baseline_memory_bytes: int | None = None
-    """What the provider's process used before it held anything of the model."""
-    links: tuple[StageLink, ...] = ()
-    """Those to the stages before and after it, as it sees them."""
+    """Memory that the provider's process used before it loaded any part of the model."""
+    links: tuple[LinkSummary, ...] = ()
+    """Links to the previous and the next stage, as this stage measures them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,12 @@ class ClusterSummary:
     samples_per_second: float
     stages: tuple[StageSummary, ...] = ()
     in_flight: int | None = None
-    """Microbatches between forward and backward at its root, at most, by now."""
+    """Current limit of microbatches between forward and backward at the root."""
     in_flight_reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Averaging:
+class AveragingSummary:
     rounds: int = 0
     rings: int = 0
     seconds_mean: float | None = None
@@ -84,8 +84,8 @@ class Averaging:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
-    """Microbatches, counted."""
+class MicrobatchCounts:
+    """Numbers of microbatches by outcome."""
 
     fed: int = 0
     completed: int = 0
@@ -105,19 +105,19 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Whether the model in the file is the one that the swarm evaluated."""
+    """Comparison of the saved model with the model that the swarm evaluated."""
 
     status: Literal["passed", "failed", "none"] = "none"
     reason: str = ""
-    """What was compared and what came of it; where nothing was, why."""
+    """Result of the comparison, or why there was none."""
     on: str = ""
-    """What the batches are of: "eval_data" or "train_data"."""
+    """Source of the batches: "eval_data" or "train_data"."""
     samples: int = 0
     batches: int = 0
     reported: Mapping[str, float | None] = field(default_factory=dict)
-    """Loss and metrics on these, as the swarm reported them."""
+    """Loss and metrics on these batches, as the swarm reported them."""
     measured: Mapping[str, float | None] = field(default_factory=dict)
-    """The same, evaluated from the file."""
+    """Loss and metrics on these batches, computed from the saved model."""
     seconds: float = 0.0
 
 
@@ -133,45 +133,45 @@ class Summary:
     train_loss: float | None = None
     eval: Mapping[str, float | None] = field(default_factory=dict)
     clusters: tuple[ClusterSummary, ...] = ()
-    averaging: Averaging = field(default_factory=Averaging)
-    ledger: Ledger = field(default_factory=Ledger)
+    averaging: AveragingSummary = field(default_factory=AveragingSummary)
+    ledger: MicrobatchCounts = field(default_factory=MicrobatchCounts)
     faults: tuple[Fault, ...] = ()
     updates: int = 0
     started_at: float | None = None
     first_update_seconds: float | None = None
     model: str | None = None
-    """The path of model.safetensors, once it is written."""
+    """Path of model.safetensors, once it is written."""
     standstill: str = ""
-    """Of a run that goes on: why nothing has been completed for a while; empty where that is not so."""
+    """Why no microbatch has completed for a while; empty while training makes progress."""
     check: Check = field(default_factory=Check)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values alone; numbers that are not finite become None."""
+        """The summary as plain values; numbers that are not finite become None."""
         record = strict(dataclasses.asdict(self))
         assert isinstance(record, dict)
         return record
 
     def write(self, run_directory: RunPaths) -> None:
-        """Replaces the run's summary.json in one step; RunError when the disk refuses."""
+        """Replaces the run's summary.json atomically; raises RunError if the disk fails."""
         write_atomic(run_directory.summary_path, json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "Summary":
-        """The summary in the file at `path`; RunError when it is missing or is not one."""
+        """The summary in the file at `path`; raises RunError if it is missing or malformed."""
         try:
             record = read_json(path.read_bytes())
             return _summary(record)
         except OSError as error:
             raise read_error(path, error) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RunError(f"{path} is not a summary of a run ({error}); look at events.jsonl beside it.") from None
+            raise RunError(f"{path} is not a summary of a run ({error}); look at events.jsonl next to it.") from None
 
 
 def _summary(record: dict[str, Any]) -> Summary:
     nested = {
         "clusters": tuple(_cluster(item) for item in record.get("clusters", ())),
-        "averaging": _made(Averaging, record.get("averaging", {})),
-        "ledger": _made(Ledger, record.get("ledger", {})),
+        "averaging": _made(AveragingSummary, record.get("averaging", {})),
+        "ledger": _made(MicrobatchCounts, record.get("ledger", {})),
         "check": _made(Check, record.get("check", {})),
         "faults": tuple(_made(Fault, item) for item in record.get("faults", ())),
     }
@@ -185,7 +185,7 @@ def _cluster(record: dict[str, Any]) -> ClusterSummary:
             item
             | {
                 "staleness": _made(Staleness, item.get("staleness", {})),
-                "links": tuple(_made(StageLink, link) for link in item.get("links", ())),
+                "links": tuple(_made(LinkSummary, link) for link in item.get("links", ())),
             },
         )
         for item in record.get("stages", ())
@@ -197,12 +197,12 @@ T = TypeVar("T")
 
 
 def _made(kind: type[T], record: Mapping[str, Any]) -> T:
-    # Fields of a later version are left out, so that an older program still reads the rest.
+    # Unknown fields are ignored, so that an older program can read the summary of a newer one.
     known = get_type_hints(kind)
     values = {name: value for name, value in record.items() if name in known}
     for name, value in values.items():
         if value is None and known[name] is float:
-            # A number that was not finite was written as null.
+            # to_json writes a number that is not finite as null.
             values[name] = math.nan
         elif not _fits(value, known[name]):
             raise ValueError(f"{name} is {str(value)[:80]!r}")
@@ -210,7 +210,7 @@ def _made(kind: type[T], record: Mapping[str, Any]) -> T:
 
 
 def _fits(value: object, wanted: Any) -> bool:
-    """Whether a value from JSON, or an object made of such values, can be a field of this type."""
+    """Whether a value from JSON, or an object built from such values, fits a field of this type."""
     outer = get_origin(wanted)
     if outer is Literal:
         return value in get_args(wanted)

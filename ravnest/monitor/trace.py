@@ -1,7 +1,7 @@
-"""trace.json: when each stage did what, in the format that Perfetto and chrome://tracing open.
+"""trace.json: timeline of every stage, in the trace event format of Perfetto and chrome://tracing.
 
-A process is a cluster, and each of its stages has a row for its computing and one for each direction in which it sends
-and receives. A run that was resumed has the rows of each session for itself, one session after the other.
+Each cluster is a process of the format. Each of its stages has a row for computation and one for each direction in
+which it sends and receives. A resumed run has separate rows for each session, one session after the other.
 """
 
 import itertools
@@ -19,28 +19,28 @@ BUSY_KINDS: Final = ("forward", "backward", "weights", "update", "evaluate", "av
 KINDS: Final = (*BUSY_KINDS, "wait", "send", "receive")
 ROWS: Final = ("compute", "send forward", "send backward", "receive forward", "receive backward")
 MAX_SPANS: Final = 200_000
-"""In one file, which then has some 25 MB."""
+"""Spans per file; a file with this many has about 25 MB."""
 
 _SESSION_PIDS: Final = 100_000
 _STAGE_TIDS: Final = 10
 _PAUSE_SECONDS: Final = 1.0
-_LONGEST_SECONDS: Final = 1e9
-"""Between two sessions on the axis."""
-_VALUES_A_SPAN: Final = 16
-_TOGETHER: Final = 1e-6
-"""Seconds: what ends so close to one another was sent in one message."""
+"""Gap between two sessions on the axis."""
+_MAX_SECONDS: Final = 1e9
+_VALUES_PER_SPAN: Final = 16
+_SAME_MESSAGE_SECONDS: Final = 1e-6
+"""Frames whose ends are this close were sent in one message."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """What a stage or one of its links did, in seconds on the axis of the trace."""
+    """One activity of a stage or of one of its links; times in seconds on the axis of the trace."""
 
     kind: str
     microbatch: int
     began: float
     ended: float
     detail: str = ""
-    """Of a send or receive "forward" or "backward"; of a wait what held the stage up."""
+    """ "forward" or "backward" for a send or receive; the reason for a wait."""
 
     @property
     def row(self) -> str:
@@ -60,19 +60,19 @@ class TraceStage:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The stages of each session, the oldest first."""
+    """The stages of each session, oldest session first."""
 
     sessions: tuple[tuple[TraceStage, ...], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As the trace event format has it."""
+        """The trace in the trace event format."""
         events = itertools.chain.from_iterable(
             _stage_events(number, stage) for number, stages in enumerate(self.sessions) for stage in stages
         )
         return {"displayTimeUnit": "ms", "traceEvents": list(events)}
 
     def write(self, path: Path) -> None:
-        """Replaces the file at `path` in one step; RunError when the disk refuses."""
+        """Replaces the file at `path` atomically; raises RunError if the disk fails."""
         lines = ",\n".join(
             json.dumps(event, allow_nan=False, separators=(",", ":")) for event in self.to_json()["traceEvents"]
         )
@@ -80,19 +80,21 @@ class Trace:
 
     @classmethod
     def read(cls, path: Path) -> "Trace":
-        """The trace in the file at `path`; RunError when it is missing or is not one of a run."""
+        """The trace in the file at `path`; raises RunError if it is missing or malformed."""
         try:
-            return _trace(read_json(path.read_bytes(), 2 * _VALUES_A_SPAN * MAX_SPANS))
+            return _trace(read_json(path.read_bytes(), 2 * _VALUES_PER_SPAN * MAX_SPANS))
         except OSError as error:
             raise read_error(path, error) from error
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             said = f"{type(error).__name__}: {str(error)[:80]}"
-            raise RunError(f"{path} is not a trace of a run ({said}); remove it, a resumed run writes anew.") from None
+            raise RunError(
+                f"{path} is not a trace of a run ({said}); remove it, and a resumed run writes a new one."
+            ) from None
 
 
 def after(earlier: Trace, stages: Sequence[TraceStage]) -> Trace:
-    """The trace of a run with another session, placed behind those before it on the axis. The oldest sessions are left
-    out where there are more spans than a file may have."""
+    """The trace with one more session, placed after the earlier ones on the axis. The oldest sessions are dropped if
+    there are more than `MAX_SPANS` spans."""
     room = MAX_SPANS - sum(len(stage.spans) for stage in stages)
     kept: list[tuple[TraceStage, ...]] = []
     for session in reversed(earlier.sessions):
@@ -106,9 +108,9 @@ def after(earlier: Trace, stages: Sequence[TraceStage]) -> Trace:
 
 
 def in_rows(spans: Iterable[TraceSpan]) -> dict[str, list[TraceSpan]]:
-    """The spans of each row in order, none of which begins before the one before it has ended.
+    """The spans of each row in order and without overlap.
 
-    What was sent together, in one message, shares its time.
+    Frames that were sent in one message divide its time among them.
     """
     rows: dict[str, list[TraceSpan]] = {row: [] for row in ROWS}
     for (_, ended), group in itertools.groupby(sorted(spans, key=_time), key=_time):
@@ -117,7 +119,11 @@ def in_rows(spans: Iterable[TraceSpan]) -> dict[str, list[TraceSpan]]:
             by_row.setdefault(span.row, []).append(span)
         for name, together in by_row.items():
             row = rows[name]
-            if row and row[-1].began < together[0].began < row[-1].ended and abs(ended - row[-1].ended) < _TOGETHER:
+            if (
+                row
+                and row[-1].began < together[0].began < row[-1].ended
+                and abs(ended - row[-1].ended) < _SAME_MESSAGE_SECONDS
+            ):
                 row[-1] = replace(row[-1], ended=together[0].began)
             began = max(row[-1].ended, together[0].began) if row else together[0].began
             if ended < began or (ended == began and row and together[0].began < began):
@@ -154,7 +160,7 @@ def _stage_events(session: int, stage: TraceStage) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_name", **place, "args": told}
         yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
         for span in spans:
-            # To the nanosecond, both ends alike: what follows without a gap must not overlap.
+            # Both ends rounded to the nanosecond: adjacent spans must not overlap.
             began, ended = round(span.began * 1e9), round(span.ended * 1e9)
             args: dict[str, Any] = {"microbatch": span.microbatch}
             if span.detail:
@@ -197,7 +203,7 @@ def _trace(record: Mapping[str, Any]) -> Trace:
 
 def _number(value: object) -> int:
     if type(value) is not int or abs(value) >= 2**53:
-        raise ValueError(f"{str(value)[:40]!r} is not a number of something")
+        raise ValueError(f"{str(value)[:40]!r} is not a valid number")
     return value
 
 
@@ -205,7 +211,7 @@ def _seconds(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f"{str(value)[:40]!r} is not a time")
     seconds = float(value) / 1e6
-    # Of a NaN the comparison is false.
-    if not abs(seconds) <= _LONGEST_SECONDS:
+    # NaN fails the comparison and is rejected.
+    if not abs(seconds) <= _MAX_SECONDS:
         raise ValueError(f"{str(value)[:40]!r} is not a time of a run")
     return seconds

@@ -11,8 +11,8 @@ from ravnest import units
 from ravnest.monitor import display as display_module
 from ravnest.monitor.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
 from ravnest.monitor.report import averaging_in_words, final_facts
-from ravnest.monitor.snapshot import ClusterView, Snapshot, StageView
-from ravnest.monitor.summary import Averaging, ClusterSummary, Summary
+from ravnest.monitor.snapshot import ClusterSnapshot, RunSnapshot, StageSnapshot
+from ravnest.monitor.summary import AveragingSummary, ClusterSummary, Summary
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -36,8 +36,8 @@ def a_live_display(width: int = 80, height: int = 24) -> tuple[LiveDisplay, io.S
     return LiveDisplay(console), stream
 
 
-def a_stage(stage: int = 0, provider: str = "p1", cluster: int = 0) -> StageView:
-    return StageView(
+def a_stage(stage: int = 0, provider: str = "p1", cluster: int = 0) -> StageSnapshot:
+    return StageSnapshot(
         cluster=cluster,
         provider=provider,
         stage=stage,
@@ -51,7 +51,7 @@ def a_stage(stage: int = 0, provider: str = "p1", cluster: int = 0) -> StageView
     )
 
 
-def a_snapshot(**changes: object) -> Snapshot:
+def a_snapshot(**changes: object) -> RunSnapshot:
     values: dict[str, object] = {
         "phase": "training",
         "title": "digits",
@@ -68,7 +68,7 @@ def a_snapshot(**changes: object) -> Snapshot:
         "elapsed_seconds": 12.0,
         "stages": (a_stage(0, "p1"), a_stage(1, "p2")),
     }
-    return Snapshot(**{**values, **changes})  # type: ignore[arg-type]
+    return RunSnapshot(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def a_summary(**changes: object) -> Summary:
@@ -142,7 +142,7 @@ def test_the_live_picture_says_why_nothing_is_completed_in_one_line_and_only_the
 
 def test_early_phases_show_without_any_numbers() -> None:
     display, stream = a_live_display()
-    display.show(Snapshot(phase="starting providers"))
+    display.show(RunSnapshot(phase="starting providers"))
     assert "starting providers" in shown(stream) and "loss" not in shown(stream)
     display.close()
 
@@ -253,11 +253,11 @@ def test_how_far_a_phase_is_is_shown_with_it_and_is_no_new_phase(monkeypatch: py
     display = PlainDisplay(stream)
     for number in range(101):
         now += 0.1
-        display.show(Snapshot(phase="deploying stages", detail=f"anna {number} %"))
+        display.show(RunSnapshot(phase="deploying stages", detail=f"anna {number} %"))
     lines = stream.getvalue().splitlines()
     assert len(lines) in (2, 3) and lines[0].endswith("deploying stages: anna 0 %")
     live, drawn = a_live_display()
-    live.show(Snapshot(phase="deploying stages", detail="anna 43 %, ben 100 %"))
+    live.show(RunSnapshot(phase="deploying stages", detail="anna 43 %, ben 100 %"))
     assert "deploying stages: anna 43 %, ben 100 %" in shown(drawn)
     live.close()
 
@@ -307,13 +307,13 @@ def test_numbers_read_well(text: str, expected: str) -> None:
     assert text == expected
 
 
-AVERAGED = Averaging(rounds=12, rings=3, seconds_mean=0.42, bytes=35 << 20, skipped=1)
+AVERAGED = AveragingSummary(rounds=12, rings=3, seconds_mean=0.42, bytes=35 << 20, skipped=1)
 
 
-def two_clusters(**changes: object) -> Snapshot:
+def two_clusters(**changes: object) -> RunSnapshot:
     stages = tuple(a_stage(s, f"c{c}s{s}", c) for c in (0, 1) for s in range(2 + c))
-    first = ClusterView(id=0, samples=8240, samples_per_second=412.0)
-    other = ClusterView(id=1, samples=4120, samples_per_second=206.0)
+    first = ClusterSnapshot(id=0, samples=8240, samples_per_second=412.0)
+    other = ClusterSnapshot(id=1, samples=4120, samples_per_second=206.0)
     values = {"stages": stages, "clusters": (first, other), "averaging": AVERAGED, "last_round": "round 13: 2 rings"}
     return a_snapshot(**{**values, **changes})
 
@@ -343,13 +343,13 @@ def test_one_cluster_is_shown_without_a_line_of_its_own() -> None:
 
 def test_a_cluster_that_is_lost_says_why() -> None:
     display, stream = a_live_display(width=100)
-    display.show(two_clusters(clusters=(ClusterView(id=0, lost="ann is\x1b gone"), ClusterView(id=1))))
+    display.show(two_clusters(clusters=(ClusterSnapshot(id=0, lost="ann is\x1b gone"), ClusterSnapshot(id=1))))
     assert "cluster 0" in shown(stream) and "lost: ann is  gone" in shown(stream)
 
 
 def test_many_clusters_do_not_push_the_picture_out_of_the_terminal() -> None:
     display, stream = a_live_display(width=100, height=24)
-    many = tuple(ClusterView(id=c) for c in range(50))
+    many = tuple(ClusterSnapshot(id=c) for c in range(50))
     display.show(two_clusters(stages=tuple(a_stage(0, f"p{c}", c) for c in range(50)), clusters=many))
     assert len(shown(stream).splitlines()) <= 24 and "and 49 more stages" in shown(stream)
 
@@ -361,11 +361,11 @@ def test_plain_lines_count_the_rounds() -> None:
 
 
 def test_averaging_in_words() -> None:
-    assert averaging_in_words(Averaging(rings=3)) == "no round yet"
-    assert averaging_in_words(Averaging(rounds=1, rings=1, seconds_mean=2.0, bytes=999)) == (
+    assert averaging_in_words(AveragingSummary(rings=3)) == "no round yet"
+    assert averaging_in_words(AveragingSummary(rounds=1, rings=1, seconds_mean=2.0, bytes=999)) == (
         "1 round of 1 ring, 2.0 s each, 999 B sent"
     )
-    assert averaging_in_words(Averaging(rings=2, skipped=4)) == "0 rounds of 2 rings, 0 B sent, 4 skipped"
+    assert averaging_in_words(AveragingSummary(rings=2, skipped=4)) == "0 rounds of 2 rings, 0 B sent, 4 skipped"
 
 
 def test_the_last_words_name_clusters_and_averaging_where_there_are_several() -> None:
@@ -373,5 +373,5 @@ def test_the_last_words_name_clusters_and_averaging_where_there_are_several() ->
     facts = dict(final_facts(a_summary(clusters=clusters[:2], averaging=AVERAGED)))
     assert facts["clusters"] == "1,000 samples at 10/s in 0, 2,000 samples at 11/s in 1"
     assert facts["averaging"] == "12 rounds of 3 rings, 0.4 s each, 35 MiB sent, 1 skipped"
-    assert dict(final_facts(a_summary(clusters=clusters)))["clusters"] == "9, of 10 to 18 samples/s"
+    assert dict(final_facts(a_summary(clusters=clusters)))["clusters"] == "9, with 10 to 18 samples/s"
     assert not {"clusters", "averaging"} & dict(final_facts(a_summary(clusters=clusters[:1]))).keys()

@@ -185,12 +185,12 @@ def test_a_run_is_for_its_owner_alone_and_a_folder_that_is_shared_stays_so_and_i
         monkeypatch.chdir(tmp_path)
         for path in (None, tmp_path / "deep" / "run"):
             with RunDirectory.open(path, job_name="digits", resume=False) as run:
-                assert stat.S_IMODE(run.path.stat().st_mode) == 0o700 and run.open_to_others() == ""
+                assert stat.S_IMODE(run.path.stat().st_mode) == 0o700 and run.sharing_warning() == ""
         shared = tmp_path / "shared"
         shared.mkdir(mode=0o750)
         with RunDirectory.open(shared, job_name="digits", resume=False) as run:
             assert stat.S_IMODE(shared.stat().st_mode) == 0o750
-            assert f"look into {shared} (mode 0750)" in run.open_to_others()
-            assert f"`chmod 700 {shared}`" in run.open_to_others()
+            assert str(shared) in run.sharing_warning() and "0750" in run.sharing_warning()
+            assert f"`chmod 700 {shared}`" in run.sharing_warning()
     finally:
         os.umask(before)

@@ -8,11 +8,11 @@ import pytest
 from ravnest.errors import RunError
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import (
-    Averaging,
+    AveragingSummary,
     ClusterSummary,
     Fault,
-    Ledger,
-    StageLink,
+    LinkSummary,
+    MicrobatchCounts,
     StageSummary,
     Staleness,
     Summary,
@@ -46,7 +46,7 @@ def a_summary(**changes: object) -> Summary:
         peak_memory_bytes=99,
         busy_fraction=0.5,
         updates=3,
-        links=(StageLink(to="p2", route="relayed", connections=2, bytes_sent=5, bytes_received=6),),
+        links=(LinkSummary(to="p2", route="relayed", connections=2, bytes_sent=5, bytes_received=6),),
         staleness=Staleness(mean=1.5, p95=2.0, max=3),
         bytes_sent=1,
         bytes_received=2,
@@ -61,8 +61,8 @@ def a_summary(**changes: object) -> Summary:
         "train_loss": 0.5,
         "eval": {"loss": 0.4, "accuracy": 0.9},
         "clusters": (ClusterSummary(id=0, samples=100, samples_per_second=25.0, stages=(stage,)),),
-        "averaging": Averaging(rounds=1),
-        "ledger": Ledger(fed=5, completed=5),
+        "averaging": AveragingSummary(rounds=1),
+        "ledger": MicrobatchCounts(fed=5, completed=5),
         "faults": (Fault(kind="lost", provider="p2", cluster=0, at=1.0, recovered_seconds=0.5),),
     }
     return Summary(**{**values, **changes})  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from ravnest.averaging.deadlines import Deadlines
 from ravnest.averaging.guards import Usual
 from ravnest.averaging.ring_round import Abort, Action, Begin, CatchUp, Commit, Join, RingRound
 from ravnest.errors import printable
-from ravnest.monitor.summary import Averaging as AveragingSummary
+from ravnest.monitor.summary import AveragingSummary
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     ProviderMessage,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ravnest.monitor.snapshot import Snapshot
+from ravnest.monitor.snapshot import RunSnapshot
 
 if TYPE_CHECKING:
     from ravnest.monitor.display import Display
@@ -29,7 +29,7 @@ def showing(display: "Display", phase: str, title: str) -> Iterator[None]:
 
     def show() -> None:
         while True:
-            display.show(Snapshot(phase=phase, title=title, elapsed_seconds=time.perf_counter() - started))
+            display.show(RunSnapshot(phase=phase, title=title, elapsed_seconds=time.perf_counter() - started))
             if over.wait(_SHOW_SECONDS):
                 return
 

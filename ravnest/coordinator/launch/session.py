@@ -95,7 +95,7 @@ class Session:
         self._run = path if isinstance(path, RunDirectory) else RunDirectory.open(path, job_name=name, resume=resume)
         with contextlib.ExitStack() as opened:
             opened.callback(self._run.close)
-            if warning := self._run.open_to_others():
+            if warning := self._run.sharing_warning():
                 display.message(warning)
             self._events = EventLog(self._run.events_path)
             opened.callback(self._events.close)

@@ -10,10 +10,20 @@ from typing import Protocol
 
 from ravnest.coordinator.feed.cluster_state import Clusters
 from ravnest.coordinator.feed.ledger import Ledger
-from ravnest.monitor import summary as written
 from ravnest.monitor.run_directory import RunPaths
-from ravnest.monitor.snapshot import ClusterView, Snapshot, StageView
-from ravnest.monitor.summary import ClusterSummary, Fault, StageLink, StageSummary, Staleness, Status, Summary
+from ravnest.monitor.snapshot import ClusterSnapshot, InFlightLimit, RunSnapshot, StageSnapshot
+from ravnest.monitor.summary import (
+    AveragingSummary,
+    Check,
+    ClusterSummary,
+    Fault,
+    LinkSummary,
+    MicrobatchCounts,
+    StageSummary,
+    Staleness,
+    Status,
+    Summary,
+)
 from ravnest.net.v1.control_pb2 import Report
 from ravnest.planner.run_plan import RunPlan
 from ravnest.planner.stage_plan import StagePlan
@@ -30,7 +40,7 @@ class RoundsView(Protocol):
 
     last: str
 
-    def summary(self) -> written.Averaging: ...
+    def summary(self) -> AveragingSummary: ...
 
 
 @dataclass
@@ -66,7 +76,7 @@ class Progress:
     training_seconds: float = 0.0
     samples_at_start: int = 0
     faults: list[Fault] = field(default_factory=list)
-    check: written.Check = field(default_factory=written.Check)
+    check: Check = field(default_factory=Check)
     """What came of evaluating the model from its file."""
     losses: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_LOSSES))
     _before_counting: float = 0.0
@@ -139,13 +149,13 @@ class Progress:
         total = None if self.epoch_samples is None else self.epoch_samples * self.epochs
         return total if self.samples_limit is None else min(self.samples_limit, total or self.samples_limit)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RunSnapshot:
         rate, total = self.recent_samples_per_second(), self.samples_total()
         # Of one stage nothing is ever in flight to the next.
         single = self.clusters is not None and len(self.clusters.all) == 1
         flying = self.clusters.all[0] if self.clusters is not None and single else None
         flying = flying if flying is not None and len(flying.plan.stages) > 1 else None
-        return Snapshot(
+        return RunSnapshot(
             phase=self.phase,
             detail=shares_in_words(self.fetching),
             standstill=self.standstill,
@@ -160,22 +170,21 @@ class Progress:
             predicted_samples_per_second=self.plan.predicted_samples_per_second if self.plan else None,
             eta_seconds=(total - self.ledger.samples) / rate if total is not None and rate > 0 else None,
             elapsed_seconds=self.elapsed_seconds,
-            stages=tuple(self._view(self._stage(s), s.cluster, rate) for s in (self.plan.stages if self.plan else ())),
+            stages=tuple(self._view(self._stage(s), s.cluster) for s in (self.plan.stages if self.plan else ())),
             clusters=tuple(self._cluster_views(rate)),
             averaging=None if self.rounds is None else self.rounds.summary(),
-            in_flight=flying.in_flight if flying is not None else None,
-            in_flight_reason=flying.flight_reason if flying is not None else "",
+            in_flight=None if flying is None else InFlightLimit(flying.in_flight, flying.flight_reason),
             last_round="" if self.rounds is None else self.rounds.last,
             title=self.title,
         )
 
-    def _cluster_views(self, rate: float) -> Iterator[ClusterView]:
+    def _cluster_views(self, rate: float) -> Iterator[ClusterSnapshot]:
         """Each with its share of the rate of now; none where there is one cluster."""
         found = list(self._cluster_summaries(rate))
         if self.clusters is None or len(found) < 2:
             return
         for cluster, seen in zip(self.clusters.all, found, strict=True):
-            yield ClusterView(
+            yield ClusterSnapshot(
                 id=seen.id,
                 samples=seen.samples,
                 samples_per_second=seen.samples_per_second,
@@ -217,8 +226,8 @@ class Progress:
             train_loss=self.train_loss,
             eval=self.eval or {},
             clusters=tuple(self._cluster_summaries(rate)),
-            averaging=written.Averaging() if self.rounds is None else self.rounds.summary(),
-            ledger=written.Ledger(**counts),
+            averaging=AveragingSummary() if self.rounds is None else self.rounds.summary(),
+            ledger=MicrobatchCounts(**counts),
             faults=tuple(self.faults),
             updates=self.ledger.updates,
             started_at=self.started_at,
@@ -277,7 +286,7 @@ class Progress:
             bytes_sent=report.bytes_sent,
             bytes_received=report.bytes_received,
             links=tuple(
-                StageLink(
+                LinkSummary(
                     to=link.node,
                     route=link.route,
                     connections=link.connections,
@@ -291,8 +300,8 @@ class Progress:
             ),
         )
 
-    def _view(self, stage: StageSummary, cluster: int, rate: float) -> StageView:
-        return StageView(
+    def _view(self, stage: StageSummary, cluster: int) -> StageSnapshot:
+        return StageSnapshot(
             provider=stage.provider,
             stage=stage.stage,
             role=stage.role,
@@ -302,8 +311,6 @@ class Progress:
             staleness_mean=stage.staleness.mean,
             staleness_max=stage.staleness.max,
             memory_bytes=stage.peak_memory_bytes,
-            updates=stage.updates,
-            samples_per_second=rate,
             cluster=cluster,
         )
 
