@@ -35,8 +35,8 @@ from ravnest.coordinator.health.standstill_watch import StandstillWatch, cluster
 from ravnest.coordinator.health.watchdog import Watch
 from ravnest.coordinator.intake import Items
 from ravnest.coordinator.plan.observed_limits import Believed
-from ravnest.coordinator.plan.plan_run import Machine
 from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.plan.provider_profiles import Machine
 from ravnest.coordinator.replicas.surviving import AnnouncedReplica
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.recorder import Recorder
@@ -56,8 +56,8 @@ from ravnest.monitor.run_directory import RunDirectory
 from ravnest.monitor.summary import Fault
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ProviderMessage
+from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Provider
-from ravnest.planner.run_plan import RunPlan
 from ravnest.units import counted
 
 _VANISHED_SECONDS = 0.2
@@ -147,7 +147,7 @@ class Coordinator:
 
     async def deploy(
         self, prepared: Prepared, providers: int | None, clusters: int | None, threads: int, cores: int
-    ) -> RunPlan:
+    ) -> Plan:
         """Waits for the providers, plans, and returns when every stage is built and linked.
 
         Without a number of providers, it waits for as many as have the memory for the model together; without one of

@@ -139,6 +139,15 @@ class Cluster:
             return f"{flying} in flight on a way of {self.round_trip_seconds:.3g} s"
         return max(self.stages, key=lambda stage: stage.seconds).limit
 
+    @property
+    def flight_reason(self) -> str:
+        """How many microbatches are in flight, and why."""
+        flying = counted(self.in_flight, "microbatch", "microbatches")
+        return (
+            f"{flying} in flight: the way through all stages and back takes {self.round_trip_seconds:.3g} s, "
+            f"and the busiest stage or line {self.busiest_seconds:.3g} s"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StageTables:

@@ -1,42 +1,269 @@
-"""A plan: clusters of providers with the cuts of each, who stands by, who averages with whom, and the promised rate."""
+"""Plan of a run: its clusters, their stages, and who averages what with whom. This tree is what is deployed.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+The name of a provider stands in the cost of its stage and nowhere else: standbys, the cluster of a provider and the
+owners of the rings follow from it. So replacing a provider is one edit (`Plan.with_takers`).
+"""
 
-from ravnest.planner.cluster import Cluster
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ravnest.graph.partition import split
+from ravnest.graph.portable import PortableGraph
+from ravnest.planner.cluster import Cluster, StageCost
+from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
-from ravnest.planner.shared_limits import totals
+from ravnest.planner.proposal import Proposal
+from ravnest.planner.rings.tensors import RingTensors
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """One stage: its provider, its graph, and its predicted cost."""
+
+    cost: StageCost
+    stage: int
+    role: str
+    graph: PortableGraph
+    parameters: int
+    cluster: int = 0
+    """Counted from 0, as the stages are."""
+    split_backward: bool = False
+    """Whether it sends gradients on before it computes those of its own weights."""
+
+    @property
+    def node(self) -> str:
+        """The provider that holds it."""
+        return self.cost.provider
+
+    @property
+    def start(self) -> int:
+        """The place in the model where it begins, as `split` counts them."""
+        return self.cost.start
+
+    @property
+    def codec(self) -> str:
+        """Codec of activations and gradients on the link to the stage before."""
+        return self.cost.codec
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """One cluster of a run."""
+
+    id: int
+    """Counted from 0."""
+    stages: tuple[StagePlan, ...]
+    in_flight: int
+    ahead: int
+    """Microbatches to feed beyond those in flight."""
+    predicted_samples_per_second: float
+    """While the other clusters train too."""
+    flight_reason: str
+    """Why this many microbatches are in flight."""
+    samples: int = 1
+    """In a microbatch."""
+    split_reason: str = ""
+    """Which stages split their backward, and why; empty with a single stage."""
+    max_in_flight: int = 1
+    """The number that memory and the staleness bound allow, should more be needed than planned."""
+    feed_seconds: float = 0.0
+    """Time for the report of a completed microbatch to reach the coordinator, and for the next microbatch to reach the
+    stage that waits longest for it."""
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where the model is cut."""
+        return tuple(stage.start for stage in self.stages[1:])
+
+    @property
+    def cost(self) -> Cluster:
+        """The predicted cost of all stages together."""
+        return Cluster(tuple(stage.cost for stage in self.stages), self.in_flight, self.samples)
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """From root to leaf."""
+        return tuple(stage.node for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """One ring of a run, or the part of it that is averaged in one fragment."""
+
+    ring: int
+    """Counted from 0, over all fragments."""
+    fragment: int
+    """Counted from 0."""
+    owners: tuple[str, ...]
+    """One of each cluster; each sends to the next, and the last to the first."""
+    tensors: RingTensors
+
+
+@dataclass(frozen=True, slots=True)
+class RingStages:
+    """A ring as a plan keeps it: the stages that own its parameters, in the order of the ring."""
+
+    fragment: int
+    stages: tuple[tuple[int, int], ...]
+    """Cluster and stage of each owner."""
+    tensors: RingTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a plan was made from. Later decisions about the plan start from here."""
+
+    model: ModelCosts
+    goal: Goal
+    network: Network
+    providers: Mapping[str, Provider]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Clusters in the order of their first provider's name; those of a plan that was chosen come with its reasons."""
+    """What a run deploys."""
 
-    clusters: tuple[Cluster, ...]
-    standbys: tuple[str, ...]
-    """Providers without a stage, by name."""
-    rates: tuple[float, ...]
-    """Samples a second of each cluster, beside the others."""
-    averaging_seconds: float
-    """Of one round."""
-    predicted_samples_per_second: float
+    clusters: tuple[ClusterPlan, ...]
+    reason: str
+    basis: Basis
+    steady_samples_per_second: float
+    """Predicted rate of all clusters, with the planned number in flight."""
     score: float
-    """What it was chosen by: as if training waited for every round, less what staleness beyond the bound takes."""
-    limit: str
-    """What the clusters share that holds them back; empty where each is held back by itself alone."""
+    """What the plan was chosen by: see `Proposal.score`."""
+    limit: str = ""
+    """The shared resource that limits the clusters; empty where each is limited by itself alone."""
+    averaging_seconds: float = 0.0
+    """Duration of one round of averaging of everything."""
+    ring_stages: tuple[RingStages, ...] = ()
+    """None where there is one cluster."""
+    round_seconds: float = 0.0
+    """Predicted duration of a round of the fragment that takes longest."""
+    average_every: int = 0
+    """Samples of all clusters together between two rounds; 0 where there is one cluster."""
+    average_reason: str = ""
+    """Why rounds are this far apart."""
+    versions_reason: str = ""
+    """Why weights and activations are kept as they are."""
+    slowed: float = 1.0
+    """The share of the steady rate that is left over the whole run: fewer are in flight at high learning rates."""
+
+    @property
+    def predicted_samples_per_second(self) -> float:
+        """Over the whole run."""
+        return self.slowed * self.steady_samples_per_second
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        """Of all clusters, one cluster after the other."""
+        return tuple(stage for cluster in self.clusters for stage in cluster.stages)
+
+    @property
+    def cluster_of(self) -> dict[str, int]:
+        """By provider, the cluster that it has a stage of."""
+        return {stage.node: cluster.id for cluster in self.clusters for stage in cluster.stages}
+
+    @property
+    def standbys(self) -> tuple[str, ...]:
+        """Providers without a stage, by name."""
+        return tuple(sorted(self.basis.providers.keys() - self.cluster_of.keys()))
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Samples per second of each cluster while the others train too."""
+        return tuple(cluster.predicted_samples_per_second for cluster in self.clusters)
+
+    @property
+    def versions(self) -> str:
+        """The policy by which stages keep weights and activations."""
+        return self.basis.goal.versions
+
+    @property
+    def bound_in_flight(self) -> int | None:
+        """The largest number ever allowed in flight in a cluster; None where nothing bounds it."""
+        return self.basis.goal.bound_in_flight
+
+    @property
+    def rings(self) -> tuple[RingPlan, ...]:
+        """The rings with the providers that own their parameters now."""
+        return tuple(
+            RingPlan(
+                number,
+                ring.fragment,
+                tuple(self.clusters[cluster].stages[stage].node for cluster, stage in ring.stages),
+                ring.tensors,
+            )
+            for number, ring in enumerate(self.ring_stages)
+        )
+
+    @property
+    def proposal(self) -> Proposal:
+        """The costs of the clusters, for a search that starts from this plan."""
+        return self.proposal_of(range(len(self.clusters)))
+
+    def proposal_of(self, clusters: Collection[int]) -> Proposal:
+        """The same for a part of the clusters: providers of the others stand by."""
+        kept = [self.clusters[number] for number in clusters]
+        whole = len(kept) == len(self.clusters)
+        busy = {name for cluster in kept for name in cluster.providers}
+        return Proposal(
+            clusters=tuple(cluster.cost for cluster in kept),
+            standbys=tuple(sorted(self.basis.providers.keys() - busy)),
+            rates=tuple(cluster.predicted_samples_per_second for cluster in kept),
+            averaging_seconds=self.averaging_seconds,
+            predicted_samples_per_second=(
+                self.steady_samples_per_second if whole else sum(c.predicted_samples_per_second for c in kept)
+            ),
+            score=self.score,
+            limit=self.limit,
+        )
+
+    def with_takers(self, cluster: int, takers: Mapping[int, str], known: Mapping[str, Provider]) -> "Plan":
+        """The plan in which these providers have taken stages of a cluster, by number, as they are.
+
+        `known` are machines that may have joined after the plan was made: the takers among them become part of the
+        plan's basis.
+        """
+        old = self.clusters[cluster]
+        stages = tuple(
+            replace(stage, cost=replace(stage.cost, provider=takers.get(stage.stage, stage.node)))
+            for stage in old.stages
+        )
+        clusters = [replace(old, stages=stages) if each is old else each for each in self.clusters]
+        new = {name: known[name] for name in takers.values() if name in known}
+        basis = replace(self.basis, providers={**self.basis.providers, **new})
+        return replace(self, clusters=tuple(clusters), basis=basis)
+
+    def without_owners_of(self, cluster: int) -> "Plan":
+        """The plan in which no provider of this cluster owns anything that is averaged."""
+        rings = tuple(
+            replace(ring, stages=tuple(owner for owner in ring.stages if owner[0] != cluster))
+            for ring in self.ring_stages
+        )
+        return replace(self, ring_stages=rings)
 
 
-def plan_of(goal: Goal, network: Network, providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> Plan:
-    """The plan with these clusters, of all these providers."""
-    ordered = tuple(sorted(clusters, key=lambda cluster: min(cluster.providers)))
-    found = totals(goal, network, providers, ordered)
-    busy = {name for cluster in ordered for name in cluster.providers}
-    return Plan(
-        clusters=ordered,
-        standbys=tuple(sorted(set(providers) - busy)),
-        rates=found.rates,
-        averaging_seconds=found.averaging_seconds,
-        predicted_samples_per_second=found.samples_per_second,
-        score=found.score,
-        limit=found.limit,
+def stages_of(
+    graph: PortableGraph, cluster: Cluster, number: int = 0, split_backward: Sequence[bool] = ()
+) -> tuple[StagePlan, ...]:
+    """The stages of this cluster, the plan's first or another, in order, cut from the whole model's graph."""
+    parts = split(graph, [stage.start for stage in cluster.stages[1:]])
+    return tuple(
+        StagePlan(
+            cost=cost,
+            stage=position,
+            role=role_of(position, len(parts)),
+            graph=part,
+            parameters=sum(math.prod(p.shape) for p in part.parameters),
+            cluster=number,
+            split_backward=bool(split_backward) and split_backward[position],
+        )
+        for position, (cost, part) in enumerate(zip(cluster.stages, parts, strict=True))
     )
+
+
+def role_of(stage: int, stages: int) -> str:
+    """The glossary's name for a place in the cluster; a single stage is root and leaf in one."""
+    if stages == 1:
+        return "root+leaf"
+    return "root" if stage == 0 else "leaf" if stage == stages - 1 else "stem"

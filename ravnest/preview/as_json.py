@@ -5,9 +5,9 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from ravnest.planner.cluster import Cluster, StageCost
+from ravnest.planner.plan import role_of
 from ravnest.planner.rings.rings import Ring
 from ravnest.planner.search.likeness import likeness
-from ravnest.planner.stage_plan import role_of
 from ravnest.preview.dry_run import DryRun
 
 FORMAT: Final = 1
@@ -20,8 +20,8 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "job": dry.title,
-        "predicted_samples_per_second": plan.predicted_samples_per_second,
-        "run_samples_per_second": dry.slowed * plan.predicted_samples_per_second,
+        "predicted_samples_per_second": plan.steady_samples_per_second,
+        "run_samples_per_second": plan.predicted_samples_per_second,
         "score": plan.score,
         "limit": plan.limit,
         "averaging_seconds": plan.averaging_seconds,
@@ -33,7 +33,7 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
             "parameter_bytes": int(dry.model.parameter_bytes[-1]),
             "max_stages": dry.model.max_stages,
         },
-        "clusters": [_cluster(dry, number, cluster) for number, cluster in enumerate(plan.clusters)],
+        "clusters": [_cluster(dry, number, cluster) for number, cluster in enumerate(dry.clusters)],
         "standbys": list(plan.standbys),
         "rings": [_ring(dry, ring) for ring in dry.rings],
         "reasons": list(dry.explanation.sentences) if dry.explanation is not None else [],

@@ -15,7 +15,7 @@ from rich.text import Text
 from ravnest import units
 from ravnest.errors import printable
 from ravnest.planner.cluster import StageCost
-from ravnest.planner.stage_plan import role_of
+from ravnest.planner.plan import role_of
 from ravnest.preview.diagram import milliseconds, picture, rate
 from ravnest.preview.dry_run import DryRun
 from ravnest.version_policy import DEFAULT_POLICY
@@ -42,7 +42,7 @@ def print_plan(dry: DryRun, console: Console) -> None:
 def renderables(dry: DryRun, width: int) -> Iterator[RenderableType]:
     """The parts of what is shown, from top to bottom."""
     yield _headline(dry)
-    clusters = dry.plan.clusters
+    clusters = dry.clusters
     alone = [number for number, cluster in enumerate(clusters) if len(cluster.stages) == 1]
     together = [number for number, cluster in enumerate(clusters) if len(cluster.stages) > 1]
     shown = 0
@@ -79,7 +79,7 @@ def single_table(dry: DryRun, numbers: Sequence[int]) -> Table:
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("\nlimit", no_wrap=True)
     for number in numbers:
-        stage = dry.plan.clusters[number].stages[0]
+        stage = dry.clusters[number].stages[0]
         rate_shown = units.sample_rate(dry.plan.rates[number])
         table.add_row(str(number + 1), Text(words_of(stage.provider)), rate_shown, *_figures(dry, stage))
     return table
@@ -89,14 +89,14 @@ def stage_table(dry: DryRun, number: int) -> Table:
     """One row for each stage of a cluster."""
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("", no_wrap=True)
-    longest = max(cell_len(name) for name in dry.plan.clusters[number].providers)
+    longest = max(cell_len(name) for name in dry.clusters[number].providers)
     table.add_column("\nprovider", overflow="fold", min_width=min(_NAME, longest))
     table.add_column("\nlayers", overflow="fold")
     table.add_column("\nparams", justify="right", no_wrap=True)
     for title in ("memory\nneeds/has", "compute\nms", "line\nms"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("\nlimit", no_wrap=True)
-    cluster = dry.plan.clusters[number]
+    cluster = dry.clusters[number]
     slowest = max(cluster.stages, key=lambda stage: stage.seconds)
     for k, stage in enumerate(cluster.stages):
         if len(cluster.stages) > SHOWN_ROWS and k == SHOWN_ROWS - 5:
@@ -145,21 +145,21 @@ def _headline(dry: DryRun) -> Text:
     stages = [len(cluster.stages) for cluster in plan.clusters]
     what = f"{_counted(len(stages), 'cluster')} of {_stages(stages)}"
     text = Text.assemble(
-        (f"{words_of(dry.title)}: {units.sample_rate(plan.predicted_samples_per_second)} samples/s predicted", "bold"),
+        (f"{words_of(dry.title)}: {units.sample_rate(plan.steady_samples_per_second)} samples/s predicted", "bold"),
         f" with {what}, of {_counted(len(dry.providers), 'machine')}",
     )
     parameters, size = units.short_count(dry.parts.count), units.byte_size(float(dry.model.parameter_bytes[-1]))
     text.append(f"\n{parameters} parameters, {size}; microbatches of {dry.model.samples} samples")
-    if dry.slowed < _AS_FAST:
-        over = units.sample_rate(dry.slowed * plan.predicted_samples_per_second)
+    if plan.slowed < _AS_FAST:
+        over = units.sample_rate(plan.predicted_samples_per_second)
         text.append(f"\n{over} samples/s over the whole run: fewer are in flight while the learning rate is high")
     if dry.goal.versions != DEFAULT_POLICY:
-        text.append(f"\n{dry.versions_reason}")
+        text.append(f"\n{plan.versions_reason}")
     return text
 
 
 def _cluster_line(dry: DryRun, number: int) -> Text:
-    cluster = dry.plan.clusters[number]
+    cluster = dry.clusters[number]
     providers = [dry.providers[name] for name in cluster.providers]
     speeds = [provider.compute_speed for provider in providers]
     text = Text.assemble(
@@ -176,7 +176,7 @@ def _cluster_line(dry: DryRun, number: int) -> Text:
 
 
 def _limit(dry: DryRun, number: int) -> str:
-    cluster = dry.plan.clusters[number]
+    cluster = dry.clusters[number]
     if dry.plan.rates[number] > 0.999 * cluster.samples_per_second:
         return cluster.limit
     alone = units.sample_rate(cluster.samples_per_second)
@@ -184,7 +184,7 @@ def _limit(dry: DryRun, number: int) -> str:
 
 
 def _the_others(dry: DryRun, numbers: Sequence[int]) -> Text:
-    stages = [len(dry.plan.clusters[number].stages) for number in numbers]
+    stages = [len(dry.clusters[number].stages) for number in numbers]
     return Text(
         f"… and {_counted(len(numbers), 'cluster')} more like these, of {_stages(stages)} and "
         f"{_range([dry.plan.rates[number] for number in numbers])} samples/s each; --json tells all"
@@ -232,7 +232,7 @@ def _coded_links(dry: DryRun) -> Iterator[str]:
     """Links that lose something, and why."""
     coded = [
         f"{words_of(before.provider)} to {words_of(stage.provider)} in {stage.codec_reason}"
-        for cluster in dry.plan.clusters
+        for cluster in dry.clusters
         for before, stage in itertools.pairwise(cluster.stages)
         if stage.codec != "float32"
     ]

@@ -10,8 +10,8 @@ from rich.cells import cell_len, set_cell_size
 
 from ravnest import units
 from ravnest.planner.cluster import Cluster
+from ravnest.planner.plan import role_of
 from ravnest.planner.problem import Line
-from ravnest.planner.stage_plan import role_of
 from ravnest.preview.dry_run import DryRun
 
 MAX_BOXES: Final = 24
@@ -29,7 +29,7 @@ PLAIN: Final = str.maketrans("┌┐└┘│─▶◀…·", "++++|-><~-")
 
 def picture(dry: DryRun, number: int, width: int) -> str:
     """One cluster of the plan, from its root to its leaf, in lines of no more than `width` cells."""
-    cluster = dry.plan.clusters[number]
+    cluster = dry.clusters[number]
     numbers = list(range(len(cluster.stages)))
     left_out = len(numbers) - MAX_BOXES
     if left_out > 1:
@@ -60,7 +60,7 @@ def _inside(dry: DryRun, number: int, numbers: list[int], width: int) -> int:
 
 
 def _texts(dry: DryRun, number: int, k: int) -> tuple[str, str, str]:
-    cluster = dry.plan.clusters[number]
+    cluster = dry.clusters[number]
     stage = cluster.stages[k]
     part = dry.parts.between(stage.start, stage.end)
     busy = round(100 * stage.compute_seconds * dry.plan.rates[number] / cluster.samples)

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ravnest.coordinator.launch.interrupts import Interrupts
-from ravnest.coordinator.plan.averaging import averaging_of, within_averaging
-from ravnest.coordinator.plan.plan_run import goal_of, model_costs, slowed_over_run
+from ravnest.coordinator.plan.plan_run import goal_of, plan_members
 from ravnest.coordinator.plan.prepared_job import prepare
 from ravnest.jobfile import load_job
 from ravnest.overrides import apply_overrides
@@ -15,9 +14,9 @@ from ravnest.planner.explain.explain import Explanation, explain
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Line, Network, Provider
-from ravnest.planner.rings.rings import Ring
+from ravnest.planner.proposal import Proposal
+from ravnest.planner.rings.rings import Ring, rings_of
 from ravnest.planner.search.search import form
-from ravnest.planner.search.version_choice import choose_versions
 from ravnest.preview.module_names import Parts
 from ravnest.preview.nodes_file import NodesFile
 
@@ -31,10 +30,6 @@ class DryRun:
 
     title: str
     plan: Plan
-    providers: Mapping[str, Provider]
-    network: Network
-    goal: Goal
-    model: ModelCosts
     parts: Parts
     rings: tuple[Ring, ...] = ()
     """Who averages with whom; none where there is one cluster."""
@@ -42,10 +37,27 @@ class DryRun:
     """Why it is as it is, and what would make it better."""
     devices: Mapping[str, str] = field(default_factory=dict)
     """What the machines are, for the reader."""
-    versions_reason: str = ""
-    """Why weights and activations are kept as they are."""
-    slowed: float = 1.0
-    """The part of the plan's rate that is left over a whole run, where fewer are in flight at high learning rates."""
+
+    @property
+    def clusters(self) -> tuple[Cluster, ...]:
+        """The predicted costs of each cluster."""
+        return tuple(cluster.cost for cluster in self.plan.clusters)
+
+    @property
+    def providers(self) -> Mapping[str, Provider]:
+        return self.plan.basis.providers
+
+    @property
+    def network(self) -> Network:
+        return self.plan.basis.network
+
+    @property
+    def goal(self) -> Goal:
+        return self.plan.basis.goal
+
+    @property
+    def model(self) -> ModelCosts:
+        return self.plan.basis.model
 
     def line_before(self, cluster: Cluster, stage: int) -> tuple[Line, Line] | None:
         """The line from the stage before, and the one back; None for the first stage."""
@@ -89,39 +101,23 @@ def dry_run(
     costs, captured = prepared.costs, prepared.captured
     providers = nodes.providers(costs.flops_per_second, costs.memory_bytes_per_second, costs.precision_speed)
     tell(f"planning for {len(providers):,} machine{'s' if len(providers) > 1 else ''}")
-    model = model_costs(prepared)
     goal = replace(goal_of(job, None, None), min_stages=min_stages, max_clusters=max_clusters)
-    goal = within_averaging(captured.graph, goal)
-    chosen = choose_versions(
-        model,
-        goal,
-        providers,
-        job.pipeline.versions,
-        lambda goal: form(model, goal, nodes.network, providers, seed=seed, seconds=seconds),
-    )
-    plan, goal = chosen.plan, chosen.goal
-    by_name = {provider.name: provider for provider in providers}
+    plan = plan_members(prepared, providers, nodes.network, goal, seed=seed, seconds=seconds)
+    basis, found = plan.basis, plan.proposal
     rings: tuple[Ring, ...] = ()
     if len(plan.clusters) > 1:
-        averaged = averaging_of(job.averaging, captured.graph, model, goal, nodes.network, by_name, plan)
-        plan, goal, rings = averaged.plan, averaged.goal, averaged.rings
+        rings = rings_of(found, basis.model, basis.network, basis.providers)
     tell("looking at what would make it better")
 
-    def search(goal: Goal, network: Network, others: Sequence[Provider]) -> Plan:
-        return form(model, goal, network, others, seed=seed)
+    def search(goal: Goal, network: Network, others: Sequence[Provider]) -> Proposal:
+        return form(basis.model, goal, network, others, seed=seed)
 
     few = len(providers) <= MAX_SEARCHED
     return DryRun(
         title=title,
         plan=plan,
-        providers=by_name,
-        network=nodes.network,
-        goal=goal,
-        model=model,
         parts=Parts.of(captured.graph),
         rings=rings,
-        explanation=explain(model, goal, nodes.network, by_name, plan, search if few else None),
+        explanation=explain(basis.model, basis.goal, basis.network, basis.providers, found, search if few else None),
         devices=nodes.devices,
-        versions_reason=chosen.reason,
-        slowed=slowed_over_run(job, plan),
     )

@@ -41,11 +41,10 @@ from ravnest.net.rpc.client import dial_link
 from ravnest.net.rpc.server import ProviderServer
 from ravnest.net.streams.frame_stream import CONTROL_BYTES, Link
 from ravnest.net.v1.control_pb2 import Chunk, CoordinatorMessage, Deploy, ProviderMessage, UploadHeader
-from ravnest.planner.run_plan import ClusterPlan
-from ravnest.planner.stage_plan import StagePlan
 from ravnest.provider.links.upload import upload
 from ravnest.settings import Checkpoint
 from tests.adversary.strangers import A_PICKLE, Joined, SwarmUnderAttack, attacked, raw_stream, refusal, run
+from tests.builders import cluster_plan, stage_plan
 
 MANY = 200_000
 MEMORY_BYTES = 150 << 20
@@ -80,9 +79,9 @@ def trains(coordinator: Coordinator, swarm: SwarmUnderAttack, folder: Path, *nod
     specs = [WeightSpec("w", f"layer{n}", torch.float32, (3,)) for n in range(len(nodes))]
     graphs = [PortableGraph((), parameters=(spec,)) for spec in specs]
     stages = tuple(
-        StagePlan(node, n, "stem", graph, 3) for n, (node, graph) in enumerate(zip(nodes, graphs, strict=True))
+        stage_plan(node, n, graph, parameters=3) for n, (node, graph) in enumerate(zip(nodes, graphs, strict=True))
     )
-    cluster = ClusterPlan(0, stages, 1, 1, 1.0, "one")
+    cluster = cluster_plan(stages)
     parts = {n: StagePart.of(n, graph) for n, graph in enumerate(graphs)}
     saver = Saver(CheckpointStore(folder, 1), Checkpoint(), parts, {})
     ledger, course = coordinator.progress.ledger, coordinator._course

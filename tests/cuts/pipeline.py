@@ -19,11 +19,10 @@ from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind, decode, encode
-from ravnest.planner.run_plan import ClusterPlan
-from ravnest.planner.stage_plan import StagePlan, role_of
 from ravnest.provider.links.frame_check import check_frame
 from ravnest.provider.stage.outbox import message_of
 from ravnest.spec import OptimizerSpec
+from tests.builders import cluster_plan, stage_plan
 
 PATIENCE_SECONDS: Final = 20.0
 """A microbatch that has not come back by then never will."""
@@ -82,10 +81,8 @@ class _Line:
             stage = Stage(part, {spec.key: weights[spec.key].clone() for spec in part.weights}, told)
             self._stages.append(stage)
             self._workers.append(StageWorker(stage, _Box(self, number), announced=True))
-        nodes = [
-            StagePlan(str(number), number, role_of(number, len(graphs)), part, 0) for number, part in enumerate(graphs)
-        ]
-        self._fed = ClusterRun(ClusterPlan(0, tuple(nodes), 1, 0, 0.0, "")).inputs_of
+        nodes = [stage_plan(str(number), number, part) for number, part in enumerate(graphs)]
+        self._fed = ClusterRun(cluster_plan(nodes, ahead=0)).inputs_of
         self._losses: dict[int, float] = {}
         self._lock = threading.Lock()
         for worker in self._workers:

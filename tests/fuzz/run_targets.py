@@ -29,9 +29,7 @@ from ravnest.net.v1.control_pb2 import (
     Report,
     Span,
 )
-from ravnest.planner.plan import Plan
-from ravnest.planner.run_plan import ClusterPlan, RunPlan
-from ravnest.planner.stage_plan import StagePlan
+from tests.builders import a_plan, cluster_plan, stage_plan
 from tests.fuzz.files import File
 from tests.fuzz.message_targets import control
 from tests.fuzz.rule import Target
@@ -43,9 +41,8 @@ def _report(data: bytes) -> None:
     message = ProviderMessage()
     control(ProviderMessage)(data)
     message.ParseFromString(data)
-    stage = StagePlan("anna", 0, "root", GRAPH, 16)
-    cluster = ClusterPlan(0, (stage,), 1, 2, 1.0, "because")
-    plan = RunPlan(Plan((), (), (), 0.0, 1.0, 1.0, ""), (cluster,), "because")
+    stage = stage_plan("anna", 0, GRAPH, role="root", parameters=16)
+    plan = a_plan([cluster_plan([stage])])
     progress = Progress("fuzz", 1, Ledger(), plan=plan)
     progress.reports["anna"] = message.report
     progress.losses.extend((record.loss, record.samples) for record in message.report.losses)

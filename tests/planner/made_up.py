@@ -6,8 +6,8 @@ import numpy as np
 
 from ravnest.planner.cluster import Cluster, cluster_of
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal, proposal_of
 from ravnest.planner.search.cuts import best_cuts
 
 GIGABYTE = 10**9
@@ -79,14 +79,14 @@ def named(*providers: Provider) -> dict[str, Provider]:
 
 def planned(
     costs: ModelCosts, goal: Goal, network: Network, providers: dict[str, Provider], *clusters: Sequence[str]
-) -> Plan:
+) -> Proposal:
     """The plan of these clusters, each in the order given and cut where that is best."""
     found: list[Cluster] = []
     for names in clusters:
         cluster = best_cuts(costs, goal, network, [providers[name] for name in names])
         assert cluster is not None
         found.append(cluster)
-    return plan_of(goal, network, providers, found)
+    return proposal_of(goal, network, providers, found)
 
 
 def cut_at(
@@ -95,7 +95,7 @@ def cut_at(
     network: Network,
     providers: dict[str, Provider],
     *clusters: tuple[Sequence[str], Sequence[int]],
-) -> Plan:
+) -> Proposal:
     """The plan of these clusters, each cut at these places (as the model's tables count them)."""
     found = [cluster_of(costs, goal, network, [providers[n] for n in names], cuts, 2) for names, cuts in clusters]
-    return plan_of(goal, network, providers, found)
+    return proposal_of(goal, network, providers, found)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ravnest.planner.averaging import MIN_UPDATES, ROUND_SHARE
 from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
 from ravnest.planner.in_flight import decision as flight
 from ravnest.planner.in_flight import measures as flight_measures
@@ -22,7 +23,6 @@ from ravnest.planner.model_costs import MAX_PLACES, ModelCosts
 from ravnest.planner.problem import MAX_IN_FLIGHT, Goal, Line, Network, Provider, Requester
 from ravnest.planner.recovery.replan import DEPLOY_SECONDS, HORIZON_SECONDS
 from ravnest.planner.rings import order as ring_order
-from ravnest.planner.run_plan import MIN_UPDATES, ROUND_SHARE
 from ravnest.planner.search import exhaustive, order
 from ravnest.planner.search.search import expected_absent
 from ravnest.planner.shared_limits import totals

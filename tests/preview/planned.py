@@ -7,11 +7,12 @@ import numpy as np
 from ravnest.planner.cluster import cluster_of
 from ravnest.planner.explain.explain import explain
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import plan_of
 from ravnest.planner.problem import Goal, Line, Network, Provider, Requester
+from ravnest.planner.proposal import proposal_of
 from ravnest.planner.rings.rings import rings_of
 from ravnest.preview.dry_run import DryRun
 from ravnest.preview.module_names import Parts
+from tests.builders import plan_of_proposal
 
 LAYERS = 60
 
@@ -73,10 +74,11 @@ def dry_run_of(
     for members in clusters:
         cuts = [round(LAYERS * k / len(members)) for k in range(1, len(members))]
         made.append(cluster_of(costs, goal, network, members, cuts, in_flight))
-    plan = plan_of(goal, network, everyone, made)
+    plan = proposal_of(goal, network, everyone, made)
     rings = rings_of(plan, costs, network, everyone) if len(clusters) > 1 else ()
     explanation = explain(costs, goal, network, everyone, plan) if explained else None
-    return DryRun("made-up", plan, everyone, network, goal, costs, parts(), rings, explanation, {"anna": "RTX 3060"})
+    whole = plan_of_proposal(plan, costs, goal, network, everyone)
+    return DryRun("made-up", whole, parts(), rings, explanation, {"anna": "RTX 3060"})
 
 
 def fast_line() -> dict[tuple[str, str], Line]:

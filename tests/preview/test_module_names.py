@@ -7,7 +7,7 @@ from torch import nn
 
 from ravnest.graph.capture.capture import capture
 from ravnest.graph.partition import split
-from ravnest.planner.stage_plan import role_of
+from ravnest.planner.plan import role_of
 from ravnest.preview.module_names import Part, Parts
 
 

@@ -6,7 +6,7 @@ cannot be closed without it is given up for this round, and everything learned g
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from ravnest.net.v1.control_pb2 import (
     RingReduced,
     RingStanding,
 )
-from ravnest.planner.run_plan import RingPlan, RunPlan
+from ravnest.planner.plan import RingPlan
 from ravnest.units import counted
 
 _MESSAGES: Final = frozenset({"round_joined", "ring_reduced", "ring_failed", "ring_applied"})
@@ -67,7 +67,7 @@ class Rounds:
 
     def __init__(
         self,
-        plan: RunPlan,
+        rings: Sequence[RingPlan],
         deployment: str,
         outlier: float | None,
         deadlines: Deadlines,
@@ -76,14 +76,13 @@ class Rounds:
         changed: Callable[[], None],
     ) -> None:
         """`tell` says something to a provider; `changed` is called whenever a round may be over."""
-        self._plan = plan
         self._deployment = deployment
         self._outlier = outlier
         self._deadlines = deadlines
         self._tell = tell
         self._emit = emit
         self._changed = changed
-        self._rings = [_Ring(ring) for ring in plan.rings]
+        self._rings = [_Ring(ring) for ring in rings]
         self._round = 0
         self._began = 0.0
         self._apply_by = 0.0
@@ -111,7 +110,7 @@ class Rounds:
 
     @property
     def fragments(self) -> int:
-        return self._plan.fragments
+        return max((ring.plan.fragment for ring in self._rings), default=0) + 1
 
     def counted_samples(self, nodes: Collection[str]) -> int:
         """How many samples of the cluster of these owners are in what all rings have averaged."""

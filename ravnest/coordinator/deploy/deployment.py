@@ -53,11 +53,10 @@ from ravnest.net.v1.control_pb2 import (
     Start,
     Threads,
 )
-from ravnest.planner.plan import Plan
+from ravnest.planner.plan import ClusterPlan, Plan, StagePlan
 from ravnest.planner.problem import Provider
-from ravnest.planner.run_plan import ClusterPlan, RunPlan, with_takers, without_owners
+from ravnest.planner.proposal import Proposal
 from ravnest.planner.search.fixed_layout import Layout
-from ravnest.planner.stage_plan import StagePlan
 
 _READY_SECONDS: Final = 300.0
 """How long a provider may take for its stage without getting any more of it: it reads it from a disk, or builds it."""
@@ -98,7 +97,7 @@ class Formation:
         self,
         around: Surroundings,
         prepared: Prepared,
-        plan: RunPlan,
+        plan: Plan,
         store: CheckpointStore,
         before: "Formation | None" = None,
         donors: ReplicaSources | None = None,
@@ -182,13 +181,9 @@ class Formation:
         return {stage.node: stage.stage for cluster in self.clusters.whole for stage in cluster.plan.stages}
 
     @property
-    def planned(self) -> Plan:
+    def planned(self) -> Proposal:
         """The plan of those clusters that train: whoever is left of the others is free."""
-        plan, ids = self.plan.plan, [cluster.id for cluster in self.clusters.whole]
-        if len(ids) == len(plan.clusters):
-            return plan
-        clusters, rates = tuple(plan.clusters[number] for number in ids), tuple(plan.rates[number] for number in ids)
-        return replace(plan, clusters=clusters, rates=rates, predicted_samples_per_second=sum(rates))
+        return self.plan.proposal_of([cluster.id for cluster in self.clusters.whole])
 
     @property
     def is_settled(self) -> bool:
@@ -364,7 +359,7 @@ class Formation:
         How many microbatches of it the others are fed again."""
         again = self.feeding.lose(cluster, reason)
         self.note()
-        self.plan = self._around.progress.plan = without_owners(self.plan, cluster.nodes)
+        self.plan = self._around.progress.plan = self.plan.without_owners_of(cluster.id)
         if self.averaging is not None:
             self.averaging.rounds.drop_owners(cluster.nodes, reason)
         if self.checkpointing.is_of(cluster):
@@ -409,7 +404,7 @@ class Formation:
         if takers:
             cluster.taking |= takers.keys()
             self.note()
-        self.plan = self._around.progress.plan = with_takers(self.plan, cluster.id, takers, known)
+        self.plan = self._around.progress.plan = self.plan.with_takers(cluster.id, takers, known)
         cluster.plan = self.plan.clusters[cluster.id]
         self.clusters.replaced()
         cluster.returned = set()
@@ -547,13 +542,13 @@ class Formation:
         plan, course = self.plan, self._around.course
         # A round reaches a cluster's stages when all that was fed before it has gone through, at the rate of as many as
         # are in flight at first.
-        begin = [replace(c, in_flight=r.in_flight) for r, c in zip(self.clusters.all, plan.plan.clusters, strict=True)]
+        begin = [replace(running.plan.cost, in_flight=running.in_flight) for running in self.clusters.all]
         waits = [
             (running.in_flight + running.ahead) * cluster.period_seconds + cluster.round_trip_seconds
             for running, cluster in zip(self.clusters.all, begin, strict=True)
         ]
         return Rounds(
-            plan,
+            plan.rings,
             self.id,
             self.prepared.job.averaging.outlier,
             Deadlines(max(waits), plan.round_seconds),

@@ -21,7 +21,7 @@ from ravnest.coordinator.run.orders import ring_order
 from ravnest.coordinator.swarm.members import Held
 from ravnest.engine.applied import REMEMBERED
 from ravnest.errors import RunError
-from ravnest.planner.run_plan import RingPlan
+from ravnest.planner.plan import RingPlan
 from ravnest.planner.search.fixed_layout import Layout
 from ravnest.safe_json import read_json
 

@@ -24,8 +24,9 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun, Kept
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.plan.observed_limits import Believed
-from ravnest.coordinator.plan.plan_run import Machine, check_fit, goal_of, plan_measured
+from ravnest.coordinator.plan.plan_run import check_fit, goal_of, plan_measured
 from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.plan.provider_profiles import Machine
 from ravnest.coordinator.replicas.part_uploads import PartUploads
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources
 from ravnest.coordinator.replicas.surviving import AnnouncedReplica, find_surviving_replica
@@ -36,8 +37,8 @@ from ravnest.coordinator.swarm.members import Member
 from ravnest.errors import PlanError, TrainingError
 from ravnest.graph.partition import split
 from ravnest.monitor.display import Display
+from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Line, Pair
-from ravnest.planner.run_plan import RunPlan
 from ravnest.planner.search.fixed_layout import Layout, filled
 from ravnest.units import counted
 
@@ -187,7 +188,7 @@ class Forming:
         await wait_for_those_of_before(around, standing)
         self._phase("taking over")
 
-        def plan(layouts: Sequence[Layout]) -> Awaitable[RunPlan]:
+        def plan(layouts: Sequence[Layout]) -> Awaitable[Plan]:
             named = [members[name] for layout in layouts for name in layout.providers]
             return self._plan(prepared, named, goal, layouts=layouts)
 
@@ -400,13 +401,13 @@ class Forming:
         *,
         quietly: bool = False,
         layouts: Sequence[Layout] = (),
-    ) -> RunPlan:
+    ) -> Plan:
         around = self._around
         planning = plan_measured(
             around.swarm, prepared, members, goal, self._machine, self._phase, self._believed, self._lines, layouts
         )
         known = dict(self._lines)
-        plan: RunPlan = await around.course.while_well(planning)
+        plan: Plan = await around.course.while_well(planning)
         new = {pair: line for pair, line in self._lines.items() if known.get(pair) != line}
         if new and around.swarm.state is not None:
             await asyncio.to_thread(around.swarm.state.measured, new, time.time())
@@ -417,7 +418,7 @@ class Forming:
     def _made(
         self,
         prepared: Prepared,
-        plan: RunPlan,
+        plan: Plan,
         before: Formation | None,
         take: Take,
         donors: ReplicaSources | None = None,

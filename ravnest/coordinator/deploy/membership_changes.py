@@ -141,7 +141,6 @@ class Changing:
 
     async def _grow(self, formation: Formation, newcomers: Sequence[Provider]) -> None:
         basis, plan = formation.plan.basis, formation.planned
-        assert basis is not None
         names = [each.name for each in newcomers]
         there = {*self._present(), *(name for cluster in plan.clusters for name in cluster.providers)}
         known = {name: p for name, p in basis.providers.items() if name in there and name not in names}

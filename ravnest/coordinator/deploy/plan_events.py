@@ -5,11 +5,11 @@ from ravnest.coordinator.plan.prepared_job import choose_correction
 from ravnest.coordinator.run.context import Course
 from ravnest.job import Job
 from ravnest.monitor.display import Display
-from ravnest.planner.run_plan import RunPlan
+from ravnest.planner.plan import Plan
 from ravnest.version_policy import DEFAULT_POLICY
 
 
-def tell_plan(course: Course, display: Display, plan: RunPlan, job: Job) -> None:
+def tell_plan(course: Course, display: Display, plan: Plan, job: Job) -> None:
     """Tells who holds what, which policies were chosen, and why."""
     course.emit(
         "planned",
@@ -21,7 +21,7 @@ def tell_plan(course: Course, display: Display, plan: RunPlan, job: Job) -> None
         places=[cluster.places for cluster in plan.clusters],
         in_flight=[cluster.in_flight for cluster in plan.clusters],
         versions=plan.versions,
-        standbys=plan.plan.standbys,
+        standbys=plan.standbys,
     )
     course.emit("versions", plan.versions_reason, versions=plan.versions)
     for cluster in plan.clusters:
@@ -32,7 +32,7 @@ def tell_plan(course: Course, display: Display, plan: RunPlan, job: Job) -> None
         for stage in cluster.stages[1:]:
             course.emit(
                 "codec",
-                f"stage {stage.stage - 1} to {stage.stage}: {stage.codec_reason}",
+                f"stage {stage.stage - 1} to {stage.stage}: {stage.cost.codec_reason}",
                 cluster=cluster.id,
                 stage=stage.stage,
                 codec=stage.codec,

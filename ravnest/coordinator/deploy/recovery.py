@@ -261,7 +261,6 @@ class Recovery:
     def _choose(self, formation: Formation, cluster: ClusterRun, lost: dict[int, _Loss]) -> dict[int, Taking] | None:
         """Who takes which of the stages that nobody holds; None where not all of them can be taken as they are."""
         basis = formation.plan.basis
-        assert basis is not None
         standbys = self._standbys()
         # Who is there, or was when its stage was taken: whoever is gone for good can hold nothing.
         held = (name for planned in formation.planned.clusters for name in planned.providers)

@@ -51,7 +51,7 @@ class SlowStages:
         if found is None or found[0] != node_id:
             return
         rates = self._rates_without(formation, cluster, node_id)
-        planned = formation.plan.plan.clusters[cluster.id]
+        planned = formation.plan.clusters[cluster.id]
         if why := worth_replacing(pace.seconds, planned.samples, rates):
             self._believed.note_slow(node_id, pace.seconds / pace.usual_seconds)
             del self._paces[node_id]
@@ -59,8 +59,7 @@ class SlowStages:
 
     def _rates_without(self, formation: Formation, cluster: ClusterRun, node_id: str) -> dict[str, float]:
         """What the cluster would do with each of those who stand by in the place of this one, where it can."""
-        basis, planned = formation.plan.basis, formation.plan.plan.clusters[cluster.id]
-        assert basis is not None
+        basis, planned = formation.plan.basis, formation.plan.clusters[cluster.id].cost
         rates = {}
         for name, standby in self._standbys().items():
             order = [standby if member == node_id else basis.providers[member] for member in planned.providers]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ravnest.coordinator.deploy.deployment import Formation
 from ravnest.coordinator.plan.observed_limits import Believed
-from ravnest.coordinator.plan.plan_run import Machine, provider_of
+from ravnest.coordinator.plan.provider_profiles import Machine, provider_of
 from ravnest.coordinator.run.surroundings import Surroundings
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.reachability import Reach
@@ -62,7 +62,7 @@ class StandingBy:
     def look(self) -> None:
         """Somebody has come or gone, or a stage has another owner."""
         formation = self._formation()
-        if formation is None or formation.plan.basis is None:
+        if formation is None:
             return
         new = self._assign(formation)
         # Replicas are ordered one after the other: some of those concerned may still be being tried.
@@ -76,10 +76,9 @@ class StandingBy:
     def _assign(self, formation: Formation) -> list[Provider]:
         """Says which stage each is kept warm for from now on; those who were not there before."""
         basis = formation.plan.basis
-        assert basis is not None
         standbys = self.providers()
         warm = assign_standbys(
-            [formation.plan.plan.clusters[cluster.id] for cluster in formation.clusters.whole],
+            [formation.plan.clusters[cluster.id].cost for cluster in formation.clusters.whole],
             list(standbys.values()),
             {**basis.providers, **standbys},
             basis.network,

@@ -18,7 +18,7 @@ from ravnest.coordinator.run.surroundings import Surroundings
 from ravnest.coordinator.swarm.members import Held
 from ravnest.errors import PlanError
 from ravnest.net.v1.control_pb2 import Ready
-from ravnest.planner.run_plan import RunPlan
+from ravnest.planner.plan import Plan
 from ravnest.planner.search.fixed_layout import Layout, filled
 
 _BACK_SECONDS: Final = 1.5
@@ -52,8 +52,8 @@ async def wait_for_those_of_before(around: Surroundings, standing: Standing) -> 
 async def take_over(
     around: Surroundings,
     standing: Standing,
-    plan: Callable[[Sequence[Layout]], Awaitable[RunPlan]],
-    make: Callable[[RunPlan], Formation],
+    plan: Callable[[Sequence[Layout]], Awaitable[Plan]],
+    make: Callable[[Plan], Formation],
 ) -> TakenOver | str:
     """Goes on with every cluster all of whose stages are held by those who are there; why not, where there is none.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
-from ravnest.planner.run_plan import ClusterPlan
+from ravnest.planner.plan import ClusterPlan
 
 
 class RoundMark(NamedTuple):

@@ -7,13 +7,13 @@ from ravnest.errors import PlanError
 from ravnest.graph.layout import layout
 from ravnest.graph.portable import PortableGraph
 from ravnest.job import Job
+from ravnest.planner.averaging import average_every
 from ravnest.planner.link_codecs import share_of
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal, proposal_of
 from ravnest.planner.rings.rings import Ring, rings_of, round_seconds
 from ravnest.planner.rings.tensors import RingPart, by_fragment, check_can_be_averaged, fragments, tensors_of
-from ravnest.planner.run_plan import average_every
 from ravnest.settings import Averaging
 
 
@@ -29,7 +29,7 @@ class AveragingOf:
     """Samples of all clusters together."""
     reason: str
     goal: Goal
-    plan: Plan
+    plan: Proposal
     """With the rate that comes of rounds as often as that."""
 
 
@@ -40,7 +40,7 @@ def averaging_of(
     goal: Goal,
     network: Network,
     providers: Mapping[str, Provider],
-    plan: Plan,
+    plan: Proposal,
 ) -> AveragingOf:
     """Who averages what with whom in a plan of several clusters, and how often."""
     where = layout(graph)
@@ -53,7 +53,7 @@ def averaging_of(
     every, reason = average_every(settings, plan.rates, model.samples, goal.accumulate, seconds, len(groups))
     # Only now is it known how often there will be a round.
     goal = replace(goal, average_every=max(1, round(every / model.samples / len(plan.clusters))))
-    plan = plan_of(goal, network, providers, plan.clusters)
+    plan = proposal_of(goal, network, providers, plan.clusters)
     return AveragingOf(rings, parts, seconds, every, reason, goal, plan)
 
 

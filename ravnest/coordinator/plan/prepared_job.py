@@ -32,7 +32,7 @@ from ravnest.graph.program import Program
 from ravnest.graph.update_cost import time_update
 from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
 from ravnest.job import Job
-from ravnest.planner.stage_plan import StagePlan
+from ravnest.planner.plan import StagePlan
 
 _SPEED_SECONDS = 0.4
 _LONG_FORWARD_SECONDS = 1.0

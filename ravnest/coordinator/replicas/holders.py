@@ -12,9 +12,9 @@ from ravnest.coordinator.replicas.tracker import ReplicaTracker
 from ravnest.coordinator.run.orders import LinkOrder, order_link, stage_key
 from ravnest.coordinator.run.surroundings import Surroundings
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Forget, Hold, Replicate
+from ravnest.planner.plan import StagePlan
 from ravnest.planner.recovery.holders import choose_holders
 from ravnest.planner.recovery.standbys import Warm
-from ravnest.planner.stage_plan import StagePlan
 
 _FRESH_REPLICA_SECONDS: Final = 15.0
 """Timeout for a fresh replica, which saves replaying the microbatches since the last one."""

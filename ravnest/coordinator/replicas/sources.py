@@ -19,7 +19,7 @@ from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.graph.portable import PortableGraph
 from ravnest.net.v1.control_pb2 import Deploy, Give
-from ravnest.planner.stage_plan import StagePlan
+from ravnest.planner.plan import StagePlan
 
 
 class DeploymentAbortedError(Exception):

@@ -25,8 +25,7 @@ from ravnest.monitor.summary import (
     Summary,
 )
 from ravnest.net.v1.control_pb2 import Report
-from ravnest.planner.run_plan import RunPlan
-from ravnest.planner.stage_plan import StagePlan
+from ravnest.planner.plan import Plan, StagePlan
 
 _RATE_SECONDS = 5.0
 _HALT_SECONDS = 2.0
@@ -66,7 +65,7 @@ class Progress:
     samples_limit: int | None = None
     """Samples after which `max_updates` ends the run."""
     eval: dict[str, float] | None = None
-    plan: RunPlan | None = None
+    plan: Plan | None = None
     clusters: Clusters | None = None
     rounds: RoundsView | None = None
     devices: Mapping[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from ravnest.errors import RunError
 from ravnest.monitor.clock_alignment import Crossing, Offset, align, offset_of
 from ravnest.monitor.trace import BUSY_KINDS, MAX_SPANS, Trace, TraceSpan, TraceStage, after
 from ravnest.net.v1 import control_pb2
-from ravnest.planner.stage_plan import StagePlan
+from ravnest.planner.plan import StagePlan
 
 _DETAILS: Final = {
     **dict.fromkeys(BUSY_KINDS, ("",)),

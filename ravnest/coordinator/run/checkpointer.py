@@ -22,7 +22,7 @@ from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import DiskFullError, RefusedError, RunError
 from ravnest.graph.portable import PortableGraph
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Save
-from ravnest.planner.run_plan import ClusterPlan
+from ravnest.planner.plan import ClusterPlan
 from ravnest.units import byte_size
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.coordinator.plan.plan_run import ahead_of
+from ravnest.coordinator.plan.feed_ahead import ahead_of
 from ravnest.coordinator.run.context import Course
 from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Flight, Report, Strained
@@ -41,7 +41,7 @@ class Flights:
         """What stages whose memory is short have asked for, by provider."""
         self._controls = {
             cluster.id: FlightControl(
-                len(cluster.plan.stages), cluster.in_flight, cluster.plan.max_in_flight, cluster.plan.line_seconds
+                len(cluster.plan.stages), cluster.in_flight, cluster.plan.max_in_flight, cluster.plan.cost.line_seconds
             )
             for cluster in clusters
             if not fixed and len(cluster.plan.stages) > 1

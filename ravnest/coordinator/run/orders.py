@@ -24,8 +24,7 @@ from ravnest.engine.settings import StageSettings
 from ravnest.job import Job
 from ravnest.net.address import join_address, split_address
 from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy, Neighbour, Ring
-from ravnest.planner.run_plan import ClusterPlan, RingPlan, RunPlan
-from ravnest.planner.stage_plan import StagePlan
+from ravnest.planner.plan import ClusterPlan, Plan, RingPlan, StagePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Orders:
     async def make(
         cls,
         prepared: Prepared,
-        plan: RunPlan,
+        plan: Plan,
         members: Mapping[str, Member],
         reaches: Mapping[str, Reach],
         deployment: str,
@@ -95,7 +94,7 @@ class Orders:
 
 def stage_order(
     prepared: Prepared,
-    plan: RunPlan,
+    plan: Plan,
     cluster: ClusterPlan,
     stage: StagePlan,
     links: Mapping[tuple[str, str], LinkOrder],
@@ -129,7 +128,7 @@ def stage_key(deployment: str, stage: StagePlan) -> str:
     return f"{deployment}-{stage.cluster}-{stage.stage}"
 
 
-def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, plan: RunPlan) -> StageSettings:
+def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, plan: Plan) -> StageSettings:
     settings = stage_settings(
         job,
         stage.stage,
@@ -191,7 +190,7 @@ def stage_links(
 
 
 def order_ring_links(
-    plan: RunPlan, members: Mapping[str, Member], reaches: Mapping[str, Reach], deployment: str
+    plan: Plan, members: Mapping[str, Member], reaches: Mapping[str, Reach], deployment: str
 ) -> tuple[LinkOrder, ...]:
     """The links between the owners of each ring. They are named by their ends, so that one stays where both do."""
     pairs = dict.fromkeys(pair for ring in plan.rings for pair in itertools.combinations(sorted(ring.owners), 2))

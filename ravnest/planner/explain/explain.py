@@ -9,8 +9,8 @@ import numpy as np
 from ravnest.planner.cluster import Cluster, memory_bytes
 from ravnest.planner.explain.what_if import OtherCount, Search, WhatIf, gain_of_using, other_counts, what_ifs
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal
 from ravnest.planner.recovery.repairs import Case, Figures, figures, listed
 from ravnest.units import byte_size, counted, megabits, milliseconds, sample_rate
 
@@ -146,7 +146,7 @@ def explain(
     goal: Goal,
     network: Network,
     providers: Mapping[str, Provider],
-    plan: Plan,
+    plan: Proposal,
     search: Search | None = None,
 ) -> Explanation:
     """The reasons of a plan with at least one cluster.
@@ -190,7 +190,7 @@ def _spread(figures: list[float]) -> Spread:
     return Spread(min(figures), max(figures))
 
 
-def _standbys(case: Case, plan: Plan) -> tuple[StandbyReason, ...]:
+def _standbys(case: Case, plan: Proposal) -> tuple[StandbyReason, ...]:
     held = memory_bytes(case.model, case.goal, case.goal.in_flight or 1)
     smallest = float(np.min(np.where(case.model.legal, held, np.inf)))
     absent = sum(1 - case.providers[name].reliability for cluster in plan.clusters for name in cluster.providers)

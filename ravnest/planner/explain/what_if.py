@@ -10,11 +10,11 @@ from typing import Final
 
 from ravnest.errors import PlanError
 from ravnest.planner.cluster import Cluster, StageCost
-from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.problem import Goal, Line, Network, Provider
+from ravnest.planner.proposal import Proposal, proposal_of
 from ravnest.planner.recovery.repairs import Case, figures, improvements
 
-Search = Callable[[Goal, Network, Sequence[Provider]], Plan]
+Search = Callable[[Goal, Network, Sequence[Provider]], Proposal]
 """The best plan that can be found for these providers; PlanError where there is none."""
 
 SEARCHED: Final = 200
@@ -47,14 +47,14 @@ class OtherCount:
     """Of the score, as a share of it: below 0 where it is worse."""
 
 
-def what_ifs(case: Case, plan: Plan, search: Search | None = None) -> tuple[WhatIf, ...]:
+def what_ifs(case: Case, plan: Proposal, search: Search | None = None) -> tuple[WhatIf, ...]:
     """What would bring more, the most first; what brings nothing as well, as that is worth knowing."""
     asked = _Asked(case, plan, search if len(case.providers) <= SEARCHED else None)
     found = [*asked.one_more_machine(), *asked.better_at_the_bottleneck(), *asked.better_around()]
     return tuple(sorted(found, key=lambda one: -one.gain))
 
 
-def other_counts(case: Case, plan: Plan, search: Search | None = None) -> tuple[OtherCount, ...]:
+def other_counts(case: Case, plan: Proposal, search: Search | None = None) -> tuple[OtherCount, ...]:
     """With at least one cluster fewer, and with one more made by splitting one, as far as there are such plans."""
     asked = _Asked(case, plan, search if len(case.providers) <= SEARCHED else None)
     found = []
@@ -65,7 +65,7 @@ def other_counts(case: Case, plan: Plan, search: Search | None = None) -> tuple[
     return tuple(found)
 
 
-def gain_of_using(case: Case, plan: Plan, name: str) -> float:
+def gain_of_using(case: Case, plan: Proposal, name: str) -> float:
     """How much better a plan would be by the best use of one who stands by; 0 or less where there is no good one."""
     tried = _tried(case, plan, [name], ())
     return max((other.score for other in tried), default=0.0) / plan.score - 1
@@ -74,7 +74,7 @@ def gain_of_using(case: Case, plan: Plan, name: str) -> float:
 @dataclass(frozen=True, slots=True)
 class _Asked:
     case: Case
-    plan: Plan
+    plan: Proposal
     search: Search | None
 
     def one_more_machine(self) -> Iterator[WhatIf]:
@@ -85,14 +85,14 @@ class _Asked:
         for word, provider in like:
             twin = replace(provider, name=f"{provider.name}, once more", host="")
             case = replace(self.case, providers={**self.case.providers, twin.name: twin})
-            tried = [plan_of(case.goal, case.network, case.providers, self.plan.clusters)]
+            tried = [proposal_of(case.goal, case.network, case.providers, self.plan.clusters)]
             tried += _tried(case, self.plan, [twin.name], self.plan.standbys)
             yield self._answer(case, tried, f"one more machine like {provider.name} ({word})", self.search)
 
     def better_at_the_bottleneck(self) -> Iterator[WhatIf]:
         """Where one property is scarcest, in the cluster where more of it brings most."""
         for word, (scarce, better) in _BETTER.items():
-            found: list[tuple[WhatIf, Case, list[Plan], list[Plan]]] = []
+            found: list[tuple[WhatIf, Case, list[Proposal], list[Proposal]]] = []
             for cluster in self._fastest():
                 name = max(
                     cluster.stages, key=lambda stage: scarce(stage, self.case.providers[stage.provider])
@@ -110,7 +110,7 @@ class _Asked:
         goal = replace(self.case.goal, average_every=2 * self.case.goal.average_every)
         if self.plan.averaging_seconds:
             rarer = replace(self.case, goal=goal)
-            same = plan_of(goal, self.case.network, self.case.providers, self.plan.clusters)
+            same = proposal_of(goal, self.case.network, self.case.providers, self.plan.clusters)
             # Rounds that training does not feel cost nothing, though plans with short ones are preferred.
             if same.predicted_samples_per_second > self.plan.predicted_samples_per_second:
                 yield self._answer(rarer, [same], "half as many rounds of averaging", None)
@@ -122,20 +122,20 @@ class _Asked:
                 down_bytes_per_second=2 * requester.down_bytes_per_second,
             )
             case = replace(self.case, network=replace(self.case.network, requester=line))
-            same = plan_of(case.goal, case.network, case.providers, self.plan.clusters)
+            same = proposal_of(case.goal, case.network, case.providers, self.plan.clusters)
             yield self._answer(case, [same], "twice the requester's line", None)
 
-    def one_cluster_fewer(self) -> Plan | None:
+    def one_cluster_fewer(self) -> Proposal | None:
         count = len(self.plan.clusters) - 1
         if count < 1:
             return None
         case = replace(self.case, goal=replace(self.case.goal, max_clusters=count))
         if found := self._searched(case):
             return found[0]
-        tried: list[Plan] = []
+        tried: list[Proposal] = []
         for cluster in sorted(self.plan.clusters, key=lambda c: (c.samples_per_second, c.providers))[:DISSOLVED]:
             rest = [other for other in self.plan.clusters if other != cluster]
-            best = plan_of(case.goal, case.network, case.providers, rest)
+            best = proposal_of(case.goal, case.network, case.providers, rest)
             for _ in cluster.providers:
                 free = [name for name in cluster.providers if name in best.standbys]
                 better = max(_tried(case, best, free, ()), key=lambda plan: plan.score, default=best)
@@ -145,7 +145,7 @@ class _Asked:
             tried.append(best)
         return max(tried, key=lambda plan: plan.score)
 
-    def one_cluster_more(self) -> Plan | None:
+    def one_cluster_more(self) -> Proposal | None:
         most = self.case.goal.max_clusters
         if most is not None and len(self.plan.clusters) >= most:
             return None
@@ -165,12 +165,17 @@ class _Asked:
         """Those where a better machine counts most."""
         return sorted(self.plan.clusters, key=lambda c: (-c.samples_per_second, c.providers))[:LOOKED_AT]
 
-    def _with(self, case: Case, cluster: Cluster, *instead: Cluster) -> Plan:
+    def _with(self, case: Case, cluster: Cluster, *instead: Cluster) -> Proposal:
         others = [other for other in self.plan.clusters if other != cluster]
-        return plan_of(case.goal, case.network, case.providers, [*others, *instead])
+        return proposal_of(case.goal, case.network, case.providers, [*others, *instead])
 
     def _answer(
-        self, case: Case, tried: Sequence[Plan], change: str, search: Search | None, without: Sequence[Plan] = ()
+        self,
+        case: Case,
+        tried: Sequence[Proposal],
+        change: str,
+        search: Search | None,
+        without: Sequence[Proposal] = (),
     ) -> WhatIf:
         """The best of what was tried and what is found, against the plan and what it may be `without` the change."""
         found = [*tried, *(self._searched(case) if search else ())]
@@ -178,7 +183,7 @@ class _Asked:
         best = max([base, *found], key=lambda plan: plan.score)
         return WhatIf(change, best.predicted_samples_per_second, best.score / base.score - 1)
 
-    def _searched(self, case: Case) -> list[Plan]:
+    def _searched(self, case: Case) -> list[Proposal]:
         if self.search is None:
             return []
         try:
@@ -187,12 +192,12 @@ class _Asked:
             return []
 
 
-def _tried(case: Case, plan: Plan, free: Sequence[str], spare: Sequence[str]) -> list[Plan]:
+def _tried(case: Case, plan: Proposal, free: Sequence[str], spare: Sequence[str]) -> list[Proposal]:
     """The plans that are one step away by using somebody who is free."""
     found = []
     for step in improvements(case, plan, free, spare):
         clusters = [cluster for cluster in plan.clusters if cluster not in step.removed]
-        found.append(plan_of(case.goal, case.network, case.providers, [*clusters, *step.added]))
+        found.append(proposal_of(case.goal, case.network, case.providers, [*clusters, *step.added]))
     return found
 
 

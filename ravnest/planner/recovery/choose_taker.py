@@ -11,8 +11,8 @@ from typing import Final, Literal
 
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal
 from ravnest.planner.recovery.replan import Lost, Replanned, replan
 from ravnest.planner.search.same_cuts import cuts_of, same_cuts
 from ravnest.units import sample_rate
@@ -99,7 +99,7 @@ def taker_for(
     goal: Goal,
     network: Network,
     providers: Mapping[str, Provider],
-    plan: Plan,
+    plan: Proposal,
     lost: str,
     standbys: Mapping[str, bool],
     gone: Collection[str] = (),
@@ -131,7 +131,7 @@ def taker_for(
     return replace(taking, cluster=made[taking.taker or ""])
 
 
-def _recut(plan: Plan, cluster: Cluster, replanned: Replanned) -> Recut:
+def _recut(plan: Proposal, cluster: Cluster, replanned: Replanned) -> Recut:
     """What the new plan gives in the place of this cluster: what all others do is not for it to take credit for."""
     if not replanned.plan.clusters:
         return Recut(None, replanned.reason)

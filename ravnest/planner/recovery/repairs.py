@@ -14,8 +14,8 @@ import numpy as np
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.link_codecs import assumed_share
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal
 from ravnest.planner.search.cuts import best_cuts
 from ravnest.planner.search.same_cuts import any_order, cuts_of, same_cuts, with_one_more
 
@@ -72,7 +72,7 @@ class Step:
     words: str
 
 
-def repairs(case: Case, plan: Plan, cluster: Cluster, gone: Collection[str]) -> Iterator[Step]:
+def repairs(case: Case, plan: Proposal, cluster: Cluster, gone: Collection[str]) -> Iterator[Step]:
     """Ways to make a cluster without those who are gone; it may be one of the plan, or none any more.
 
     With nobody gone, ways to make it of the same members.
@@ -106,7 +106,7 @@ def repairs(case: Case, plan: Plan, cluster: Cluster, gone: Collection[str]) -> 
         yield Step(removed, (), f"{_cluster_of(cluster)} is dissolved")
 
 
-def improvements(case: Case, plan: Plan, free: Sequence[str], spare: Sequence[str]) -> Iterator[Step]:
+def improvements(case: Case, plan: Proposal, free: Sequence[str], spare: Sequence[str]) -> Iterator[Step]:
     """Ways to use those of a plan who stand by: the free ones in a cluster that is there or a new one, the spare ones
     to make up the number of a new one."""
     for name in _unlike(case, free)[:HELPERS]:

@@ -11,8 +11,8 @@ from typing import Final
 
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal, proposal_of
 from ravnest.planner.recovery.moving import Fetch, Piece, fetches, held_pieces, moving_seconds
 from ravnest.planner.recovery.repairs import Case, Step, improvements, listed, repairs
 from ravnest.planner.search.cuts import best_cuts
@@ -63,7 +63,7 @@ Change = Lost | Joined | Slowed
 class Option:
     """One way to go on: its plan, what must be fetched for it, and what it is worth."""
 
-    plan: Plan
+    plan: Proposal
     steps: tuple[str, ...]
     """What is done, in words; none where nothing is."""
     fetches: tuple[Fetch, ...]
@@ -91,7 +91,7 @@ class Replanned:
     reason: str
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Proposal:
         return self.chosen.plan
 
     @property
@@ -105,7 +105,7 @@ def replan(
     goal: Goal,
     network: Network,
     providers: Mapping[str, Provider],
-    plan: Plan,
+    plan: Proposal,
     change: Change,
     *,
     horizon_seconds: float = HORIZON_SECONDS,
@@ -174,7 +174,7 @@ def _preference(option: Option) -> tuple[float, float, int]:
     return option.samples, -option.moved_bytes, -len(option.steps)
 
 
-def _ways(case: Case, plan: Plan, cluster: Cluster, gone: frozenset[str], weak: frozenset[str]) -> list[Step]:
+def _ways(case: Case, plan: Proposal, cluster: Cluster, gone: frozenset[str], weak: frozenset[str]) -> list[Step]:
     """With those who are still there, and without the weak ones as well."""
     found = list(repairs(case, plan, cluster, gone))
     if not weak.isdisjoint(cluster.providers):
@@ -208,7 +208,7 @@ def _after(providers: Mapping[str, Provider], change: Change) -> dict[str, Provi
             return {**providers, provider.name: provider}
 
 
-def _parted(case: Case, plan: Plan, weak: frozenset[str]) -> tuple[list[Cluster], list[Cluster]]:
+def _parted(case: Case, plan: Proposal, weak: frozenset[str]) -> tuple[list[Cluster], list[Cluster]]:
     """The clusters that can go on as they are, with what they do now, and those that cannot."""
     going_on, broken = [], []
     for cluster in plan.clusters:
@@ -261,7 +261,7 @@ class _Scales:
     def weighed(self, steps: tuple[str, ...], clusters: Sequence[Cluster]) -> Option:
         """Each cluster trains at its rate beside the others from when it is at work until the horizon."""
         case = self.case
-        plan = plan_of(case.goal, case.network, case.providers, clusters)
+        plan = proposal_of(case.goal, case.network, case.providers, clusters)
         worth = sum(
             rate * case.goal.worth(cluster.needed_in_flight)
             for cluster, rate in zip(plan.clusters, plan.rates, strict=True)
@@ -282,7 +282,7 @@ class _Scales:
 
 
 def _reason(
-    change: Change, before: Plan, unchanged: Option, best: Option, others: Sequence[Option], horizon_seconds: float
+    change: Change, before: Proposal, unchanged: Option, best: Option, others: Sequence[Option], horizon_seconds: float
 ) -> str:
     rate = best.plan.predicted_samples_per_second
     without = unchanged.plan.predicted_samples_per_second

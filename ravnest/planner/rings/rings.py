@@ -14,8 +14,8 @@ import numpy as np
 
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.model_costs import ModelCosts, Table
-from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Network, Pair, Provider
+from ravnest.planner.proposal import Proposal
 from ravnest.planner.rings.order import Order, ring_order, slowest
 
 
@@ -45,7 +45,9 @@ class Ring:
         return 2 * (len(self.owners) - 1) / len(self.owners) * self.parameter_bytes
 
 
-def rings_of(plan: Plan, model: ModelCosts, network: Network, providers: Mapping[str, Provider]) -> tuple[Ring, ...]:
+def rings_of(
+    plan: Proposal, model: ModelCosts, network: Network, providers: Mapping[str, Provider]
+) -> tuple[Ring, ...]:
     """The rings of a plan from the first place of the model to the last; every parameter, and every buffer that
     training changes, is in exactly one of them."""
     lines = _Lines.of(network, [providers[name] for cluster in plan.clusters for name in cluster.providers])

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from ravnest.errors import PlanError
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal, proposal_of
 from ravnest.planner.search.same_cuts import same_cuts
 
 
@@ -34,7 +34,7 @@ def filled(layouts: Sequence[Layout], present: Collection[str]) -> tuple[Layout,
 
 def laid_out(
     model: ModelCosts, goal: Goal, network: Network, providers: Mapping[str, Provider], layouts: Sequence[Layout]
-) -> Plan:
+) -> Proposal:
     """The plan of clusters that lie so; PlanError where they cannot."""
     index = {place: number for number, place in enumerate(model.places)}
     clusters = []
@@ -48,4 +48,4 @@ def laid_out(
         if cluster is None:
             raise PlanError(f"the stages of {', '.join(each.providers)} do not fit into their memory any more")
         clusters.append(cluster)
-    return plan_of(goal, network, providers, clusters)
+    return proposal_of(goal, network, providers, clusters)

@@ -16,8 +16,8 @@ import numpy as np
 from ravnest.errors import PlanError
 from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal, proposal_of
 from ravnest.planner.search.cuts import best_cuts
 from ravnest.planner.search.exhaustive import MOST, FewProviders
 from ravnest.planner.search.heuristic import ManyProviders
@@ -36,7 +36,7 @@ def form(
     seed: int = 0,
     seconds: float | None = None,
     known: Sequence[Cluster] = (),
-) -> Plan:
+) -> Proposal:
     """The plan with the best score that was found; PlanError, with what is lacking, where the model fits nowhere.
 
     The same arguments and seed give the same plan, unless `seconds` says how long to look for a better one. `known` are
@@ -61,7 +61,7 @@ def _formed(
     seed: int,
     seconds: float | None,
     known: Sequence[Cluster],
-) -> Plan:
+) -> Proposal:
     ordered = sorted(providers, key=lambda p: p.name)
     by_name = {p.name: p for p in ordered}
     assert len(by_name) == len(ordered), "Providers have names of their own."
@@ -77,7 +77,7 @@ def _formed(
         clusters = search(standbys)
         if clusters:
             break
-    plans = [plan_of(goal, network, by_name, clusters)] if clusters else []
+    plans = [proposal_of(goal, network, by_name, clusters)] if clusters else []
     again = _known_plan(model, goal, network, by_name, known)
     if again is not None and (not standbys or enough_stand_by(usable, again.clusters)):
         plans.append(again)
@@ -87,7 +87,7 @@ def _formed(
         cluster = best_cuts(model, goal, network, order) if order is not None else None
         if cluster is None:
             raise cannot_be_held(model, goal, ordered)
-        plans = [plan_of(goal, network, by_name, [cluster])]
+        plans = [proposal_of(goal, network, by_name, [cluster])]
     return max(plans, key=lambda plan: plan.score)
 
 
@@ -146,7 +146,7 @@ def _search(
 
 def _known_plan(
     model: ModelCosts, goal: Goal, network: Network, providers: Mapping[str, Provider], known: Sequence[Cluster]
-) -> Plan | None:
+) -> Proposal | None:
     """The plan with those of the known clusters that can still be as they were, cut as they were."""
     index = {place: i for i, place in enumerate(model.places)}
     found = []
@@ -160,7 +160,7 @@ def _known_plan(
     stages = min((len(cluster.stages) for cluster in found), default=0)
     if not found or stages < goal.min_stages or not _keeps_to(goal, found):
         return None
-    return plan_of(goal, network, providers, found)
+    return proposal_of(goal, network, providers, found)
 
 
 def _keeps_to(goal: Goal, clusters: Sequence[Cluster]) -> bool:

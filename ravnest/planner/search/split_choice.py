@@ -1,5 +1,6 @@
 """Whether a stage sends its gradients on before it computes those of its own weights."""
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ravnest.planner.cluster import SPARE, Cluster
@@ -31,3 +32,15 @@ def choose_split(cluster: Cluster, stage: int, memory_bytes: float, asked: bool 
     if held > memory_bytes:
         return SplitChoice(False, "there is no memory for activations to be kept until the end of a backward")
     return SplitChoice(True, "stages wait for microbatches to come back, and this brings them back sooner")
+
+
+def split_reason(choices: Sequence[SplitChoice]) -> str:
+    """Which stages of a cluster send gradients on before they compute those of their weights, and why."""
+    after = choices[1:]
+    if not after:
+        return ""
+    splitting = [number for number, choice in enumerate(choices) if choice.split]
+    if not splitting:
+        return f"backwards are not split: {after[0].reason}"
+    stages = ", ".join(map(str, splitting))
+    return f"backwards are split at stage{'s' if len(splitting) > 1 else ''} {stages}: {choices[splitting[0]].reason}"

@@ -13,11 +13,11 @@ import numpy as np
 from ravnest.errors import PlanError
 from ravnest.planner.cluster import memory_bytes
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Provider
+from ravnest.planner.proposal import Proposal
 from ravnest.version_policy import POLICIES
 
-Search = Callable[[Goal], Plan]
+Search = Callable[[Goal], Proposal]
 """The best plan for this goal; PlanError where the model does not fit."""
 
 CLOSE: Final = 0.95
@@ -30,7 +30,7 @@ class VersionChoice:
 
     goal: Goal
     """With the policy."""
-    plan: Plan
+    plan: Proposal
     reason: str
 
 

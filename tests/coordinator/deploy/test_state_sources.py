@@ -8,8 +8,7 @@ from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.tracker import Replica
 from ravnest.graph.portable import PortableGraph, WeightSpec
-from ravnest.planner.run_plan import ClusterPlan
-from ravnest.planner.stage_plan import StagePlan
+from tests.builders import cluster_plan, stage_plan
 
 
 def graph(*keys: str) -> PortableGraph:
@@ -18,8 +17,8 @@ def graph(*keys: str) -> PortableGraph:
 
 def a_cluster(number: int, *stages: tuple[str, str]) -> ClusterRun:
     """Of each stage who has it, and the letters of its parameters."""
-    plans = tuple(StagePlan(node, n, "stem", graph(*keys), 3) for n, (node, keys) in enumerate(stages))
-    return ClusterRun(ClusterPlan(number, plans, 2, 1, 1.0, "made up"))
+    plans = tuple(stage_plan(node, n, graph(*keys), parameters=3) for n, (node, keys) in enumerate(stages))
+    return ClusterRun(cluster_plan(plans, number, 2))
 
 
 def replica(updates: int, *nodes: set[str]) -> Replica:

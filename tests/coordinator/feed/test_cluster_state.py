@@ -1,7 +1,5 @@
 """Which cluster gets the next microbatch, and what becomes of a lost one's."""
 
-from typing import Any, cast
-
 import pytest
 import torch
 
@@ -9,13 +7,13 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, RoundMa
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.graph.portable import PortableGraph, ValueSpec
-from ravnest.planner.run_plan import ClusterPlan
-from ravnest.planner.stage_plan import StagePlan
+from ravnest.planner.plan import ClusterPlan
+from tests.builders import cluster_plan, stage_plan
 
 
 def plan(number: int, in_flight: int = 2, ahead: int = 1, stages: int = 2) -> ClusterPlan:
-    nodes = [StagePlan(f"c{number}s{s}", s, "stem", cast(Any, None), 1, number) for s in range(stages)]
-    return ClusterPlan(number, tuple(nodes), in_flight, ahead, 1.0, "made up")
+    nodes = [stage_plan(f"c{number}s{s}", s, cluster=number) for s in range(stages)]
+    return cluster_plan(nodes, number, in_flight, ahead)
 
 
 def batch(number: int) -> TrainBatch:
@@ -64,8 +62,8 @@ def test_every_stage_is_told_of_each_microbatch_even_where_it_needs_nothing_of_t
         PortableGraph((), receives=(value,), sends=(value,)),
         PortableGraph((), receives=(value,), inputs=inputs),
     )
-    stages = tuple(StagePlan(f"s{number}", number, "stem", graph, 1) for number, graph in enumerate(graphs))
-    told = ClusterRun(ClusterPlan(0, stages, 1, 0, 1.0, "made up")).inputs_of
+    stages = tuple(stage_plan(f"s{number}", number, graph) for number, graph in enumerate(graphs))
+    told = ClusterRun(cluster_plan(stages, ahead=0)).inputs_of
     assert told == [("s0", ()), ("s1", ()), ("s2", ("inputs",))]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.coordinator.plan.plan_run import feed_ahead
+from ravnest.coordinator.plan.feed_ahead import feed_ahead
 from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.problem import Provider
 

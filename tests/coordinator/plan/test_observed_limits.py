@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest.coordinator.plan.observed_limits import SLOW_HALF_SECONDS, Believed, evident_memory
-from ravnest.coordinator.plan.plan_run import Machine, provider_of
+from ravnest.coordinator.plan.provider_profiles import Machine, provider_of
 from ravnest.coordinator.swarm.members import LentMachine, Member
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.graph.profile import CostProfile

@@ -10,33 +10,30 @@ import torch.nn.functional as F
 from torch import nn
 
 from ravnest import Averaging, Job, Pipeline
+from ravnest.coordinator.plan.feed_ahead import feed_ahead
 from ravnest.coordinator.plan.plan_run import (
-    Machine,
     check_fit,
     check_stages,
-    feed_ahead,
     goal_of,
     lines_to_measure,
-    measured_lines,
     model_costs,
     plan_members,
-    provider_of,
-    requester_of,
 )
 from ravnest.coordinator.plan.prepared_job import Prepared, prepare
+from ravnest.coordinator.plan.provider_profiles import Machine, measured_lines, provider_of, requester_of
 from ravnest.coordinator.swarm.members import LentMachine, LinkMeasurement, Member
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.engine.speed.device_speed import Speed
 from ravnest.errors import PeerError, PlanError
 from ravnest.graph.profile import CostProfile
 from ravnest.net.probe.measuring import LinkSpeed
+from ravnest.planner.averaging import MIN_UPDATES, ROUND_SHARE, average_every
 from ravnest.planner.cluster import memory_bytes
 from ravnest.planner.in_flight.lr_bound import CAUTIOUS_STALENESS
-from ravnest.planner.plan import plan_of
+from ravnest.planner.plan import Plan, RingStages
 from ravnest.planner.problem import Goal, Line, Network, Provider
 from ravnest.planner.rings.tensors import RingTensors
-from ravnest.planner.run_plan import MIN_UPDATES, ROUND_SHARE, RingPlan, RunPlan, average_every
-from tests.graph.cutting import even_costs, example
+from tests.builders import a_plan, cluster_plan, stage_plan
 
 SPEED_FIGURES = tuple(field.name for field in fields(Speed))
 HERE = Machine(cores=4, threads=2)
@@ -130,7 +127,7 @@ def test_a_run_with_fewer_in_flight_at_first_is_predicted_with_them(
     cosine = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=2)
     job = replace(prepared.job, optimizer=adam, schedule=cosine, epochs=1)
     slower = plan_members(replace(prepared, job=job), far, Network(), goal)
-    assert slower.plan.predicted_samples_per_second == plain.plan.predicted_samples_per_second
+    assert slower.steady_samples_per_second == plain.steady_samples_per_second
     assert slower.clusters[0].in_flight == plain.clusters[0].in_flight > 1 + CAUTIOUS_STALENESS
     assert 0 < slower.slowed < 1 and "with fewer in flight while the learning rate is high" in slower.reason
     assert slower.predicted_samples_per_second < plain.predicted_samples_per_second
@@ -180,31 +177,28 @@ def test_the_job_says_what_is_fixed() -> None:
     assert (goal.min_clusters, goal.max_clusters, goal.min_stages, goal.min_providers) == (1, None, 1, 0)
 
 
-def two_stages(one: Provider, other: Provider, network: Network) -> RunPlan:
-    from ravnest.planner.search.cuts import best_cuts
-
-    cluster = best_cuts(even_costs(example("resnet").graph), Goal(), network, [one, other])
-    assert cluster is not None
-    return RunPlan(plan_of(Goal(), network, {p.name: p for p in (one, other)}, [cluster]), (), "because")
+def two_stages(one: Provider, other: Provider) -> Plan:
+    return a_plan([cluster_plan([stage_plan(one.name), stage_plan(other.name, 1)])])
 
 
 def test_lines_between_neighbours_are_measured_by_whoever_can_dial() -> None:
     open_one = Provider(name="a", memory_bytes=1 << 40)
     closed = replace(open_one, name="b", reachable=False)
     both = {"a": open_one, "b": closed}
-    assert lines_to_measure(two_stages(open_one, closed, Network()), both, Network()) == [("b", "a")]
-    assert lines_to_measure(two_stages(closed, open_one, Network()), both, Network()) == [("b", "a")]
+    assert lines_to_measure(two_stages(open_one, closed), both, Network()) == [("b", "a")]
+    assert lines_to_measure(two_stages(closed, open_one), both, Network()) == [("b", "a")]
     known = Network({("a", "b"): Line(1e6, 0.1)})
-    assert lines_to_measure(two_stages(open_one, closed, known), both, known) == []
+    assert lines_to_measure(two_stages(open_one, closed), both, known) == []
     relayed = {"a": replace(open_one, reachable=False), "b": closed}
-    assert lines_to_measure(two_stages(relayed["a"], closed, Network()), relayed, Network()) == []
+    assert lines_to_measure(two_stages(relayed["a"], closed), relayed, Network()) == []
 
 
 def test_lines_of_a_ring_are_measured_once_for_both_ways() -> None:
     three = {name: Provider(name=name, memory_bytes=1 << 40) for name in "abc"}
     for owners, pairs in (("ab", [("a", "b")]), ("abc", [("a", "b"), ("b", "c"), ("c", "a")])):
-        ring = RingPlan(0, 0, tuple(owners), RingTensors())
-        planned = replace(two_stages(three["a"], three["b"], Network()), rings=(ring, ring))
+        ring = RingStages(0, tuple((number, 0) for number in range(len(owners))), RingTensors())
+        alone = [cluster_plan([stage_plan(owner)], number) for number, owner in enumerate(owners)]
+        planned = replace(a_plan(alone), ring_stages=(ring, ring))
         assert lines_to_measure(planned, three, Network()) == pairs
     known = Network({("a", "b"): Line(1e6, 0.1), ("c", "a"): Line(1e6, 0.1)})
     assert lines_to_measure(planned, three, known) == [("b", "c")]
@@ -227,8 +221,8 @@ def test_a_plan_names_every_stage_what_limits_it_and_the_rate(prepared: Prepared
     assert {stage.node for stage in planned.stages} == {"p0", "p1", "p2"}
     assert [stage.role for stage in planned.stages] == ["root", "stem", "leaf"]
     (cluster,) = planned.clusters
-    assert list(cluster.places) == [stage.start for stage in planned.plan.clusters[0].stages[1:]]
-    assert (planned.rings, planned.average_every, planned.round_seconds, planned.fragments) == ((), 0, 0.0, 1)
+    assert list(cluster.places) == [stage.start for stage in cluster.stages[1:]]
+    assert (planned.rings, planned.average_every, planned.round_seconds) == ((), 0, 0.0)
     assert "3 stages" in planned.reason and "samples/s, limited by" in planned.reason
     assert planned.predicted_samples_per_second > 0
     assert sum(stage.parameters for stage in planned.stages) == 4 * (64 * 64 + 64)
@@ -253,7 +247,11 @@ def test_several_clusters_have_rings_of_their_parameters(prepared: Prepared) -> 
             inside = {spec.key for spec in ring.tensors.parameters}
             assert inside <= held if stage.node in ring.owners else not inside & held
     assert [ring.ring for ring in planned.rings] == list(range(len(planned.rings)))
-    assert planned.fragments == 1 and planned.average_every > 0 and planned.average_reason in planned.reason
+    assert (
+        {ring.fragment for ring in planned.rings} == {0}
+        and planned.average_every > 0
+        and planned.average_reason in planned.reason
+    )
     assert "2 clusters of" in planned.reason
 
 
@@ -262,7 +260,7 @@ def test_fragments_are_averaged_in_turn_and_rounds_are_as_much_shorter(prepared:
     whole = plan_members(prepared, slow, Network(), goal_of(prepared.job, 2, 2))
     job = replace(prepared.job, averaging=Averaging(fragments=4))
     parts = plan_members(replace(prepared, job=job), slow, Network(), goal_of(job, 2, 2))
-    assert (whole.fragments, parts.fragments) == (1, 4)
+    assert [len({ring.fragment for ring in plan.rings}) for plan in (whole, parts)] == [1, 4]
     assert parts.round_seconds == pytest.approx(whole.round_seconds / 4, rel=0.1)
     small = replace(prepared.job, averaging=Averaging(codec="int8"))
     coded = plan_members(replace(prepared, job=small), slow, Network(), goal_of(small, 2, 2))
@@ -355,7 +353,7 @@ def test_a_machine_that_pretends_a_time_is_planned_with_it(prepared: Prepared) -
     assert told.min_stage_seconds == 0.2
     pair = [replace(told, name=name, memory_bytes=1 << 40) for name in ("p0", "p1")]
     planned = plan_members(prepared, pair, Network(), goal_of(prepared.job, 2, 1))
-    assert 0.2 <= planned.plan.clusters[0].busiest_seconds < 0.25
+    assert 0.2 <= planned.clusters[0].cost.busiest_seconds < 0.25
 
 
 def test_a_model_that_does_not_fit_says_so(prepared: Prepared) -> None:
@@ -370,6 +368,6 @@ def test_more_is_fed_ahead_the_farther_the_coordinator_is(prepared: Prepared) ->
     ahead = []
     for providers in (near, far):
         planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 2, 1))
-        ahead.append(feed_ahead(planned.plan.clusters[0], {p.name: p for p in providers}))
+        ahead.append(feed_ahead(planned.clusters[0].cost, {p.name: p for p in providers}))
         assert planned.clusters[0].ahead == ahead[-1]
     assert ahead[0] < ahead[1] <= 34

@@ -12,8 +12,7 @@ from ravnest.coordinator.replicas import tracker as module
 from ravnest.coordinator.replicas.tracker import Replica, ReplicaTracker
 from ravnest.engine.applied import REMEMBERED
 from ravnest.net.v1.control_pb2 import Replicated
-from ravnest.planner.run_plan import ClusterPlan
-from ravnest.planner.stage_plan import StagePlan
+from tests.builders import cluster_plan, stage_plan
 
 KEYS = ("f-0-0", "f-0-1")
 
@@ -24,8 +23,8 @@ class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-        stages = tuple(StagePlan(name, k, "stem", cast(Any, None), 1) for k, name in enumerate("ab"))
-        self.cluster = ClusterRun(ClusterPlan(0, stages, 2, 1, 1.0, "made up"))
+        stages = tuple(stage_plan(name, k) for k, name in enumerate("ab"))
+        self.cluster = ClusterRun(cluster_plan(stages, in_flight=2))
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.announced: list[tuple[int, int]] = []
         self.replicas = ReplicaTracker(

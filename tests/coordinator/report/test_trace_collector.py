@@ -11,14 +11,15 @@ from ravnest.coordinator.report import trace_collector as module
 from ravnest.coordinator.report.trace_collector import Tracing
 from ravnest.monitor.trace import Trace, TraceStage
 from ravnest.net.v1.control_pb2 import Report, Span
-from ravnest.planner.stage_plan import StagePlan
+from ravnest.planner.plan import StagePlan
+from tests.builders import stage_plan
 
 GRAPH: Any = None
 
 
 def plans(stages: int = 2, clusters: int = 1) -> list[StagePlan]:
     return [
-        StagePlan(f"p{cluster}-{number}", number, "root", GRAPH, 1, cluster=cluster)
+        stage_plan(f"p{cluster}-{number}", number, GRAPH, role="root", cluster=cluster)
         for cluster in range(clusters)
         for number in range(stages)
     ]

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Coroutine
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,8 +14,8 @@ from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.recorder import Recorder
 from ravnest.coordinator.run.in_flight import Flights, counts_of
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, LinkState, Report, Strained
-from ravnest.planner.run_plan import ClusterPlan
-from ravnest.planner.stage_plan import StagePlan
+from ravnest.planner.plan import ClusterPlan
+from tests.builders import stage_plan
 
 STAGES, STAGE_SECONDS, DELAY_SECONDS = 3, 0.1, 0.3
 
@@ -41,9 +41,11 @@ class FakeCourse:
         self.notified += 1
 
 
-def a_cluster(stages: int = STAGES, in_flight: int = 4, most: int = 20, **more: float) -> ClusterRun:
-    nodes = tuple(StagePlan(f"p{s}", s, "stem", cast(Any, None), 1, 0) for s in range(stages))
-    plan = ClusterPlan(0, nodes, in_flight, 2, 1.0, "as planned", max_in_flight=most, **more)
+def a_cluster(
+    stages: int = STAGES, in_flight: int = 4, most: int = 20, line_seconds: float = 0.0, feed_seconds: float = 0.0
+) -> ClusterRun:
+    nodes = tuple(stage_plan(f"p{s}", s, line_seconds=line_seconds) for s in range(stages))
+    plan = ClusterPlan(0, nodes, in_flight, 2, 1.0, "as planned", max_in_flight=most, feed_seconds=feed_seconds)
     return Clusters([plan]).all[0]
 
 

@@ -10,8 +10,8 @@ from ravnest.errors import PlanError
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.explain.explain import Explanation, explain
 from ravnest.planner.explain.what_if import Search
-from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.problem import Goal, Network, Provider, Requester
+from ravnest.planner.proposal import Proposal, proposal_of
 from ravnest.planner.search.order import best_clusters
 from tests.planner.made_up import machine, model, named, planned
 
@@ -20,12 +20,12 @@ NETWORK = Network()
 COSTS = model(12)
 
 
-def best_plan(goal: Goal, network: Network, providers: Sequence[Provider]) -> Plan:
+def best_plan(goal: Goal, network: Network, providers: Sequence[Provider]) -> Proposal:
     """Of all partitions of few providers."""
     clusters = best_clusters(COSTS, goal, network, providers)
     everybody = {provider.name: provider for provider in providers}
     plans = [
-        plan_of(goal, network, everybody, chosen)
+        proposal_of(goal, network, everybody, chosen)
         for chosen in _partitions(clusters, (1 << len(providers)) - 1)
         if chosen and len(chosen) <= (goal.max_clusters or len(chosen))
     ]
@@ -173,7 +173,7 @@ def test_a_large_swarm_is_explained_without_a_search(monkeypatch: pytest.MonkeyP
     names = sorted(nodes, key=lambda name: nodes[name].compute_speed)
     plan = planned(COSTS, GOAL, NETWORK, nodes, *(names[i : i + 4] for i in range(0, 20, 4)))
 
-    def never(*_: object) -> Plan:
+    def never(*_: object) -> Proposal:
         raise AssertionError("This is too much to search for.")
 
     found = explain(COSTS, GOAL, NETWORK, nodes, plan, never)
@@ -190,7 +190,7 @@ def test_of_very_many_who_stand_by_a_few_are_looked_at_and_the_others_are_counte
 def test_a_search_that_finds_nothing_is_no_failure() -> None:
     nodes = named(machine("ann", 1.0), machine("bob", 2.0))
 
-    def nothing(*_: object) -> Plan:
+    def nothing(*_: object) -> Proposal:
         raise PlanError("The model fits nowhere.")
 
     plan = planned(COSTS, GOAL, NETWORK, nodes, ["ann", "bob"])

@@ -3,8 +3,8 @@
 import pytest
 
 from ravnest.planner.cluster import memory_bytes
-from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal
 from ravnest.planner.recovery.choose_taker import Candidate, Recut, Taking, choose_taker, taker_for
 from tests.planner.made_up import machine, model, named, planned
 
@@ -57,12 +57,12 @@ def test_until_a_new_cut_was_looked_for_only_one_that_keeps_the_pace_is_taken() 
     assert choose_taker("bob", [Candidate("gus", False, 96.0)], 100.0, None).taker == "gus"
 
 
-def swarm(*standbys: Provider, memory: float = 16e9) -> tuple[dict[str, Provider], Plan]:
+def swarm(*standbys: Provider, memory: float = 16e9) -> tuple[dict[str, Provider], Proposal]:
     nodes = named(*(machine(n, memory=memory) for n in ("ann", "bob", "cat")), *standbys)
     return nodes, planned(COSTS, GOAL, NETWORK, nodes, ["ann", "bob", "cat"])
 
 
-def after(swarm: tuple[dict[str, Provider], Plan], standbys: dict[str, bool], gone: tuple[str, ...] = ()) -> Taking:
+def after(swarm: tuple[dict[str, Provider], Proposal], standbys: dict[str, bool], gone: tuple[str, ...] = ()) -> Taking:
     nodes, plan = swarm
     return taker_for(COSTS, GOAL, NETWORK, nodes, plan, "bob", standbys, gone)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal
 from ravnest.planner.recovery.replan import DEPLOY_SECONDS, Change, Joined, Lost, Replanned, Slowed, replan
 from tests.planner.made_up import machine, model, named, planned
 
@@ -19,18 +19,20 @@ GIB = 2**30
 WITH_STATE = 1 + COSTS.state_bytes_per_byte
 
 
-def two_clusters(*standbys: Provider) -> tuple[dict[str, Provider], Plan]:
+def two_clusters(*standbys: Provider) -> tuple[dict[str, Provider], Proposal]:
     nodes = named(*(machine(n, 1.0) for n in ("ann", "bob", "cat")), *(machine(n, 2.0) for n in ("dan", "eve", "fay")))
     nodes.update(named(*standbys))
     return nodes, planned(COSTS, GOAL, NETWORK, nodes, ["ann", "bob", "cat"], ["dan", "eve", "fay"])
 
 
-def one_cluster(*standbys: Provider) -> tuple[dict[str, Provider], Plan]:
+def one_cluster(*standbys: Provider) -> tuple[dict[str, Provider], Proposal]:
     nodes = named(*(machine(n, 1.0) for n in ("ann", "bob", "cat")), *standbys)
     return nodes, planned(COSTS, GOAL, NETWORK, nodes, ["ann", "bob", "cat"])
 
 
-def after(swarm: tuple[dict[str, Provider], Plan], change: Change, goal: Goal = GOAL, **options: float) -> Replanned:
+def after(
+    swarm: tuple[dict[str, Provider], Proposal], change: Change, goal: Goal = GOAL, **options: float
+) -> Replanned:
     nodes, plan = swarm
     found = replan(COSTS, goal, NETWORK, nodes, plan, change, **options)  # type: ignore[arg-type]
     check(found)
@@ -203,7 +205,7 @@ lines = st.sampled_from([5.0, 20.0, 100.0, 1000.0])
 
 
 @st.composite
-def swarms(draw: st.DrawFn) -> tuple[dict[str, Provider], Plan]:
+def swarms(draw: st.DrawFn) -> tuple[dict[str, Provider], Proposal]:
     nodes: dict[str, Provider] = {}
     clusters = []
     for c in range(draw(st.integers(1, 3))):
@@ -218,7 +220,7 @@ def swarms(draw: st.DrawFn) -> tuple[dict[str, Provider], Plan]:
 @settings(max_examples=20)
 @given(swarms(), st.lists(st.tuples(speeds, lines), min_size=1, max_size=2))
 def test_more_machines_never_make_a_plan_worse(
-    swarm: tuple[dict[str, Provider], Plan], new: list[tuple[float, float]]
+    swarm: tuple[dict[str, Provider], Proposal], new: list[tuple[float, float]]
 ) -> None:
     newcomers = tuple(machine(f"new{i}", speed, mbps=line) for i, (speed, line) in enumerate(new))
     found = after(swarm, Joined(newcomers))
@@ -229,7 +231,7 @@ def test_more_machines_never_make_a_plan_worse(
 @settings(max_examples=20)
 @given(swarms(), st.data())
 def test_whoever_is_lost_the_rest_goes_on_if_anybody_can(
-    swarm: tuple[dict[str, Provider], Plan], data: st.DataObject
+    swarm: tuple[dict[str, Provider], Proposal], data: st.DataObject
 ) -> None:
     nodes, _ = swarm
     lost = data.draw(st.sets(st.sampled_from(sorted(nodes)), min_size=1, max_size=3))

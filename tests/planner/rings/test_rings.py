@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.planner.cluster import Cluster, StageCost
-from ravnest.planner.plan import Plan, plan_of
 from ravnest.planner.problem import Goal, Line, Network, Provider, Requester
+from ravnest.planner.proposal import Proposal, proposal_of
 from ravnest.planner.rings.order import fastest_possible, ring_order, slowest
 from ravnest.planner.rings.rings import Ring, rings_of, round_seconds
 from tests.planner.made_up import cut_at, machine, model, named
@@ -22,7 +22,7 @@ COSTS = model(12)
 
 @dataclass(frozen=True)
 class Drawn:
-    plan: Plan
+    plan: Proposal
     providers: dict[str, Provider]
     network: Network
 
@@ -191,7 +191,7 @@ def test_a_thousand_clusters_have_their_rings_within_seconds() -> None:
         for a, b, rate in zip(*numbers.integers(0, 3000, (2, 5000)), numbers.uniform(1e5, 1e8, 5000), strict=True)
     }
     network = Network(known, Requester(up_bytes_per_second=1e6, down_bytes_per_second=1e6))
-    plan = plan_of(GOAL, network, nodes, clusters)
+    plan = proposal_of(GOAL, network, nodes, clusters)
     begun = time.perf_counter()
     rings = rings_of(plan, COSTS, network, nodes)
     seconds = time.perf_counter() - begun

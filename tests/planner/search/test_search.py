@@ -12,8 +12,8 @@ from benchmarks.planning.bound import upper_bound
 from ravnest.errors import PlanError
 from ravnest.planner.cluster import memory_bytes
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Network, Provider, Requester
+from ravnest.planner.proposal import Proposal
 from ravnest.planner.search.likeness import likeness
 from ravnest.planner.search.search import enough_stand_by, expected_absent, form
 from tests.planner.instances import random_model, random_providers
@@ -22,7 +22,7 @@ OFTEN = Goal(average_every=1000)
 FAST_LINES = Goal(average_every=10**6)
 
 
-def check(plan: Plan, model: ModelCosts, providers: list[Provider]) -> None:
+def check(plan: Proposal, model: ModelCosts, providers: list[Provider]) -> None:
     """What every plan promises."""
     by_name = {p.name: p for p in providers}
     seen: list[str] = list(plan.standbys)
@@ -247,7 +247,7 @@ def _exactly(clusters: int, providers: int) -> Goal:
     )
 
 
-def _is_exactly(plan: Plan, clusters: int, providers: int) -> None:
+def _is_exactly(plan: Proposal, clusters: int, providers: int) -> None:
     sizes = [len(cluster.stages) for cluster in plan.clusters]
     assert (len(sizes), sum(sizes)) == (clusters, providers)
     assert min(sizes) >= providers // clusters

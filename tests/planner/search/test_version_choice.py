@@ -8,8 +8,8 @@ import pytest
 from ravnest.errors import PlanError
 from ravnest.planner.cluster import SPARE, Cluster, memory_bytes
 from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.proposal import Proposal
 from ravnest.planner.search.cuts import best_cuts
 from ravnest.planner.search.search import form
 from ravnest.planner.search.split_choice import choose_split
@@ -51,7 +51,7 @@ def chosen(model: ModelCosts, memory: float, versions: str | None = None, **more
     providers = machines(memory)
     goal = Goal(max_clusters=1, min_stages=2, **more)  # type: ignore[arg-type]
 
-    def search(goal: Goal) -> Plan:
+    def search(goal: Goal) -> Proposal:
         return form(model, goal, Network(), providers)
 
     return choose_versions(model, goal, providers, versions, search)

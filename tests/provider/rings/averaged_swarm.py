@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,6 @@ from torch import Tensor
 from ravnest.averaging.deadlines import Deadlines
 from ravnest.coordinator.averaging.rounds import Rounds
 from ravnest.net.v1.control_pb2 import Average, CoordinatorMessage
-from ravnest.planner.plan import Plan
-from ravnest.planner.run_plan import RunPlan
 from tests.provider.rings.joined_rings import DEPLOYMENT, JoinedRings, Owner
 
 
@@ -38,8 +36,9 @@ class AveragedSwarm(JoinedRings):
         await super().__aexit__(*error)
 
     def _rounds(self) -> Rounds:
-        plan = RunPlan(cast(Plan, None), (), "", rings=self.plans)
-        return Rounds(plan, DEPLOYMENT, self._outlier, self.deadlines, self._tell, self._emit, lambda: self._over.set())
+        return Rounds(
+            self.plans, DEPLOYMENT, self._outlier, self.deadlines, self._tell, self._emit, lambda: self._over.set()
+        )
 
     def another_coordinator(self) -> None:
         """The one that was there is gone, and with it what it knew; the next takes over."""

@@ -31,8 +31,8 @@ from ravnest.graph.partition import split
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import RingPlace
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, ProviderMessage
+from ravnest.planner.plan import RingPlan
 from ravnest.planner.rings.tensors import fragments, tensors_of
-from ravnest.planner.run_plan import RingPlan
 from ravnest.provider.rings.rings import Rings
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import CLASSES, FEATURES, batches
