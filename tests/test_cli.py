@@ -67,8 +67,8 @@ def test_python_dash_m_is_the_same_command_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["trian", "job.py"], "there is no command 'trian'; did you mean train?"),
-        (["frobnicate"], "there is no command 'frobnicate'; the commands are train, serve, join"),
+        (["trian", "job.py"], "there is no command 'trian': did you mean train?"),
+        (["frobnicate"], "there is no command 'frobnicate': the commands are train, serve, join"),
         ([], "COMMAND"),
         (["train"], "JOB"),
         (["train", "job.py", "--providers", "0"], "'0' is not a whole number of at least 1"),
@@ -94,7 +94,7 @@ def test_python_dash_m_is_the_same_command_line() -> None:
         (["kick", "run"], "NODE"),
         (["doctor", "--memory", "much"], "'much' is not a size: write it as 8GB"),
         (["doctor", "--listen", "7000"], "'7000' is not an address"),
-        (["docter"], "there is no command 'docter'; did you mean doctor?"),
+        (["docter"], "there is no command 'docter': did you mean doctor?"),
     ],
 )
 def test_a_wrong_command_line_is_a_sentence_and_exit_code_2(
@@ -110,7 +110,7 @@ def test_a_wrong_command_line_is_a_sentence_and_exit_code_2(
 
 def test_a_new_run_is_served_somewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "job.py"]) == 2
-    assert re.fullmatch(r"ravnest: error: say where to wait .* --listen HOST:PORT, .*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"ravnest: error: no address .* --listen .*\n", capsys.readouterr().err)
 
 
 def test_a_users_mistake_is_one_line_without_a_traceback(

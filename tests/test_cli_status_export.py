@@ -165,7 +165,7 @@ def test_a_running_run_whose_process_is_gone_is_called_interrupted(
 
 def test_a_run_without_a_summary_still_has_a_status(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     call("status", str(run.path))
-    assert "it ended before it trained" in capsys.readouterr().out
+    assert "it ended before training started" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["status"], ["export", "--out", "model.safetensors"]])
@@ -230,9 +230,9 @@ def test_export_passes_over_a_damaged_checkpoint_and_says_so(
     out = tmp_path / "model.safetensors"
     call("export", str(run.path), "--out", str(out))
     assert torch.equal(load_file(out)["embed.weight"], torch.full((2, 2), 10.0))
-    assert "passed over checkpoint 20: " in capsys.readouterr().err
+    assert "skipped checkpoint 20: " in capsys.readouterr().err
     (run.checkpoints_path / "0000000010" / "checkpoint.json").unlink()
-    with pytest.raises(RunError, match="no good checkpoint"):
+    with pytest.raises(RunError, match="no intact checkpoint"):
         call("export", str(run.path), "--out", str(tmp_path / "none"))
 
 

@@ -1,1 +1,4 @@
-"""The command line: one file per command, each thin."""
+"""Command line: one module per command, with `add_parser` and `run`.
+
+Knows the entry point of each command in the other packages, which it imports only when the command runs.
+"""

@@ -1,4 +1,4 @@
-"""`ravnest export RUN --out model.safetensors`: the fused model of a run's newest good checkpoint."""
+"""`ravnest export RUN --out model.safetensors`: the model of a run's newest intact checkpoint."""
 
 import argparse
 import sys
@@ -11,22 +11,25 @@ from ravnest.monitor.run_directory import existing_run
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the command to what `ArgumentParser.add_subparsers` returned."""
+    """Adds the command and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "export",
         help="write the trained model of a run to a file",
-        description="Fuse a checkpoint's stages into one safetensors file with the model's own names.",
+        description="Write the model of a run's newest checkpoint as one safetensors file, under the names of the "
+        "model's own state_dict.",
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the run directory")
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
-    parser.add_argument("--checkpoint", metavar="N", type=int, help="the one after N updates, not the newest")
-    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    parser.add_argument("path", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file to write")
+    parser.add_argument(
+        "--checkpoint", metavar="N", type=int, help="export the checkpoint after N updates (default: the newest)"
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the model and says where; RunError when there is no good checkpoint or the disk refuses."""
+    """Writes the model and prints the path; raises RunError without an intact checkpoint, or if the disk fails."""
     paths = existing_run(args.path)
     out: Path = args.out
     if out.is_dir():
@@ -34,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if out.exists() and not args.force:
         raise RunError(f"{out} already exists; choose another --out or overwrite it with --force.")
 
-    # Only now, because they bring torch along.
+    # Imported late, because these modules import torch.
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -46,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         newest, damaged = newest_good(paths.checkpoints_path)
         for item in damaged:
-            print(f"passed over checkpoint {int(item.folder.name)}: {item.reason}", file=sys.stderr)
+            print(f"skipped checkpoint {int(item.folder.name)}: {item.reason}", file=sys.stderr)
         if newest is None:
-            raise RunError(f"{paths.path} has no good checkpoint to export; let the run reach its first one.")
+            raise RunError(f"{paths.path} has no intact checkpoint to export; wait until the run has written one.")
         info = newest
     try:
         extra = load_file(paths.static_path) if paths.static_path.exists() else {}

@@ -1,11 +1,11 @@
-"""`ravnest invite RUN`: the invites of a run that is served, new ones and the end of old ones."""
+"""`ravnest invite RUN`: create, list and revoke the invites of a served run."""
 
 import argparse
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ravnest.cli.train import whole_number
+from ravnest.cli.arguments import whole_number
 
 if TYPE_CHECKING:
     from ravnest.coordinator.access.invites import Node, Token
@@ -14,33 +14,37 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: "Subparsers") -> None:
-    """Add the command and its arguments."""
+    """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "invite",
-        help="make, list and revoke invites to a run that is served",
-        description="The invites of a run that `ravnest serve` has begun. What is changed here counts at once, also "
-        "while the coordinator runs.",
+        help="create, list and revoke invites to a served run",
+        description="Create, list and revoke invites to a run of `ravnest serve`. Changes take effect immediately, "
+        "also while the coordinator is running.",
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the run directory")
+    parser.add_argument("path", metavar="RUN", type=Path, help="run directory")
     action = parser.add_mutually_exclusive_group()
-    action.add_argument("--new", action="store_true", help="make an invite and print it")
+    action.add_argument("--new", action="store_true", help="create an invite and print it")
     action.add_argument(
-        "--revoke", metavar="ID", help="let nobody join with this invite any more; who has joined stays"
+        "--revoke", metavar="ID", help="accept no further providers with this invite; those that joined with it stay"
     )
-    action.add_argument("--list", action="store_true", help="list the invites and who joined with them (the default)")
-    parser.add_argument("--uses", metavar="N", type=whole_number, help="with --new: how many may join (default: 20)")
+    action.add_argument(
+        "--list", action="store_true", help="list the invites and the providers that joined with them (the default)"
+    )
     parser.add_argument(
-        "--hours", metavar="H", type=_hours, help="with --new: for how long it can be used (default: 168, a week)"
+        "--uses", metavar="N", type=whole_number, help="with --new: how many providers may join with it (default: 20)"
+    )
+    parser.add_argument(
+        "--hours", metavar="H", type=_hours, help="with --new: hours until it expires (default: 168, one week)"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked; raises a RunError when the run is not one that was served, or has no such invite."""
+    """Runs the command; raises RunError if the run was never served, or has no such invite."""
     if not args.new and (args.uses is not None or args.hours is not None):
         from ravnest.errors import RunError
 
-        raise RunError("--uses and --hours are for a new invite; give --new with them")
+        raise RunError("--uses and --hours apply to a new invite only: give --new as well")
 
     from ravnest.coordinator.access.admission import Admission
     from ravnest.coordinator.access.invites import DEFAULT_LIFETIME_SECONDS, DEFAULT_USES
@@ -54,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"invite: ravnest join {invite.line}", flush=True)
         elif args.revoke:
             admission.tokens.revoke(args.revoke, time.time())
-            print(f"invite {args.revoke} is revoked; those who have joined with it stay")
+            print(f"invite {args.revoke} is revoked; providers that have joined with it stay")
         else:
             _print(admission.tokens.tokens(), admission.tokens.nodes())
     finally:
@@ -65,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
 def _print(tokens: "list[Token]", nodes: "list[Node]") -> None:
     now = time.time()
     for token in tokens:
-        print(f"{token.id}  {_state(token, now)}  made {_when(token.created_at)}  {token.note}".rstrip())
+        print(f"{token.id}  {_state(token, now)}  created {_when(token.created_at)}  {token.note}".rstrip())
         for node in nodes:
             if node.token_id == token.id:
-                gone = "" if node.kicked_at is None else f", thrown out {_when(node.kicked_at)}"
+                gone = "" if node.kicked_at is None else f", removed {_when(node.kicked_at)}"
                 print(f"  {node.node_id}  joined {_when(node.joined_at)}{gone}")
 
 
@@ -77,7 +81,7 @@ def _state(token: "Token", now: float) -> str:
         return f"revoked {_when(token.revoked_at)}"
     if token.expires_at is not None and token.expires_at <= now:
         return f"expired {_when(token.expires_at)}"
-    left = "any number of uses" if token.uses_left is None else f"{token.uses_left} uses left"
+    left = "unlimited uses" if token.uses_left is None else f"{token.uses_left} uses left"
     return left if token.expires_at is None else f"{left} until {_when(token.expires_at)}"
 
 

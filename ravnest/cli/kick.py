@@ -1,4 +1,4 @@
-"""`ravnest kick RUN NODE`: throw a provider out of a swarm for good."""
+"""`ravnest kick RUN NODE`: remove a provider from a swarm permanently."""
 
 import argparse
 import time
@@ -10,24 +10,25 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: "Subparsers") -> None:
-    """Add the command and its arguments."""
+    """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "kick",
-        help="throw a provider out of a run that is served",
-        description="Throw a provider out for good: its certificate counts no more and its connections end within "
-        "seconds. If it holds a stage, training goes on without it: a standby takes the stage, or the others share the "
-        "model anew. If they cannot hold the model, the run waits for another provider.",
+        help="remove a provider from a served run permanently",
+        description="Remove a provider permanently: its certificate is revoked and its connections are closed within "
+        "seconds. If it holds a stage, training continues without it: a standby takes over the stage, or the model is "
+        "re-partitioned over the remaining providers. If they cannot hold the model, the run waits for another "
+        "provider.",
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the run directory")
+    parser.add_argument("path", metavar="RUN", type=Path, help="run directory")
     parser.add_argument(
-        "node", metavar="NODE", help="the provider's name, as `ravnest status` or `ravnest invite` show it"
+        "node", metavar="NODE", help="name of the provider, as shown by `ravnest status` and `ravnest invite`"
     )
-    parser.add_argument("--reason", default="", help="what to tell it")
+    parser.add_argument("--reason", default="", help="reason that the provider is told")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Throw it out; raises a RunError when the run is not one that was served, or has no such node."""
+    """Removes the provider; raises RunError if the run was never served, or has no such node."""
     from ravnest.coordinator.access.admission import Admission
 
     admission = Admission.of_run(args.path)
@@ -35,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
         admission.tokens.kick(args.node, time.time(), args.reason)
     finally:
         admission.close()
-    print(f"{args.node} is thrown out; it cannot come back with its key or its certificate")
+    print(f"{args.node} is removed from the run; it cannot rejoin with its key or its certificate")
     return 0

@@ -1,7 +1,7 @@
-"""The entry of the command line: runs the command, turns errors into a sentence and an exit code.
+"""Entry point of the command line: runs a command, turns errors into one sentence and an exit code.
 
-Each command is a file of this folder with `add_parser(subparsers)` and `run(args) -> int`. A file imports
-argparse and the like at its top and what is heavy inside `run`, so that help is immediate.
+Each command is a module of this package with `add_parser(subparsers)` and `run(args) -> int`. Heavy modules such as
+torch are imported inside `run`, so that `--help` answers immediately.
 """
 
 import argparse
@@ -20,20 +20,20 @@ from ravnest.errors import RavnestError
 COMMANDS = ("train", "serve", "join", "invite", "kick", "plan", "doctor", "status", "report", "export")
 
 INTERRUPTED = 130
-"""The exit code of a program that Ctrl-C ended, by the shell's convention (128 + SIGINT)."""
+"""Exit code after Ctrl-C, by the shell's convention (128 + SIGINT)."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 2 the user can fix it, 130 interrupted, 1 our bug."""
+    """Runs one command and returns its exit code: 0 success, 2 an error the user can fix, 130 interrupted, 1 a bug."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # Nothing is left to collect at the end; looking through all of torch for it would take a second.
+    # Skips the garbage collection at exit, which would take a second to walk through torch.
     atexit.register(gc.freeze)
     try:
         chosen = _parser(given).parse_args(given)
         code: int = chosen.run(chosen)
         return code
     except RavnestError as error:
-        # What a job file raised itself is told in its own words first.
+        # If the job file raised the error, the user's own traceback comes first.
         sys.stderr.write(getattr(error, "user_traceback", ""))
         sys.stderr.write(f"ravnest: error: {error}\n")
         return error.exit_code
@@ -42,26 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = getattr(interrupt, "exit_code", INTERRUPTED)
         return code
     except BrokenPipeError:
-        # The reader of our output (`| head`) has gone: nothing is left to say, not even at exit.
+        # The reader of the output is gone (`| head`); redirecting stdout prevents another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception:
         traceback.print_exc()
-        sys.stderr.write("ravnest: this is a bug in Ravnest: please report it with the lines above\n")
+        sys.stderr.write("ravnest: this is a bug in Ravnest: please report it with the traceback above\n")
         return 1
 
 
 def _parser(given: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ravnest",
-        description="Train one PyTorch model across many ordinary machines; none holds the whole model.",
+        description="Train one PyTorch model across many ordinary machines, none of which holds the whole model.",
     )
     parser.add_argument("--version", action="version", version=f"ravnest {ravnest.__version__}")
     named = given[0] if given else ""
     if named and not named.startswith("-") and named not in COMMANDS:
         near = difflib.get_close_matches(named, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        parser.error(f"there is no command {named!r}; {hint}")
+        parser.error(f"there is no command {named!r}: {hint}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in [named] if named in COMMANDS else COMMANDS:
         module = import_module(f"ravnest.cli.{command}")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ravnest.cli.train import whole_number
+from ravnest.cli.arguments import whole_number
 
 if TYPE_CHECKING:
     from ravnest.preview.dry_run import DryRun

@@ -1,4 +1,4 @@
-"""`ravnest report RUN`: a page about a run, with a picture of how its stages worked, from its run directory."""
+"""`ravnest report RUN`: HTML report of a run, with a timeline of its stages."""
 
 import argparse
 from pathlib import Path
@@ -9,20 +9,20 @@ from ravnest.monitor.run_directory import existing_run
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the command to what `ArgumentParser.add_subparsers` returned."""
+    """Adds the command and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "report",
-        help="write a page about a run, with a picture of how its stages worked",
-        description="Write an HTML page about a run: how it ended, and when each of its stages did what.",
+        help="write an HTML report of a run, with a timeline of its stages",
+        description="Write an HTML report of a run: its result, and for each stage its figures and a timeline.",
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the run directory")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="the file to write; default: report.html in the run")
+    parser.add_argument("path", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="file to write (default: report.html in RUN)")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page and says where; RunError when there is no run, or the disk refuses."""
+    """Writes the report and prints the path; raises RunError if there is no run, or the disk fails."""
     from ravnest.monitor.files import write_atomic
     from ravnest.monitor.report_page import report_page
     from ravnest.monitor.summary import Summary
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if out.is_dir():
         raise RunError(f"{out} is a folder; give --out a file name, such as {out / 'report.html'}.")
     if not paths.summary_path.exists():
-        raise RunError(f"{paths.path} has nothing to report yet; wait until the run has begun to train.")
+        raise RunError(f"{paths.path} has nothing to report yet; wait until training has started.")
     summary = Summary.read(paths.summary_path)
     trace = Trace.read(paths.trace_path) if paths.trace_path.exists() else None
     write_atomic(out, report_page(paths.path.absolute().name, summary, trace))

@@ -1,83 +1,68 @@
-"""`ravnest serve JOB --listen HOST:PORT`: the coordinator for a swarm of machines, and the invite to it."""
+"""`ravnest serve JOB --listen HOST:PORT`: coordinator of a swarm of machines, which join by an invite."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ravnest.cli.arguments import add_job_arguments, whole_number
 from ravnest.cli.join import host_and_port
-from ravnest.cli.train import whole_number
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_parser(subparsers: "Subparsers") -> None:
-    """Add the command and its arguments."""
+    """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "serve",
         help="train a job on machines that join with an invite",
-        description="Train a job on other machines: print an invite, wait until enough providers have joined with it, "
-        "and train.",
+        description="Train a job on other machines: print an invite line, wait until enough providers have joined with "
+        "it, and train. Ctrl-C stops the run cleanly: its state is saved, and --resume continues it.",
     )
-    parser.add_argument("job", metavar="JOB", help="path/to/file.py, file.py:name or package.module:name")
+    add_job_arguments(parser)
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         type=host_and_port,
-        help="where to wait for providers, such as 0.0.0.0:7700 for every address of this machine (default, with "
-        "--resume alone: where it was before)",
+        help="address to accept providers on; 0.0.0.0:7700 means port 7700 on all network interfaces (required, except "
+        "with --resume, where the default is the previous address)",
     )
     parser.add_argument(
         "--advertise",
         metavar="HOST:PORT",
         type=host_and_port,
-        help="what the invite says where this differs from --listen, such as a router's public address",
+        help="address in the invite, if it differs from --listen, such as the public address of a router",
     )
     parser.add_argument(
         "--providers",
         metavar="N",
         type=whole_number,
-        help="begin when this many have joined (default: when those that have joined have the memory for the model "
-        "together; with --resume as many as before)",
+        help="start when this many providers have joined (default: as soon as their total memory holds the model; with "
+        "--resume: the previous value)",
     )
     parser.add_argument(
         "--clusters",
         metavar="C",
         type=whole_number,
-        help="how many clusters they make up, each with a whole copy of the model, which average what they learn; with "
-        "--providers each of those gets a stage (default: as many as are fastest, of those that help; with --resume "
-        "what was said before)",
-    )
-    parser.add_argument(
-        "--run",
-        dest="directory",
-        metavar="DIR",
-        type=Path,
-        help="the run directory, new or empty (default: runs/NAME-DATE-TIME)",
+        help="number of clusters; each trains a full copy of the model, and the clusters average their parameters; "
+        "with --providers, each of those gets a stage (default: the number with the highest predicted throughput; with "
+        "--resume: the previous value)",
     )
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue from the last checkpoint of the run directory; the providers of before may join again",
+        help="continue from the last checkpoint in the run directory; the previous providers may rejoin",
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="replace a setting of the job, such as epochs=3 or pipeline.in_flight=2; may be repeated",
-    )
-    parser.add_argument("--no-display", action="store_true", help="plain log lines instead of the live display")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, train and return the exit code; raises a RavnestError when the run cannot start or go on."""
+    """Serves, trains and returns the exit code; raises a RavnestError if the run cannot start or continue."""
     if args.listen is None and not args.resume:
         from ravnest.errors import RunError
 
-        raise RunError("say where to wait for providers with --listen HOST:PORT, such as --listen 0.0.0.0:7700")
+        raise RunError(
+            "no address to accept providers on: give one with --listen HOST:PORT, such as --listen 0.0.0.0:7700"
+        )
 
     from ravnest.coordinator.launch.serve import serve_from_reference
 

@@ -1,4 +1,4 @@
-"""`ravnest status RUN`: how a run stands, read from its run directory while it goes on or afterwards."""
+"""`ravnest status RUN`: state of a run, read from its run directory during the run or afterwards."""
 
 import argparse
 import itertools
@@ -23,18 +23,20 @@ SHOWN_EVENTS = 8
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Adds the command to what `ArgumentParser.add_subparsers` returned."""
+    """Adds the command and its arguments."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "status", help="show how a run stands", description="Show how a run stands, from its run directory."
+        "status",
+        help="show the state of a run",
+        description="Show the state of a run, from its run directory: progress, stages, links, members, events.",
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the run directory")
-    parser.add_argument("--json", action="store_true", help="print it as JSON, for other programs")
+    parser.add_argument("path", metavar="RUN", type=Path, help="run directory")
+    parser.add_argument("--json", action="store_true", help="print the state as JSON, for other programs")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the state of the run; RunError when there is none at that path."""
+    """Prints the state of the run; raises RunError if there is no run at that path."""
     paths = existing_run(args.path)
     summary = Summary.read(paths.summary_path) if paths.summary_path.exists() else None
     process = lock_holder(paths)
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _members(paths: RunPaths) -> "list[KnownMember] | None":
-    """Who has been in the swarm of a run that was served; None for any other run."""
+    """Members of a served run, past and present; None for any other run."""
     if not paths.store_path.exists():
         return None
     from ravnest.coordinator.access.swarm_store import SwarmState
@@ -61,16 +63,16 @@ def _members(paths: RunPaths) -> "list[KnownMember] | None":
 
 
 def _connected(member: "KnownMember", process: int | None) -> bool:
-    # A coordinator that was killed could not say that everybody is gone.
+    # A killed coordinator could not record that its members disconnected.
     return member.connected and process is not None
 
 
 def _state(summary: Summary | None, process: int | None) -> tuple[str, str]:
-    """The status of the run in one word, and why."""
+    """Status of the run in one word, and its reason."""
     if summary is None:
-        return ("starting", "no summary yet") if process is not None else ("failed", "it ended before it trained")
+        return ("starting", "no summary yet") if process is not None else ("failed", "it ended before training started")
     if summary.status == "running" and process is None:
-        return "interrupted", "its process is gone; continue it with --resume"
+        return "interrupted", "its process is gone; continue the run with --resume"
     return summary.status, summary.reason
 
 
@@ -132,7 +134,7 @@ def _print(
                 console.print(Text.assemble((f"{'link':<14}", "dim"), printable(link)), soft_wrap=True)
     if members:
         console.print()
-        # Addresses are there to be copied: wider than the terminal is better than cut.
+        # Users copy the addresses: a row wider than the terminal is better than a truncated one.
         console.print(_member_table(members, process), soft_wrap=True)
     if events:
         console.print()
@@ -152,7 +154,7 @@ def _member_table(members: "list[KnownMember]", process: int | None) -> Any:
         now = "connected" if _connected(member, process) else f"last seen {units.duration(ago)} ago"
         cells = (
             member.node_id,
-            "thrown out" if member.kicked else now,
+            "removed" if member.kicked else now,
             member.device,
             units.byte_size(member.memory_bytes),
             member.address,
@@ -188,7 +190,7 @@ def _stages(summary: Summary) -> Any:
 
 
 def _flights(summary: Summary) -> list[str]:
-    """How many microbatches each cluster has in flight, and why; of a cluster with a single stage there is none."""
+    """In-flight limit of each cluster with several stages, and its reason."""
     several = len(summary.clusters) > 1
     return [
         f"{f'cluster {cluster.id}: ' if several else ''}{cluster.in_flight}: {cluster.in_flight_reason}"
@@ -198,14 +200,14 @@ def _flights(summary: Summary) -> list[str]:
 
 
 def _links(summary: Summary) -> list[str]:
-    """How the link from each stage to the next runs."""
+    """State of the link from each stage to the next."""
     lines = []
     for cluster in summary.clusters:
         for stage, following in itertools.pairwise(cluster.stages):
             for link in stage.links:
                 if link.to == following.provider:
                     again = f", connected {units.count(link.connections)} times" if link.connections > 1 else ""
-                    delay = "" if link.delay_seconds is None else f", {1e3 * link.delay_seconds:.3g} ms there and back"
+                    delay = "" if link.delay_seconds is None else f", {1e3 * link.delay_seconds:.3g} ms round trip"
                     lines.append(f"{stage.provider} to {link.to}: {link.route or 'down'}{delay}{again}")
     return lines
 
@@ -214,7 +216,7 @@ def _event(event: Event) -> Any:
     from rich.text import Text
 
     at, when = event.get("at"), "?"
-    # A time that no clock shows is as good as none.
+    # An event of a damaged file may have a time out of range.
     with suppress(OverflowError, OSError, ValueError):
         if isinstance(at, int | float):
             when = time.strftime("%H:%M:%S", time.localtime(at))

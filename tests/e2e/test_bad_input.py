@@ -209,7 +209,7 @@ def a_foreign_folder(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("occupy", "says"),
-    [(a_full_disk, "is not a folder"), (a_foreign_folder, "holds other files and no run")],
+    [(a_full_disk, "is not a folder"), (a_foreign_folder, "holds other files but no run")],
     ids=["a file", "other files"],
 )
 def test_a_run_directory_that_cannot_be_used(

@@ -47,7 +47,7 @@ def test_status_tells_how_many_are_in_flight_and_why(
     status.run(argparse.Namespace(path=run, json=False))
     shown = capsys.readouterr().out
     assert f"in flight     {cluster.in_flight}: {cluster.in_flight_reason}" in shown
-    assert "ms there and back" in shown
+    assert "ms round trip" in shown
     status.run(argparse.Namespace(path=run, json=True))
     assert json.loads(capsys.readouterr().out)["clusters"][0]["in_flight"] == cluster.in_flight
 

@@ -1,0 +1,32 @@
+"""Arguments that several commands take, and the parsers of their values."""
+
+import argparse
+from pathlib import Path
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds JOB, --run, --set and --no-display, which every command that trains takes."""
+    parser.add_argument("job", metavar="JOB", help="path/to/file.py, file.py:name or package.module:name")
+    parser.add_argument(
+        "--run",
+        dest="directory",
+        metavar="DIR",
+        type=Path,
+        help="run directory, new or empty (default: runs/NAME-DATE-TIME)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a setting of the job, such as epochs=3 or pipeline.in_flight=2; may be repeated",
+    )
+    parser.add_argument("--no-display", action="store_true", help="print plain log lines instead of the live display")
+
+
+def whole_number(text: str) -> int:
+    """A number of at least 1; raises ArgumentTypeError for anything else."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
