@@ -374,10 +374,10 @@ class Coordinator:
             # Of a formation before this one, which was given up while this was under way.
             return
         if frame.kind is FrameKind.DONE:
-            if self.progress.first_update_seconds is None:
+            if self.progress.clock.first_update_seconds is None:
                 self._course.emit("first_update", "the first microbatch has passed every stage")
             if formation.feeding.completed(node_id, frame.microbatch):
-                self.progress.completed()
+                self.progress.clock.on_microbatch()
             formation.checkpointing.applied(cluster, frame.microbatch)
             self._standstill.completed()
             self._course.notify()
@@ -543,7 +543,7 @@ class Coordinator:
                 if not rests():
                     await self._course.until(lambda: before is not self._now or rests())
                     continue
-                self.progress.pause_clock()
+                self.progress.clock.pause()
                 info = None
                 if not is_kept:
                     await self._items.average("to be formed anew")

@@ -77,7 +77,7 @@ class Items:
         await self._until_at_rest()
         self.finishing = True
         try:
-            self._progress.pause_clock()
+            self._progress.clock.pause()
             since = time.monotonic()
             await self.average("at the end")
             self._phase("saving")
@@ -159,7 +159,7 @@ class Items:
             await self._until_at_rest()
             # From now on nobody else begins to average, or forms the run anew because it pays.
             self.evaluation = Evaluation()
-            self._progress.pause_clock()
+            self._progress.clock.pause()
             self._now.flights.restart()
             await self.average("before an evaluation")
             self._phase("evaluating")
@@ -184,9 +184,9 @@ class Items:
         self._phase("training")
 
     def _end_epoch(self, item: EpochEnd) -> None:
-        self._progress.epoch_batches = item.batches
+        self._progress.epochs.batches = item.batches
         if item.samples is not None:
-            self._progress.epoch_samples = item.samples
+            self._progress.epochs.samples = item.samples
         self._progress.ledger.end_epoch(item.after)
         self._now.feeding.fed_place = item.after
         self._course.emit("epoch", f"epoch {item.after.epoch} has been fed", samples=item.after.samples)

@@ -201,7 +201,7 @@ class Forming:
             return None
         ledger.begin_at(standing.place)
         self._start = standing.place
-        around.progress.samples_at_start = ledger.samples
+        around.progress.clock.samples_at_start = ledger.samples
         for cluster in taken.formation.clusters.all:
             self._lost_before(cluster, taken.lost[cluster.id])
         reason = (
@@ -247,7 +247,7 @@ class Forming:
         self._display.message(f"taking up where it was: {found.reason}")
         around.ledger.begin_at(announced.place)
         self._start = announced.place
-        around.progress.samples_at_start = around.ledger.samples
+        around.progress.clock.samples_at_start = around.ledger.samples
         contents = await asyncio.to_thread(load_checkpoint, info)
         self._prepared = replace(prepared, restored=contents)
         return self._prepared
@@ -259,7 +259,7 @@ class Forming:
         began = time.monotonic()
         course.emit("reform_begun", reason)
         self._display.message(f"forming anew: {reason}")
-        self._around.progress.pause_clock()
+        self._around.progress.clock.pause()
         cluster = before.clusters.whole[0]
         for each in before.clusters.whole:
             # Whoever is lost from now on is not replaced there.

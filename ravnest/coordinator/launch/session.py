@@ -23,6 +23,7 @@ from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.launch.interrupts import Interrupts, RunOver
 from ravnest.coordinator.plan.prepared_job import Prepared, prepare, static_tensors
 from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.report.training_clock import TrainingClock
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.coordinator.verification.final_check import (
     NotAsReportedError,
@@ -104,8 +105,7 @@ class Session:
             self._info = self._checkpoint() if resume else None
             self._start = DataPosition() if self._info is None else place_of(self._info)
             ledger = Ledger(self._start)
-            self._progress = Progress(name, job.epochs, ledger, started=started, epoch=self._start.epoch)
-            self._progress.samples_at_start = ledger.samples
+            self._progress = Progress(name, job.epochs, ledger, TrainingClock(ledger, started))
             self.coordinator = Coordinator(swarm, self._run, self._events, self._metrics, self._progress, display)
             self.coordinator.on_failure = interrupts.wake
             reason = "resumed from the start: nothing had been saved" if resume else "a new run"
@@ -197,10 +197,10 @@ class Session:
         batch = samples_in(prepared.captured.sample)
         size = epoch_size(self._job.train_data, batch)
         if size is not None:
-            self._progress.epoch_batches, self._progress.epoch_samples = size
+            self._progress.epochs.batches, self._progress.epochs.samples = size
         if self._job.max_updates is not None:
             left = max(0, self._job.max_updates - self._start.updates) * self._job.pipeline.accumulate
-            self._progress.samples_limit = self._start.samples + left * batch
+            self._progress.epochs.max_samples = self._start.samples + left * batch
 
     def _feed(self, prepared: Prepared, call: Call) -> CheckpointInfo:
         """Feeds all of the data, and some of it again where the run had to go back; what the last checkpoint is."""
@@ -217,7 +217,7 @@ class Session:
             )
             try:
                 self._feeder.run(start)
-                chosen = effort_for(prepared, self._progress.elapsed_seconds)
+                chosen = effort_for(prepared, self._progress.clock.elapsed_seconds)
                 call(self.coordinator.attest(first_tensors(prepared), shortening(prepared, chosen)))
                 info: CheckpointInfo = call(self.coordinator.finish())
                 return info
@@ -274,7 +274,7 @@ class Session:
         """Evaluates the model from its file; NotAsReportedError where that is not what the swarm reported."""
         self.coordinator.phase("checking the model that was written")
         witnessed, source = self.coordinator.witnessed()
-        chosen = effort_for(prepared, self._progress.elapsed_seconds)
+        chosen = effort_for(prepared, self._progress.clock.elapsed_seconds)
         devices = self._progress.devices
         found = self._progress.check = check_written(prepared, info, model, witnessed, source, chosen, devices)
         figures = {"on": found.on, "samples": found.samples, "reported": found.reported, "measured": found.measured}
@@ -289,7 +289,7 @@ class Session:
         raise NotAsReportedError(refusal(found, model, apart, resumes_from))
 
     def _end(self, status: Status, reason: str, model: Path | None) -> Summary:
-        self._progress.pause_clock()
+        self._progress.clock.pause()
         self._run.release_reserve()
         summary = self._progress.summary(status, reason, None if model is None else str(model))
         with contextlib.suppress(RunError):

@@ -91,7 +91,7 @@ class Feeding:
 
     def _begin(self, item: TrainBatch) -> None:
         entry = LedgerEntry(item.microbatch, item.samples, item.after, item.completes_update)
-        self._progress.epoch = item.after.epoch
+        self._progress.epochs.current = item.after.epoch
         self._ledger.feed(entry)
         self._recorder.fed(item.microbatch, item.after)
         self.fed_samples += item.samples
@@ -204,7 +204,7 @@ class Feeding:
 
     async def _feed(self, cluster: ClusterRun, item: TrainBatch, ends: bool, checkpoint: int) -> None:
         """With `ends`, the microbatch completes an update of this cluster."""
-        self._progress.run_clock()
+        self._progress.clock.run()
         mark = None
         if self.clusters.group is None:
             mark, cluster.mark = cluster.mark, None

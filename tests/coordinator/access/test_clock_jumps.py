@@ -65,8 +65,8 @@ def test_no_checkpoint_is_due_because_a_clock_was_set(
 def test_how_fast_a_run_is_does_not_hang_on_the_time_of_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
 ) -> None:
-    progress = Progress("digits", 1, Ledger(DataPosition()), started=time.monotonic())
-    progress.run_clock()
+    progress = Progress("digits", 1, Ledger(DataPosition()))
+    progress.clock.run()
     jumps(monkeypatch, jump)
     summary = progress.summary("running", "")
     assert 0 <= summary.seconds < 60

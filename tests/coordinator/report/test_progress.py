@@ -5,67 +5,62 @@ from pathlib import Path
 import pytest
 
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger, LedgerEntry
-from ravnest.coordinator.report import progress as module
 from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.report.training_clock import TrainingClock
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import Fault, Summary
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """Time that passes when a test says so."""
 
     def __init__(self) -> None:
         self.now = 100.0
 
-    def perf_counter(self) -> float:
-        return self.now
-
-    def time(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(module, "time", found)
-    return found
+def clock() -> Clock:
+    return Clock()
 
 
 def a_progress(clock: Clock, start: DataPosition = DataPosition(), epochs: int = 4) -> Progress:  # noqa: B008
     ledger = Ledger(start)
-    return Progress("digits", epochs, ledger, started=clock.now, started_at=clock.now, samples_at_start=ledger.samples)
+    return Progress("digits", epochs, ledger, TrainingClock(ledger, clock=clock))
 
 
 def train(progress: Progress, clock: Clock, count: int, seconds_each: float = 0.1) -> None:
-    progress.run_clock()
+    progress.clock.run()
     for _ in range(count):
         clock.now += seconds_each
         number, ledger = progress.ledger.completed, progress.ledger
         after = DataPosition(0, number + 1, number + 1, ledger.updates + 1, ledger.samples + 8)
         ledger.feed(LedgerEntry(number, 8, after))
         ledger.complete(number)
-        progress.completed()
+        progress.clock.on_microbatch()
 
 
 def test_the_rate_is_that_of_training_and_not_of_evaluations(clock: Clock) -> None:
     progress = a_progress(clock)
     clock.now += 50
     train(progress, clock, 10)
-    progress.pause_clock()
+    progress.clock.pause()
     clock.now += 50
     train(progress, clock, 10)
-    assert progress.samples_per_second() == pytest.approx(80)
-    assert progress.recent_samples_per_second() == pytest.approx(80)
+    assert progress.clock.samples_per_second() == pytest.approx(80)
+    assert progress.clock.recent_samples_per_second() == pytest.approx(80)
     assert progress.summary("running", "").samples_per_second == pytest.approx(80)
 
 
 def test_the_first_microbatch_wakes_everything_up_and_does_not_count(clock: Clock) -> None:
     progress = a_progress(clock)
     train(progress, clock, 1, seconds_each=30.0)
-    assert progress.samples_per_second() == pytest.approx(8 / 30)
+    assert progress.clock.samples_per_second() == pytest.approx(8 / 30)
     train(progress, clock, 10)
-    assert progress.samples_per_second() == pytest.approx(80)
-    assert progress.first_update_seconds == 30.0
+    assert progress.clock.samples_per_second() == pytest.approx(80)
+    assert progress.clock.first_update_seconds == 30.0
 
 
 def test_what_was_done_before_a_resume_counts_as_done_and_not_as_fast(clock: Clock) -> None:
@@ -73,33 +68,33 @@ def test_what_was_done_before_a_resume_counts_as_done_and_not_as_fast(clock: Clo
     train(progress, clock, 10)
     assert progress.summary("running", "").samples == 880
     assert progress.summary("running", "").updates == 110
-    assert progress.samples_per_second() == pytest.approx(80)
-    assert progress.recent_samples_per_second() == pytest.approx(80)
+    assert progress.clock.samples_per_second() == pytest.approx(80)
+    assert progress.clock.recent_samples_per_second() == pytest.approx(80)
 
 
 def test_a_run_that_has_come_to_a_halt_does_not_keep_its_rate(clock: Clock) -> None:
     progress = a_progress(clock)
     train(progress, clock, 50)
-    assert progress.recent_samples_per_second() == pytest.approx(80)
+    assert progress.clock.recent_samples_per_second() == pytest.approx(80)
     clock.now += 45
-    assert progress.recent_samples_per_second() == pytest.approx(8, rel=0.05)
+    assert progress.clock.recent_samples_per_second() == pytest.approx(8, rel=0.05)
 
 
 def test_the_time_left_follows_from_what_the_data_promises(clock: Clock) -> None:
     progress = a_progress(clock)
     assert progress.snapshot().eta_seconds is None
-    progress.epoch_samples = 400
+    progress.epochs.samples = 400
     train(progress, clock, 10)
     snapshot = progress.snapshot()
     assert (snapshot.samples_done, snapshot.samples_total) == (80, 1600)
     assert snapshot.eta_seconds == pytest.approx((1600 - 80) / 80)
-    progress.samples_limit = 480
+    progress.epochs.max_samples = 480
     assert progress.snapshot().samples_total == 480
 
 
 def test_epochs_are_counted_by_batches(clock: Clock) -> None:
     progress = a_progress(clock)
-    progress.epoch_batches = 8
+    progress.epochs.batches = 8
     train(progress, clock, 6)
     assert progress.summary("stopped", "").epochs == 0.75
     progress.ledger.end_epoch(DataPosition(1, 0, 6, 6, 48))
