@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ravnest.codecs.codec import codec_named
-from ravnest.engine.schedule import Task, Waiting, next_task
+from ravnest.engine.schedule import ReadyCounts, Task, next_task
 from ravnest.engine.stage import Stage
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.planner.pipeline_depth import enough_in_flight
@@ -118,7 +118,7 @@ class VirtualPipeline:
         for place, stage in enumerate(self._stages):
             if self._busy[place]:
                 continue
-            ready = Waiting(len(self._backwards[place]), len(self._forwards[place]), 0)
+            ready = ReadyCounts(len(self._backwards[place]), len(self._forwards[place]), 0)
             task = next_task(ready, stage.in_flight, None if place else self._in_flight, after=self._did[place]).task
             if task is not Task.WAIT:
                 self._did[place] = task

@@ -25,6 +25,10 @@ class Message:
     sizes: Mapping[str, int] = field(default_factory=dict)
     """The free sizes of the microbatch by symbol, where it comes from the coordinator."""
 
+    def with_values(self, values: Mapping[str, Any]) -> "Message":
+        """The same microbatch with other values."""
+        return Message(self.microbatch, values, self.marks, self.sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

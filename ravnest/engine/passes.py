@@ -1,20 +1,30 @@
-"""Forward and backward of a stage's microbatches, and what is kept of each in between: that is its version policy.
+"""Forward and backward passes of a stage, and what it keeps of each microbatch in between: its version policy.
 
-A policy that keeps no activations keeps what came in, and computes the forward a second time for the backward. The
-second time is the first over again: random operators are seeded by the microbatch, and what the model changes as it
-runs (batch-norm statistics, counters) is a copy from before the first time, which is thrown away afterwards.
+While a microbatch is on its way to the leaf and back, earlier ones update the stage's weights. If its backward used the
+new weights with the activations of the old ones, the gradient would be that of no model. So the policy
+(version_policy.py, `pipeline.versions`) decides what is kept for the backward:
 
-The first time is run with gradients as well, and what autograd saved is let go at once: without, torch picks other
-kernels for some operators, and then the two would differ in the last digit, or in what dropout drops. A backward takes
-as much memory, so the peak of a stage is none the higher.
+    stash       the weights that the forward used, and its activations (PipeDream's weight stashing)
+    double      the same; no more microbatches are in flight than make an update, so there are two versions at most
+    recompute   the weights and what came in; the forward is computed a second time for the backward
+    latest      only what came in; the forward is computed again with the newest weights, which needs no copy of weights
+
+With each of them the gradient is exact for the weights that the backward uses. On a leaf the backward follows its
+forward at once, so a leaf keeps everything, whatever the policy.
+
+A second forward repeats the first one bit for bit: random operators are seeded by the microbatch, and the states that
+the model changes as it runs are copies from before the first forward. The first forward runs with gradients enabled
+too, and its saved tensors are released at once: without gradients torch picks other kernels for some operators, and
+dropout or the last digit could differ. A backward takes as much memory, so the peak is not higher.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ravnest.engine.model_states import ModelStates
 from ravnest.engine.not_finite import Finding, find
 from ravnest.engine.precision import Precision
 from ravnest.engine.settings import StageSettings
@@ -42,11 +52,11 @@ class _Pending:
     """A microbatch between forward and backward."""
 
     number: int
-    """Of the version its forward used."""
+    """Number of the version that its forward used."""
     version: Version | None
-    """Held until the backward; None where the weights of now will do."""
+    """Held until the backward; None: the backward uses the newest weights."""
     computed: _Computed | None
-    """None where the forward is to be computed again, from these."""
+    """None: the forward is computed again, from `given` and `states`."""
     given: dict[str, Any]
     states: dict[str, torch.Tensor]
     again: bool
@@ -65,6 +75,35 @@ class _Unfinished:
     split: SplitBackward | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """Names of the values that go into and out of a stage's graph."""
+
+    given: tuple[str, ...]
+    """Inputs and activations."""
+    received: tuple[str, ...]
+    """Activations that the stage before wants gradients for."""
+    outputs: frozenset[str]
+    """Values that gradients may come for: the loss, or what the stage after sends gradients of."""
+    written: tuple[str, ...]
+    """Inputs and activations that the graph writes to in place."""
+    sent_types: Mapping[str, torch.dtype | None]
+
+    @classmethod
+    def of(cls, graph: PortableGraph) -> "_Signature":
+        aliases = Aliases(graph)
+        groups = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
+        given = tuple(v.name for v in (*graph.inputs, *graph.receives))
+        outputs = {v.name for v in graph.sends if v.needs_grad} | ({graph.loss} if graph.loss else set())
+        return cls(
+            given=given,
+            received=tuple(v.name for v in graph.receives if v.needs_grad),
+            outputs=frozenset(outputs),
+            written=tuple(name for name in given if aliases.group(name) in groups),
+            sent_types={v.name: v.dtype for v in graph.sends},
+        )
+
+
 class Passes:
     """Runs the program of one stage under its version policy."""
 
@@ -79,34 +118,24 @@ class Passes:
     ) -> None:
         """`fixed` are the constants and states, by name in the graph; each training forward puts new states there. With
         `memory_bytes`, a microbatch that would take more ends with a LentMemoryError before it does."""
+        policy = POLICIES[settings.versions]
+        self.states = ModelStates([s.name for s in graph.states], fixed)
+        self._signature = _Signature.of(graph)
         self._program = Program(graph, device, compiled=settings.compiled, memory_bytes=memory_bytes)
         self._precision = Precision(settings.precision, device)
-        self._sent_types = {v.name: v.dtype for v in graph.sends}
         self._versions = versions
-        self._fixed = fixed
         self._seed = settings.seed
-        policy = POLICIES[settings.versions]
         self._is_leaf = graph.loss is not None
         self._keeps_weights = policy.keeps_weights or self._is_leaf
         self._keeps_activations = policy.keeps_activations or self._is_leaf
         self._max_pending = settings.accumulate if policy.within_accumulate else None
-        self._receives = [v.name for v in graph.receives if v.needs_grad]
-        self._given = [v.name for v in (*graph.inputs, *graph.receives)]
-        self._led_back = {*(v.name for v in graph.sends if v.needs_grad), *([graph.loss] if graph.loss else ())}
-        """What gradients may come for."""
-        self._states = [s.name for s in graph.states]
-        aliases = Aliases(graph)
-        written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
-        self._written = [v.name for v in (*graph.inputs, *graph.receives) if aliases.group(v.name) in written]
-        divisible = self._program.can_split and not self._precision.scales
-        self.splits = settings.split_backward and bool(self._receives) and divisible
-        """Whether the gradients of weights are found after those of what was received."""
+        can_split = self._program.can_split and not self._precision.scales
+        self.splits = settings.split_backward and bool(self._signature.received) and can_split
+        """Whether the gradients of weights are computed after those of the activations."""
         self._pending: dict[int, _Pending] = {}
         self._unfinished: _Unfinished | None = None
-        self._before: dict[int, dict[str, torch.Tensor]] = {}
-        """States before the forward of each microbatch that has not been applied, in the order of the forwards."""
         self._last: tuple[int, _Pending] | None = None
-        """On a leaf, the one whose backward came last, until its gradients are applied."""
+        """On a leaf, the microbatch whose backward came last, until its gradients are applied."""
         self._summed: list[int] = []
         """Microbatches whose gradients were taken and wait to be applied."""
 
@@ -116,32 +145,26 @@ class Passes:
         return self._unfinished is not None
 
     @property
-    def settled_states(self) -> dict[str, torch.Tensor]:
-        """The states without what microbatches did to them that have not been applied; empty where there are none of
-        these. By name, to be read."""
-        return next(iter(self._before.values()), {})
-
-    @property
     def in_flight(self) -> int:
         """Microbatches between forward and backward here."""
         return len(self._pending)
 
     @property
     def versions_alive(self) -> int:
-        """Of the weights: those that microbatches in flight hold, and the newest."""
+        """Copies of the weights: those that microbatches in flight hold, and the newest."""
         held = [pending.version for pending in self._pending.values() if pending.version]
-        # By their weights: predicted ones are shared too.
+        # Counted by their tensors: versions with predicted weights share them too.
         return len({id(version.leaves) for version in (*held, self._versions.current)})
 
     @property
     def keeps_activations(self) -> bool:
-        """Whether activations of microbatches are kept that could be computed again."""
+        """Whether the stage keeps activations that it could compute again."""
         return self._keeps_activations and not self._is_leaf
 
     def recompute_from_now_on(self) -> bool:
-        """Keeps no activations of microbatches that come, whatever the policy says; whether that changes anything.
+        """Keeps no activations of later microbatches, whatever the policy says; returns whether that changes anything.
 
-        Those in flight have theirs. A leaf has its backward at once, and nothing to compute again.
+        Microbatches in flight keep theirs. A leaf has its backward at once, and nothing to compute again.
         """
         changes = self.keeps_activations
         if changes:
@@ -155,8 +178,11 @@ class Passes:
         instead: dict[str, torch.Tensor] | None = None,
         again: bool = False,
     ) -> dict[str, Any]:
-        """What to send on, by name. Its backward must follow. `instead` are the weights to use in place of the current
-        ones, as a correction of staleness says. One that comes `again` leaves the states as they are."""
+        """Training forward: returns the values to send on, by name. The microbatch's backward must follow.
+
+        `instead` are the weights to use in place of the current ones, as a correction of staleness says. A microbatch
+        that comes `again` leaves the states as they are.
+        """
         if self._max_pending is not None and len(self._pending) >= self._max_pending:
             raise TrainingError(
                 f"microbatch {microbatch} came while {len(self._pending)} are in flight at this stage: with two "
@@ -165,41 +191,38 @@ class Passes:
             )
         number = self._versions.current.number
         leaves = self._versions.current.leaves if instead is None else instead
-        # Each forward writes states of its own: autograd may have saved those of a microbatch still in flight.
-        before = {name: self._fixed[name] for name in self._states}
-        states = self._copied_states()
-        fixed = {**self._fixed, **states}
+        before, states = self.states.current(), self.states.copies()
+        fixed = {**self.states.fixed, **states}
         if self._keeps_activations:
             computed, results = self._compute(microbatch, given, leaves, fixed)
             pending = _Pending(number, None, computed, given, {}, again)
         else:
             pending = _Pending(number, None, None, given, before, again)
-            first = {**given, **{name: given[name].clone() for name in self._written}}
+            first = {**given, **{name: given[name].clone() for name in self._signature.written}}
             _, results = self._compute(microbatch, first, leaves, fixed)
-        if states and not again:
-            self._fixed.update(states)
-            self._before[microbatch] = before
+        if not again:
+            self.states.advance(microbatch, states)
         if self._keeps_weights:
             pending.version = self._versions.acquire(instead)
         self._pending[microbatch] = pending
         sent = {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
-        return sent if self._keeps_weights else self._of_its_own(sent)
+        return sent if self._keeps_weights else self._copied_if_shared(sent)
 
     def backward(self, microbatch: int, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """The gradients for what was received; `weight_gradients` must follow, unless it came again.
+        """Returns the gradients for the stage before; `weight_gradients` must follow, unless the microbatch came again.
 
-        `gradients` are those of what was sent (None on a leaf: the loss is its own).
+        `gradients` come from the stage after (None on a leaf, which has the loss).
         """
         pending = self._pending.pop(microbatch, None)
         if pending is None:
             raise TrainingError(f"a gradient for microbatch {microbatch} came, which has no forward here")
         if self._is_leaf:
-            # Its loss is looked at after its backward.
+            # The loss is checked only after the backward.
             self._last = microbatch, replace(pending, version=None, computed=None)
         computed = pending.computed
         if computed is None:
             version = pending.version or self._versions.current
-            fixed = {**self._fixed, **{name: state.clone() for name, state in pending.states.items()}}
+            fixed = {**self.states.fixed, **{name: state.clone() for name, state in pending.states.items()}}
             computed, _ = self._compute(microbatch, pending.given, version.leaves, fixed)
         if gradients is None:
             outputs = list(computed.outputs.values())
@@ -236,67 +259,55 @@ class Passes:
 
     def applied(self) -> None:
         """All gradients that were taken so far are in the weights."""
-        for microbatch in self._summed:
-            self._before.pop(microbatch, None)
+        self.states.settle(self._summed)
         self._summed.clear()
         self._last = None
 
     def forget(self) -> None:
-        """Forgets every microbatch that has not been applied, and what it did to the states."""
+        """Forgets every microbatch that is not applied yet, and its effect on the states."""
         for pending in self._pending.values():
             self._release(pending.version)
         if self._unfinished is not None:
             self._release(self._unfinished.version)
         self._pending.clear()
         self._unfinished = self._last = None
-        self._fixed.update(self.settled_states)
-        self._before.clear()
+        self.states.forget()
         self._summed.clear()
-
-    def shift_settled(self, shift: Callable[[str, torch.Tensor], None]) -> None:
-        """Does the same to every copy of a state as was done to the state itself: `shift` gets a name and a tensor to
-        write."""
-        for before in self._before.values():
-            for name, state in before.items():
-                # In memory of its own: autograd may have saved the other.
-                before[name] = state.clone()
-                shift(name, before[name])
 
     def drop(self, microbatch: int) -> None:
         """Forgets a microbatch whose backward will never come."""
         pending = self._pending.pop(microbatch, None)
-        self._before.pop(microbatch, None)
+        self.states.settle([microbatch])
         if pending is not None:
             self._release(pending.version)
 
     def evaluate(self, given: Mapping[str, Any], microbatch: int = 0) -> dict[str, Any]:
-        """Evaluation forward with the newest weights: what to send on, the loss and the metrics, by value name.
+        """Evaluation forward with the newest weights: returns the values to send on, the loss and the metrics, by name.
 
-        What a model draws even in evaluation is seeded by the microbatch, as in training."""
-        weights = {**self._versions.current.leaves, **self._fixed}
+        Random numbers that a model draws even in evaluation are seeded by the microbatch, as in training.
+        """
+        weights = {**self._versions.current.leaves, **self.states.fixed}
         with torch.no_grad():
             results = self._program.run(given, weights, train=False, seed=self._seed, microbatch=microbatch)
-        return self._of_its_own(results)
+        return self._copied_if_shared(results)
 
     def find_not_finite(self, microbatch: int) -> Finding | None:
-        """Where values of this microbatch that are not finite arose, found by running its forward once more; None where
-        it is not known any more what it was given."""
+        """Finds where values of this microbatch that are not finite arose, by running its forward once more. None if
+        its inputs are no longer here."""
         pending = self._pending.get(microbatch)
         if pending is None and self._last is not None and self._last[0] == microbatch:
             pending = self._last[1]
-        if pending is None or any(name not in pending.given for name in self._given):
+        if pending is None or any(name not in pending.given for name in self._signature.given):
             return None
         version = pending.version or self._versions.current
-        # Copies: the forward writes to them.
-        states = {name: pending.states.get(name, self._fixed[name]).clone() for name in self._states}
-        weights = {**version.leaves, **self._fixed, **states}
+        weights = {**version.leaves, **self.states.fixed, **self.states.copies(instead=pending.states)}
         with self._precision.computing():
             return find(self._program.graph, self._program, pending.given, weights, self._seed, microbatch)
 
     def _compute(
         self, microbatch: int, given: dict[str, Any], leaves: dict[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]
     ) -> tuple[_Computed, dict[str, Any]]:
-        received = {name: given[name].requires_grad_() for name in self._receives}
+        received = {name: given[name].requires_grad_() for name in self._signature.received}
         apart: list[WeightUse] = []
         with torch.enable_grad(), self._precision.computing():
             results = self._program.run(
@@ -307,22 +318,20 @@ class Passes:
                 microbatch=microbatch,
                 apart=apart if self.splits else None,
             )
-            results = self._precision.as_told(results, self._sent_types)
+            results = self._precision.as_told(results, self._signature.sent_types)
         ends = {id(tensor) for tensor in (*received.values(), *leaves.values())}
-        outputs = {n: r for n, r in results.items() if n in self._led_back and _leads_back(r, ends)}
+        outputs = {n: r for n, r in results.items() if n in self._signature.outputs and _leads_back(r, ends)}
         return _Computed(received, leaves, outputs, apart), results
-
-    def _copied_states(self) -> dict[str, torch.Tensor]:
-        return {name: self._fixed[name].clone() for name in self._states}
 
     def _release(self, version: Version | None) -> None:
         if version is not None:
             self._versions.release(version)
 
-    def _of_its_own(self, results: dict[str, Any]) -> dict[str, Any]:
-        """What lies in the memory of weights or states, copied: it must not change under the sender's hands when
-        training goes on (a tied parameter that is sent on, for one)."""
-        own = {t.untyped_storage().data_ptr() for t in (*self._versions.masters.values(), *self._fixed.values())}
+    def _copied_if_shared(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Copies results that share memory with weights or states, such as a tied parameter that is sent on: training
+        goes on, and must not change them before they are sent."""
+        masters, fixed = self._versions.masters.values(), self.states.fixed.values()
+        own = {t.untyped_storage().data_ptr() for t in (*masters, *fixed)}
         return {
             n: r.clone() if isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() in own else r
             for n, r in results.items()
@@ -330,6 +339,6 @@ class Passes:
 
 
 def _leads_back(tensor: torch.Tensor, ends: Container[int]) -> bool:
-    """Whether a gradient can go back from this value to what was received or to a weight, or the value is itself one of
-    these, by identity. A view that was taken under no_grad says that it requires a gradient, and leads nowhere."""
+    """Whether a gradient can flow from this value back to an activation or a weight (`ends`, by identity), or the value
+    is itself one of these. A view taken under no_grad requires a gradient by its flag, and leads nowhere."""
     return tensor.requires_grad and (tensor.grad_fn is not None or id(tensor) in ends)

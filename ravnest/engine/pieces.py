@@ -8,7 +8,7 @@ import torch
 Item = TypeVar("Item")
 
 _MAX_PIECES: Final = 8
-_PIECE_BYTES: Final = 8 << 20
+PIECE_BYTES: Final = 8 << 20
 _GPU_PIECE_BYTES: Final = 256 << 20
 """A GPU is given one piece in a fraction of the time that it computes on so much; with smaller ones it waits."""
 _BATCH_BYTES: Final = 1 << 20
@@ -22,7 +22,7 @@ def pieces(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """
     on_processor = all(p.device.type == "cpu" for p in parameters.values())
     total = sum(p.nbytes for p in parameters.values())
-    least = max(_PIECE_BYTES if on_processor else _GPU_PIECE_BYTES, total // _MAX_PIECES)
+    least = max(PIECE_BYTES if on_processor else _GPU_PIECE_BYTES, total // _MAX_PIECES)
     names = sorted(parameters, key=lambda name: parameters[name].nbytes)
     # Where there are none, an update is a step all the same: schedules count them.
     return _filled(names, lambda name: parameters[name].nbytes, least) or [[]]

@@ -31,7 +31,7 @@ class Decision(NamedTuple):
     reason: str
 
 
-class Waiting(NamedTuple):
+class ReadyCounts(NamedTuple):
     """What lies ready at a stage."""
 
     backwards: int
@@ -51,7 +51,7 @@ class Bound(NamedTuple):
 
 
 def next_task(
-    waiting: Waiting, in_flight: int, limit: int | None, bound: Bound | None = None, after: Task = Task.FORWARD
+    waiting: ReadyCounts, in_flight: int, limit: int | None, bound: Bound | None = None, after: Task = Task.FORWARD
 ) -> Decision:
     """The next task, given what is ready, how many microbatches this stage has between forward and backward, its limit
     on these, the bound on staleness, and what of both it did last."""

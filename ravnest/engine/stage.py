@@ -72,12 +72,12 @@ class Stage:
                 raise GraphError(f"the weights for {spec.key} are missing or do not have the shape the graph says")
         self._versions = WeightVersions({p.name: weights[p.key].to(self.device) for p in graph.parameters})
         self._fixed = {c.name: weights[c.key].to(self.device) for c in (*graph.constants, *graph.states)}
-        self._optimizer = settings.optimizer_spec().build(list(self._versions.masters.values()))
-        self._correction = correction_named(
-            settings.correction, self._optimizer, self._versions.masters, settings.warm_up_updates
+        self.optimizer = settings.optimizer_spec().build(list(self._versions.masters.values()))
+        self.correction = correction_named(
+            settings.correction, self.optimizer, self._versions.masters, settings.warm_up_updates
         )
         schedule = settings.schedule_spec()
-        self._schedule = None if schedule is None else schedule.build(self._optimizer)
+        self._schedule = None if schedule is None else schedule.build(self.optimizer)
         left = None if memory_bytes is None else memory_bytes - sum(w.nbytes for w in weights.values())
         self._passes = Passes(graph, self.device, self._versions, self._fixed, settings, left)
         self._pieces = pieces(self._versions.masters)
@@ -131,7 +131,7 @@ class Stage:
         it.
         """
         given = {name: self._here(value) for name, value in values.items()}
-        return self._passes.forward(microbatch, given, self._correction.forward_weights(), again)
+        return self._passes.forward(microbatch, given, self.correction.forward_weights(), again)
 
     def evaluate(self, values: Mapping[str, Any], microbatch: int = 0) -> dict[str, Any]:
         """Evaluation forward: what to send on; on a leaf the loss and the metrics, by value name. Nothing is kept."""
@@ -199,12 +199,12 @@ class Stage:
         memory. What microbatches that have not been applied did to states is not in it."""
         plain: dict[str, Any] = {}
         for spec in self.graph.parameters:
-            for name, value in self._optimizer.state.get(self._versions.masters[spec.name], {}).items():
+            for name, value in self.optimizer.state.get(self._versions.masters[spec.name], {}).items():
                 if value is not None and not isinstance(value, torch.Tensor):
                     plain[f"{spec.key}:{name}"] = value
-        groups = [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in self._optimizer.param_groups]
+        groups = [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in self.optimizer.param_groups]
         schedule = {k: v for k, v in self._schedule.state_dict().items() if _is_plain(v)} if self._schedule else None
-        settled = self._passes.settled_states
+        settled = self._passes.states.settled
         states = {f"buffer:{spec.key}": settled[spec.name] for spec in self.graph.states if spec.name in settled}
         return self.state_tensors() | states, {
             "version": json.dumps(self.version),
@@ -218,7 +218,7 @@ class Stage:
         for spec in self.graph.parameters:
             master = self._versions.masters[spec.name]
             tensors[f"param:{spec.key}"] = master.detach()
-            for name, value in self._optimizer.state.get(master, {}).items():
+            for name, value in self.optimizer.state.get(master, {}).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"optim:{spec.key}:{name}"] = value
         for spec in self.graph.states:
@@ -257,9 +257,9 @@ class Stage:
             if name in own:
                 write(name, own[name])
         if names:
-            self._passes.shift_settled(lambda state, tensor: write(names[state], tensor) if state in names else None)
+            self._passes.states.shift_settled(lambda state, copy: write(names[state], copy) if state in names else None)
         self._versions.finish_change()
-        self._correction.moved()
+        self.correction.moved()
 
     def restore(self, optimizer: Mapping[str, Mapping[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
         """Takes up optimizer state (by parameter key) and counters as `state` gave them; GraphError if they do not
@@ -284,12 +284,12 @@ class Stage:
             entries.update({k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)})
             if entries:
                 saved[index] = entries
-        current = self._optimizer.state_dict()
+        current = self.optimizer.state_dict()
         for group, stored in zip(current["param_groups"], groups, strict=True):
             # What this torch does not know is left out, and which parameters there are is the graph's to say.
             known = {k: v for k, v in stored.items() if k in group and k != "params"}
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
-        self._optimizer.load_state_dict({"state": saved, "param_groups": current["param_groups"]})
+        self.optimizer.load_state_dict({"state": saved, "param_groups": current["param_groups"]})
         if self._schedule is not None and schedule is not None:
             # Torch makes each entry an attribute, whatever its name is: only those that a schedule saves are taken.
             own = self._schedule.state_dict()
@@ -321,11 +321,11 @@ class Stage:
         if self.settings.clip_value is not None or self.settings.clip_norm is not None:
             self._clip(masters)
         # A mean of gradients is as stale as they are on average.
-        self._correction.begin_update(self.version - self._versions_sum / self._summed, self.version)
+        self.correction.begin_update(self.version - self._versions_sum / self._summed, self.version)
         for piece in self._pieces:
             for name in piece:
                 masters[name].grad = self._sums.pop(name, None)
-            self._correction.step()
+            self.correction.step()
             for name in piece:
                 masters[name].grad = None
         self._summed = 0
@@ -347,7 +347,7 @@ class Stage:
             torch.nn.utils.clip_grad_value_(masters.values(), self.settings.clip_value)
         if self.settings.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(masters.values(), self.settings.clip_norm)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _here(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device != self.device:

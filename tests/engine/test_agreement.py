@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from ravnest.engine.agreement import MisfitError, backward_misfit
+from ravnest.engine.applied import Applied
+from ravnest.engine.inbox import Inbox
 from ravnest.engine.messages import Message
+from ravnest.engine.schedule import ReadyCounts, Task
 from ravnest.engine.settings import StageSettings
-from ravnest.engine.stage import Stage
-from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
 from ravnest.microbatch import Marks
@@ -33,17 +34,9 @@ STEM = PortableGraph(
 )
 
 
-class Silent:
-    """An outbox that nobody reads."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
-
-
-def a_worker(graph: PortableGraph) -> StageWorker:
+def an_inbox(graph: PortableGraph) -> Inbox:
     settings = StageSettings(optimizer=OptimizerSpec("SGD", {"lr": 0.1}).to_json(), stage=1, stages=3)
-    outbox: Any = Silent()
-    return StageWorker(Stage(graph, {"w": torch.eye(4)}, settings), outbox, announced=True)
+    return Inbox(graph, settings, Applied(), announced=True)
 
 
 def marks(**more: Any) -> Marks:
@@ -77,37 +70,39 @@ def sent(size: int = 8, **more: Any) -> Message:
 def test_activations_that_do_not_fit_the_feed_are_not_computed_with(
     graph: PortableGraph, wrong: Message, words: str
 ) -> None:
-    first = a_worker(graph)
+    first = an_inbox(graph)
     first.feed(fed(graph))
     with pytest.raises(MisfitError, match=words):
         first.receive_forward(wrong)
     # The other way round: it is still the activations that cannot be, not the feed.
-    second = a_worker(graph)
+    second = an_inbox(graph)
     second.receive_forward(wrong)
     with pytest.raises(MisfitError, match=words):
         second.feed(fed(graph))
-    assert not first.ready and not second.ready
+    assert not any(first.ready()) and not any(second.ready())
 
 
 @pytest.mark.parametrize("graph", [LEAF, STEM], ids=["leaf", "stem"])
 def test_nothing_is_computed_before_the_coordinator_has_told_of_it(graph: PortableGraph) -> None:
-    worker = a_worker(graph)
-    worker.receive_forward(sent())
-    assert not worker._forwards
-    worker.feed(fed(graph))
-    assert [message.microbatch for message in worker._forwards] == [0]
+    inbox = an_inbox(graph)
+    inbox.receive_forward(sent())
+    assert not any(inbox.ready())
+    inbox.feed(fed(graph))
+    assert inbox.ready() == ReadyCounts(backwards=0, forwards=1, evaluations=0)
+    assert inbox.take(Task.FORWARD).microbatch == 0
 
 
 def test_what_is_said_of_a_microbatch_is_the_coordinators_word() -> None:
-    worker = a_worker(LEAF)
-    worker.feed(fed(LEAF, checkpoint=5))
-    worker.receive_forward(sent(checkpoint=5))
-    assert (worker._forwards[0].marks.checkpoint, set(worker._forwards[0].values)) == (5, {"h", "targets"})
+    inbox = an_inbox(LEAF)
+    inbox.feed(fed(LEAF, checkpoint=5))
+    inbox.receive_forward(sent(checkpoint=5))
+    joined = inbox.take(Task.FORWARD)
+    assert (joined.marks.checkpoint, set(joined.values)) == (5, {"h", "targets"})
 
 
 def test_a_feed_that_does_not_agree_with_itself_is_the_coordinators_fault() -> None:
     with pytest.raises(PeerError, match="the feed of microbatch 0 does not agree with itself: targets") as caught:
-        a_worker(LEAF).feed(fed(LEAF, size=7))
+        an_inbox(LEAF).feed(fed(LEAF, size=7))
     assert not isinstance(caught.value, MisfitError)
 
 

@@ -109,7 +109,7 @@ def test_an_update_of_several_microbatches_is_as_stale_as_they_are_on_average(
     weights = {spec.key: captured.weights[spec.key].clone() for spec in captured.graph.weights}
     stage = Stage(captured.graph, weights, settings)
     seen: list[float] = []
-    monkeypatch.setattr(stage._correction, "begin_update", lambda staleness, version: seen.append(staleness))
+    monkeypatch.setattr(stage.correction, "begin_update", lambda staleness, version: seen.append(staleness))
     data = captured.structure.flatten(batches([8])[0])
     worst = []
     for number in range(11):
@@ -142,7 +142,7 @@ def test_what_nesterov_s_step_remembers_survives_being_saved(captured: Captured)
     assert same(stage, other) and other.state()[1] == metadata
     # How stale updates are is measured anew, so both must have seen the same to go on in the same way.
     for each in (stage, other):
-        each._correction = Nesterov(each._optimizer)
+        each.correction = Nesterov(each.optimizer)
         train(each, captured, 8, 8, ahead=2)
     assert same(stage, other)
 
@@ -168,7 +168,7 @@ def test_predicted_weights_are_used_by_forwards_and_by_nothing_else(captured: Ca
     sample = dict(captured.sample)
     for each in (stage, plain):
         train(each, captured, 0, 1, ahead=0)
-    stage._correction.begin_update(3, 1)
+    stage.correction.begin_update(3, 1)
     before = {name: tensor.clone() for name, tensor in stage.state_tensors().items()}
     loss = str(stage.graph.loss)
     assert float(stage.forward(1, sample)[loss]) != float(plain.forward(1, sample)[loss])
@@ -180,7 +180,7 @@ def test_predicted_weights_are_used_by_forwards_and_by_nothing_else(captured: Ca
 def test_forwards_between_two_updates_share_what_was_predicted(captured: Captured) -> None:
     stage = a_stage(captured, "foresight")
     train(stage, captured, 0, 6, ahead=2)
-    correction = stage._correction
+    correction = stage.correction
     first = correction.forward_weights()
     assert first is not None and correction.forward_weights() is first
     name, tensor = next(iter(first.items()))

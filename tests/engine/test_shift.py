@@ -1,5 +1,7 @@
 """What averaging changes in a stage: values, not versions, and never what is in flight."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,7 +97,7 @@ def test_the_schedule_follows_the_updates_of_the_whole_run() -> None:
     rates = []
     for number, updates in enumerate((1, 4, 4, 0)):
         step(stage, sample, number, updates)
-        rates.append(stage._optimizer.param_groups[0]["lr"] / 0.01)
+        rates.append(json.loads(stage.state()[1]["optimizer"])["groups"][0]["lr"] / 0.01)
     assert rates == pytest.approx([2**-1, 2**-4, 2**-5, 2**-6])
 
 

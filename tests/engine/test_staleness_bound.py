@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
-from ravnest.engine.schedule import Bound, Task, Waiting, next_task, updates_before
+from ravnest.engine.schedule import Bound, ReadyCounts, Task, next_task, updates_before
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
@@ -73,7 +73,7 @@ class Pipeline:
                 assert self.changed.wait_for(room, PATIENCE_SECONDS), f"nothing moves after {len(self.done)}"
             assert not self.failed
             for worker in self.workers:
-                given = {value.name: values[value.name] for value in worker._stage.graph.inputs}
+                given = {value.name: values[value.name] for value in worker.stage.graph.inputs}
                 if given:
                     worker.feed(Message(number, given, marks=Marks(samples=4, flush=flushes(number))))
         with self.changed:
@@ -239,20 +239,20 @@ def test_updates_that_a_microbatch_will_see_are_counted_as_a_stage_makes_them(
 
 
 @given(
-    waiting=st.builds(Waiting, st.just(0), st.integers(1, 9), st.just(0)),
+    waiting=st.builds(ReadyCounts, st.just(0), st.integers(1, 9), st.just(0)),
     limit=st.none() | st.integers(1, 9),
     summed=st.integers(0, 3),
     most=st.integers(0, 4),
 )
 def test_a_stage_with_nothing_in_flight_never_holds_a_forward_back(
-    waiting: Waiting, limit: int | None, summed: int, most: int
+    waiting: ReadyCounts, limit: int | None, summed: int, most: int
 ) -> None:
     bound = Bound(updates_before(summed, 4, []), most)
     assert next_task(waiting, 0, limit, bound).task is Task.FORWARD
 
 
 def test_a_stage_at_its_bound_says_so() -> None:
-    held = next_task(Waiting(0, 1, 0), 2, None, Bound(2, 1))
+    held = next_task(ReadyCounts(0, 1, 0), 2, None, Bound(2, 1))
     assert (held.task, held.reason) == (Task.WAIT, "it would see 2 updates, and 1 is the bound")
-    assert next_task(Waiting(0, 1, 1), 2, None, Bound(2, 1)).task is Task.EVALUATE
-    assert next_task(Waiting(1, 1, 1), 2, None, Bound(2, 1)).task is Task.BACKWARD
+    assert next_task(ReadyCounts(0, 1, 1), 2, None, Bound(2, 1)).task is Task.EVALUATE
+    assert next_task(ReadyCounts(1, 1, 1), 2, None, Bound(2, 1)).task is Task.BACKWARD

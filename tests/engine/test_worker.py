@@ -132,7 +132,7 @@ def message(number: int, batch: Any, names: tuple[str, ...] = ("inputs", "target
 
 
 def inputs_of(worker: StageWorker) -> tuple[str, ...]:
-    return tuple(value.name for value in worker._stage.graph.inputs)
+    return tuple(value.name for value in worker.stage.graph.inputs)
 
 
 def feed(pairs: list[Pair], number: int, batch: Any, **more: Any) -> None:
@@ -386,7 +386,7 @@ def test_a_worker_that_waits_can_be_stopped(make: Make) -> None:
     worker.feed(message(0, batches([8])[0]))
     box.next("done")
     worker.stop(timeout_seconds=5)
-    assert not worker._thread.is_alive()
+    assert not worker.runs
     assert 0 < worker.counters.busy_seconds < 60
 
 
@@ -395,12 +395,12 @@ def test_a_gradient_that_is_not_finite_is_not_applied(make: Make) -> None:
     feed([(root, root_box), (leaf, leaf_box)], 0, batches([8])[0])
     leaf.receive_forward(root_box.next("forward"))
     gradient = leaf_box.next("backward")
-    before = {name: tensor.clone() for name, tensor in root._stage.state()[0].items()}
+    before = {name: tensor.clone() for name, tensor in root.stage.state()[0].items()}
     root.receive_backward(replace(gradient, values={k: v * float("nan") for k, v in gradient.values.items()}))
     kind, text, number = root_box.next("failed")
     assert (kind, number) == ("not_finite", 0)
     assert "that the next stage sent for microbatch 0 is not finite, so it is not applied" in text
-    after = root._stage.state()[0]
+    after = root.stage.state()[0]
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
@@ -455,7 +455,7 @@ def test_a_round_takes_its_snapshot_before_the_microbatch_that_announces_it_is_a
 
 def test_a_round_that_is_ordered_takes_the_stage_as_it_is_and_a_change_is_kept(make: Make) -> None:
     [(worker, box)] = make(1)
-    stage = worker._stage
+    stage = worker.stage
     worker.feed(message(0, batches([8])[0]))
     box.next("done")
     worker.snapshot(1, 0)
@@ -488,9 +488,8 @@ def test_what_waits_for_its_other_half_is_bounded(make: Make) -> None:
     root.feed(message(0, batches([8])[0], inputs_of(root)))
     activations = root_box.next("forward")
     with pytest.raises(PeerError, match="microbatches wait here already, more than can be in flight"):
-        for number in range(1_000_000):
+        for number in range(100):
             leaf.receive_forward(replace(activations, microbatch=number))
-    assert len(leaf._received) < 100
 
 
 def test_what_a_slower_stage_sends_leaves_as_late_as_on_a_slower_machine(
@@ -504,7 +503,7 @@ def test_what_a_slower_stage_sends_leaves_as_late_as_on_a_slower_machine(
     def watch(name: str, pair: Pair, *kinds: str) -> None:
         """Notes for how many waits what it sends has waited."""
         worker, box = pair
-        monkeypatch.setattr(worker._pace, "_wait_until", waits[name].append)
+        monkeypatch.setattr(worker.pace, "wait_until", waits[name].append)
         for kind in kinds:
             put = getattr(box, kind)
 
@@ -532,7 +531,7 @@ def test_a_slower_stage_is_busy_while_it_waits(make: Make, monkeypatch: pytest.M
         while time.thread_time() < until:
             pass
 
-    monkeypatch.setattr(worker._stage, "update", update)
+    monkeypatch.setattr(worker.stage, "update", update)
     worker.feed(message(0, batches([8])[0]))
     box.next("done")
     worker.stop(PATIENCE_SECONDS)
@@ -543,7 +542,7 @@ def test_a_stage_that_waits_is_stopped_at_once(make: Make) -> None:
     [(worker, _)] = make(1, slower=1e9)
     worker.feed(message(0, batches([8])[0]))
     worker.stop(PATIENCE_SECONDS)
-    assert not worker._thread.is_alive()
+    assert not worker.runs
 
 
 def test_memory_that_runs_out_is_told_as_such(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -552,7 +551,7 @@ def test_memory_that_runs_out_is_told_as_such(make: Make, monkeypatch: pytest.Mo
     def exhausted(*_: object, **__: object) -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB.")
 
-    monkeypatch.setattr(worker._stage, "forward", exhausted)
+    monkeypatch.setattr(worker.stage, "forward", exhausted)
     worker.feed(message(0, batches([8])[0]))
     kind, text, microbatch = box.next("failed")
     assert (kind, microbatch) == ("memory", 0)

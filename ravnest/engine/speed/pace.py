@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,7 +19,7 @@ import torch
 from ravnest.engine.speed.device_speed import wait_for
 from ravnest.graph.clock import work_clock
 
-_MAX_LATE_SECONDS: Final = 0.1
+MAX_LATE_SECONDS: Final = 0.1
 _REMEMBERED: Final = 64
 
 
@@ -81,7 +81,12 @@ class Pace:
         pretence: Pretence = NO_PRETENCE,
         device: torch.device | str = "cpu",
         split_backward: bool = False,
+        *,
+        sleep: Callable[[float], object] | None = None,
+        max_late_seconds: float = MAX_LATE_SECONDS,
     ) -> None:
+        """`sleep` replaces the wait that `end` interrupts. A wait is shortened by how late the thread came back from
+        earlier ones, by `max_late_seconds` at most."""
         self.overruns = 0
         """Pieces of work that took longer than `seconds` says, and so were not as long as they should be."""
         self._slower = pretence.slower
@@ -89,6 +94,8 @@ class Pace:
         self._split_backward = split_backward
         self._device = torch.device(device)
         self._ended = threading.Event()
+        self._sleep = sleep or self._ended.wait
+        self._max_late_seconds = max_late_seconds
         self._late_seconds = 0.0
         self._past: dict[str, deque[float]] = {}
 
@@ -105,10 +112,10 @@ class Pace:
             if wanted := self._seconds.of(kind, self._split_backward):
                 wait_for(self._device)
                 self.overruns += time.perf_counter() - began > wanted
-                self._wait_until(began + wanted)
+                self.wait_until(began + wanted)
             elif kind == "update":
                 # A part of what a backward is to take: the gradients have left by then, and the next wait is shorter.
-                self._late_seconds = min(self._late_seconds + time.perf_counter() - began, _MAX_LATE_SECONDS)
+                self._late_seconds = min(self._late_seconds + time.perf_counter() - began, self._max_late_seconds)
             return
         if self._slower == 1.0:
             yield
@@ -117,7 +124,7 @@ class Pace:
         began, began_work = time.perf_counter(), clock()
         yield
         wait_for(self._device)
-        self._wait_until(began + self._slower * self._usual(kind, clock() - began_work))
+        self.wait_until(began + self._slower * self._usual(kind, clock() - began_work))
 
     def end(self) -> None:
         """Ends the wait under way, and all later ones before they begin. From any thread."""
@@ -134,10 +141,10 @@ class Pace:
         alike = sorted(each for each in past if seconds / 2 <= each <= 2 * seconds)
         return min(seconds, alike[len(alike) // 4])
 
-    def _wait_until(self, moment: float) -> None:
+    def wait_until(self, moment: float) -> None:
         # A thread is woken a moment too late each time, or gets the processor late: the next wait is so much shorter.
         moment -= self._late_seconds
         left = moment - time.perf_counter()
         if left > 0:
-            self._ended.wait(left)
-        self._late_seconds = min(max(0.0, time.perf_counter() - moment), _MAX_LATE_SECONDS)
+            self._sleep(left)
+        self._late_seconds = min(max(0.0, time.perf_counter() - moment), self._max_late_seconds)

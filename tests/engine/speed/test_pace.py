@@ -38,7 +38,6 @@ def test_work_takes_so_many_times_as_long_and_no_more_of_the_processor() -> None
 def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
     elapsed: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pace = Pace(Pretence(4.0))
     now, used = 0.0, 0.0
     waits: list[float] = []
 
@@ -47,10 +46,9 @@ def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
         waits.append(seconds)
         now += seconds + 0.25
 
-    monkeypatch.setattr("ravnest.engine.speed.pace._MAX_LATE_SECONDS", 1.0)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr("ravnest.engine.speed.pace.work_clock", lambda: lambda: used)
-    monkeypatch.setattr(pace._ended, "wait", wait)
+    pace = Pace(Pretence(4.0), sleep=wait, max_late_seconds=1.0)
     for _ in range(3):
         with pace.work("forward"):
             now += elapsed
@@ -58,11 +56,11 @@ def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
     assert waits == pytest.approx(expected)
 
 
-def test_at_its_own_speed_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = Pace()
-    monkeypatch.setattr(pace._ended, "wait", None)
-    with pace.work("forward"):
+def test_at_its_own_speed_nothing_is_waited_for() -> None:
+    waits: list[float] = []
+    with Pace(sleep=waits.append).work("forward"):
         work()
+    assert waits == []
 
 
 def test_the_end_interrupts_a_wait_and_later_ones() -> None:
@@ -91,7 +89,6 @@ def test_an_error_is_not_waited_for() -> None:
 
 
 def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = Pace(Pretence(10.0))
     now, used = 0.0, 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr("ravnest.engine.speed.pace.work_clock", lambda: lambda: used)
@@ -101,7 +98,7 @@ def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatc
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(pace._ended, "wait", wait)
+    pace = Pace(Pretence(10.0), sleep=wait)
     # Of four pieces of work one is interrupted; then comes one of another size, and one of another kind.
     work = [("forward", 1.0), ("forward", 1.0), ("forward", 1.0), ("forward", 1.4), ("forward", 0.3), ("update", 1.4)]
     for kind, seconds in work:
@@ -115,13 +112,12 @@ def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatc
 class Clock:
     """Time that passes when it is told to; whoever waits is woken `late` seconds too late."""
 
-    def __init__(self, pace: Pace, late: float, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, late: float, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         self._late = late
         patch.setattr(time, "perf_counter", lambda: self.now)
-        patch.setattr(pace._ended, "wait", self._wait)
 
-    def _wait(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         self.now += seconds + self._late
 
     def spent_on(self, pace: Pace, kind: str, seconds: float) -> float:
@@ -134,8 +130,8 @@ class Clock:
 def test_any_stage_takes_as_long_as_was_pretended_and_what_is_longer_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)))
-    clock = Clock(pace, 0.0, monkeypatch)
+    clock = Clock(0.0, monkeypatch)
+    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)), sleep=clock.sleep)
     work = [("forward", 0.5), ("backward", 0.5), ("forward", 0.9), ("evaluate", 0.1)]
     assert [clock.spent_on(pace, *each) for each in work] == pytest.approx([1.0, 2.0, 1.0, 1.0])
     assert pace.overruns == 0
@@ -146,8 +142,8 @@ def test_any_stage_takes_as_long_as_was_pretended_and_what_is_longer_is_counted(
 
 
 def test_being_woken_late_does_not_add_up_over_many_pieces_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)))
-    clock = Clock(pace, 0.01, monkeypatch)
+    clock = Clock(0.01, monkeypatch)
+    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)), sleep=clock.sleep)
     for _ in range(100):
         clock.spent_on(pace, "forward", 0.1)
     assert clock.now == pytest.approx(100.01)
@@ -168,8 +164,8 @@ def test_a_pretence_is_told_in_words() -> None:
 
 
 def test_an_update_is_a_part_of_what_a_backward_is_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)))
-    clock = Clock(pace, 0.0, monkeypatch)
+    clock = Clock(0.0, monkeypatch)
+    pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)), sleep=clock.sleep)
     for _ in range(10):
         for each in (("forward", 0.5), ("backward", 0.5), ("update", 0.05)):
             clock.spent_on(pace, *each)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ravnest.engine.schedule import Task, Waiting, next_task
+from ravnest.engine.schedule import ReadyCounts, Task, next_task
 from ravnest.planner.in_flight.control import FlightControl, StageCounts
 from ravnest.provider.links.link_delay import LinkDelay, Stays
 
@@ -183,7 +183,7 @@ class FlyingPipeline:
     def _work(self, stage: SimulatedStage) -> None:
         if stage.busy:
             return
-        waiting = Waiting(len(stage.backwards), len(stage.forwards), 0)
+        waiting = ReadyCounts(len(stage.backwards), len(stage.forwards), 0)
         task = next_task(waiting, stage.in_flight, stage.limit, after=stage.after).task
         last = stage.number == len(self.stages) - 1
         if task is Task.WAIT:

@@ -1,7 +1,7 @@
-"""Reading one number off a device without waiting for what was begun after it.
+"""Asynchronous read of one number from a device.
 
-Whoever asks a GPU for a number waits for all work that it was given before the question. So the question is asked
-early, right behind what computes the number, and the answer is taken later: meanwhile the GPU has more to do.
+A plain read from a GPU waits for all work that the GPU was given before it. So the read is started early, right behind
+the operation that computes the number, and its result is taken later; meanwhile the GPU has more work in its queue.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 
-def asked_for(number: torch.Tensor) -> Callable[[], float]:
-    """What gives the number, once it is there."""
+def start_reading(number: torch.Tensor) -> Callable[[], float]:
+    """Starts the read; the returned function waits for the number and returns it."""
     if number.device.type != "cuda":
         return lambda: float(number)
     here = torch.empty((), dtype=number.dtype, pin_memory=True)

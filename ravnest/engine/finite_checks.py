@@ -1,0 +1,85 @@
+"""Checks that keep values that are not finite out of a stage: losses, gradients that arrive, parameters to be saved.
+
+A failed check raises NotFiniteError before anything is applied, sent or saved, and the worker stops with it. To find
+where such a value arose, the coordinator asks each stage for its `Testimony`; so a stage remembers of its latest
+microbatches whether the gradients that it received and sent were finite.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+
+from ravnest.engine.device_read import start_reading
+from ravnest.engine.not_finite import Finding, Testimony, all_finite, steep
+from ravnest.engine.stage import Stage
+from ravnest.errors import RavnestError
+
+Tensors = Mapping[str, torch.Tensor]
+
+_REMEMBERED: Final = 64
+"""Microbatches for which the stage remembers whether the gradients that it sent are finite."""
+
+
+class NotFiniteError(RavnestError):
+    """A loss, a gradient or a parameter is not a finite number."""
+
+
+class FiniteChecks:
+    """One per worker; used on its thread."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, list[Callable[[], float]]] = {}
+        """Reads, under way, of whether each gradient that was sent is finite; by microbatch."""
+        self._bad: set[int] = set()
+        """Microbatches whose gradients arrived and are not finite."""
+
+    def start(self, gradients: Tensors | None) -> dict[str, Callable[[], float]]:
+        """Starts to look at the gradients that arrived; the GPU goes on meanwhile."""
+        return {name: start_reading(all_finite(g)) for name, g in (gradients or {}).items()}
+
+    def check_gradients(self, microbatch: int, are_finite: Mapping[str, Callable[[], float]]) -> None:
+        """Takes what `start` returned."""
+        for name, is_finite in are_finite.items():
+            if not is_finite():
+                self._bad.add(microbatch)
+                raise NotFiniteError(
+                    f"the gradient of {name} that the next stage sent for microbatch {microbatch} is not "
+                    "finite, so it is not applied; lower the learning rate or set pipeline.clip_norm"
+                )
+
+    def check_loss(self, microbatch: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise NotFiniteError(
+                f"the loss of microbatch {microbatch} is {loss}; lower the learning rate, "
+                "set pipeline.clip_norm, or check that microbatch's data"
+            )
+
+    def check_saved(self, tensors: Tensors, when: str) -> None:
+        """Parameters and the averaged ones; `when` says what was done last, for the message."""
+        for name, tensor in tensors.items():
+            if name.startswith(("param:", "outer:")) and not torch.isfinite(tensor).all():
+                raise NotFiniteError(
+                    f"the parameter {name.partition(':')[2]} is not finite {when}, so it is not saved; "
+                    "lower the learning rate or set pipeline.clip_norm"
+                )
+
+    def note_sent(self, microbatch: int, gradients: Tensors) -> None:
+        """Remembers whether the gradients that are about to be sent are finite, without waiting for the answer: the
+        question arises only after a loss or a gradient was not."""
+        self._sent[microbatch] = [start_reading(all_finite(g)) for g in gradients.values()]
+        while len(self._sent) > _REMEMBERED:
+            self._sent.pop(next(iter(self._sent)))
+
+    def testify(self, stage: Stage, microbatch: int) -> Testimony:
+        """What the stage knows of a microbatch whose loss or gradients are not finite."""
+        found = stage.find_not_finite(microbatch) or Finding()
+        sent, received = "", ""
+        if microbatch in self._sent:
+            # The gradients that arrived were checked before these were sent.
+            received = "" if stage.graph.loss is not None else "finite"
+            sent = "finite" if all(is_finite() for is_finite in self._sent[microbatch]) else "nan"
+        elif microbatch in self._bad:
+            received = "nan"
+        return Testimony(found, received, sent, steep(stage.graph))

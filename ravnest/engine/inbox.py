@@ -1,0 +1,159 @@
+"""Inbox of a stage: the microbatches that have arrived, and which of them are ready for a task.
+
+A microbatch arrives in one or two halves: its feed from the coordinator, and the activations from the stage before. The
+inbox checks the halves against each other, joins them, and queues the microbatch for its forward or its evaluation.
+Gradients are queued only for microbatches that this stage has sent on.
+
+On failure: a message that cannot be right (a duplicate, one long out of date, one beyond the limit, a gradient that no
+microbatch waits for, shapes that contradict each other) raises PeerError in the thread that hands it in, and nothing is
+queued.
+"""
+
+import threading
+from collections import deque
+from typing import Final
+
+from ravnest.engine.activity import Missing, what_is_missing
+from ravnest.engine.agreement import MisfitError, Shapes, backward_misfit, feed_misfit, forward_misfit
+from ravnest.engine.applied import Applied
+from ravnest.engine.messages import Message
+from ravnest.engine.schedule import ReadyCounts, Task
+from ravnest.engine.settings import StageSettings
+from ravnest.errors import PeerError
+from ravnest.graph.portable import PortableGraph
+
+_SPARE_MICROBATCHES: Final = 64
+"""Microbatches that may wait here beyond four times those in flight: only a hostile peer sends more."""
+_REMEMBERED: Final = 4096
+"""A microbatch this far behind the newest one is refused. Microbatches that a lost cluster left undone are fed again
+here, a little behind those that were fed in the meantime."""
+
+
+class Inbox:
+    """Every method may be called from any thread; none blocks for long."""
+
+    def __init__(self, graph: PortableGraph, settings: StageSettings, applied: Applied, announced: bool) -> None:
+        """If every microbatch is `announced`, the coordinator feeds this stage even if the stage has no inputs, and
+        nothing is computed before the feed is here."""
+        self.changed = threading.Condition()
+        """Guards the inbox, and is notified when a message becomes ready."""
+        self._graph = graph
+        self._applied = applied
+        self._needs_activations = bool(graph.receives)
+        # A root is fed even if it needs nothing of the batch: the empty frame says that there is a microbatch.
+        self._needs_feed = not graph.receives or announced or bool(graph.inputs)
+        self._max_waiting = _SPARE_MICROBATCHES + 4 * settings.in_flight
+        self._fed: dict[int, Message] = {}
+        """Feeds that wait for their activations."""
+        self._received: dict[int, Message] = {}
+        """Activations that wait for their feed."""
+        self._awaited: dict[int, Shapes] = {}
+        """Microbatches whose gradients have not come yet, with the shapes that were sent on."""
+        self._accepted = {True: _RecentNumbers(), False: _RecentNumbers()}
+        """Numbers of the microbatches that were queued, in training and in evaluation."""
+        self._forwards: deque[Message] = deque()
+        self._evaluations: deque[Message] = deque()
+        self._backwards: deque[Message] = deque()
+        self._max_held = 0
+
+    def feed(self, message: Message) -> None:
+        """Inputs or targets of a microbatch, from the coordinator. MisfitError if the activations do not fit them."""
+        if wrong := feed_misfit(self._graph, message):
+            raise PeerError(wrong)
+        self._join(message, self._fed, self._received if self._needs_activations else None)
+
+    def receive_forward(self, message: Message) -> None:
+        """Activations of a microbatch, from the stage before. MisfitError if they do not fit its feed."""
+        self._join(message, self._received, self._fed if self._needs_feed else None)
+
+    def receive_backward(self, message: Message) -> None:
+        """Gradients of a microbatch, from the stage after."""
+        number = message.microbatch
+        with self.changed:
+            if number not in self._awaited:
+                raise PeerError(f"gradients of microbatch {number} came, which no stage here waits for")
+            if wrong := backward_misfit(self._awaited[number], message):
+                raise PeerError(wrong)
+            del self._awaited[number]
+            self._backwards.append(message)
+            self.changed.notify()
+
+    def await_gradients(self, microbatch: int, sent: Shapes) -> None:
+        """The stage is about to send this microbatch on: its gradients are welcome from now on."""
+        with self.changed:
+            self._awaited[microbatch] = sent
+
+    def ready(self) -> ReadyCounts:
+        return ReadyCounts(len(self._backwards), len(self._forwards), len(self._evaluations))
+
+    def take(self, task: Task) -> Message:
+        """The oldest message that is ready for this task; there must be one."""
+        queue = {Task.BACKWARD: self._backwards, Task.FORWARD: self._forwards, Task.EVALUATE: self._evaluations}
+        return queue[task].popleft()
+
+    def missing(self) -> tuple[Missing, ...]:
+        """What would make something ready."""
+        with self.changed:
+            return what_is_missing(
+                fed=self._fed,
+                received=self._received,
+                awaited=self._awaited,
+                needs_feed=self._needs_feed,
+                needs_forward=self._needs_activations,
+            )
+
+    def take_max_held(self) -> int:
+        """The largest number of training microbatches that were held here at once since the last call."""
+        with self.changed:
+            now = self._held()
+            largest, self._max_held = max(now, self._max_held), now
+        return largest
+
+    def _held(self) -> int:
+        return len(self._forwards) + len(self._awaited) + len(self._backwards)
+
+    def _join(self, message: Message, own: dict[int, Message], others: dict[int, Message] | None) -> None:
+        """Takes one half of a microbatch, or all of it if no other half is needed (`others` is None)."""
+        number, train = message.microbatch, message.marks.train
+        with self.changed:
+            # Training counts up from 0 and evaluation down from -1: no microbatch is ever queued twice.
+            known = not train or self._applied.is_known(number)
+            if number in own or not known or not self._accepted[train].may_add(abs(number)):
+                raise PeerError(f"microbatch {number} came again, or long after one that was fed later")
+            waiting = len(self._fed) + len(self._received) + len(self._forwards) + len(self._evaluations)
+            # Microbatches that were sent on and not answered count too: otherwise a stem would pass a flood on, and be
+            # blamed for it.
+            waiting += len(self._awaited)
+            if waiting >= self._max_waiting:
+                raise PeerError(f"{waiting} microbatches wait here already, more than can be in flight")
+            if others is not None:
+                other = others.pop(number, None)
+                if other is None:
+                    own[number] = message
+                    return
+                fed, received = (message, other) if own is self._fed else (other, message)
+                if wrong := forward_misfit(self._graph, fed, received):
+                    raise MisfitError(wrong)
+                message = fed.with_values({**fed.values, **received.values})
+            self._accepted[train].add(abs(number))
+            (self._forwards if train else self._evaluations).append(message)
+            self._max_held = max(self._max_held, self._held())
+            self.changed.notify()
+
+
+class _RecentNumbers:
+    """The newest numbers of a sequence that comes nearly in order."""
+
+    def __init__(self) -> None:
+        self._newest = -1
+        self._numbers: set[int] = set()
+
+    def may_add(self, number: int) -> bool:
+        """Whether the number is neither here already nor too old to know."""
+        return number not in self._numbers and number > self._newest - _REMEMBERED
+
+    def add(self, number: int) -> None:
+        self._numbers.add(number)
+        self._newest = max(self._newest, number)
+        if len(self._numbers) > 2 * _REMEMBERED:
+            self._numbers = {each for each in self._numbers if each > self._newest - _REMEMBERED}
