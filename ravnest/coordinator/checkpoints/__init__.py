@@ -1,4 +1,4 @@
-"""Checkpoints: written, read, verified and removed on this disk.
+"""Checkpoints: saved states of a run on the requester's disk, when to take one, and reading them back.
 
-May import `feed` and below. Is handed bytes by whoever hears the stages, and sends nothing.
+Knows `feed` and below: where the data stands. Knows nothing of plans, links and the providers that upload the parts.
 """

@@ -1,4 +1,4 @@
-"""How much room a checkpoint may take: some is left for what a run must be able to write until its end."""
+"""Disk space for checkpoints. A reserve stays free for the files that a run must be able to write until its end."""
 
 import os
 from dataclasses import dataclass
@@ -13,29 +13,29 @@ RESERVED_SHARE: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class DiskRoom:
-    """What is left on a disk."""
+    """The free space of a disk."""
 
     total_bytes: int
     free_bytes: int
 
     @classmethod
     def of(cls, place: Path | int) -> Self:
-        """Of the disk of this folder or open file; OSError where there is none."""
+        """The disk of this folder or open file; OSError when there is none."""
         found = os.statvfs(place)
         return cls(found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail)
 
     @property
     def for_checkpoints(self) -> int:
-        """Metrics, events and the summary have the last of it to themselves: a checkpoint less is no reason to end a
-        run, a log that cannot be written is."""
+        """Bytes that a checkpoint may take. Metrics, events and the summary have the rest to themselves: a missing
+        checkpoint does not end a run, but a log that cannot be written does."""
         return max(0, self.free_bytes - min(MAX_RESERVED_BYTES, int(RESERVED_SHARE * self.total_bytes)))
 
     def missing_bytes(self, needed_bytes: int) -> int:
-        """How much more a checkpoint of this size needs; 0 where there is room for it."""
+        """Bytes that are missing for a checkpoint of this size; 0 when it fits."""
         return max(0, needed_bytes - self.for_checkpoints)
 
     def lacking(self, needed_bytes: int) -> str:
-        """Like "it needs 1.2 GiB, and 300 MiB are free for it: 900 MiB are missing"."""
+        """In words, like "it needs 1.2 GiB, and 300 MiB are free for it: 900 MiB are missing"."""
         needs = f"it needs {byte_size(needed_bytes)}, and {byte_size(self.for_checkpoints)} are free for it"
         missing = self.missing_bytes(needed_bytes)
         return f"{needs}: {byte_size(missing)} are missing" if missing >= 1 << 19 else needs

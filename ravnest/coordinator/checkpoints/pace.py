@@ -1,8 +1,7 @@
-"""When the next checkpoint is begun, so that never more than one interval is lost: pure arithmetic.
+"""Checkpoint pace: the arithmetic of when to begin the next checkpoint, so that at most one interval is lost.
 
-Training goes on while a checkpoint travels to the disk, and until it is there a crash goes back to the one before. So
-the next is begun early, by as much as the last ones took to be written; and where that does not suffice (a disk that is
-slow for once), training waits for it.
+Training goes on while a checkpoint is written, and a crash during that time falls back to the one before. The next
+checkpoint is therefore begun early, by the time that the last ones took to be written.
 """
 
 import math
@@ -11,33 +10,35 @@ from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """What is known of how long checkpoints take, and how fast updates come meanwhile."""
+class CheckpointPace:
+    """How long checkpoints take to be written, and how fast updates come meanwhile."""
 
     written_seconds: float = 0.0
-    """From the announcement to the disk: of the last, or of slower ones before it, the less the longer ago."""
+    """Time from the announcement to the disk: of the last checkpoint, or of a slower one before it, which counts less
+    with each checkpoint since."""
     updates_per_second: float = 0.0
-    """While training was not held up for a checkpoint."""
+    """The rate while training did not wait for a checkpoint."""
 
     def wrote(self, seconds: float) -> Self:
-        """After a checkpoint that took so long."""
+        """The pace after a checkpoint that took this long."""
         return replace(self, written_seconds=max(seconds, _FADING * self.written_seconds))
 
     def trained(self, updates: int, seconds: float) -> Self:
-        """After so many updates between two checkpoints, in so much time."""
+        """The pace after this number of updates between two checkpoints, in this time."""
         return self if updates <= 0 else replace(self, updates_per_second=updates / max(seconds, _MOMENT_SECONDS))
 
     def updates_between(self, every: int) -> int:
-        """After how many updates the next one is begun where `every` of them may be lost, at most.
+        """Updates until the next checkpoint is begun, when at most `every` updates may be lost.
 
-        At least half of them: where writing takes longer than that, training waits for it anyway, and the more often
-        it is done the more."""
+        It is at least half of them: when writing takes longer than that, training waits for it anyway, and would wait
+        more often with more checkpoints.
+        """
         early = math.ceil(self.written_seconds * self.updates_per_second)
         return max(every - early, (every + 1) // 2)
 
     def seconds_between(self, every: float) -> float:
-        """After how long the next one is begun where `every` seconds may be lost, and no more unless writing takes
-        longer than half of that."""
+        """Seconds until the next checkpoint is begun, when at most `every` seconds may be lost. More are lost when
+        writing takes longer than half of that."""
         return max(every - self.written_seconds, every / 2)
 
 

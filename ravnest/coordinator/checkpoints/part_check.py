@@ -1,7 +1,7 @@
-"""What a stage may upload of itself for a checkpoint: its own parameters and states, and no more than those can take.
+"""Check of an uploaded part: it may hold the stage's own parameters and states, and no more bytes than these need.
 
-A provider may send anything. A part that holds another stage's parameter would decide what the whole model is, and one
-without end would fill the disk: both are refused as they come, before the checkpoint counts.
+A provider may send anything. A part with another stage's parameter would change the model elsewhere, and an endless
+part would fill the disk. Both are refused while they arrive, before the checkpoint counts.
 """
 
 import math
@@ -20,27 +20,27 @@ from ravnest.safe_json import read_json
 
 _SPARE_BYTES = 64 << 20
 _STATE_FACTOR = 16
-"""A part may take so many bytes beyond its stage's weights, and so many times these. Optimizers keep one to three
-tensors for each parameter."""
+"""A part may take this many times the bytes of its stage's weights, and `_SPARE_BYTES` more. Optimizers keep one to
+three tensors for each parameter."""
 _MAX_VALUES = 4_000_000
 
 
 class BadPartError(RefusedError):
-    """A stage has uploaded what is not its own to upload."""
+    """A stage has uploaded a part that is not its own, or that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """What one stage's part of a checkpoint holds."""
+    """The expected contents of one stage's part."""
 
     stage: int
     tensors: Mapping[str, WeightSpec]
-    """By their names in the part: each is there, with this type and shape."""
+    """By name in the part: each must be there, with this type and shape."""
     parameters: frozenset[str]
-    """The keys that the optimizer may have state of."""
+    """The keys that may have optimizer state."""
     max_bytes: int
     min_bytes: int = 0
-    """Of the weights alone."""
+    """Bytes of the weights alone."""
 
     @classmethod
     def of(cls, stage: int, graph: PortableGraph) -> Self:
@@ -51,7 +51,7 @@ class StagePart:
         return cls(stage, named, keys, _SPARE_BYTES + _STATE_FACTOR * weights, weights)
 
     async def bounded(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The same chunks; BadPartError as soon as they are more than the stage can need."""
+        """The same chunks; BadPartError as soon as they exceed `max_bytes`."""
         received = 0
         async for chunk in chunks:
             received += len(chunk)
@@ -62,7 +62,7 @@ class StagePart:
             yield chunk
 
     def check(self, path: Path) -> None:
-        """BadPartError unless the file holds this stage's state, all of it and nothing else."""
+        """BadPartError unless the file holds the whole state of this stage, and nothing else."""
         try:
             with safe_open(path, framework="pt") as file:
                 found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)
@@ -73,7 +73,7 @@ class StagePart:
             raise BadPartError(f"the part of stage {self.stage} cannot be used: {words}") from None
 
     def _check_tensors(self, found: Mapping[str, Any]) -> None:
-        # What rounds remember of a parameter is as long as that.
+        # The state that averaging keeps of a parameter has its shape.
         outer = {
             f"{kind}:{spec.key}": replace(spec, dtype=torch.float32)
             for name, spec in self.tensors.items()
@@ -94,7 +94,7 @@ class StagePart:
                 )
 
     def _check_values(self, metadata: Mapping[str, str]) -> None:
-        """What of the optimizer's state is no tensor; the names are those of the tensors without their kind."""
+        """Checks the optimizer state that is not a tensor. Its names are those of the tensors, without their kind."""
         for name in read_json(metadata["optimizer"], _MAX_VALUES)["values"]:
             self._check_owner(f"optim:{name}")
 

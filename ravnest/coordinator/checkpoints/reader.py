@@ -1,10 +1,9 @@
-"""Reading checkpoints: which there are, whether every byte is as it was written, and the tensors in them.
+"""Checkpoint reader: lists the checkpoints of a run, verifies every byte of them, and reads their tensors.
 
-`checkpoints/<updates>/` holds one `part-<stage>.safetensors` per stage and `checkpoint.json`, the manifest
-with the size and sha256 of each part. In a part, `param:<name>` and `buffer:<name>` are the stage's tensors
-under the user's own names, `optim:<name>:<state>` is the optimizer's state of that parameter,
-`outer:<name>` what the outer optimizer remembers of it, and the metadata carries plain values. Nothing here
-changes a file.
+`checkpoints/<updates>/` holds one `part-<stage>.safetensors` per stage and `checkpoint.json`, the manifest with the
+size and sha256 of each part. In a part, `param:<name>` and `buffer:<name>` are the stage's tensors under the user's own
+names, `optim:<name>:<state>` is the optimizer's state of that parameter, `outer:<name>` the outer optimizer's, and the
+metadata has plain values. The reader changes no file.
 """
 
 import hashlib
@@ -64,9 +63,9 @@ class DamagedCheckpoint:
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The tensors of a checkpoint by the user's own names; memory-mapped, so read only when they are touched.
+    """The tensors of a checkpoint by the user's own names; memory-mapped, so read only when they are used.
 
-    A parameter that several stages hold (a tied one) is taken from the first of them.
+    A tied parameter, which several stages hold, comes from the first of them.
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -84,7 +83,7 @@ def checkpoint_folders(folder: Path) -> list[Path]:
 
 
 def newest_good(folder: Path) -> tuple[CheckpointInfo | None, list[DamagedCheckpoint]]:
-    """The newest checkpoint in `folder` that verifies, and the newer ones that do not; changes nothing."""
+    """The newest checkpoint in `folder` that verifies, and the newer ones that do not."""
     damaged: list[DamagedCheckpoint] = []
     for path in checkpoint_folders(folder):
         try:
@@ -109,7 +108,7 @@ def find_checkpoint(folder: Path, updates: int) -> CheckpointInfo:
 
 
 def load_checkpoint(info: CheckpointInfo) -> CheckpointContents:
-    """The tensors of a verified checkpoint; RunError when a part is not what a checkpoint holds."""
+    """The tensors of a verified checkpoint; RunError when a part is not in the format."""
     contents = CheckpointContents(manifest=info.manifest)
     for part in info.manifest["parts"]:
         path = info.folder / part["file"]
@@ -135,12 +134,12 @@ def _put(contents: CheckpointContents, key: str, tensor: Tensor) -> None:
         name, _, state_name = name.rpartition(":")
         contents.optimizer.setdefault(name, {}).setdefault(state_name, tensor)
     elif kind != "anchor":
-        # Where a replica became a checkpoint it says where its cluster's rings stood; they begin anew.
+        # A replica saved as a checkpoint has the anchors of its cluster's rings, which a resumed run does not use.
         raise ValueError(f"it holds the unknown entry {key!r}")
 
 
 def read_manifest(folder: Path) -> CheckpointInfo:
-    """What the checkpoint in `folder` says of itself; RunError where that is damaged. Its parts are not looked at."""
+    """The checkpoint in `folder` by its manifest; RunError when that is damaged. Its parts are not verified."""
     path = folder / MANIFEST_NAME
     try:
         manifest = read_json(path.read_bytes())

@@ -1,6 +1,6 @@
-"""Optimizer and schedule of a run that is resumed: the state is the checkpoint's, the arguments are the job's.
+"""Optimizer and schedule of a resumed run: the state comes from the checkpoint, the arguments from the job.
 
-Torch's own `load_state_dict` would bring the old arguments back too, and a learning rate that was lowered because the
+Torch's own `load_state_dict` would restore the old arguments too: a learning rate that the user lowered because the
 loss was not finite would silently be the old one again.
 """
 
@@ -17,16 +17,16 @@ from ravnest.spec import OptimizerSpec, ScheduleSpec
 
 
 def trained_with(job: Job) -> dict[str, str | None]:
-    """What a checkpoint remembers of the job's optimizer and schedule."""
+    """The job's optimizer and schedule, as a checkpoint's manifest records them."""
     schedule = job.schedule_spec
     return {"optimizer": job.optimizer_spec.to_json(), "schedule": None if schedule is None else schedule.to_json()}
 
 
 def resumed_metadata(parts: list[dict[str, str]], saved_with: Mapping[str, Any], job: Job) -> dict[str, str]:
-    """The plain state of all stages as one (a resumed run may be cut otherwise), with the job's own arguments in it.
+    """The plain state of all stages in one, with the job's own arguments; a resumed run may be partitioned otherwise.
 
-    A schedule of another kind than before starts anew. RunError when the optimizer is another one: its state would
-    not fit, or it cannot be read.
+    A schedule of another kind than before starts again. RunError when the optimizer is another one, so that its state
+    does not fit, or when the state cannot be read.
     """
     try:
         return _resumed_metadata(parts, saved_with, job)
@@ -50,15 +50,15 @@ def _resumed_metadata(parts: list[dict[str, str]], saved_with: Mapping[str, Any]
             )
         groups, schedule = _with_arguments(groups, schedule, _defaults(before), _defaults(now))
         groups, schedule = _with_schedule(groups, schedule, saved_with["schedule"], job.schedule_spec)
-    # Sorted: the same state is the same text, and so the same artifact to providers, however the stages were cut.
+    # Sorted: the same state gives the same text and so the same artifact, however the model was partitioned.
     optimizer = json.dumps({"values": values, "groups": groups}, sort_keys=True)
-    # Where the stage of a replica stood in its rings, and what it had applied, was of the formation it belonged to.
+    # The ring positions and the applied microbatches of a replica belong to the deployment that it was made in.
     rest = {name: value for name, value in parts[0].items() if name not in ("rings", "applied")}
     return {**rest, "optimizer": optimizer, "schedule": json.dumps(schedule, sort_keys=True)}
 
 
 def _defaults(spec: OptimizerSpec) -> dict[str, Any]:
-    """All arguments of the optimizer, those not given included."""
+    """All arguments of the optimizer, including the defaults."""
     return dict(spec.build([torch.nn.Parameter(torch.zeros(1, 1))]).defaults)
 
 
@@ -68,7 +68,7 @@ def _with_arguments(
     changed = {key: value for key, value in now.items() if before.get(key) != value and key != "lr"}
     groups = [{**group, **{k: v for k, v in changed.items() if k in group}} for group in groups]
     if before["lr"] != now["lr"]:
-        # Where a schedule has moved the rate, the new one is moved as far.
+        # A schedule has scaled the old rate: it scales the new one by as much.
         factor = now["lr"] / before["lr"] if schedule is not None and before["lr"] else None
         for group in groups:
             group["lr"] = now["lr"] if factor is None else group["lr"] * factor
@@ -86,12 +86,12 @@ def _with_schedule(
     if before == now or (before is None and now is None):
         return groups, state
     if before is not None and now is not None and before.name == now.name and state is not None:
-        # A schedule keeps its arguments under their own names, next to how far it has come.
+        # A schedule keeps its arguments under their own names, next to its position.
         return groups, {**state, **{key: value for key, value in now.arguments.items() if key in state}}
-    # Without them a stage keeps what it was built with: the rate at the start of its schedule, if it has one.
+    # Without these, a stage keeps the rate that it was built with: the one at the start of its schedule, if any.
     return [{key: value for key, value in group.items() if key not in _MOVED} for group in groups], None
 
 
 _MAX_VALUES = 4_000_000
 _MOVED = ("lr", "initial_lr", "max_lr", "min_lr")
-"""What a schedule writes into the optimizer."""
+"""Entries that a schedule writes into the optimizer."""

@@ -1,22 +1,18 @@
-"""When a checkpoint is due, and its life from the announcement to the commit.
+"""Checkpoint saver: takes a checkpoint from its announcement to the commit.
 
 A checkpoint is consistent without stopping the pipeline: it is announced with a microbatch, and every stage saves its
-state right after applying that microbatch. Stages apply microbatches in the same order, so together the parts are the
-model after exactly that many updates. The last one of a run is taken when nothing is in flight.
-
-Whenever a crash comes, no more than one interval is lost: that a checkpoint takes a while to be written is reckoned
-with when it is begun, and where it takes longer than expected, training waits for it rather than go on at risk.
+state right after it applied that microbatch. Stages apply microbatches in the same order, so together the parts are the
+model after exactly that many updates. The last checkpoint of a run is taken when nothing is in flight.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ravnest.coordinator.checkpoints.disk_space import DiskRoom
-from ravnest.coordinator.checkpoints.pace import Pace
 from ravnest.coordinator.checkpoints.part_check import BadPartError, StagePart
+from ravnest.coordinator.checkpoints.schedule import CheckpointSchedule
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore, PendingCheckpoint
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.errors import DiskFullError, RunError
@@ -25,7 +21,7 @@ from ravnest.settings import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Where the run stands at a checkpoint."""
+    """The number of a checkpoint, and where the run stands there."""
 
     checkpoint: int
     place: DataPosition
@@ -33,7 +29,7 @@ class Mark:
 
 
 def place_of(info: CheckpointInfo) -> DataPosition:
-    """Where a run that is resumed from this checkpoint goes on; RunError when the checkpoint does not say."""
+    """The position from which a run resumes; RunError when the manifest does not have it."""
     completed = info.manifest["ledger"].get("completed")
     if type(completed) is not int or not 0 <= completed < 2**63:
         raise RunError(f"{info.folder} is damaged: its ledger does not say how many microbatches were completed.")
@@ -48,17 +44,17 @@ def place_of(info: CheckpointInfo) -> DataPosition:
 
 
 class Awaited(NamedTuple):
-    """Parts of a checkpoint that all stages have begun to save, and that are not there."""
+    """The parts of a checkpoint that are missing although all stages have begun to save."""
 
     name: str
-    """Of the upload."""
+    """The name of the upload."""
     asked_at: float
-    """When the last stage had begun at the latest, on the clock `time.monotonic`."""
+    """Time by which the last stage had begun to save, on the clock `time.monotonic`."""
     nodes: tuple[str, ...]
 
 
 class Saver:
-    """The checkpoints of one run. At most one is under way."""
+    """The checkpoints of one deployment, at most one at a time."""
 
     def __init__(
         self,
@@ -68,30 +64,24 @@ class Saver:
         state: Mapping[str, Any],
         updates: int = 0,
     ) -> None:
-        """`stages` say what each one's part holds; `state` goes into every checkpoint; `updates` is how many
+        """`stages` describe the parts, `state` goes into every manifest, and `updates` is the number of updates that
         the run begins with."""
         self._store = store
-        self._settings = settings
         self._stages = stages
         self._state = state
         self.on_full: Callable[[DiskFullError], None] = lambda error: None
-        """Called when the disk had no room for the rest of one, which has been thrown away."""
+        """Called when the disk had no room for the rest of a checkpoint, which has been aborted."""
         self.whole = False
-        """Whether all parts of one have come; it is on the disk, or a moment away from it."""
+        """Whether all parts of a checkpoint have arrived; it is on the disk, or about to be."""
+        self._schedule = CheckpointSchedule(settings, updates)
         self._mark: Mark | None = None
         self._pending: PendingCheckpoint | None = None
         self._parts: set[int] = set()
-        self._pace = Pace()
-        self._last_time = time.monotonic()
-        self._last_updates = updates
-        self._saved_updates = updates
-        """How many a run that is resumed now would begin with."""
-        self._held_seconds = 0.0
+        """The stages of the pending checkpoint whose parts have arrived."""
 
     def follow(self, before: "Saver") -> None:
-        """Takes the place of another, whose checkpoints are this run's as well: what it has saved counts on."""
-        self._pace, self._last_time = before._pace, before._last_time
-        self._last_updates = self._saved_updates = before._saved_updates
+        """Continues the schedule of another saver of the same run; its checkpoints are this run's as well."""
+        self._schedule = before._schedule.restarted()
 
     @property
     def under_way(self) -> bool:
@@ -99,54 +89,40 @@ class Saver:
 
     @property
     def lacking(self) -> tuple[int, ...]:
-        """Of the one under way, the stages whose parts have not come."""
+        """The stages of the pending checkpoint whose parts have not arrived."""
         return tuple(stage for stage in self._stages if stage not in self._parts) if self.under_way else ()
 
     def due(self, updates: int) -> str | None:
-        """Why a checkpoint should be announced now, or None."""
-        if self.under_way:
-            return None
-        seconds, most = self._settings.every_seconds, self._settings.every_updates
-        if most is not None and updates - self._last_updates >= self._pace.updates_between(most):
-            return f"{updates - self._last_updates} updates since the last one"
-        if seconds is not None and time.monotonic() - self._last_time >= self._pace.seconds_between(seconds):
-            return f"{time.monotonic() - self._last_time:.0f} s since the last one"
-        return None
+        """The reason to announce a checkpoint now, or None."""
+        return None if self.under_way else self._schedule.due(updates)
 
     def must_wait(self, updates: int) -> bool:
-        """Whether a crash after so many updates could cost more than an interval, unless the one under way is written
-        first. Of an interval in seconds nobody waits: those that train are not to stand still because a line is slow.
-        """
-        most = self._settings.every_updates
-        return self.under_way and most is not None and updates - self._saved_updates > most
+        """Whether a crash after this number of updates could cost more than an interval, unless the pending checkpoint
+        is written first."""
+        return self.under_way and self._schedule.is_at_risk(updates)
 
     def held(self, seconds: float) -> None:
-        """Training has waited so long: that says nothing of how fast it is."""
-        self._held_seconds += seconds
+        """Training has waited this long for `must_wait`."""
+        self._schedule.held(seconds)
 
     def begin(self, mark: Mark) -> None:
         """Announces a checkpoint; RunError when the disk refuses, DiskFullError when it has no room.
 
-        The next one is due as if there were this one: a disk that is full now will not have room with each microbatch.
+        A checkpoint that the disk has no room for counts in the schedule: the next microbatch finds no room either.
         """
         self.abort()
-        now = time.monotonic()
-        seconds = now - self._last_time - self._held_seconds
-        self._pace = self._pace.trained(mark.place.updates - self._last_updates, seconds)
-        self._last_time, self._held_seconds = now, 0.0
-        self._last_updates = mark.place.updates
+        self._schedule.begun(mark.place.updates)
         self._pending = self._store.begin(mark.checkpoint, self.needed_bytes)
         self._mark = mark
         self._parts = set()
 
     @property
     def needed_bytes(self) -> int:
-        """What a checkpoint takes: as much as the newest one, or before there is one as much as the weights alone."""
+        """The size of a checkpoint: that of the newest one, and of the weights alone before the first."""
         return self._store.newest_bytes or sum(part.min_bytes for part in self._stages.values())
 
     def make_room(self) -> list[str]:
-        """Throws away what is under way and removes older checkpoints, as far as a new one needs their room; the names
-        of those."""
+        """Aborts the pending checkpoint and removes older ones until a new one fits; the names of the removed ones."""
         self.abort()
         return self._store.make_room(self.needed_bytes)
 
@@ -154,45 +130,36 @@ class Saver:
         return self._store.room()
 
     async def part(self, checkpoint: int, stage: int, chunks: AsyncIterator[bytes]) -> CheckpointInfo | None:
-        """Takes a stage's part; the checkpoint, once this was the last part of it. RunError when the disk refuses,
-        BadPartError for a part that is not what the stage may save. On a disk that is full the checkpoint is thrown
-        away, `on_full` is called, and the rest of the part is taken for nothing: the stage has done what it should.
+        """Receives a stage's part; returns the checkpoint when this was its last part.
 
-        One that comes again over another connection counts once."""
+        RunError when the disk refuses, BadPartError for a part that the stage may not save. When the disk is full, the
+        checkpoint is aborted and `on_full` is called. The rest of the part is then read and discarded, as are parts
+        of an aborted checkpoint and parts that have arrived before: the stage has done its work.
+        """
         expected = self._stages[stage]
         chunks = expected.bounded(chunks)
         pending, mark = self._pending, self._mark
-        if pending is None or mark is None or mark.checkpoint != checkpoint:
-            async for _ in chunks:
-                pass
+        if pending is None or mark is None or mark.checkpoint != checkpoint or stage in self._parts:
+            await _discard(chunks)
             return None
-        if stage not in self._parts:
-            try:
-                await pending.write_part(stage, chunks, expected.check)
-            except BadPartError:
-                if self._pending is not pending:
-                    # It was thrown away in the meantime, and with it what was to be checked.
-                    return None
-                raise
-            except RunError as error:
-                if self._pending is pending:
-                    if not isinstance(error, DiskFullError):
-                        raise
-                    self._give_up(pending, error)
-                # It is thrown away, perhaps while this was being written: the rest is taken for nothing.
-                async for _ in chunks:
-                    pass
-        else:
-            # A stage that did not hear that its part had arrived sends it once more.
-            async for _ in chunks:
-                pass
+        try:
+            await pending.write_part(stage, chunks, expected.check)
+        except BadPartError:
+            if self._pending is not pending:
+                # The checkpoint was aborted meanwhile, and its files were removed under the check.
+                return None
+            raise
+        except RunError as error:
+            self._on_refused(pending, error)
+            await _discard(chunks)
         if self._pending is not pending or stage in self._parts:
             return None
         self._parts.add(stage)
-        if len(self._parts) < len(self._stages):
-            return None
+        return await self._commit(pending, mark) if len(self._parts) == len(self._stages) else None
+
+    async def _commit(self, pending: PendingCheckpoint, mark: Mark) -> CheckpointInfo | None:
         place = mark.place
-        # What was fed beyond the checkpoint is fed again by a run that goes on from it.
+        # A run that resumes from the checkpoint feeds everything beyond it again.
         counts = {**mark.ledger, "fed": place.microbatches, "completed": place.microbatches, "lost": 0}
         before, self.whole = self.whole, True
         try:
@@ -207,26 +174,31 @@ class Saver:
             )
         except RunError as error:
             self.whole = before
-            if self._pending is pending:
-                if not isinstance(error, DiskFullError):
-                    raise
-                self._give_up(pending, error)
+            self._on_refused(pending, error)
             return None
-        self._saved_updates = max(self._saved_updates, place.updates)
+        self._schedule.saved(place.updates)
         if self._pending is pending:
-            # Else it was to be thrown away and was on the disk already: it counts, and another may be under way.
-            self._pace = self._pace.wrote(time.monotonic() - self._last_time)
+            # Otherwise it was aborted too late and is on the disk: it counts, and another may be pending.
+            self._schedule.written()
             self._pending = self._mark = None
         return info
 
     def abort(self) -> None:
-        """Throws away what is under way."""
+        """Discards the pending checkpoint, if any."""
         if self._pending is not None:
             self._pending.abort()
         self._pending = self._mark = None
 
-    def _give_up(self, pending: PendingCheckpoint, error: DiskFullError) -> None:
-        # One that was thrown away meanwhile has been told of, or was replaced by another.
-        if self._pending is pending:
-            self.abort()
-            self.on_full(error)
+    def _on_refused(self, pending: PendingCheckpoint, error: RunError) -> None:
+        """The disk refused a part of a checkpoint. An error of one that was aborted meanwhile does not matter."""
+        if self._pending is not pending:
+            return
+        if not isinstance(error, DiskFullError):
+            raise error
+        self.abort()
+        self.on_full(error)
+
+
+async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    async for _ in chunks:
+        pass

@@ -1,4 +1,4 @@
-"""Saving checkpoints: each is written aside, synced, and given its name only when it is whole."""
+"""Checkpoint store: writes each checkpoint under a temporary name, syncs it, and renames it once it is complete."""
 
 import asyncio
 import errno
@@ -43,18 +43,18 @@ __all__ = [
 _PENDING: Final = ".pending-"
 _THROWN: Final = "-thrown"
 _TRIES: Final = 3
-"""To remove a folder: a thread that had found it by its name may still put a file there."""
+"""Attempts to remove a folder: a thread that opened it before the rename may still add a file."""
 _REPLACED: Final = ".replaced-"
 
 
 class CheckpointStore:
     """The checkpoints of one run, of which the newest `keep` stay.
 
-    - What a crash left half written is removed when the store is opened; what was committed is never
-      touched by a save that fails.
-    - Where the disk is nearly full, older ones are removed before their time to make room, never the newest good one.
-    - A damaged checkpoint is passed over, and its folder and reason are given to `on_damaged`.
-    - One process at a time may open the store of a run (the run directory's lock sees to it); readers use
+    - Opening the store removes checkpoints that a crash left incomplete. A save that fails never touches a committed
+      checkpoint.
+    - When the disk is nearly full, older checkpoints are removed early to make room, but never the newest good one.
+    - A damaged checkpoint is skipped, and `on_damaged` is called with its folder and the reason.
+    - One process at a time may open the store of a run, which the run directory's lock ensures; readers use
       `newest_good` and `find_checkpoint`.
     """
 
@@ -65,7 +65,7 @@ class CheckpointStore:
         self._on_damaged = on_damaged
         self._damaged: set[Path] = set()
         self._newest: CheckpointInfo | None = None
-        """The newest that is known to be good."""
+        """The newest checkpoint that is known to be good."""
         self._begun, self._highest = 0, -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -76,9 +76,9 @@ class CheckpointStore:
     def begin(self, checkpoint_id: int, needed_bytes: int = 0) -> "PendingCheckpoint":
         """A new checkpoint to be filled; it counts only after `commit`.
 
-        DiskFullError when there is no room for one of so many bytes, and none could be made.
+        DiskFullError when there is no room for a checkpoint of `needed_bytes`, and none could be made.
         """
-        # A run that went back has the same numbers again, and the one before may still be being written.
+        # A run that went back repeats numbers, and a thread may still be writing the checkpoint with this one.
         self._begun += 1
         again = f"-{self._begun}" if checkpoint_id <= self._highest else ""
         self._highest = max(self._highest, checkpoint_id)
@@ -97,14 +97,14 @@ class CheckpointStore:
         return PendingCheckpoint(self, folder, checkpoint_id)
 
     def trust(self, updates: int) -> None:
-        """The one after so many updates was found good when the run went on from it, if there is one."""
+        """The checkpoint after this number of updates, if there is one, has been verified by resuming from it."""
         folder = self._folder / f"{updates:010d}"
         if self._newest is None and folder.is_dir():
             with suppress(RunError):
                 self._newest = read_manifest(folder)
 
     def set_apart(self, info: CheckpointInfo) -> Path:
-        """Takes a checkpoint out of those that a run goes on from, and leaves it on the disk; where it is then."""
+        """Renames a checkpoint so that no run resumes from it; its new folder."""
         apart = info.folder.with_name(f"{info.folder.name}-not-as-reported")
         try:
             shutil.rmtree(apart, ignore_errors=True)
@@ -115,14 +115,14 @@ class CheckpointStore:
         return apart
 
     def room(self) -> DiskRoom:
-        """What is left on its disk; RunError where that cannot be asked."""
+        """The free space of its disk; RunError when the system does not tell."""
         try:
             return DiskRoom.of(self._folder)
         except OSError as error:
             raise write_error(self._folder, error) from error
 
     def make_room(self, needed_bytes: int) -> list[str]:
-        """Removes older checkpoints, the oldest first, until there is room for one of so many bytes; their names.
+        """Removes the oldest checkpoints until there is room for `needed_bytes`; returns their names.
 
         The newest good one always stays.
         """
@@ -140,11 +140,11 @@ class CheckpointStore:
 
     @property
     def newest_bytes(self) -> int:
-        """What the newest one takes that is known to be good; 0: none is."""
+        """The size of the newest checkpoint that is known to be good; 0 without one."""
         return 0 if self._newest is None else sum(part["size"] for part in self._newest.manifest["parts"])
 
     def latest(self) -> CheckpointInfo | None:
-        """The newest checkpoint whose every byte is as it was written; None when there is none."""
+        """The newest checkpoint that verifies byte for byte; None without one."""
         info, damaged = newest_good(self._folder)
         self._newest = info
         for item in damaged:
@@ -171,7 +171,7 @@ class CheckpointStore:
         return final
 
     def _retain(self, newest: Path) -> None:
-        # Folders above the newest are damaged ones of a run that went back behind them: they hold no place.
+        # Folders with more updates than the newest are damaged checkpoints of a run that went back: they do not count.
         older = [path for path in checkpoint_folders(self._folder) if path.name < newest.name]
         good = [path for path in older if path not in self._damaged]
         for path in {*good[self._keep - 1 :], *(set(older) - set(good))}:
@@ -192,11 +192,10 @@ class PendingCheckpoint:
     async def write_part(
         self, stage: int, chunks: AsyncIterator[bytes], check: Callable[[Path], None] = lambda _: None
     ) -> None:
-        """Streams one stage's safetensors file to the disk, hashing on the way; several may run at once.
+        """Streams one stage's safetensors file to the disk and hashes it; several calls may run at once.
 
-        RunError when the disk refuses; whatever else `chunks` or `check` raises passes through. The part then does not
-        count, and neither does one that is being sent again, over another connection. After `abort` the rest of it is
-        read, and goes nowhere.
+        RunError when the disk refuses; other exceptions of `chunks` and `check` pass through. The part then does not
+        count, and neither does one that another connection sends again. After `abort`, the rest is read and discarded.
         """
         self._parts.pop(stage, None)
         file = await asyncio.to_thread(_PartFile, self._folder / f"part-{stage}.safetensors")
@@ -205,7 +204,7 @@ class PendingCheckpoint:
             async for chunk in chunks:
                 if self._aborted:
                     continue
-                # Else each of many that are begun, and go on for long, would fill the disk with what is nobody's.
+                # Otherwise many abandoned connections that keep sending would fill the disk.
                 self._check_newest(stage, file)
                 await asyncio.to_thread(file.write, chunk)
             if self._aborted:
@@ -214,7 +213,7 @@ class PendingCheckpoint:
             try:
                 await asyncio.to_thread(check, file.path)
             finally:
-                # If it is not, the check may have read the other's file.
+                # Otherwise the check may have read the other connection's file.
                 self._check_newest(stage, file)
             self._parts[stage] = part
         finally:
@@ -234,10 +233,10 @@ class PendingCheckpoint:
         ledger: Mapping[str, Any],
         state: Mapping[str, Any],
     ) -> CheckpointInfo:
-        """Makes the checkpoint count: writes the manifest, syncs, renames, and lets go of the oldest.
+        """Makes the checkpoint count: writes the manifest, syncs, renames, and removes the oldest checkpoint.
 
-        Waits for the disk, so an event loop calls it in a thread. RunError when the disk refuses: the
-        folder is then removed and the checkpoints before it are as they were.
+        It blocks on the disk, so an event loop calls it in a thread. RunError when the disk refuses: the folder is then
+        removed, and the earlier checkpoints are unchanged.
         """
         manifest: dict[str, Any] = {
             "format": FORMAT,
@@ -261,16 +260,16 @@ class PendingCheckpoint:
         except OSError as error:
             self.abort()
             raise write_error(path, error) from error
-        # Read back from its text, so that a resumed run sees the same plain values as this one.
+        # Parsed from the written text, so that a resumed run sees the same values as this one.
         info = self._store._newest = CheckpointInfo(final, json.loads(text))
         return info
 
     def abort(self) -> None:
-        """Throws away what was written; after `commit` it does nothing."""
+        """Discards the checkpoint; after `commit` it does nothing."""
         self._aborted = True
         thrown = self._folder.with_name(f"{self._folder.name}{_THROWN}")
         try:
-            # At once under another name: a thread that is about to write a part finds no folder to put it into.
+            # Renamed first, so that a thread that is about to write a part finds no folder.
             os.rename(self._folder, thrown)
         except OSError:
             thrown = self._folder
@@ -281,16 +280,16 @@ class PendingCheckpoint:
 
 
 class _PartFile:
-    """One part on its way to the disk; what the disk refuses is a RunError."""
+    """One part that is being written; RunError when the disk refuses."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._digest = hashlib.sha256()
         self._size = 0
-        # A cancelled upload closes the file while a thread may still write: never under it.
+        # A cancelled upload closes the file, possibly while a thread writes to it.
         self._lock = threading.Lock()
         try:
-            # Another that writes to it still, over a connection that is dead, keeps a file that is nobody's.
+            # A dead connection may still write to the old file, which then no longer has a name.
             path.unlink(missing_ok=True)
             self._file = open(path, "xb", buffering=0)  # noqa: SIM115  (closed by its owner)
         except OSError as error:
@@ -312,7 +311,7 @@ class _PartFile:
             self._size += len(chunk)
 
     def finish(self) -> dict[str, Any]:
-        """Syncs the file and describes it as the manifest does."""
+        """Syncs the file and returns its entry in the manifest."""
         with self._lock:
             try:
                 os.fsync(self._file.fileno())

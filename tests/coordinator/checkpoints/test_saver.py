@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from ravnest.coordinator.checkpoints import saver as saving
 from ravnest.coordinator.checkpoints import store as checkpoints
 from ravnest.coordinator.checkpoints.disk_space import DiskRoom
 from ravnest.coordinator.checkpoints.saver import Mark, place_of
@@ -93,19 +92,6 @@ def test_due_by_updates_since_the_last_one(tmp_path: Path) -> None:
     assert saver.due(16) == "5 updates since the last one"
     saver.begin(a_mark())
     assert saver.due(100) is None, "one is under way"
-
-
-def test_due_by_time_since_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(saving.time, "monotonic", lambda: now)
-    saver = a_saver(tmp_path, Checkpoint(every_seconds=60))
-    assert saver.due(1) is None
-    now += 61
-    assert saver.due(1) == "61 s since the last one"
-
-
-def test_never_due_when_both_are_switched_off(tmp_path: Path) -> None:
-    assert a_saver(tmp_path, Checkpoint(every_seconds=None)).due(10**9) is None
 
 
 def test_a_part_that_comes_twice_does_not_stand_for_one_that_is_missing(tmp_path: Path) -> None:

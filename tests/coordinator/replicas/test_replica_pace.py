@@ -55,4 +55,4 @@ def test_copying_takes_at_most_a_fiftieth_of_a_stages_time() -> None:
 def test_much_that_is_kept_brings_one_however_slow_the_line(kept: dict[str, float]) -> None:
     assert not due(last_bytes=1 << 30)[0]
     came, reason = due(last_bytes=1 << 30, **kept)
-    assert came and "kept for feeding again" in reason
+    assert came and "retained for a replay" in reason
