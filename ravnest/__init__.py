@@ -1,7 +1,10 @@
 """Ravnest trains one PyTorch model across many ordinary, unequal machines; none holds the whole model.
 
-The names below are the public surface. They are loaded when first used: `import ravnest` itself costs
-nothing, so the command line answers `--help` without waiting for torch.
+The names below are the public API. They are imported on first use, so that `import ravnest` is cheap and the command
+line answers `--help` without waiting for torch.
+
+May know nothing of its packages at import time; the modules next to this one know the job and its settings, the errors,
+and plain helpers that every package uses.
 """
 
 from importlib import import_module
@@ -59,7 +62,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'ravnest' has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)
-    # Found once, found for good: the next access does not come here.
+    # Cached: later accesses do not call this function.
     globals()[name] = value
     return value
 

@@ -1,4 +1,4 @@
-"""`python -m ravnest`: the same command line as `ravnest`."""
+"""`python -m ravnest`: same as the command `ravnest`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Cores of this machine that a process may use, and dividing them among several providers.
+"""CPU cores that this process may use, and their division among several providers.
 
-A container or a service manager may allow fewer than the machine has, by affinity or by a quota of processor time;
-more threads than that take turns, which is slower than fewer threads.
+A container or a service manager may allow fewer cores than the machine has, by affinity or by a CPU quota. More threads
+than usable cores compete for them and are slower than fewer threads.
 """
 
 import contextlib
@@ -15,22 +15,22 @@ _OWN_GROUP: Final = Path("/proc/self/cgroup")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use; at least 1."""
+    """Number of cores that this process may use; at least 1."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = quota_cores()
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def fair_share(cores: int, providers: int, place: int = 0) -> int:
-    """Cores for the provider at this place among those that share a machine; at least 1.
+    """Number of cores for the provider at index `place` of those that share a machine; at least 1.
 
-    What does not divide goes to the first ones, so that no core stays idle.
+    The first providers get the remainder of the division, so that no core stays idle.
     """
     return max(1, cores // providers + (place < cores % providers))
 
 
 def quota_cores(groups: Path = _GROUPS, own_group: Path = _OWN_GROUP) -> float | None:
-    """Processor time that the control groups of this process allow it, in cores; None without a limit."""
+    """CPU quota of the control groups of this process, in cores; None without a quota."""
     quotas = []
     with contextlib.suppress(OSError, ValueError):
         for line in own_group.read_text().splitlines():
@@ -38,7 +38,7 @@ def quota_cores(groups: Path = _GROUPS, own_group: Path = _OWN_GROUP) -> float |
             if controllers and "cpu" not in controllers.split(","):
                 continue
             root = groups if not controllers else groups / "cpu"
-            # A group above may allow less. Within a container the path may be one of the machine's, which is not here.
+            # A parent group may have a lower quota. In a container the path may be the host's and not exist here.
             inside = PurePosixPath(path.lstrip("/"))
             for folder in (root / inside, *(root / parent for parent in inside.parents), root):
                 if (quota := _quota(folder)) is not None:

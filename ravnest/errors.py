@@ -1,16 +1,16 @@
-"""The exceptions of Ravnest: one tree, each message a sentence that names the thing, the reason and the fix.
+"""Exceptions of Ravnest: one tree; each message is a sentence that names the thing, the reason and the fix.
 
 RavnestError
 ├── JobError        the job file or one of the job's fields is wrong
 ├── CaptureError    the model, loss or metrics cannot become a portable graph
 ├── GraphError      a portable graph is malformed or asks for something off the allow-list
-│   └── LentMemoryError  … or for more memory than the provider lends
+│   └── LentMemoryError  … or needs more memory than the provider lends
 ├── PlanError       the model cannot be cut or placed as asked
 ├── PeerError       another node is unreachable, refused us, or broke the protocol
-│   └── RefusedError    … and would do the same if it were tried again
+│   └── RefusedError    … and a retry would end the same way
 ├── RunError        the run directory, a checkpoint or a port cannot be used
-│   └── DiskFullError   … for want of space on the disk
-└── TrainingError   training itself cannot go on (a loss that is not finite, a lost provider)
+│   └── DiskFullError   … because the disk is full
+└── TrainingError   training itself cannot continue (a loss that is not finite, a lost provider)
 """
 
 from typing import Final
@@ -20,7 +20,7 @@ SENTENCE_CHARACTERS: Final = 2000
 
 
 class RavnestError(Exception):
-    """Base of all errors a user may see; the command line prints the message alone and exits with `exit_code`."""
+    """Base of all errors a user may see; the command line prints only the message and exits with `exit_code`."""
 
     exit_code = 2
 
@@ -48,7 +48,7 @@ class GraphError(RavnestError):
 
 
 class LentMemoryError(GraphError):
-    """A graph would take more memory than the provider lends; nothing of it was allocated."""
+    """A graph would need more memory than the provider lends; the call that would exceed it was not made."""
 
 
 class PlanError(RavnestError):
@@ -60,7 +60,7 @@ class PeerError(RavnestError):
 
 
 class RefusedError(PeerError):
-    """Another node refused us or broke the protocol: to try again would end the same way."""
+    """Another node refused us or broke the protocol; a retry would end the same way."""
 
 
 class RunError(RavnestError):
@@ -68,8 +68,8 @@ class RunError(RavnestError):
 
 
 class DiskFullError(RunError):
-    """There is no space left where something was to be written."""
+    """The disk is full."""
 
 
 class TrainingError(RavnestError):
-    """Training itself cannot go on."""
+    """Training itself cannot continue."""

@@ -1,7 +1,7 @@
-"""What a requester declares: the model, the data, the loss, the optimizer, and the settings of a run.
+"""Training job, as the requester declares it: model, data, loss, optimizer and settings.
 
-A Job is checked when it is made. Each mistake is a JobError, one sentence that names the field and the fix,
-found before any provider is asked for anything. Making a Job changes nothing about what it was given.
+A Job is checked when it is constructed, before any provider is involved. Each mistake is a JobError: one sentence that
+names the field and the fix. Constructing a Job does not modify its arguments.
 """
 
 import inspect
@@ -23,71 +23,71 @@ if TYPE_CHECKING:
     from ravnest.coordinator.launch.session import TrainResult
 
 Loss = Callable[..., torch.Tensor]
-"""Called with (outputs, targets) of a microbatch; gives one number, the mean over the samples."""
+"""Called with (outputs, targets) of a microbatch; returns a scalar, the mean over the samples."""
 
 Metric = Callable[..., torch.Tensor]
-"""Called like a loss; gives one number, the mean over the samples."""
+"""Called like a loss; returns a scalar, the mean over the samples."""
 
 Batches = Iterable[Any] | Callable[[], Iterable[Any]]
-"""An iterable of (inputs, targets), or a function that returns one; inputs: a tensor, tuple or dict."""
+"""An iterable of (inputs, targets), or a function that returns one; inputs are a tensor, tuple or dict."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """One training job. All fields are given by keyword and stay reachable under the same names."""
+    """One training job. All fields are keyword arguments and remain available as attributes."""
 
     model: nn.Module
-    """The model to train. It is not modified: the trained weights are in the run's model.safetensors."""
+    """The model to train. It is not modified; the trained weights are written to the run's model.safetensors."""
 
     loss: Loss
-    """Called as loss(outputs, targets); gives a scalar to minimise."""
+    """Called as loss(outputs, targets); returns the scalar to minimise."""
 
     train_data: Batches
-    """What to train on. Each (inputs, targets) it yields is one microbatch."""
+    """Training data. Each (inputs, targets) that it yields is one microbatch."""
 
     optimizer: Any
     """A torch.optim class, or a functools.partial of one with plain keyword arguments."""
 
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Further numbers to report in evaluations: name to function, called as function(outputs, targets)."""
+    """Additional numbers to report in evaluations: name -> function, called as function(outputs, targets)."""
 
     eval_data: Batches | None = None
-    """What to evaluate on, in the form of `train_data`. None: no evaluation."""
+    """Evaluation data, in the form of `train_data`. None: no evaluation."""
 
     schedule: Any = None
-    """A torch.optim.lr_scheduler class, or a functools.partial of one. It is stepped once per update, not per
-    epoch: `T_max`, `total_steps`, `step_size` and the like count updates. None: a constant learning rate."""
+    """A torch.optim.lr_scheduler class, or a functools.partial of one. It is stepped once per update, not per epoch:
+    `T_max`, `total_steps`, `step_size` and the like count updates. None: a constant learning rate."""
 
     epochs: int = 1
     """Passes over `train_data`."""
 
     max_updates: int | None = None
-    """Stop after this many updates, even within an epoch. None: when the epochs are over."""
+    """Stop after this many updates, even within an epoch. None: train all epochs."""
 
     eval_every: int = 1
-    """Epochs between two evaluations; one more always follows the last epoch."""
+    """Epochs between two evaluations; the last epoch is always followed by one."""
 
     seed: int = 0
-    """Seeds everything random in the model. With one microbatch in flight a run repeats exactly."""
+    """Seed of all random numbers in the model. With one microbatch in flight, a run is exactly reproducible."""
 
     pipeline: Pipeline = field(default_factory=Pipeline)
     """How microbatches flow through the stages."""
 
     averaging: Averaging = field(default_factory=Averaging)
-    """How several clusters average what they learned."""
+    """How several clusters average their parameters."""
 
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """When the state of the run is saved."""
+    """When checkpoints are written."""
 
     def __post_init__(self) -> None:
         _check_model(self.model)
         _check_function("loss", self.loss)
-        # None is what one writes for "no metrics"; readers of the job get a mapping in any case.
+        # Users write None for "no metrics"; code that reads the job always gets a mapping.
         object.__setattr__(self, "metrics", _checked_metrics(self.metrics))
-        check_whole("epochs", self.epochs, least=1)
-        check_whole("max_updates", self.max_updates, least=1, optional=True)
-        check_whole("eval_every", self.eval_every, least=1)
-        check_whole("seed", self.seed, least=0)
+        check_whole("epochs", self.epochs, minimum=1)
+        check_whole("max_updates", self.max_updates, minimum=1, optional=True)
+        check_whole("eval_every", self.eval_every, minimum=1)
+        check_whole("seed", self.seed, minimum=0)
         if self.seed >= 2**63:
             raise JobError(f"seed is {self.seed}: give a whole number below 2**63")
         _check_data("train_data", self.train_data, self.epochs)
@@ -105,25 +105,25 @@ class Job:
 
     @property
     def optimizer_spec(self) -> OptimizerSpec:
-        """The optimizer as it travels to providers."""
+        """Optimizer in the form that providers receive."""
         spec: OptimizerSpec = self.__dict__["_optimizer_spec"]
         return spec
 
     @property
     def schedule_spec(self) -> ScheduleSpec | None:
-        """The schedule as it travels to providers, or None for a constant learning rate."""
+        """Schedule in the form that providers receive; None for a constant learning rate."""
         spec: ScheduleSpec | None = self.__dict__["_schedule_spec"]
         return spec
 
     def train_batches(self) -> Iterator[Any]:
-        """A pass over the training data; raises JobError when the function given for it returns no iterable.
+        """One pass over the training data; raises JobError if the given function does not return an iterable.
 
-        An iterator gives itself and can be passed over once; everything else starts afresh at each call.
+        An iterator can be used for one pass only; everything else starts from the beginning at each call.
         """
         return _batches("train_data", self.train_data)
 
     def eval_batches(self) -> Iterator[Any]:
-        """A pass over the evaluation data, empty when there is none; failures as in `train_batches`."""
+        """One pass over the evaluation data, empty if there is none; fails like `train_batches`."""
         return iter(()) if self.eval_data is None else _batches("eval_data", self.eval_data)
 
     def train(
@@ -136,15 +136,15 @@ class Job:
         display: bool = True,
         devices: Sequence[str] = ("auto",),
     ) -> "TrainResult":
-        """Train on an embedded swarm of `providers` processes on this machine, as `ravnest train` does.
+        """Trains on an embedded swarm of `providers` processes on this machine, like `ravnest train`.
 
-        They make up so many clusters, each with a whole copy of the model. The providers compute on the `devices` in
-        turn (auto, cpu, cuda:0, mps).
+        The providers form `clusters` clusters, each with a full copy of the model, and take turns through the `devices`
+        (auto, cpu, cuda:0, mps). Progress is written to stderr, unless `display` is False.
 
-        The result says how the run ended (`summary`, as in summary.json) and where the run directory and the trained
-        model are (`run`, `model`). Ctrl-C and SIGTERM end the run in good order: it is saved, and the summary's status
-        is "stopped". Raises a RavnestError when the run cannot start or go on; what was saved by then stays in the run
-        directory, and `resume` takes it up. Progress goes to stderr, unless `display` is False.
+        The result has the summary of the run (`summary`, as in summary.json), the run directory (`run`) and the path of
+        the trained model (`model`). Ctrl-C and SIGTERM stop the run cleanly: its state is saved, and the status in the
+        summary is "stopped". Raises a RavnestError if the run cannot start or continue; everything saved before stays
+        in the run directory, and `resume` continues from it.
         """
         from ravnest.coordinator.launch.embedded import train
 
@@ -166,9 +166,7 @@ def _check_model(model: object) -> None:
         if parameter.is_meta:
             raise JobError(f"model has the parameter {name} on the meta device, without values: initialise it first")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise JobError(
-            "model has no trainable parameter: add one, or set requires_grad on those that are to be trained"
-        )
+        raise JobError("model has no trainable parameter: add one, or set requires_grad on the parameters to train")
 
 
 def _check_function(name: str, function: object) -> None:
@@ -180,7 +178,7 @@ def _check_function(name: str, function: object) -> None:
     try:
         signature = inspect.signature(called)
     except (TypeError, ValueError):
-        return  # A built-in without a signature: capturing it will tell.
+        return  # A built-in without a signature; capture reports the error if there is one.
     try:
         signature.bind(None, None)
     except TypeError as error:
@@ -209,8 +207,8 @@ def _check_data(name: str, data: object, epochs: int) -> None:
         raise JobError(f"{name} is {_named(data)}: pass {wanted}")
     if isinstance(data, Iterator) and epochs > 1:
         raise JobError(
-            f"{name} is an iterator, which is used up after the first of {epochs} epochs: "
-            "pass a function that returns a fresh iterator"
+            f"{name} is an iterator, which is exhausted after the first of {epochs} epochs: "
+            "pass a function that returns a new iterator"
         )
 
 
@@ -219,7 +217,7 @@ def _checked_specs(optimizer: object, schedule: object, model: nn.Module) -> tup
     if isinstance(parts, str):
         raise JobError(f"optimizer {parts}")
     optimizer_spec = OptimizerSpec(*parts)
-    # Muon takes matrices only: what an optimizer accepts depends on the parameters it will really get.
+    # Some optimizers restrict the shapes (Muon takes only matrices), so the check uses the model's dimensions.
     dimensions = sorted({parameter.dim() for parameter in model.parameters() if parameter.requires_grad})
     refusal = optimizer_refusal(optimizer_spec, dimensions)
     if refusal is not None:

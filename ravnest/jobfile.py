@@ -1,7 +1,7 @@
-"""Finds the Job that a reference names: `path/to/file.py`, `file.py:name` or `package.module:name`.
+"""Loader of job files: the Job named by `path/to/file.py`, `file.py:name` or `package.module:name`.
 
-The file is the user's own program, run as Python runs it. What goes wrong inside it is told in the user's
-terms: their traceback, without a frame of ours.
+The file is the user's own program and runs like any Python program. An exception inside it is reported with the user's
+traceback, without frames of Ravnest.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ _PACKAGE_FOLDER = Path(__file__).resolve().parent
 _IN_WORKER = re.compile(r"Caught .* in DataLoader worker process \d+\.\nOriginal (Traceback .*)", re.DOTALL)
 
 
-class JobFileFailed(JobError):  # noqa: N818 (it tells of an event, and JobFileError would say less)
-    """The job file raised an exception of its own; `user_traceback` has the user's frames and no others."""
+class JobFileFailed(JobError):  # noqa: N818 (an event, as opposed to a mistake in the Job itself)
+    """The job file raised an exception; `user_traceback` has only the frames of the user's files."""
 
     def __init__(self, message: str, user_traceback: str) -> None:
         super().__init__(message)
@@ -37,9 +37,9 @@ def load_job(reference: str) -> Job:
 
     - Not found, not a Python file, no such name, not a Job: JobError.
     - An exception while the file runs: JobFileFailed, with the user's traceback.
-    - A mistake in a Job that the file makes: JobError with the file and line of the user's call.
+    - A mistake in a Job that the file constructs: JobError with the file and line of the user's call.
 
-    The file's folder stays on sys.path, last, so that functions of the file may import its neighbours later.
+    The file's folder stays at the end of sys.path, so that functions of the file can import modules next to it later.
     """
     found = parse_reference(reference)
     path = found.path
@@ -49,7 +49,7 @@ def load_job(reference: str) -> Job:
 
 @contextlib.contextmanager
 def users_code(place: str) -> Iterator[None]:
-    """Within it runs the user's code: what that raises becomes JobFileFailed, errors of Ravnest pass as they are."""
+    """Context in which the user's code runs: its exceptions become JobFileFailed; a RavnestError passes unchanged."""
     try:
         yield
     except RavnestError:
@@ -64,7 +64,7 @@ def _run_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None, "a path that ends in .py always has a loader"
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(spec.name)
-    # Registered as an import would: data loader workers find the classes of the file by this name.
+    # Registered like an import, because data loader workers look up the classes of the file by this name.
     sys.modules[spec.name] = module
     sys.path.insert(0, folder)
     try:
@@ -76,7 +76,7 @@ def _run_file(path: Path) -> ModuleType:
         raise
     finally:
         sys.path.remove(folder)
-        # Last, so that a neighbour called like a library module does not shadow it for everybody else.
+        # At the end, so that a module next to the file does not shadow a library module of the same name.
         if folder not in sys.path:
             sys.path.append(folder)
     return module
@@ -104,10 +104,10 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # The module itself or a package above it is missing, as opposed to something that it imports.
+        # The module itself or a parent package is missing, as opposed to a module that it imports.
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise JobError(
-                f"there is no module {error.name} here or among the installed packages: check {name}"
+                f"there is no module {error.name} in this folder or among the installed packages: check {name}"
             ) from None
         raise
 
@@ -140,13 +140,13 @@ def _sentence(place: str, error: BaseException) -> str:
         at = f"{_shortest(error.filename)}:{error.lineno}" if error.filename else place
         return f"{at} is not valid Python, {error.msg}: correct it"
     if isinstance(error, SystemExit):
-        return f"{place} ended the program before its job was read: move that under if __name__ == '__main__'"
+        return f"{place} exited before its job was read: move the exit under if __name__ == '__main__'"
     said = str(error).strip().splitlines()
     return f"{place} failed with {type(error).__name__}{': ' + said[0] if said else ''}"
 
 
 def _without_libraries(text: str) -> str:
-    """A traceback in words (a data loader's worker sends no other) without the frames of installed packages."""
+    """A formatted traceback, as data loader workers send it, without the frames of installed packages."""
     kept, keeping = [], True
     for line in text.splitlines():
         if frame := re.match(r'  File "([^"]+)", line \d+', line):
@@ -169,14 +169,14 @@ def _keep_user_frames(told: traceback.TracebackException, seen: set[int]) -> Non
 
 
 def _user_frames(frames: traceback.StackSummary, *, strictly: bool = False) -> list[traceback.FrameSummary]:
-    """The frames of the user's own files; where there are none and not `strictly`, of installed packages."""
+    """The frames of the user's own files; if there are none and not `strictly`, those of installed packages."""
     foreign = [frame for frame in frames if not _is_ours(frame.filename)]
     users = [frame for frame in foreign if not _is_installed(frame.filename)]
     return users if users or strictly else foreign
 
 
 def _is_ours(filename: str) -> bool:
-    # The import system, and the constructor that dataclasses writes for Job; a notebook's cells have "<" as well.
+    # The import system and the constructor that dataclasses generates for Job; notebook cells also begin with "<".
     if filename.startswith("<frozen ") or filename == "<string>":
         return True
     path = Path(filename)
@@ -200,9 +200,9 @@ def _job_in(module: ModuleType, place: str, name: str) -> Job:
     if name not in vars(module):
         if jobs:
             raise JobError(f"{place} has no {name}, but it has {', '.join(jobs)}: give {place}:{jobs[0]}")
-        raise JobError(f"{place} has no {name}: make one in it, {name} = ravnest.Job(...)")
+        raise JobError(f"{place} has no {name}: define one in it, {name} = ravnest.Job(...)")
     found = getattr(module, name)
     if not isinstance(found, Job):
         hint = f"it has {', '.join(jobs)}" if jobs else f"{name} = ravnest.Job(...) is expected"
-        raise JobError(f"{name} in {place} is a {type(found).__name__} and not a ravnest.Job: {hint}")
+        raise JobError(f"{name} in {place} is a {type(found).__name__}, not a ravnest.Job: {hint}")
     return found

@@ -1,7 +1,7 @@
-"""`--set a.b=c`: a job with some of its plain settings replaced.
+"""Overrides of job settings by `--set a.b=c`.
 
-Only what has a plain value can be set: the job's own numbers, the nested settings, and the arguments of the
-optimizer and the schedule.
+Only plain values can be set: the job's own numbers, the nested settings, and the arguments of the optimizer and the
+schedule.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ _BY_ARGUMENT = ("optimizer", "schedule")
 
 
 def apply_overrides(job: Job, overrides: Iterable[str]) -> Job:
-    """A new Job with each `key=value` applied, of several for one key the last; the given one stays as it is.
+    """A new Job with each `key=value` applied; the given Job is unchanged. For a repeated key the last value counts.
 
-    A value is a number (`3`, `1e-3`), `true`, `false` or `none`; anything else is a string. Raises JobError
-    for a text without `=`, an unknown key (with the nearest known one) and a value its field refuses.
+    A value is a number (`3`, `1e-3`), `true`, `false` or `none`; anything else is a string. Raises JobError for a text
+    without `=`, an unknown key (with the closest known one) and a value that the field does not accept.
     """
     nested: dict[str, dict[str, Plain]] = {}
     for override in overrides:
@@ -33,7 +33,7 @@ def apply_overrides(job: Job, overrides: Iterable[str]) -> Job:
             raise JobError(f"--set {override!r} has no value: write it as key=value, such as epochs=3")
         group, _, name = key.partition(".")
         if group in _NESTED and name in {field.name for field in dataclasses.fields(getattr(job, group))}:
-            # All of a group at once: values that only make sense together may come in any order.
+            # All values of a group are applied together, because some are only valid in combination.
             nested.setdefault(group, {})[name] = _parsed(text)
         else:
             job = _replaced(job, key, _parsed(text))
@@ -42,7 +42,7 @@ def apply_overrides(job: Job, overrides: Iterable[str]) -> Job:
 
 
 def settable_keys(job: Job) -> list[str]:
-    """Every key that can be set, apart from arguments the optimizer or schedule does not have yet."""
+    """All keys that can be set, except arguments that the optimizer or schedule does not have yet."""
     keys = list(_OWN)
     for name in _NESTED:
         keys += [f"{name}.{field.name}" for field in dataclasses.fields(getattr(job, name))]
@@ -59,7 +59,7 @@ def _replaced(job: Job, key: str, value: Plain) -> Job:
     if group in _BY_ARGUMENT and name.isidentifier():
         given = getattr(job, group)
         if given is None:
-            raise JobError(f"--set {key}: the job has no {group}, give it one in the job file")
+            raise JobError(f"--set {key}: the job has no {group}: give it one in the job file")
         cls, arguments = (given.func, given.keywords) if isinstance(given, partial) else (given, {})
         return _rebuilt(job, **{group: partial(cls, **{**arguments, name: value})})
     near = difflib.get_close_matches(key, settable_keys(job), n=1, cutoff=0.5)

@@ -1,6 +1,6 @@
-"""What `ravnest train JOB` may name: `path/to/file.py`, `file.py:name` or `package.module:name`.
+"""References to jobs: `path/to/file.py`, `file.py:name` or `package.module:name`.
 
-Nothing is imported or run here, so that a name that leads nowhere is told at once.
+Parsing imports and runs nothing, so that a wrong name is reported immediately.
 """
 
 import difflib
@@ -15,24 +15,24 @@ _FORMS = "path/to/file.py, file.py:name or package.module:name"
 
 @dataclass(frozen=True)
 class JobReference:
-    """A job by the place it is in and its name there."""
+    """A job, given by its file or module and its name there."""
 
     place: str
-    """The file as it was given, or the module's dotted name."""
+    """The file as given, or the dotted name of the module."""
     name: str
     path: Path | None
-    """The file, where it is one."""
+    """The file; None for a module."""
 
     @property
     def title(self) -> str:
-        """What to call the job: `examples/digits/job.py` is best known by its folder."""
+        """Display name of the job; a file called job.py is known by its folder, such as `examples/digits/job.py`."""
         if self.path is None:
             return self.place
         return self.path.parent.name if self.path.stem == "job" else self.path.stem
 
 
 def parse_reference(text: str) -> JobReference:
-    """The reference in `text`; JobError when it is none, or names a file that is not there."""
+    """Parses a reference; raises JobError if it is malformed or names a missing file."""
     head, colon, tail = text.rpartition(":")
     place, name = (head, tail) if colon and tail.isidentifier() and head else (text, "")
     if place.endswith(".py"):
@@ -59,7 +59,7 @@ def _near(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f" ({folder} does not exist either)"
-    # Without the suffix, which all have in common and which would make any two names look alike.
+    # Compared without the suffix, which would make any two names look similar.
     stems = sorted(found.stem for found in folder.glob("*.py"))
     matches = difflib.get_close_matches(path.stem, stems, n=3)
-    return f"; near it: {', '.join(str(folder / f'{match}.py') for match in matches)}" if matches else ""
+    return f"; similar files: {', '.join(str(folder / f'{match}.py') for match in matches)}" if matches else ""

@@ -1,6 +1,7 @@
-"""JSON from elsewhere: plain values with bounds, or a ValueError in a few words. For texts that a peer or a file gives.
+"""JSON reader for untrusted text, from a peer or a file: plain values within bounds, or a ValueError with a short
+reason.
 
-The standard reader takes NaN for a number, half a character for text, and whatever memory and depth the text asks for.
+The standard reader accepts NaN, lone surrogates, and any amount of memory and nesting.
 """
 
 import json
@@ -10,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 MAX_VALUES: Final = 100_000
-"""How many values a text may hold where nothing else is said: each takes some fifty bytes of memory or more."""
+"""Default limit of values in a text; each takes some fifty bytes of memory or more."""
 
-_HALF_A_CHARACTER: Final = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(
@@ -20,13 +21,13 @@ def read_json(
     max_values: int = MAX_VALUES,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value that `text` holds; ValueError, with a short reason, for anything that is not one JSON value in UTF-8.
+    """Parses `text`; raises ValueError, with a short reason, for anything that is not one JSON value in UTF-8.
 
-    Numbers are finite and texts can be sent and printed as UTF-8. A text with more than `max_values` values, or so
-    nested that reading it would exhaust the stack, is refused.
+    All numbers are finite, and all strings can be encoded as UTF-8. A text with more than `max_values` values, or
+    nested so deep that parsing it would exhaust the stack, is refused.
     """
     plain = text.decode() if isinstance(text, bytes) else text
-    # Every value but the first follows one of these; those inside of strings are counted too, which does no harm.
+    # Every value but the first follows one of these characters. Counting those inside strings too is harmless.
     if plain.count(",") + plain.count("[") + plain.count("{") > max_values:
         raise ValueError(f"it holds more than {max_values} values")
     try:
@@ -35,8 +36,8 @@ def read_json(
         raise ValueError("it is nested too deep") from None
     except MemoryError:
         raise ValueError("it does not fit into memory") from None
-    if _HALF_A_CHARACTER.search(plain):
-        # Two halves may be one whole character: only writing it out tells.
+    if _SURROGATE.search(plain):
+        # Two surrogates may form a valid pair; encoding fails for a lone one.
         json.dumps(value, ensure_ascii=False).encode()
     return value
 

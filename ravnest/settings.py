@@ -1,6 +1,6 @@
-"""The small nested settings of a job: how the pipeline runs, how clusters average, and when checkpoints are written.
+"""Nested settings of a job: the pipeline, the averaging of clusters, and checkpoints.
 
-Each is a frozen value, checked when it is made; a wrong one raises JobError with the field and the fix.
+Each is a frozen value that is checked when it is constructed; a mistake raises JobError with the field and the fix.
 """
 
 import math
@@ -12,92 +12,90 @@ from ravnest.errors import JobError
 from ravnest.version_policy import POLICIES
 
 AVERAGING_CODECS: Final = ("float32", "lossless", "float16", "bfloat16", "int8", "int4")
-"""In what the differences of parameters may travel between clusters."""
+"""Codecs for the parameter differences that clusters exchange."""
 
 OUTER_OPTIMIZERS: Final = ("mean", "nesterov")
-"""What may be made of the mean difference of all clusters."""
-
+"""Outer optimizers, which turn the mean difference of all clusters into a step."""
 
 VERSION_POLICIES: Final = tuple(POLICIES)
-"""Which weights a backward may see."""
+"""Names of the version policies, which say which weights a backward uses."""
 
 CORRECTIONS: Final = ("none", "discount", "predict", "nesterov", "foresight", "cautious")
-"""What may be done about staleness."""
+"""Corrections of staleness."""
 
 ACTIVATION_CODECS: Final = ("float32", "lossless", "float16", "bfloat16", "int8")
-"""In what activations and gradients may travel between stages."""
+"""Codecs for activations and gradients between stages."""
 
 PRECISIONS: Final = ("float32", "bfloat16", "float16")
-"""In what a stage may compute its products and convolutions."""
+"""Element types in which a stage may compute matrix products and convolutions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How microbatches flow through a cluster and how a stage turns them into updates."""
+    """How microbatches flow through a cluster, and how a stage turns them into updates."""
 
     in_flight: int | None = None
-    """Microbatches between their forward and their backward in one cluster, at most. 1 trains exactly as a
-    plain loop would; more keep every stage busy at the price of staleness. None: chosen from the number of
-    stages."""
+    """Maximum number of microbatches between forward and backward in one cluster. 1 trains exactly like a plain loop;
+    more keep every stage busy, at the price of staleness. None: chosen from the number of stages."""
 
     max_staleness: int | None = None
-    """Updates a stage may apply between a microbatch's forward and its backward, at most. None: whatever
-    `in_flight` leads to."""
+    """Maximum number of updates that a stage may apply between a microbatch's forward and its backward. None: no bound
+    other than the one that follows from `in_flight`."""
 
     accumulate: int = 1
     """Microbatches whose gradients are averaged into one update."""
 
     clip_norm: float | None = None
-    """Largest norm of a stage's own gradient; a longer one is scaled down to it. It is each stage's norm and
-    not the whole model's: the norm over all stages is known only after the last backward of a microbatch, so
-    every stage would have to wait for all others at each update."""
+    """Maximum norm of a stage's gradient; a longer gradient is scaled down to it. The norm is that of each stage, not
+    of the whole model: the norm over all stages is known only after the last backward of a microbatch, so every stage
+    would have to wait for all others at each update."""
 
     clip_value: float | None = None
-    """Largest absolute value of a gradient entry. Unlike `clip_norm` it means the same for every cut."""
+    """Maximum absolute value of a gradient entry. Unlike `clip_norm`, its effect does not depend on the cuts."""
 
     versions: str | None = None
-    """Which weights a backward sees. "stash": those of its forward, which are kept with the activations. "recompute":
-    the same weights, and the activations are computed a second time instead of being kept. "latest": the weights of
-    now, with activations computed a second time from them. "double": those of its forward, of which there are never
-    more than two, because no more microbatches are in flight than `accumulate`. None: "stash" where memory allows it,
-    otherwise what takes less."""
+    """Which weights a backward uses. "stash": the weights of its forward, which are kept together with the activations.
+    "recompute": the same weights, but the activations are recomputed instead of kept. "latest": the current weights,
+    with activations recomputed from them. "double": the weights of its forward, of which there are never more than two
+    versions, because at most `accumulate` microbatches are in flight. None: "stash" if memory allows it, otherwise a
+    policy that needs less."""
 
     correction: str | None = None
-    """What is done about staleness: "none", "discount" (a lower learning rate the staler an update is, at the
-    beginning), "predict" (a forward uses weights as they are expected to be at its backward), "nesterov" (a step with
-    more momentum, that looks ahead), "foresight" (these two) or "cautious" (foresight with the discount). None: what
-    learns best, by `python -m benchmarks.quality`."""
+    """Correction of staleness: "none", "discount" (at the beginning, a lower learning rate for staler updates),
+    "predict" (a forward uses the weights predicted for its backward), "nesterov" (a step with more momentum that looks
+    ahead), "foresight" (predict and nesterov) or "cautious" (foresight and discount). None: the correction that learns
+    best in `python -m benchmarks.quality`."""
 
     codec: str | None = None
-    """In what activations and gradients travel between stages: float32, float16, bfloat16 or int8 (a scale for each
-    block). None: chosen for each link, from its speed."""
+    """Codec of activations and gradients between stages: float32, lossless, float16, bfloat16 or int8 (with a scale per
+    block). None: chosen for each link by its speed."""
 
     precision: str = "float32"
-    """In what products and convolutions are computed: float32, or bfloat16 or float16 with automatic mixed precision.
-    Parameters and their updates are float32 always."""
+    """Element type of matrix products and convolutions: float32, or bfloat16 or float16 with automatic mixed precision.
+    Parameters and their updates are always float32."""
 
     compiled: bool = False
-    """Let each provider compile its stage with torch.compile; slow at first, and faster on some devices."""
+    """Compile each stage with torch.compile; slow to start, and faster on some devices."""
 
     split_backward: bool | None = None
-    """Compute the gradients for the stage before first, send them, and only then those for a stage's own weights. None:
-    where that shortens the way of a microbatch."""
+    """Compute the gradients for the previous stage first, send them, and only then compute the gradients of the stage's
+    own weights. None: if that shortens the latency of a microbatch."""
 
     trace: int = 200
-    """Microbatches whose way through the stages is written to trace.json in the run directory; 0: none."""
+    """Number of microbatches whose timeline is written to trace.json in the run directory; 0: none."""
 
     cuts: tuple[str, ...] | None = None
-    """Modules or parameters with which a stage may begin, by name, such as ("blocks.4", "blocks.8"): the model is cut
-    nowhere else. As text, with commas between. None: wherever it is best."""
+    """Names of the modules or parameters at which a stage may begin, such as ("blocks.4", "blocks.8"); the model is cut
+    nowhere else. May be one text, separated by commas. None: the planner chooses."""
 
     record_updates: bool = False
-    """Write one line per update of a stage to updates.jsonl in the run directory."""
+    """Write one line per update of each stage to updates.jsonl in the run directory."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cuts", _names("pipeline.cuts", self.cuts))
-        check_whole("pipeline.in_flight", self.in_flight, least=1, optional=True)
-        check_whole("pipeline.max_staleness", self.max_staleness, least=0, optional=True)
-        check_whole("pipeline.accumulate", self.accumulate, least=1)
+        check_whole("pipeline.in_flight", self.in_flight, minimum=1, optional=True)
+        check_whole("pipeline.max_staleness", self.max_staleness, minimum=0, optional=True)
+        check_whole("pipeline.accumulate", self.accumulate, minimum=1)
         check_positive("pipeline.clip_norm", self.clip_norm)
         check_positive("pipeline.clip_value", self.clip_value)
         check_flag("pipeline.record_updates", self.record_updates)
@@ -108,7 +106,7 @@ class Pipeline:
         check_flag("pipeline.compiled", self.compiled)
         if self.split_backward is not None:
             check_flag("pipeline.split_backward", self.split_backward)
-        check_whole("pipeline.trace", self.trace, least=0)
+        check_whole("pipeline.trace", self.trace, minimum=0)
         if self.versions == "double" and self.accumulate < max(2, self.in_flight or 0):
             raise JobError(
                 'pipeline.versions="double" keeps two versions of the weights, so no more microbatches can be in flight'
@@ -117,55 +115,56 @@ class Pipeline:
             )
         if self.clip_norm is not None and self.clip_value is not None:
             raise JobError(
-                "pipeline.clip_norm and pipeline.clip_value are both set and would clip one another: set one of them"
+                "pipeline.clip_norm and pipeline.clip_value are both set and would interfere: set only one of them"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Averaging:
-    """How clusters that train the same model bring together what each of them learned. One cluster averages nothing."""
+    """How clusters that train the same model average their parameters. A single cluster averages nothing."""
 
     every: int | None = None
-    """Samples, of all clusters together, between two rounds. None: chosen from the plan, so that a round takes a small
-    part of the time between two."""
+    """Samples between two rounds, counted over all clusters. None: chosen from the plan, so that a round takes a small
+    part of the time between two rounds."""
 
     outer: str = "mean"
-    """What a round makes of the weighted mean of the clusters' differences: "mean" takes it as it is, "nesterov" as the
-    gradient of a step with Nesterov momentum, as in DiLoCo."""
+    """How a round applies the weighted mean of the clusters' differences: "mean" applies it unchanged, "nesterov" uses
+    it as the gradient of a step with Nesterov momentum, as in DiLoCo."""
 
     outer_rate: float | None = None
-    """What the step is multiplied with. None: 1."""
+    """Factor of the outer step. None: 1."""
 
     outer_momentum: float | None = None
-    """The momentum of the step. None: 1 - 1/sqrt(C) for nesterov with C clusters. The mean has none."""
+    """Momentum of the outer step. None: 1 - 1/sqrt(C) for nesterov with C clusters. The mean has no momentum."""
 
     codec: str = "float32"
-    """In what differences of parameters travel: float32, float16, bfloat16, int8 (a scale for each block) or int4 (the
-    same; what is lost in one round is added in the next). Buffers and counters always travel as they are."""
+    """Codec of the parameter differences: float32, lossless, float16, bfloat16, int8 (with a scale per block) or int4
+    (the same, with error feedback: the quantization error of a round is added in the next). Buffers and counters are
+    always sent unchanged."""
 
     blocking: bool = False
-    """Let all clusters wait for a round, instead of averaging in the background while they train on. For tests of
-    exactness, and for comparing."""
+    """Stop training in all clusters during a round, instead of averaging in the background. For exactness tests and
+    comparisons."""
 
     rate_factor: float | None = None
-    """What the learning rate is multiplied with where several clusters train. None: for Adam and its kin the fourth
-    root of their number, with `blocking` the square root, because a round rests on as many times the data; 1 for
-    others."""
+    """Factor of the learning rate with several clusters. None: for Adam and similar optimizers the fourth root of the
+    number of clusters, or with `blocking` the square root, because a round is based on that many times the data; 1 for
+    other optimizers."""
 
     optimizer_state: bool = False
-    """Average what the optimizer keeps for each parameter too (momentum, second moments), and not the parameters
-    alone. Rounds get as many times larger."""
+    """Average the optimizer's state of each parameter as well (momentum, second moments). Rounds become larger by the
+    size of that state."""
 
     fragments: int = 1
-    """Into how many groups the parameters are divided: every round averages one of them in turn, so that the peak on
-    a line stays low. 1 averages all of them in every round."""
+    """Number of groups of parameters. Each round averages one group in turn, which keeps the peak load of a link low.
+    1: every round averages all parameters."""
 
     outlier: float | None = 10.0
-    """A cluster whose difference is this many times as long as those of the others is scaled down to that; one that is
-    10 times as long again is left out of the round. None: none is."""
+    """A difference that is more than this many times as long as those of the other clusters is scaled down to that
+    length; if it is another 10 times as long, the cluster is left out of the round. None: no check."""
 
     def __post_init__(self) -> None:
-        check_whole("averaging.every", self.every, least=1, optional=True)
+        check_whole("averaging.every", self.every, minimum=1, optional=True)
         check_one_of("averaging.outer", self.outer, OUTER_OPTIMIZERS)
         check_positive("averaging.outer_rate", self.outer_rate)
         check_positive("averaging.rate_factor", self.rate_factor)
@@ -177,12 +176,12 @@ class Averaging:
         check_one_of("averaging.codec", self.codec, AVERAGING_CODECS)
         check_flag("averaging.blocking", self.blocking)
         check_flag("averaging.optimizer_state", self.optimizer_state)
-        check_whole("averaging.fragments", self.fragments, least=1)
+        check_whole("averaging.fragments", self.fragments, minimum=1)
         check_positive("averaging.outlier", self.outlier)
         if self.outlier is not None and self.outlier <= 1:
             raise JobError(
-                f"averaging.outlier is {self.outlier!r}: give a number above 1, or None to switch it off; "
-                "half of all differences are longer than the others'"
+                f"averaging.outlier is {self.outlier!r}: give a number above 1, because half of all differences are "
+                "longer than those of the others, or None to switch it off"
             )
         if self.outer == "mean" and momentum is not None:
             raise JobError(
@@ -193,27 +192,27 @@ class Averaging:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When the state of all stages is saved. One checkpoint is always written when a run ends."""
+    """When checkpoints of all stages are written. A checkpoint is always written when a run ends."""
 
     every_seconds: float | None = 60.0
-    """Seconds between two checkpoints, at most: each is begun as much earlier as it takes to be written. None: not by
-    time."""
+    """Maximum number of seconds between two checkpoints: each starts early by the time that it takes to write. None:
+    not by time."""
 
     every_updates: int | None = None
-    """Updates between two checkpoints, and so what a crash may cost, at most: training waits for one that is being
-    written rather than go beyond that. None: not by count."""
+    """Maximum number of updates between two checkpoints, and so the maximum loss after a crash: training waits for a
+    checkpoint that is being written rather than exceed it. None: not by count."""
 
     keep: int = 2
-    """How many of the latest checkpoints stay on disk."""
+    """Number of the latest checkpoints to keep on disk."""
 
     def __post_init__(self) -> None:
         check_positive("checkpoint.every_seconds", self.every_seconds)
-        check_whole("checkpoint.every_updates", self.every_updates, least=1, optional=True)
-        check_whole("checkpoint.keep", self.keep, least=1)
+        check_whole("checkpoint.every_updates", self.every_updates, minimum=1, optional=True)
+        check_whole("checkpoint.keep", self.keep, minimum=1)
 
 
 def _names(field: str, value: object) -> tuple[str, ...] | None:
-    """The names in a sequence of them, or in one text with commas; raises JobError for anything else."""
+    """The names in a sequence, or in one text separated by commas; raises JobError for anything else."""
     if value is None:
         return None
     names = tuple(each.strip() for each in value.split(",")) if isinstance(value, str) else value
@@ -222,18 +221,18 @@ def _names(field: str, value: object) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def check_whole(field: str, value: object, *, least: int, optional: bool = False) -> None:
-    """Raise JobError unless `value` is an int of at least `least` (or None, where `optional`)."""
+def check_whole(field: str, value: object, *, minimum: int, optional: bool = False) -> None:
+    """Raises JobError unless `value` is an int of at least `minimum` (or None, if `optional`)."""
     if value is None and optional:
         return
-    # bool is an int in Python, and `epochs=True` is a mistake.
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    # bool is a subclass of int, and `epochs=True` is a mistake.
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         or_none = " or None" if optional else ""
-        raise JobError(f"{field} is {value!r}: give a whole number of at least {least}{or_none}")
+        raise JobError(f"{field} is {value!r}: give a whole number of at least {minimum}{or_none}")
 
 
 def check_one_of(field: str, value: object, known: Sequence[str], *, optional: bool = False) -> None:
-    """Raise JobError unless `value` is one of the known names (or None, where `optional`)."""
+    """Raises JobError unless `value` is one of the known names (or None, if `optional`)."""
     if value is None and optional:
         return
     if value not in known:
@@ -241,7 +240,7 @@ def check_one_of(field: str, value: object, known: Sequence[str], *, optional: b
 
 
 def check_positive(field: str, value: object) -> None:
-    """Raise JobError unless `value` is None or a finite number above zero."""
+    """Raises JobError unless `value` is None or a finite number above zero."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
@@ -249,6 +248,6 @@ def check_positive(field: str, value: object) -> None:
 
 
 def check_flag(field: str, value: object) -> None:
-    """Raise JobError unless `value` is True or False."""
+    """Raises JobError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise JobError(f"{field} is {value!r}: give True or False")

@@ -1,8 +1,8 @@
-"""Optimizers and schedules as data: a name from torch.optim and plain arguments, as they travel.
+"""Optimizers and schedules as data: the name of a class of torch.optim, and plain arguments.
 
-A provider receives a specification from the wire and builds the real thing from it, so both ends check the
-same rules: the name is one of torch.optim's own classes, every argument is a plain value, and torch itself
-accepts them on a tiny parameter. Nothing else in the specification can reach a constructor.
+A provider receives a specification over the network and builds the optimizer from it, so both ends check the same
+rules: the name is one of torch.optim's own classes, every argument is a plain value, and torch itself accepts them on a
+tiny parameter. Nothing else of the specification reaches a constructor.
 """
 
 import json
@@ -21,7 +21,7 @@ from ravnest.errors import GraphError
 from ravnest.safe_json import read_json
 
 Plain = bool | int | float | str | None | tuple[float, ...]
-"""What an argument may be: a number, a flag, a string, None, or a tuple of numbers."""
+"""Type of an argument: a number, a flag, a string, None, or a tuple of numbers."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class OptimizerSpec:
     arguments: Mapping[str, Plain] = field(default_factory=dict)
 
     def build(self, parameters: Iterable[torch.Tensor]) -> Optimizer:
-        """The optimizer over `parameters`, of which there may be none; raises GraphError when torch refuses it."""
+        """Builds the optimizer for `parameters`, which may be empty; raises GraphError if torch refuses it."""
         _raise_refusal("optimizer", _refused_name("optimizer", self.name))
         try:
-            # As a group: torch refuses an empty list, and a stage may have nothing to train.
+            # As a parameter group: torch refuses an empty list, and a stage may have nothing to train.
             made = _class("optimizer", self.name)([{"params": list(parameters)}], **self.arguments)
         except _CONSTRUCTION_ERRORS as error:
             raise GraphError(f"optimizer {self.name} cannot be built: {str(error)[:300]}") from error
@@ -48,7 +48,7 @@ class OptimizerSpec:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Read what `to_json` wrote; raises GraphError for anything that is not an allowed optimizer."""
+        """Parses the output of `to_json`; raises GraphError for anything that is not an allowed optimizer."""
         name, arguments = _from_json("optimizer", text)
         spec = cls(name, arguments)
         _raise_refusal("optimizer", optimizer_refusal(spec))
@@ -63,7 +63,7 @@ class ScheduleSpec:
     arguments: Mapping[str, Plain] = field(default_factory=dict)
 
     def build(self, optimizer: Optimizer) -> LRScheduler:
-        """The schedule of `optimizer`; raises GraphError when torch refuses it."""
+        """Builds the schedule for `optimizer`; raises GraphError if torch refuses it."""
         _raise_refusal("schedule", _refused_name("schedule", self.name))
         try:
             made = _class("schedule", self.name)(optimizer, **self.arguments)
@@ -78,9 +78,9 @@ class ScheduleSpec:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Read what `to_json` wrote; raises GraphError for anything that is not an allowed schedule.
+        """Parses the output of `to_json`; raises GraphError for anything that is not an allowed schedule.
 
-        Whether its arguments fit the optimizer is known when it is built.
+        Whether the arguments fit the optimizer is checked only by `build`.
         """
         name, arguments = _from_json("schedule", text)
         spec = cls(name, arguments)
@@ -89,22 +89,22 @@ class ScheduleSpec:
 
 
 def optimizer_refusal(spec: OptimizerSpec, dimensions: Sequence[int] = (2,)) -> str | None:
-    """Why `spec` is refused for parameters with these numbers of dimensions, or None when it is fine.
+    """Why `spec` is refused for parameters with these numbers of dimensions, or None if it is valid.
 
-    The optimizer is built and takes a step for real, because some arguments are refused only then.
+    The check builds the optimizer and makes a step, because torch refuses some arguments only then.
     """
     return _refused_name("optimizer", spec.name) or _refused_in_practice(spec, None, dimensions)
 
 
 def schedule_refusal(spec: ScheduleSpec, optimizer: OptimizerSpec) -> str | None:
-    """Why `spec` is refused on top of `optimizer` (itself fine), or None when it is fine."""
+    """Why `spec` is refused for `optimizer`, which is itself valid; None if it is valid."""
     return _refused_name("schedule", spec.name) or _refused_in_practice(optimizer, spec, (2,))
 
 
 def split_partial(kind: str, given: object) -> tuple[str, dict[str, Plain]] | str:
     """The name and plain arguments of a torch.optim class or a functools.partial of one.
 
-    `kind` is "optimizer" or "schedule". A str instead is the refusal: why what was given is neither.
+    `kind` is "optimizer" or "schedule". If the value is neither, the result is a str with the reason.
     """
     example = _EXAMPLES[kind]
     positional: tuple[object, ...] = ()
@@ -135,14 +135,14 @@ def split_partial(kind: str, given: object) -> tuple[str, dict[str, Plain]] | st
         if isinstance(plain, _NotPlain):
             return (
                 f"{cls.__name__}'s argument {key} is {_described(value)}: give a finite number, True, False, "
-                "None, a string or a list of numbers, since it is sent to providers as data"
+                "None, a string or a list of numbers, because it is sent to providers as data"
             )
         arguments[key] = plain
     return cls.__name__, arguments
 
 
 class _NotPlain:
-    """The answer of `_as_plain` for a value that cannot travel (None is a value that can)."""
+    """Result of `_as_plain` for a value that cannot be sent; None is a value that can."""
 
 
 _HOMES = {"optimizer": "torch.optim", "schedule": "torch.optim.lr_scheduler"}
@@ -153,10 +153,10 @@ _EXAMPLES = {
 }
 
 _FUNCTION = "needs a Python function, which providers never run: use MultiStepLR, LinearLR or OneCycleLR"
-_OTHERS = "is made of other schedules: use one schedule that has both phases, such as OneCycleLR"
+_OTHERS = "combines other schedules: use one schedule that has both phases, such as OneCycleLR"
 
 _REASONS = {
-    "LBFGS": "evaluates the model several times in one update, which a pipeline cannot: use AdamW or SGD",
+    "LBFGS": "evaluates the model several times per update, which a pipeline cannot do: use AdamW or SGD",
     "SparseAdam": "needs sparse gradients, and stages have dense ones: use Adam or AdamW",
     "LambdaLR": _FUNCTION,
     "MultiplicativeLR": _FUNCTION,
@@ -167,7 +167,7 @@ _REASONS = {
     "SWALR": "belongs to weight averaging, which stages do not do: use CosineAnnealingLR or LinearLR",
 }
 
-# What torch raises for arguments it does not like: it has no single exception for them.
+# Exceptions that torch raises for invalid arguments; it has no common one.
 _CONSTRUCTION_ERRORS = (TypeError, ValueError, RuntimeError, LookupError, ArithmeticError, AssertionError)
 
 
@@ -232,11 +232,11 @@ def _as_plain(value: object) -> Plain | _NotPlain:
 
 
 _MAX_CHARACTERS = 256
-"""Of a text that travels as an argument, and of an argument's name: torch's own have a dozen or two."""
+"""Maximum length of a string argument and of an argument's name; those of torch have a dozen or two."""
 
 
 def _is_ordinary(number: float) -> bool:
-    # JSON can hold an int of any size, and arithmetic on a monstrous one takes time that nobody meant.
+    # JSON can hold an int of any size, and arithmetic on a huge one would take a very long time.
     return abs(number) < 2**63 if isinstance(number, int) else math.isfinite(number)
 
 

@@ -1,6 +1,6 @@
-"""Which weights a backward sees, and what a stage keeps of a microbatch for it: the policies, as data.
+"""Version policies: which weights a backward uses, and what a stage keeps of a microbatch until then.
 
-The engine trains by these, and the planner counts memory and time by these: both read the same lines.
+The engine trains by these policies, and the planner estimates memory and time by the same table.
 """
 
 from collections.abc import Mapping
@@ -10,21 +10,22 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPolicy:
-    """What is kept between the forward and the backward of a microbatch, on every stage but the leaf.
+    """Data that a stage keeps between the forward and the backward of a microbatch; applies to every stage but the
+    leaf.
 
-    On a leaf the backward follows at once: it keeps everything and computes nothing twice, whatever the policy.
+    On a leaf the backward follows immediately: under every policy it keeps everything and recomputes nothing.
     """
 
     name: str
     keeps_weights: bool
-    """The version of the forward is kept until the backward. Otherwise the backward uses the weights of now."""
+    """True: the weights of the forward are kept until the backward. False: the backward uses the current weights."""
     keeps_activations: bool
-    """Otherwise what came in is kept, and the forward is computed a second time for the backward."""
+    """False: only the inputs of the stage are kept, and the forward is recomputed for the backward."""
     within_accumulate: bool = False
-    """No more microbatches are in flight than make an update, so that there are never more than two versions."""
+    """True: at most `accumulate` microbatches are in flight, so that there are never more than two versions."""
 
     def older_versions(self, in_flight: float) -> float:
-        """How many versions beside the newest a stage holds at most, with so many in flight there."""
+        """Maximum number of older versions that a stage holds with `in_flight` microbatches in flight."""
         if not self.keeps_weights:
             return 0.0
         return min(in_flight - 1.0, 1.0) if self.within_accumulate else in_flight - 1.0
@@ -38,6 +39,6 @@ _ALL: Final = (
 )
 
 POLICIES: Final[Mapping[str, VersionPolicy]] = {policy.name: policy for policy in _ALL}
-"""By name, in the order in which they are preferred: those that cost the gradient or the rate nothing come first."""
+"""Policies by name, in order of preference: those that cost neither gradient quality nor throughput come first."""
 
 DEFAULT_POLICY: Final = _ALL[0].name
