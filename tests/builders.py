@@ -38,7 +38,7 @@ def cluster_plan(stages: Sequence[StagePlan], number: int = 0, in_flight: int = 
 
 def a_plan(clusters: Collection[ClusterPlan], reason: str = "because") -> Plan:
     """A plan of these clusters, made from nothing."""
-    basis = Basis(cast(ModelCosts, None), Goal(), Network(), {})
+    basis = Basis(cast(ModelCosts, None), Goal(), Network(), {}, Goal())
     return Plan(tuple(clusters), reason, basis, 1.0, 1.0)
 
 
@@ -58,7 +58,7 @@ def plan_of_proposal(
     return Plan(
         tuple(clusters),
         "made up",
-        Basis(model, goal, network, providers),
+        Basis(model, goal, network, providers, goal),
         found.predicted_samples_per_second,
         found.score,
         found.limit,

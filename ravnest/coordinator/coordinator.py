@@ -193,7 +193,8 @@ class Coordinator:
             lambda: self._now,
             self._ready_to_take,
             self._standing_by.warm_for,
-            self._form_anew,
+            lambda formation, why, plan: self._form_anew(formation, why, decided=plan),
+            self._forming.replacement,
             self._lose,
             self._standing_by.look,
             Borrowing(around, store, prepared).state_for,
@@ -215,6 +216,7 @@ class Coordinator:
             lambda: self._formation,
             self._recovery,
             self._form_at_rest,
+            self._forming.replacement,
             leaving,
             may_grow=providers is None,
             present=lambda: [member.node_id for member in self._swarm.members.connected()],
@@ -525,7 +527,7 @@ class Coordinator:
         if self._changing is not None:
             self._changing.came(newcomers)
 
-    async def _form_at_rest(self, before: Formation, reason: str) -> None:
+    async def _form_at_rest(self, before: Formation, reason: str, decided: Plan | None = None) -> None:
         """Brings training to rest, makes all clusters alike, saves that, and forms the run anew from there; nothing is
         fed meanwhile. Nothing comes of it where the disk has no room, or the run is formed anew for another reason."""
 
@@ -549,24 +551,28 @@ class Coordinator:
                     await self._items.average("to be formed anew")
                     info = await self._now.checkpointing.now()
                 if before is self._now and rests():
-                    await self._form_anew(before, reason, info)
+                    await self._form_anew(before, reason, info, decided)
         except DiskFullError as error:
             self._course.emit("not_formed_anew", str(error))
         finally:
             feeding.paused = ""
             self._course.notify()
 
-    async def _form_anew(self, before: Formation, reason: str, saved: CheckpointInfo | None = None) -> None:
-        """Forms the run anew with those who are there, from what was `saved` or the newest state that can be had;
-        nothing where another formation has taken the place of `before` already."""
+    async def _form_anew(
+        self, before: Formation, reason: str, saved: CheckpointInfo | None = None, decided: Plan | None = None
+    ) -> None:
+        """Forms the run anew with those who are there, from what was `saved` or the newest state that can be had, by
+        the plan that was `decided` if it holds; nothing where another formation has taken the place of `before`."""
         async with self._forming_anew:
             if before is self._now:
-                await self._form_in_place_of(before, reason, saved)
+                await self._form_in_place_of(before, reason, saved, decided)
 
-    async def _form_in_place_of(self, before: Formation, reason: str, saved: CheckpointInfo | None) -> None:
+    async def _form_in_place_of(
+        self, before: Formation, reason: str, saved: CheckpointInfo | None, decided: Plan | None
+    ) -> None:
         assert self._forming is not None and self._standing_by is not None
         try:
-            formed = await self._forming.anew(before, reason, self._take_formation, saved)
+            formed = await self._forming.anew(before, reason, self._take_formation, saved, decided)
         except TrainingError as error:
             if error is self._course.failure:
                 raise

@@ -118,6 +118,12 @@ class Basis:
     goal: Goal
     network: Network
     providers: Mapping[str, Provider]
+    asked: Goal
+    """The goal before the policy of versions and the distance between rounds were chosen."""
+
+    def holds_for(self, asked: Goal, network: Network, providers: Mapping[str, Provider]) -> bool:
+        """Whether the same plan would be made again."""
+        return self.asked == asked and self.network == network and self.providers == providers
 
 
 @dataclass(frozen=True, slots=True)

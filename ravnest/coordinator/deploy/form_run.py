@@ -24,7 +24,7 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun, Kept
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.plan.observed_limits import Believed
-from ravnest.coordinator.plan.plan_run import check_fit, goal_of, plan_measured
+from ravnest.coordinator.plan.plan_run import RunPlanner, goal_of
 from ravnest.coordinator.plan.prepared_job import Prepared
 from ravnest.coordinator.plan.provider_profiles import Machine
 from ravnest.coordinator.replicas.part_uploads import PartUploads
@@ -37,8 +37,9 @@ from ravnest.coordinator.swarm.members import Member
 from ravnest.errors import PlanError, TrainingError
 from ravnest.graph.partition import split
 from ravnest.monitor.display import Display
+from ravnest.planner.cluster import Cluster
 from ravnest.planner.plan import Plan
-from ravnest.planner.problem import Goal, Line, Pair
+from ravnest.planner.problem import Goal
 from ravnest.planner.search.fixed_layout import Layout, filled
 from ravnest.units import counted
 
@@ -104,15 +105,12 @@ class Forming:
         """Whether those who are there cannot hold the model, and others are waited for."""
         self._around = around
         self._store = store
-        self._machine = machine
         self._asked = asked
         self._prepared = prepared
         self._start = around.ledger.applied
         self._phase = phase
         self._display = display
-        self._believed = believed
-        self._lines: dict[Pair, Line] = {}
-        """Between providers, as they were measured: whoever is planned with again need not measure again."""
+        self._planner = RunPlanner(around.swarm, machine, believed, phase)
         self._release = release
         self._lost_before = lost_before
 
@@ -131,15 +129,14 @@ class Forming:
         around, prepared, asked = self._around, self._prepared, self._asked
         goal = goal_of(prepared.job, asked.providers, asked.clusters)
         self._phase("waiting for providers")
-        gathering = gather(
-            around.swarm.members,
-            asked.providers,
-            lambda present: check_fit(prepared, present, self._machine, asked.clusters, self._believed),
-            self._display.message,
-        )
         if (swarm_state := around.swarm.state) is not None:
-            self._lines |= await asyncio.to_thread(swarm_state.lines, time.time())
-        members, why = await around.course.while_well(gathering)
+            self._planner.lines |= await asyncio.to_thread(swarm_state.lines, time.time())
+
+        def fits(present: list[Member]) -> Awaitable[Plan]:
+            return self._planner.plan(prepared, present, goal, pays=lambda plan: False)
+
+        gathering = gather(around.swarm.members, asked.providers, fits, self._display.message)
+        members, first_plan, why = await around.course.while_well(gathering)
         around.course.emit("gathered", f"{len(members)} providers: {why}")
         layouts: Sequence[Layout] = ()
         if (stood := await self._stood()) is not None:
@@ -151,7 +148,7 @@ class Forming:
         before: Formation | None = None
         while True:
             self._phase("planning")
-            plan = None
+            plan: Plan | None = None
             names = [name for layout in layouts for name in layout.providers]
             # Somebody may have gone while parts were fetched.
             if layouts and self._present().issuperset(names):
@@ -159,14 +156,15 @@ class Forming:
                     named = [around.swarm.members[name] for name in names]
                     plan = await self._plan(prepared, named, goal, layouts=layouts)
             layouts = ()
-            plan = plan or await self._plan(prepared, members, goal)
+            plan = plan or await self._plan(prepared, members, goal, begin=first_plan)
+            tell_plan(around.course, self._display, plan, prepared.job)
             formation = self._made(prepared, plan, before, take)
             try:
                 await self._deploy(formation)
             except DeploymentAbortedError as error:
                 around.course.emit("deployment_broken_off", str(error))
                 before = formation
-                members, goal = await self._those_left(prepared, str(error), [])
+                members, goal, first_plan = await self._those_left(prepared, str(error), [])
                 continue
             self._release(formation)
             return formation
@@ -188,9 +186,11 @@ class Forming:
         await wait_for_those_of_before(around, standing)
         self._phase("taking over")
 
-        def plan(layouts: Sequence[Layout]) -> Awaitable[Plan]:
+        async def plan(layouts: Sequence[Layout]) -> Plan:
             named = [members[name] for layout in layouts for name in layout.providers]
-            return self._plan(prepared, named, goal, layouts=layouts)
+            found = await self._plan(prepared, named, goal, layouts=layouts)
+            tell_plan(course, self._display, found, prepared.job)
+            return found
 
         taken: TakenOver | str = "it was being formed anew"
         if not changing:
@@ -252,9 +252,17 @@ class Forming:
         self._prepared = replace(prepared, restored=contents)
         return self._prepared
 
-    async def anew(self, before: Formation, reason: str, take: Take, saved: CheckpointInfo | None = None) -> Formed:
+    async def anew(
+        self,
+        before: Formation,
+        reason: str,
+        take: Take,
+        saved: CheckpointInfo | None = None,
+        decided: Plan | None = None,
+    ) -> Formed:
         """Forms the run anew with those who are there; waits for others where these cannot hold the model, and raises a
-        TrainingError where nobody else can come. `saved` is where the run stands, where nothing is under way."""
+        TrainingError where nobody else can come. `saved` is where the run stands, where nothing is under way. `decided`
+        is the plan that this was decided with: it is deployed, unless it does not hold any more."""
         course, ledger = self._around.course, self._around.ledger
         began = time.monotonic()
         course.emit("reform_begun", reason)
@@ -276,14 +284,18 @@ class Forming:
         decide_seconds = 0.0
         while True:
             since = time.monotonic()
-            members, goal = await self._those_left(state.prepared, reason, [stage.node for stage in holders])
+            _, _, plan = await self._those_left(state.prepared, reason, [stage.node for stage in holders], decided)
+            if decided is not None and plan is not decided:
+                why = "the providers or their lines have changed since the change was decided"
+                course.emit("planned_again", f"{why}: {plan.reason}")
+            tell_plan(course, self._display, plan, state.prepared.job)
             try:
-                plan = await self._plan(state.prepared, members, goal)
                 formation = before = self._made(state.prepared, plan, before, take, state.donors)
                 decide_seconds += time.monotonic() - since
                 await self._deploy(formation)
             except DeploymentAbortedError as error:
                 course.emit("deployment_broken_off", str(error))
+                decided = None
                 if before.donors is not None and before.donors.replica.is_available(self._present()):
                     state = replace(state, donors=before.donors)
                 elif before.donors is not None:
@@ -347,51 +359,72 @@ class Forming:
         words = f"from the checkpoint of {info.updates} updates"
         return _State(replace(self._prepared, restored=contents), (), place_of(info), words)
 
-    async def _those_left(self, prepared: Prepared, reason: str, first: Sequence[str]) -> tuple[list[Member], Goal]:
-        """Who is there and can hold the model, those named first, and what is asked of their plan. Waits for others
-        where they cannot."""
-        try:
-            return await self._enough(prepared, reason, first)
-        finally:
-            self.waits = False
+    async def replacement(
+        self, formation: Formation, pays: Callable[[Plan], bool], known: Sequence[Cluster] = ()
+    ) -> Plan:
+        """The plan that would take the place of a formation now, with its lines measured if it `pays`. PlanError where
+        those who are there cannot hold the model."""
+        holders = [stage.node for stage in formation.plan.stages]
+        _, _, plan = await self.plan_left(self._prepared, holders, pays=pays, known=known)
+        return plan
 
-    async def _enough(self, prepared: Prepared, reason: str, first: Sequence[str]) -> tuple[list[Member], Goal]:
-        around, asked = self._around, self._asked
+    async def plan_left(
+        self,
+        prepared: Prepared,
+        first: Sequence[str] = (),
+        begin: Plan | None = None,
+        pays: Callable[[Plan], bool] = lambda plan: True,
+        known: Sequence[Cluster] = (),
+    ) -> tuple[list[Member], Goal, Plan]:
+        """The plan for those who are there and stay, the providers named `first` before the others, with what is asked
+        of it; PlanError where they cannot hold the model. For the other arguments see `RunPlanner.plan`."""
+        asked = self._asked
+        present = sorted(
+            (m for m in self._around.swarm.members.in_order() if m.node_id not in self.leaving),
+            key=lambda m: first.index(m.node_id) if m.node_id in first else len(first),
+        )
+        members = present[: asked.providers] if asked.providers is not None else present
+        failed = [f"{node_id} failed: {message}" for node_id, message in self._aside.items()]
+        refusal = PlanError("; ".join(["nobody is there", *failed]))
+        for goal in _goals(prepared, asked, len(members)) if members else ():
+            try:
+                plan = await self._plan(prepared, members, goal, begin=begin, pays=pays, known=known)
+                return members, goal, plan
+            except PlanError as error:
+                refusal = error
+                members = present
+        raise refusal
+
+    async def _those_left(
+        self, prepared: Prepared, reason: str, first: Sequence[str], begin: Plan | None = None
+    ) -> tuple[list[Member], Goal, Plan]:
+        """As `plan_left`, but waits for others where those who are there cannot hold the model; TrainingError where
+        nobody else can come."""
+        around = self._around
         told = ""
-        while True:
-            present = sorted(
-                (m for m in around.swarm.members.in_order() if m.node_id not in self.leaving),
-                key=lambda m: first.index(m.node_id) if m.node_id in first else len(first),
-            )
-            members = present[: asked.providers] if asked.providers is not None else present
-            failed = [f"{node_id} failed: {message}" for node_id, message in self._aside.items()]
-            why = "; ".join(["nobody is there", *failed])
-            for goal in _goals(prepared, asked, len(members)) if members else ():
+        try:
+            while True:
                 try:
-                    await asyncio.to_thread(
-                        check_fit, prepared, members, self._machine, goal.min_clusters, self._believed
-                    )
-                    await self._plan(prepared, members, goal, quietly=True)
-                    return members, goal
+                    return await self.plan_left(prepared, first, begin)
                 except PlanError as error:
                     why = str(error)
-                    if members != present:
-                        members = present
-            if not around.swarm.open_to_more:
-                raise TrainingError(f"{reason}; those who are left cannot go on: {why}")
-            if why != told:
-                told = why
-                self._phase("waiting for providers")
-                around.course.emit("waiting", why)
-                self.waits = True
-                around.course.notify()
-                self._display.message(f"waiting for more machines: {why}")
-            names = {member.node_id for member in around.swarm.members.in_order()}
+                if not around.swarm.open_to_more:
+                    raise TrainingError(f"{reason}; those who are left cannot go on: {why}")
+                if why != told:
+                    told = why
+                    self._phase("waiting for providers")
+                    around.course.emit("waiting", why)
+                    self.waits = True
+                    around.course.notify()
+                    self._display.message(f"waiting for more machines: {why}")
+                names = {member.node_id for member in around.swarm.members.in_order()}
 
-            def changed(names: set[str] = names) -> bool:
-                return {member.node_id for member in around.swarm.members.in_order()} != names
+                def changed(names: set[str] = names) -> bool:
+                    return {member.node_id for member in around.swarm.members.in_order()} != names
 
-            await around.course.while_well(around.swarm.members.changes.until(changed))
+                await around.course.while_well(around.swarm.members.changes.until(changed))
+        finally:
+            self.waits = False
 
     async def _plan(
         self,
@@ -399,20 +432,18 @@ class Forming:
         members: list[Member],
         goal: Goal,
         *,
-        quietly: bool = False,
         layouts: Sequence[Layout] = (),
+        begin: Plan | None = None,
+        pays: Callable[[Plan], bool] = lambda plan: True,
+        known: Sequence[Cluster] = (),
     ) -> Plan:
-        around = self._around
-        planning = plan_measured(
-            around.swarm, prepared, members, goal, self._machine, self._phase, self._believed, self._lines, layouts
-        )
-        known = dict(self._lines)
+        around, lines = self._around, self._planner.lines
+        planning = self._planner.plan(prepared, members, goal, layouts, begin=begin, pays=pays, known=known)
+        before = dict(lines)
         plan: Plan = await around.course.while_well(planning)
-        new = {pair: line for pair, line in self._lines.items() if known.get(pair) != line}
+        new = {pair: line for pair, line in lines.items() if before.get(pair) != line}
         if new and around.swarm.state is not None:
             await asyncio.to_thread(around.swarm.state.measured, new, time.time())
-        if not quietly:
-            tell_plan(around.course, self._display, plan, prepared.job)
         return plan
 
     def _made(

@@ -1,29 +1,31 @@
 """Waiting until enough providers are there to begin."""
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from ravnest.coordinator.swarm.members import Member, Members
 from ravnest.errors import PlanError
+from ravnest.planner.plan import Plan
 
 
 async def gather(
-    members: Members, count: int | None, fits: Callable[[list[Member]], None], tell: Callable[[str], None]
-) -> tuple[list[Member], str]:
-    """Who may take a stage, and why these.
+    members: Members,
+    count: int | None,
+    plan: Callable[[list[Member]], Awaitable[Plan]],
+    tell: Callable[[str], None],
+) -> tuple[list[Member], Plan | None, str]:
+    """The providers that may take a stage, the plan that shows that the model fits into their memory, and the reason.
 
-    They are the first `count` that are there; without a count, all that are there once the model fits into their
-    memory: `fits` raises PlanError while it does not. `tell` hears what is still missing.
+    With a count, these are the first `count` providers, and they are not planned with yet. Without a count, they are
+    all that are there once `plan` raises no PlanError; `tell` is called with what is still missing.
     """
     if count is not None:
-        return await members.wait_for(count), f"{count} were asked for"
+        return await members.wait_for(count), None, f"{count} were asked for"
     told = ""
     while True:
         present = members.in_order()
         try:
             if present:
-                await asyncio.to_thread(fits, present)
-                return present, "the model fits into the memory there is"
+                return present, await plan(present), "the model fits into the memory there is"
         except PlanError as error:
             if str(error) != told:
                 told = str(error)

@@ -7,7 +7,7 @@ said how many machines there are to be, and some were lost, it is formed anew as
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
 from ravnest.coordinator.deploy.deployment import Formation
@@ -16,12 +16,11 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.run.context import Course
 from ravnest.errors import PlanError
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Stop
+from ravnest.planner.cluster import Cluster
+from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Provider
-from ravnest.planner.recovery.replan import Joined, Replanned, replan
+from ravnest.planner.recovery.worth_it import worth_it
 from ravnest.units import counted
-
-MIN_GAIN: Final = 0.1
-"""By which share more must be trained on until the planner's horizon: forming anew is not for a few per cent."""
 
 _LEAVE_SECONDS: Final = 60.0
 """How long one that wants to leave is kept, beyond what its stage takes on its line."""
@@ -33,17 +32,6 @@ def leave_seconds(part_bytes: int, line_bytes_per_second: float) -> float:
     """Timeout for handing a stage of this size over, on the line of the provider that leaves (0: not known)."""
     sending = part_bytes / line_bytes_per_second if line_bytes_per_second > 0 else 0.0
     return _LEAVE_SECONDS + _LINE_TIMES * sending
-
-
-def worth_it(replanned: Replanned) -> tuple[bool, str]:
-    """Whether a run is to be formed anew for this plan, and why."""
-    chosen, unchanged = replanned.chosen, replanned.unchanged
-    if not chosen.steps:
-        return False, replanned.reason
-    gain = chosen.samples / unchanged.samples - 1 if unchanged.samples else 1.0
-    if gain < MIN_GAIN:
-        return False, f"{replanned.reason}; {gain:.0%} more are not worth standing still for"
-    return True, replanned.reason
 
 
 def short_of(most: tuple[int, int], now: tuple[int, int], present: int) -> str:
@@ -67,14 +55,16 @@ class Changing:
         course: Course,
         formation: Callable[[], Formation | None],
         recovery: Recovery,
-        reform: Callable[[Formation, str], Coroutine[Any, Any, None]],
+        reform: Callable[[Formation, str, Plan | None], Coroutine[Any, Any, None]],
+        replacement: Callable[[Formation, Callable[[Plan], bool], Sequence[Cluster]], Awaitable[Plan]],
         leaving: set[str],
         may_grow: bool,
         present: Callable[[], Collection[str]],
         waits: Callable[[], bool],
         line_rate: Callable[[str], float | None] = lambda node_id: None,
     ) -> None:
-        """`reform` brings training to rest and forms the run anew from there, in the place of this formation. With
+        """`reform` brings training to rest and forms the run anew from there, in the place of this formation, by a plan
+        if there is one. `replacement` makes that plan: see `Forming.replacement`. With
         `may_grow`, those who come may be used; without, only in the place of those who are lost. `present` are all who
         are there; `waits` says whether they are too few, and all that was learned is saved until others come.
         `line_rate` is what a provider can send in a second, as it was measured."""
@@ -82,6 +72,7 @@ class Changing:
         self._formation = formation
         self._recovery = recovery
         self._reform = reform
+        self._replacement = replacement
         self._leaving = leaving
         self._may_grow = may_grow
         self._present = present
@@ -140,26 +131,29 @@ class Changing:
             self._growing = False
 
     async def _grow(self, formation: Formation, newcomers: Sequence[Provider]) -> None:
-        basis, plan = formation.plan.basis, formation.planned
-        names = [each.name for each in newcomers]
-        there = {*self._present(), *(name for cluster in plan.clusters for name in cluster.providers)}
-        known = {name: p for name, p in basis.providers.items() if name in there and name not in names}
+        names, ids = [each.name for each in newcomers], [cluster.id for cluster in formation.clusters.whole]
+        joined = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} joined"
+        plan: Plan | None = None
+
+        def pays(plan: Plan) -> bool:
+            return worth_it(formation.plan, ids, plan).is_worth_it
+
         try:
-            replanned = await asyncio.to_thread(
-                replan, basis.model, basis.goal, basis.network, known, plan, Joined(tuple(newcomers))
-            )
-            is_worth_it, why = worth_it(replanned)
+            running = [formation.plan.clusters[number].cost for number in ids]
+            plan = await self._replacement(formation, pays, running)
+            judgement = worth_it(formation.plan, ids, plan)
+            is_worth_it, why = judgement.is_worth_it, f"{joined}: {judgement.reason}"
         except PlanError as error:
-            is_worth_it, why = False, str(error)
+            is_worth_it, why = False, f"{joined}: {error}"
         self._course.emit("joined_plan", why, providers=names, used=is_worth_it)
         if is_worth_it and formation is self._formation():
-            await self._reform(formation, why)
+            await self._reform(formation, why, plan)
 
     async def _fill_up(self, formation: Formation) -> None:
         """Back to what it was before somebody was lost, once enough are there."""
         now = len(formation.clusters.whole), len(formation.stage_of)
         if why := short_of(self._most, now, len(set(self._present()) - self._leaving)):
-            await self._reform(formation, why)
+            await self._reform(formation, why, None)
 
     async def _hand_over(self, node_id: str) -> None:
         with contextlib.suppress(TimeoutError):
@@ -194,7 +188,7 @@ class Changing:
 
         if len(formation.clusters.whole) == 1 and not formation.replicas.holder(cluster, cluster.nodes.index(node_id)):
             # Nobody has a copy of its stage: it is saved here.
-            self._course.spawn(self._reform(formation, f"{node_id} leaves"))
+            self._course.spawn(self._reform(formation, f"{node_id} leaves", None))
             await self._course.until(lambda: bool(cluster.lost) or self._waits())
             return
         await formation.holders.wait_for_fresh(cluster)

@@ -8,8 +8,9 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from ravnest.coordinator.deploy.deployment import Borrowed, Formation
@@ -20,8 +21,9 @@ from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.run.context import Course
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import PlanError, TrainingError
+from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Provider
-from ravnest.planner.recovery.choose_taker import Taking, taker_for
+from ravnest.planner.recovery.choose_taker import Candidacy, Candidate, Recut, Taking, candidates_for, choose_taker
 from ravnest.units import counted
 
 _TRIES: Final = 8
@@ -58,13 +60,15 @@ class Recovery:
         formation: Callable[[], Formation],
         standbys: Callable[[], dict[str, Provider]],
         warm_for: Callable[[str], tuple[int, int] | None],
-        reform: Callable[[Formation, str], Awaitable[None]],
+        reform: Callable[[Formation, str, Plan | None], Awaitable[None]],
+        replacement: Callable[[Formation, Callable[[Plan], bool]], Awaitable[Plan]],
         give_up: Callable[[ClusterRun, str], None],
         formed: Callable[[], None],
         borrow: Callable[[Formation, ClusterRun, Collection[int]], Awaitable[Borrowed | None]],
     ) -> None:
         """`standbys` are those without a stage, `warm_for` says which stage of which cluster one has at hand. `reform`
-        forms the run anew, in the place of this formation (PlanError where nobody can hold the model), `give_up` ends a
+        forms the run anew, in the place of this formation, by a plan if there is one; `replacement` makes that plan
+        (PlanError where nobody can hold the model, see `Forming.replacement`). `give_up` ends a
         cluster where others go on, `formed` is called when one is whole again. `borrow` finds state for stages that
         nobody has, where there are other clusters."""
         self._course = course
@@ -74,6 +78,7 @@ class Recovery:
         self._standbys = standbys
         self._warm_for = warm_for
         self._reform = reform
+        self._replacement = replacement
         self._give_up = give_up
         self._formed = formed
         self._borrow = borrow
@@ -158,6 +163,7 @@ class Recovery:
 
     async def _recover(self, formation: Formation, cluster: ClusterRun) -> None:
         healed: list[_Loss] = []
+        plan: Plan | None = None
         taken: dict[int, str] = {}
         """By stage, who took it, in all attempts."""
         for attempt in range(_TRIES):
@@ -171,7 +177,9 @@ class Recovery:
             losses = [*healed, *(each for loss in lost.values() for each in loss.all)]
             first = min((loss.since for loss in losses), default=now)
             noticed = min((loss.noticed for loss in losses), default=now)
-            takings = self._choose(formation, cluster, lost) if attempt < _TRIES - 1 else None
+            takings = None
+            if attempt < _TRIES - 1:
+                takings, plan = await self._choose(formation, cluster, lost)
             if takings is None:
                 break
             takers = {stage: taking.taker or "" for stage, taking in takings.items()}
@@ -216,7 +224,7 @@ class Recovery:
             )
             self._formed()
             return
-        await self._without_takers(formation, cluster)
+        await self._without_takers(formation, cluster, plan)
 
     async def _until_noted(self, formation: Formation, cluster: ClusterRun) -> None:
         """Returns when everybody of a cluster who is not there any more is also known as lost."""
@@ -241,7 +249,7 @@ class Recovery:
         ready = formation.ready.get(node)
         return ready is not None and ready.generation == cluster.generation and node not in self.lacking(cluster)
 
-    async def _without_takers(self, formation: Formation, cluster: ClusterRun) -> None:
+    async def _without_takers(self, formation: Formation, cluster: ClusterRun, plan: Plan | None) -> None:
         lost = self._lost.pop(cluster.id, {})
         why = "; ".join(loss.reason for loss in lost.values()) or cluster.forming
         self._broken.pop(cluster.id, None)
@@ -252,20 +260,20 @@ class Recovery:
             self._formed()
             return
         self._unfit = {each for each in self._unfit if self._swarm.members.is_present(each[0])}
-        await self._reform(formation, why)
+        await self._reform(formation, why, plan)
         # Also those that were lost meanwhile: it is another formation now, without them.
         since, self._since = self._since, {}
         for nodes in since.values():
             self._recovered(nodes, time.monotonic())
 
-    def _choose(self, formation: Formation, cluster: ClusterRun, lost: dict[int, _Loss]) -> dict[int, Taking] | None:
-        """Who takes which of the stages that nobody holds; None where not all of them can be taken as they are."""
-        basis = formation.plan.basis
-        standbys = self._standbys()
-        # Who is there, or was when its stage was taken: whoever is gone for good can hold nothing.
-        held = (name for planned in formation.planned.clusters for name in planned.providers)
-        providers = {**{name: basis.providers[name] for name in held}, **standbys}
-        plan = formation.planned
+    async def _choose(
+        self, formation: Formation, cluster: ClusterRun, lost: dict[int, _Loss]
+    ) -> tuple[dict[int, Taking] | None, Plan | None]:
+        """Who takes which of the stages that nobody holds, or None where not all of them can be taken as they are; and
+        the plan that would take the place of the running one, if that was asked for."""
+        basis, standbys = formation.plan.basis, self._standbys()
+        planned = formation.plan.clusters[cluster.id].cost
+        plan: Plan | None = None
         taken: set[str] = set()
         found: dict[int, Taking] = {}
         for stage, loss in sorted(lost.items()):
@@ -278,29 +286,29 @@ class Recovery:
                 continue
             # One that is back may have its own stage again, and no other.
             may = {
-                name: self._warm_for(name) == (cluster.id, stage)
-                for name in standbys
+                name: Candidacy(provider, self._warm_for(name) == (cluster.id, stage))
+                for name, provider in standbys.items()
                 if name not in taken and (name, cluster.id, stage) not in self._unfit
                 if name == loss.node or name not in formation.stage_of
             }
             if loss.node in may:
                 # It is back, and has on its disk what it kept of its own stage.
-                may[loss.node] = True
-            gone = [other.node for other in lost.values() if other is not loss]
-            waiting = replace(plan, standbys=tuple(sorted(may)))
-            try:
-                taking = taker_for(
-                    basis.model, basis.goal, basis.network, providers, waiting, cluster.nodes[stage], may, gone
-                )
-            except PlanError as error:
-                self._course.emit("nobody_takes", str(error), cluster=cluster.id, stage=stage)
-                return None
+                may[loss.node] = replace(may[loss.node], is_warm=True)
+            candidates, rate = candidates_for(basis, planned, holder, may), planned.samples_per_second
+            taking = choose_taker(holder, candidates, rate, None)
+            if taking.kind != "takes":
+                against = partial(_against_new_plan, formation, cluster, holder, candidates)
+                try:
+                    plan = plan or await self._replacement(formation, partial(_is_better, against))
+                    taking = against(plan)
+                except PlanError as error:
+                    taking = choose_taker(holder, candidates, rate, Recut(None, str(error)))
             if taking.kind != "takes" or taking.taker is None:
                 self._course.emit("nobody_takes", taking.reason, cluster=cluster.id, stage=stage)
-                return None
+                return None, plan
             taken.add(taking.taker)
             found[stage] = taking
-        return found
+        return found, None
 
     def _missing(self, cluster: ClusterRun, replica: Replica | None, stages: Collection[int]) -> dict[int, str]:
         """Which of these stages nobody can begin where what is kept for feeding again begins, and why."""
@@ -356,6 +364,21 @@ class Recovery:
         for index, fault in enumerate(faults):
             if fault.provider in since and fault.recovered_seconds is None:
                 faults[index] = replace(fault, recovered_seconds=now - since[fault.provider])
+
+
+def _is_better(against: Callable[[Plan], Taking], plan: Plan) -> bool:
+    return against(plan).kind != "takes"
+
+
+def _against_new_plan(
+    formation: Formation, cluster: ClusterRun, lost: str, candidates: Sequence[Candidate], plan: Plan
+) -> Taking:
+    """Who takes a stage, where this plan could be deployed instead. The plan is credited with what it gives beyond the
+    rates of the other clusters."""
+    others = sum(each.plan.predicted_samples_per_second for each in formation.clusters.whole if each is not cluster)
+    recut = Recut(max(0.0, plan.steady_samples_per_second - others), plan.reason)
+    before = formation.plan.clusters[cluster.id].cost.samples_per_second
+    return choose_taker(lost, candidates, before, recut)
 
 
 def nobody_left(reason: str, left: int) -> TrainingError:

@@ -18,11 +18,11 @@ from ravnest.coordinator.plan.prepared_job import Prepared, choose_correction
 from ravnest.coordinator.plan.provider_profiles import Machine, measured_lines, provider_of, requester_of
 from ravnest.coordinator.swarm.link_measurements import measure_pairs
 from ravnest.coordinator.swarm.members import Member
-from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.engine.corrections.correction import PREDICTING
 from ravnest.errors import PlanError
 from ravnest.job import Job
+from ravnest.planner.cluster import Cluster
 from ravnest.planner.in_flight.decision import max_in_flight
 from ravnest.planner.in_flight.lr_bound import slowed_by_caution
 from ravnest.planner.link_codecs import CHOICES, EXACT
@@ -102,12 +102,14 @@ def plan_members(
     *,
     seed: int = 0,
     seconds: float | None = None,
+    known: Sequence[Cluster] = (),
 ) -> Plan:
     """The plan of a run with these providers; PlanError where the model does not fit, or cannot be averaged.
 
-    With `layouts`, the clusters lie as these say, and nothing better is looked for. `seed` and `seconds` are those of
-    the search.
+    With `layouts`, the clusters lie as these say, and nothing better is looked for. `seed`, `seconds` and `known` are
+    those of the search.
     """
+    asked = goal
     model, graph = model_costs(prepared), prepared.captured.graph
     if goal.min_clusters == 1:
         check_stages(model, goal.min_stages)
@@ -116,7 +118,7 @@ def plan_members(
     def search(goal: Goal) -> Proposal:
         if layouts:
             return laid_out(model, goal, network, by_name, layouts)
-        return form(model, goal, network, providers, seed=seed, seconds=seconds)
+        return form(model, goal, network, providers, seed=seed, seconds=seconds, known=known)
 
     versions = prepared.job.pipeline.versions
     chosen = choose_versions(model, within_averaging(graph, goal), providers, versions, search)
@@ -126,10 +128,11 @@ def plan_members(
         averaged = averaging_of(prepared.job.averaging, graph, model, goal, network, by_name, found)
         found, goal = averaged.plan, averaged.goal
     slowed = slowed_over_run(prepared.job, found)
+    basis = Basis(model, goal, network, by_name, asked)
     plan = Plan(
-        clusters=_cluster_plans(prepared, Basis(model, goal, network, by_name), found),
+        clusters=_cluster_plans(prepared, basis, found),
         reason=_reason(found, slowed, "" if averaged is None else averaged.reason),
-        basis=Basis(model, goal, network, by_name),
+        basis=basis,
         steady_samples_per_second=found.predicted_samples_per_second,
         score=found.score,
         limit=found.limit,
@@ -208,59 +211,62 @@ def _cluster_plans(prepared: Prepared, basis: Basis, found: Proposal) -> tuple[C
     return tuple(plans)
 
 
-def check_fit(
-    prepared: Prepared,
-    members: Sequence[Member],
-    machine: Machine,
-    clusters: int | None = None,
-    believed: Believed | None = None,
-) -> None:
-    """PlanError where the model does not fit into the memory of these, so many times as clusters are asked for; nothing
-    of lines is asked here."""
-    anywhere = Reach("", "not asked")
-    providers = [provider_of(member, prepared.costs, anywhere, machine, believed) for member in members]
-    model = model_costs(prepared)
-    choose_versions(
-        model,
-        goal_of(prepared.job, None, clusters or 1),
-        providers,
-        prepared.job.pipeline.versions,
-        lambda goal: form(model, goal, Network(), providers),
-    )
+class RunPlanner:
+    """Plans a run over members of its swarm, and keeps what was measured of the lines between them."""
 
+    def __init__(self, swarm: Swarm, machine: Machine, believed: Believed, on_measuring: Callable[[str], None]) -> None:
+        """`on_measuring` is told that lines are being measured."""
+        self.lines: dict[Pair, Line] = {}
+        """Between providers, as they were measured."""
+        self._swarm = swarm
+        self._machine = machine
+        self._believed = believed
+        self._on_measuring = on_measuring
 
-async def plan_measured(
-    swarm: Swarm,
-    prepared: Prepared,
-    members: Sequence[Member],
-    goal: Goal,
-    machine: Machine,
-    tell: Callable[[str], None],
-    believed: Believed | None = None,
-    lines: dict[Pair, Line] | None = None,
-    layouts: Sequence[Layout] = (),
-) -> Plan:
-    """The plan of a run with these members, with the lines that it uses measured. PlanError, as `plan_members`.
+    async def plan(
+        self,
+        prepared: Prepared,
+        members: Sequence[Member],
+        goal: Goal,
+        layouts: Sequence[Layout] = (),
+        *,
+        begin: Plan | None = None,
+        pays: Callable[[Plan], bool] = lambda plan: True,
+        known: Sequence[Cluster] = (),
+    ) -> Plan:
+        """The plan of a run with these members, with the lines that it uses measured. PlanError, as `plan_members`.
 
-    `lines` are those that were measured before; what is measured now is added to them. Of a plan that lies as it did
-    nothing is measured: it would be the same.
-    """
-    reaches = await swarm.reaches(members)
-    providers = [provider_of(member, prepared.costs, reaches[member.node_id], machine, believed) for member in members]
-    lines = {} if lines is None else lines
-    for _ in range(_MEASURED_PLANS):
-        network = Network(dict(lines), requester_of(members, machine.host))
-        planned = await asyncio.to_thread(plan_members, prepared, providers, network, goal, layouts)
-        if layouts:
-            break
-        missing = lines_to_measure(planned, {p.name: p for p in providers}, network)
-        missing = [pair for pair in missing if all(swarm.members[node].link.is_expected for node in pair)]
-        if not missing:
-            break
-        tell("measuring the lines between providers")
-        for pair, found in (await measure_pairs(swarm, missing)).items():
-            lines.update(measured_lines(pair, found, {p.name: p for p in providers}, network))
-    return planned
+        `begin` is a plan that was made before: it is returned as it is where it still holds, and planned again where
+        providers, lines or the goal have changed since. Lines are measured as long as the plan `pays`: one that does
+        not is returned with what is known. With `layouts`, nothing is measured: the clusters would lie the same.
+        """
+        reaches = await self._swarm.reaches(members)
+        providers = [
+            provider_of(member, prepared.costs, reaches[member.node_id], self._machine, self._believed)
+            for member in members
+        ]
+        by_name = {p.name: p for p in providers}
+        for _ in range(_MEASURED_PLANS):
+            network = Network(dict(self.lines), requester_of(members, self._machine.host))
+            if begin is not None and begin.basis.holds_for(goal, network, by_name):
+                planned = begin
+            else:
+                planned = await asyncio.to_thread(
+                    plan_members, prepared, providers, network, goal, layouts, known=known
+                )
+            if layouts or not pays(planned):
+                break
+            missing = [
+                pair
+                for pair in lines_to_measure(planned, by_name, network)
+                if all(self._swarm.members[node].link.is_expected for node in pair)
+            ]
+            if not missing:
+                break
+            self._on_measuring("measuring the lines between providers")
+            for pair, found in (await measure_pairs(self._swarm, missing)).items():
+                self.lines.update(measured_lines(pair, found, by_name, network))
+        return planned
 
 
 def lines_to_measure(planned: Plan, providers: Mapping[str, Provider], network: Network) -> list[Pair]:

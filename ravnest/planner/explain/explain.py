@@ -7,11 +7,11 @@ from typing import Final
 import numpy as np
 
 from ravnest.planner.cluster import Cluster, memory_bytes
+from ravnest.planner.explain.nearby import Case, Figures, figures, listed
 from ravnest.planner.explain.what_if import OtherCount, Search, WhatIf, gain_of_using, other_counts, what_ifs
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.proposal import Proposal
-from ravnest.planner.recovery.repairs import Case, Figures, figures, listed
 from ravnest.units import byte_size, counted, megabits, milliseconds, sample_rate
 
 ROUGH_PLACES: Final = 48

@@ -10,9 +10,9 @@ from typing import Final
 
 from ravnest.errors import PlanError
 from ravnest.planner.cluster import Cluster, StageCost
+from ravnest.planner.explain.nearby import Case, figures, improvements
 from ravnest.planner.problem import Goal, Line, Network, Provider
 from ravnest.planner.proposal import Proposal, proposal_of
-from ravnest.planner.recovery.repairs import Case, figures, improvements
 
 Search = Callable[[Goal, Network, Sequence[Provider]], Proposal]
 """The best plan that can be found for these providers; PlanError where there is none."""

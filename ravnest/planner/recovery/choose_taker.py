@@ -5,15 +5,13 @@ has the stage at hand takes it even if the cluster is somewhat slower then; one 
 cut would give no more.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from ravnest.planner.cluster import Cluster
-from ravnest.planner.model_costs import ModelCosts
-from ravnest.planner.problem import Goal, Network, Provider
-from ravnest.planner.proposal import Proposal
-from ravnest.planner.recovery.replan import Lost, Replanned, replan
+from ravnest.planner.plan import Basis
+from ravnest.planner.problem import Provider
 from ravnest.planner.search.same_cuts import cuts_of, same_cuts
 from ravnest.units import sample_rate
 
@@ -25,6 +23,15 @@ UNHURT_SHARE: Final = 0.95
 """Of the rate before, that is enough of a standby that has to fetch the stage, without looking for anything else."""
 
 Kind = Literal["takes", "reform", "wait"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidacy:
+    """A provider that may take a lost stage."""
+
+    provider: Provider
+    is_warm: bool
+    """Whether it has this very stage at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +47,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Recut:
-    """What the smallest change of the plan would give, when no standby takes the stage as it is."""
+    """What the run would reach with a new plan, when no standby takes the stage as it is."""
 
     samples_per_second: float | None
-    """Of those who would be left of the cluster; None where nobody can hold the model any more."""
+    """Beyond the other clusters' rates; None where nobody can hold the model any more."""
     words: str
 
 
@@ -56,10 +63,6 @@ class Taking:
     is dissolved. `wait`: nobody can hold the model now."""
     taker: str | None
     reason: str
-    cluster: Cluster | None = None
-    """With the taker in it, where one takes the stage."""
-    replanned: Replanned | None = None
-    """The plan to form, where it is cut anew."""
 
 
 def choose_taker(lost: str, candidates: Sequence[Candidate], before: float, recut: Recut | None) -> Taking:
@@ -94,49 +97,15 @@ def choose_taker(lost: str, candidates: Sequence[Candidate], before: float, recu
     return Taking("reform", None, f"{nobody} as well as a new cut, with {sample_rate(others)} samples/s: {recut.words}")
 
 
-def taker_for(
-    model: ModelCosts,
-    goal: Goal,
-    network: Network,
-    providers: Mapping[str, Provider],
-    plan: Proposal,
-    lost: str,
-    standbys: Mapping[str, bool],
-    gone: Collection[str] = (),
-) -> Taking:
-    """Who takes the stage that `lost` has in a plan, and the cluster or the plan with which training goes on.
-
-    `providers` are those before the loss. `standbys` says of each that may take the stage whether it has it at hand;
-    one that is not there any more, or takes another stage, is not among them. `gone` are others that were lost at the
-    same time. A standby that leaves the cluster about as fast as it was is found without looking at other plans.
-    """
-    cluster = next(cluster for cluster in plan.clusters if lost in cluster.providers)
-    cuts = cuts_of(model, cluster)
-    made: dict[str, Cluster] = {}
-    candidates = []
-    for name in sorted(standbys):
-        order = [providers[name if member == lost else member] for member in cluster.providers]
-        found = same_cuts(model, goal, network, order, cuts, cluster.in_flight)
-        if found is not None:
-            made[name] = found
-        candidates.append(Candidate(name, standbys[name], found.samples_per_second if found else None))
-    taking = choose_taker(lost, candidates, cluster.samples_per_second, None)
-    if taking.kind != "takes":
-        there = {name: p for name, p in providers.items() if name not in plan.standbys or name in standbys}
-        out = sorted({lost, *gone} & there.keys())
-        replanned = replan(model, goal, network, there, plan, Lost(tuple(out)))
-        taking = choose_taker(lost, candidates, cluster.samples_per_second, _recut(plan, cluster, replanned))
-        if taking.kind != "takes":
-            return replace(taking, replanned=replanned)
-    return replace(taking, cluster=made[taking.taker or ""])
-
-
-def _recut(plan: Proposal, cluster: Cluster, replanned: Replanned) -> Recut:
-    """What the new plan gives in the place of this cluster: what all others do is not for it to take credit for."""
-    if not replanned.plan.clusters:
-        return Recut(None, replanned.reason)
-    others = sum(rate for of, rate in zip(plan.clusters, plan.rates, strict=True) if of != cluster)
-    return Recut(max(0.0, replanned.plan.predicted_samples_per_second - others), replanned.reason)
+def candidates_for(basis: Basis, cluster: Cluster, lost: str, standbys: Mapping[str, Candidacy]) -> list[Candidate]:
+    """What each standby would make of a cluster in the place of `lost`, with the stages cut as they are."""
+    cuts = cuts_of(basis.model, cluster)
+    found = []
+    for name, each in sorted(standbys.items()):
+        order = [each.provider if member == lost else basis.providers[member] for member in cluster.providers]
+        made = same_cuts(basis.model, basis.goal, basis.network, order, cuts, cluster.in_flight)
+        found.append(Candidate(name, each.is_warm, None if made is None else made.samples_per_second))
+    return found
 
 
 def _nobody(lost: str, candidates: Sequence[Candidate], fit: Sequence[Candidate]) -> str:

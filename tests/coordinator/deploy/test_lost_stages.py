@@ -16,6 +16,7 @@ from ravnest.coordinator.replicas import holders as keeping
 from ravnest.errors import TrainingError
 from ravnest.net.frames.frames import Frame
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, Leave
+from ravnest.planner.recovery.worth_it import Judgement
 from tests.coordinator.simulated import Play, Provider, Run, State, a_replica, within
 from tests.e2e.jobs import a_job, every_updates
 
@@ -198,7 +199,7 @@ def test_whoever_is_lost_while_the_end_is_saved_is_replaced_and_that_is_saved(pl
 def test_a_machine_that_is_worth_it_is_used_and_nothing_is_lost_by_that(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changing, "worth_it", lambda replanned: (True, "it is"))
+    monkeypatch.setattr(changing, "worth_it", lambda *plans: Judgement(True, 1.0, 0.0, 0.0, "it is"))
 
     async def scene(run: Run) -> None:
         run.swarm.join("a")

@@ -12,7 +12,6 @@ from torch import nn
 from ravnest import Averaging, Job, Pipeline
 from ravnest.coordinator.plan.feed_ahead import feed_ahead
 from ravnest.coordinator.plan.plan_run import (
-    check_fit,
     check_stages,
     goal_of,
     lines_to_measure,
@@ -357,9 +356,21 @@ def test_a_machine_that_pretends_a_time_is_planned_with_it(prepared: Prepared) -
 
 
 def test_a_model_that_does_not_fit_says_so(prepared: Prepared) -> None:
-    check_fit(prepared, [member()], HERE)
+    goal = goal_of(prepared.job, None, None)
+    large, small = (provider_of(member(memory_bytes=size), COSTS, NOT_REACHED, HERE) for size in (8 << 30, 1000))
+    assert plan_members(prepared, [large], Network(), goal).clusters
     with pytest.raises(PlanError):
-        check_fit(prepared, [member(memory_bytes=1000)], HERE)
+        plan_members(prepared, [small], Network(), goal)
+
+
+def test_a_plan_holds_until_providers_lines_or_the_goal_change(prepared: Prepared) -> None:
+    providers = [Provider(name=f"p{i}", memory_bytes=1 << 40) for i in range(2)]
+    by_name, goal = {p.name: p for p in providers}, goal_of(prepared.job, 2, 1)
+    basis = plan_members(prepared, providers, Network(), goal).basis
+    assert basis.holds_for(goal, Network(), by_name)
+    assert not basis.holds_for(goal_of(prepared.job, 1, 1), Network(), by_name)
+    assert not basis.holds_for(goal, Network({("p0", "p1"): Line(1e6, 0.1)}), by_name)
+    assert not basis.holds_for(goal, Network(), {"p0": providers[0]})
 
 
 def test_more_is_fed_ahead_the_farther_the_coordinator_is(prepared: Prepared) -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ravnest.planner.cluster import memory_bytes
+from ravnest.planner.plan import Basis
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.proposal import Proposal
-from ravnest.planner.recovery.choose_taker import Candidate, Recut, Taking, choose_taker, taker_for
+from ravnest.planner.recovery.choose_taker import Candidacy, Candidate, Recut, Taking, candidates_for, choose_taker
 from tests.planner.made_up import machine, model, named, planned
 
 GOAL, NETWORK, COSTS = Goal(), Network(), model(12)
@@ -57,53 +57,24 @@ def test_until_a_new_cut_was_looked_for_only_one_that_keeps_the_pace_is_taken() 
     assert choose_taker("bob", [Candidate("gus", False, 96.0)], 100.0, None).taker == "gus"
 
 
-def swarm(*standbys: Provider, memory: float = 16e9) -> tuple[dict[str, Provider], Proposal]:
-    nodes = named(*(machine(n, memory=memory) for n in ("ann", "bob", "cat")), *standbys)
-    return nodes, planned(COSTS, GOAL, NETWORK, nodes, ["ann", "bob", "cat"])
-
-
-def after(swarm: tuple[dict[str, Provider], Proposal], standbys: dict[str, bool], gone: tuple[str, ...] = ()) -> Taking:
-    nodes, plan = swarm
-    return taker_for(COSTS, GOAL, NETWORK, nodes, plan, "bob", standbys, gone)
-
-
-def test_a_like_standby_takes_the_stage_as_it_is() -> None:
-    both = swarm(machine("gus"))
-    found = after(both, {"gus": True})
-    assert found.kind == "takes" and found.cluster is not None and found.replanned is None
-    assert found.cluster.providers == ("ann", "gus", "cat")
-    assert [s.start for s in found.cluster.stages] == [s.start for s in both[1].clusters[0].stages]
-
-
-def test_a_far_slower_standby_is_passed_over_for_a_new_cut() -> None:
-    found = after(swarm(machine("gus", 0.02)), {"gus": True})
-    assert found.kind == "reform" and found.replanned is not None
-    assert "bob" not in found.replanned.plan.clusters[0].providers
-
-
-def test_without_standbys_those_who_are_left_share_the_model() -> None:
-    found = after(swarm(), {})
-    assert found.kind == "reform" and found.replanned is not None
-    assert found.replanned.plan.clusters[0].providers == ("ann", "cat")
-
-
-def test_where_those_who_are_left_are_too_small_training_waits() -> None:
-    half = memory_bytes(COSTS, GOAL, 1)[0, 6]
-    found = after(swarm(memory=half * 0.95), {})
-    assert found.kind == "wait" and "cannot hold the model" in found.reason
-
-
-def test_a_standby_that_is_gone_or_taken_is_in_no_plan() -> None:
-    both = swarm(machine("gus"), machine("hal"))
-    found = after(both, {}, gone=("gus",))
-    assert found.replanned is not None
-    names = {name for cluster in found.replanned.plan.clusters for name in cluster.providers}
-    assert names == {"ann", "cat"}
+def candidates(*standbys: Provider, lost: str = "bob") -> tuple[Proposal, list[Candidate]]:
+    """A cluster of three, and what these would make of it in the place of the lost one."""
+    nodes = named(*(machine(n) for n in ("ann", "bob", "cat")))
+    plan = planned(COSTS, GOAL, NETWORK, nodes, ["ann", "bob", "cat"])
+    basis = Basis(COSTS, GOAL, NETWORK, nodes, GOAL)
+    may = {standby.name: Candidacy(standby, is_warm=standby.name == "gus") for standby in standbys}
+    return plan, candidates_for(basis, plan.clusters[0], lost, may)
 
 
 @pytest.mark.parametrize("lost", ["ann", "bob", "cat"])
-def test_any_stage_of_a_cluster_can_be_taken(lost: str) -> None:
-    nodes, plan = swarm(machine("gus"))
-    found = taker_for(COSTS, GOAL, NETWORK, nodes, plan, lost, {"gus": False})
-    assert found.cluster is not None
-    assert found.cluster.providers == tuple("gus" if n == lost else n for n in ("ann", "bob", "cat"))
+def test_a_like_standby_leaves_the_cluster_as_fast_as_it_was(lost: str) -> None:
+    plan, (gus, hal) = candidates(machine("gus"), machine("hal", 0.02), lost=lost)
+    assert (gus.name, gus.is_warm, hal.is_warm) == ("gus", True, False)
+    assert gus.samples_per_second == pytest.approx(plan.clusters[0].samples_per_second)
+    assert hal.samples_per_second is not None and hal.samples_per_second < 0.1 * plan.rates[0]
+    assert choose_taker(lost, [gus, hal], plan.rates[0], None).taker == "gus"
+
+
+def test_a_standby_without_the_memory_for_the_stage_has_no_rate() -> None:
+    _, (gus,) = candidates(machine("gus", memory=1e6))
+    assert gus.samples_per_second is None
