@@ -5,8 +5,13 @@ holds the tasks of one owner, reports their exceptions to it, and cancels and aw
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Self, TypeVar
+
+from ravnest.errors import RavnestError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -14,8 +19,9 @@ T = TypeVar("T")
 class BackgroundTasks:
     """The tasks that one owner has started. Used on one event loop; `async with` closes it at the end of the block.
 
-    An exception that ends a task is passed to `on_error`; without `on_error`, it stays with the task that `spawn`
-    returned. A cancelled task is not an error. After `close`, the object can be used again.
+    An exception that ends a task is passed to `on_error`. Without `on_error`, it stays with the task that `spawn`
+    returned, and is logged if it is not a RavnestError. A cancelled task is not an error. After `close`, the object can
+    be used again.
     """
 
     def __init__(self, on_error: Callable[[BaseException], None] | None = None) -> None:
@@ -54,11 +60,13 @@ class BackgroundTasks:
 
     def _on_done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
-        if self._on_error is None or task.cancelled():
+        error = None if task.cancelled() else task.exception()
+        if error is None:
             return
-        error = task.exception()
-        if error is not None:
+        if self._on_error is not None:
             self._on_error(error)
+        elif not isinstance(error, RavnestError):
+            log.error("a background task failed", exc_info=error)
 
 
 async def cancel_and_wait(*tasks: "asyncio.Future[Any] | None") -> None:

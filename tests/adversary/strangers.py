@@ -29,7 +29,7 @@ from ravnest.net.streams.control_channel import ControlLink
 from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
-from ravnest.provider.membership.session import Stay
+from ravnest.provider.membership.session import SwarmSession
 from tests.net.secure_ends import Clock, run
 
 __all__ = ["A_PICKLE", "Joined", "RawStream", "SwarmUnderAttack", "attacked", "raw_stream", "refusal", "run"]
@@ -92,7 +92,7 @@ class Joined:
     node: NodeIdentity
     client: CoordinatorClient
     session: str
-    stay: Stay
+    stay: SwarmSession
     connecting: "asyncio.Task[None] | None" = None
 
     @property
@@ -151,7 +151,7 @@ class SwarmUnderAttack:
         node.adopt(reply.certificate, self.admission.authority.certificate)
         client = self.client(node.tls_keys())
         self._admitted.add(node.node_id)
-        return Joined(node, client, reply.session, Stay(client, reply.session))
+        return Joined(node, client, reply.session, SwarmSession(client, reply.session))
 
     async def join(self, name: str, invite: SwarmInvite | None = None, node: NodeIdentity | None = None) -> Joined:
         """Joined and connected, as an honest provider does it."""

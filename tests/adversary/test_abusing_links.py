@@ -22,7 +22,7 @@ from ravnest.net.identity.identity import COORDINATOR_HOST
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.streams.resumable_link import WINDOW_BYTES, ResumableLink
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, ProviderMessage, Stop
-from ravnest.provider.membership.session import Stay
+from ravnest.provider.membership.session import SwarmSession
 from tests.adversary.strangers import Joined, RawStream, SwarmUnderAttack, attacked, raw_stream, refusal, run
 
 MEGABYTE = 1 << 20
@@ -76,7 +76,7 @@ def test_a_peer_that(method: str, resume: int | None, messages: list[bytes], wor
             call.cancel()
             # For good: the stay is over, and no connection brings it back.
             with pytest.raises(RefusedError, match="this stay of mallory in the swarm is over; join again"):
-                await Stay(mallory.client, mallory.session).keep_connected()
+                await SwarmSession(mallory.client, mallory.session).keep_connected()
             await swarm.still_works(anna)
 
     run(test())

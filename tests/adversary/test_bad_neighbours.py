@@ -5,7 +5,6 @@ The stage gives the link up with a sentence that names the neighbour, tells it w
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,13 +28,12 @@ from ravnest.net.rpc.client import dial_link
 from ravnest.net.rpc.server import ProviderServer
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.streams.resumable_link import ResumableLink
-from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, ArtifactRef, Deploy, Neighbour, ProviderMessage
-from ravnest.provider.fetch.artifacts import Artifacts
-from ravnest.provider.fetch.progress import FetchProgress
-from ravnest.provider.stage.hosted_stage import Deployment
+from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, Deploy, Neighbour, ProviderMessage
+from ravnest.provider.stage.hosted_stage import HostedStage
 from ravnest.spec import OptimizerSpec
 from tests.adversary.strangers import run
 from tests.provider.stage.fake_client import FakeClient, captured
+from tests.provider.stage.stages import built, references
 
 GENERATION = 4
 LINK = "d1-0"
@@ -50,11 +48,11 @@ class Victim:
     address: str
     nodes: dict[str, NodeIdentity]
     graph: PortableGraph
-    deployment: Deployment
+    hosted: HostedStage
     feed: ResumableLink
 
     async def link(self, peer: str, connection: Link) -> None:
-        await self.deployment.accept(peer, connection)
+        await self.hosted.accept(peer, connection)
 
     async def dial(self, name: str = "mallory", link: str = LINK) -> Link:
         """A connection of this node; the counts have not been said yet."""
@@ -70,10 +68,10 @@ class Victim:
 
     async def failure(self) -> str:
         """Why the stage cannot go on, as the coordinator is told; a neighbour that broke the rules is named."""
-        kind, sentence, _ = await self.deployment.failure
-        accused = "mallory" if sentence.startswith("mallory broke the protocol: ") else ""
-        assert (kind, self.deployment.accused) == ("neighbour" if accused else "link", accused)
-        return sentence
+        failure = await self.hosted.generation.failure
+        accused = "mallory" if failure.text.startswith("mallory broke the protocol: ") else ""
+        assert (failure.kind, failure.about) == ("neighbour" if accused else "link", accused)
+        return failure.text
 
 
 def values(specs: tuple[ValueSpec, ...]) -> dict[str, Tensor]:
@@ -90,10 +88,7 @@ async def victim(stage: int) -> AsyncIterator[Victim]:
     graph = split(found.graph, layout(found.graph).cuts[1:2])[stage]
     weights = {f"weight:{w.key}": found.weights[w.key] for w in graph.weights}
     artifacts = {"graph": graph.to_json().encode(), "weights": b"".join(stream_tensors(weights, {}))}
-    refs = {
-        name: ArtifactRef(id=name, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
-        for name, data in artifacts.items()
-    }
+    refs = references(artifacts)
     settings = StageSettings(
         optimizer=OptimizerSpec("SGD", {"lr": 0.1}).to_json(), stage=stage, stages=2, in_flight=3
     ).to_json()
@@ -108,10 +103,7 @@ async def victim(stage: int) -> AsyncIterator[Victim]:
         identity = Identity("invite", admission.invite("127.0.0.1", 1).token.id)
         node.adopt(admission.join(identity, node.request(), name).certificate, admission.authority.certificate)
     client: Any = FakeClient(artifacts)
-    progress = FetchProgress(order.graph.size_bytes + order.weights.size_bytes)
-    deployment = await Deployment.make(
-        order, client, nodes["victim"], torch.device("cpu"), 0, Artifacts(client), progress
-    )
+    hosted = await built(order, client, nodes["victim"])
 
     class Handler:
         async def link(self, peer: str, connection: Link) -> None:
@@ -120,13 +112,13 @@ async def victim(stage: int) -> AsyncIterator[Victim]:
     server = ProviderServer(Handler(), nodes["victim"])
     server.neighbours = {"mallory"}
     port = await server.start("127.0.0.1", 0)
-    made = Victim(server, f"127.0.0.1:{port}", nodes, graph, deployment, ResumableLink("the coordinator"))
-    deployment.open(made.feed, unheard)
-    deployment.link()
+    made = Victim(server, f"127.0.0.1:{port}", nodes, graph, hosted, ResumableLink("the coordinator"))
+    hosted.open(made.feed, unheard)
+    hosted.connect()
     try:
         yield made
     finally:
-        await deployment.close()
+        await hosted.close()
         await server.stop(grace_seconds=0)
 
 
@@ -203,7 +195,7 @@ def test_a_leaf_whose_neighbour_sends(trick: str) -> None:
             # It may not come again on this link either, and is told the same.
             again = await leaf.dial()
             await is_told(again, f"mallory broke the protocol: .*{words}")
-            report, _ = leaf.deployment.report()
+            report, _ = leaf.hosted.report()
             assert (report.forwards, report.updates) == (0, 0)
 
     run(test())
@@ -219,14 +211,8 @@ def marked(**marks: Any) -> Callable[[Frame], Frame]:
     [
         (lambda f: with_values(f, lambda t: t[:-1]), r"\(7, .*\), whose dimension 0 \(s\d+\) is 8 in this microbatch"),
         (marked(samples=SAMPLES + 1), "came with samples 9, and its feed says 8"),
-        (
-            marked(checkpoint=7),
-            "came with checkpoint 7, and its feed says 0",
-        ),
-        (
-            marked(train=False),
-            "came for training from one side and not from the other",
-        ),
+        (marked(checkpoint=7), "came with checkpoint 7, and its feed says 0"),
+        (marked(train=False), "came for training from one side and not from the other"),
     ],
     ids=["another batch", "another number of samples", "a checkpoint that nobody asked for", "for evaluation"],
 )
@@ -237,16 +223,16 @@ def test_a_leaf_whose_neighbour_sends_another_microbatch_than_was_fed(
         async with victim(1) as leaf:
             connection = await leaf.begin()
             if feed_first:
-                leaf.deployment.take_feed(fed(leaf))
+                leaf.hosted.take_feed(fed(leaf))
             await connection.send(change(forward(leaf)))
             if not feed_first:
-                while not leaf.deployment._worker._received:
+                while all(half.what != "feed" for half in leaf.hosted.generation.worker.activity().missing):
                     await asyncio.sleep(0.01)
                 # The coordinator is not to blame: this raises nothing.
-                leaf.deployment.take_feed(fed(leaf))
+                leaf.hosted.take_feed(fed(leaf))
             await is_told(connection, f"mallory broke the protocol: .*{words}")
             await leaf.failure()
-            report, _ = leaf.deployment.report()
+            report, _ = leaf.hosted.report()
             assert (report.forwards, report.updates) == (0, 0)
 
     run(test())
@@ -273,7 +259,7 @@ def test_a_root_whose_neighbour_sends(trick: str) -> None:
             await connection.send(change(frame))
             await is_told(connection, f"mallory broke the protocol: .*{words}")
             assert (await root.failure()).startswith("mallory broke the protocol: ")
-            report, _ = root.deployment.report()
+            report, _ = root.hosted.report()
             assert report.updates == 0
 
     run(test())
@@ -311,7 +297,7 @@ def test_a_stage_whose_neighbour_ends_the_link(again: bool) -> None:
                     await connection.send(frame)
             # Not silence: the coordinator is told that the stage cannot go on.
             assert await leaf.failure() == "mallory ended the link"
-            report, _ = leaf.deployment.report()
+            report, _ = leaf.hosted.report()
             assert report.forwards == 0
             connection.abort()
 
@@ -331,11 +317,11 @@ def test_an_honest_neighbour_goes_on_beside_a_stranger_who_tries_everything() ->
                 stray = await leaf.dial("mallory", f"d{microbatch}-7")
                 await is_told(stray, f"there is no link 'd{microbatch}-7' with mallory here")
                 await link.send(forward(leaf, microbatch))
-                leaf.deployment.take_feed(fed(leaf, microbatch))
+                leaf.hosted.take_feed(fed(leaf, microbatch))
                 gradients = await link.receive()
                 assert gradients is not None
                 assert (gradients.kind, gradients.microbatch) == (FrameKind.BACKWARD, microbatch)
-            assert link.connections == 1 and not leaf.deployment.failure.done()
+            assert link.connections == 1 and not leaf.hosted.generation.failure.done()
             link.fail(PeerError("the test is over"))
             with contextlib.suppress(PeerError):
                 await dialling

@@ -1,7 +1,9 @@
-"""A provider's measurements of its connections: to the coordinator when it joins, to other providers when asked."""
+"""Measurements of a provider's connections: to the coordinator when it joins, to other providers when asked."""
 
 import asyncio
+from collections.abc import Callable
 
+from ravnest import units
 from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError
 from ravnest.net.identity.node_identity import NodeIdentity
@@ -16,33 +18,41 @@ _MAX_WAITING = 1000
 _PEER_SECONDS = 40.0
 
 
-async def report_link(
-    client: CoordinatorClient, control: ControlStream, known: LinkSpeed | None = None
-) -> LinkSpeed | None:
-    """Measures the connection to the coordinator and tells it; None, and the reason is told, when it cannot be.
+class CoordinatorLink:
+    """The connection to the coordinator, as measured in the first session. Later sessions report the same figures."""
 
-    Where it is `known`, as for a provider that comes back in the middle of its work, that is told at once. PeerError
-    when the stay is over.
-    """
-    try:
-        speed = known or await client.measure()
-    except PeerError as error:
-        await control.send(ProviderMessage(measured=Measured(error=str(error))))
-        return None
-    await control.send(
-        ProviderMessage(
-            measured=Measured(
-                round_trip_seconds=speed.round_trip_seconds,
-                up_bytes_per_second=speed.up_bytes_per_second,
-                down_bytes_per_second=speed.down_bytes_per_second,
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say` prints lines for the user."""
+        self._say = say
+        self._known: LinkSpeed | None = None
+
+    async def report(self, client: CoordinatorClient, control: ControlStream) -> None:
+        """Measure the connection, if that has not been done, and tell the coordinator. PeerError when the session is
+        over; a measurement that fails is told, and tried again in the next session."""
+        known = self._known
+        try:
+            speed = known or await client.measure()
+        except PeerError as error:
+            await control.send(ProviderMessage(measured=Measured(error=str(error))))
+            return
+        self._known = speed
+        await control.send(
+            ProviderMessage(
+                measured=Measured(
+                    round_trip_seconds=speed.round_trip_seconds,
+                    up_bytes_per_second=speed.up_bytes_per_second,
+                    down_bytes_per_second=speed.down_bytes_per_second,
+                )
             )
         )
-    )
-    return speed
+        if known is None:
+            down, up = units.megabits(speed.down_bytes_per_second), units.megabits(speed.up_bytes_per_second)
+            trip = units.milliseconds(speed.round_trip_seconds)
+            self._say(f"connection to the coordinator: {trip}, {down} Mbit/s down, {up} Mbit/s up")
 
 
 class PeerMeasuring:
-    """Measures what the coordinator asks for, one after the other, beside whatever else the provider does."""
+    """Measures connections to other providers, one after the other, in the background."""
 
     def __init__(self, node: NodeIdentity, control: ControlStream) -> None:
         self._node = node
@@ -51,20 +61,20 @@ class PeerMeasuring:
         self._task = asyncio.create_task(self._work())
 
     def take(self, order: MeasurePeer) -> None:
-        """Takes an order; PeerError when the coordinator gives more of them than anybody needs."""
+        """Queue an order; PeerError when the coordinator has queued too many."""
         try:
             self._orders.put_nowait(order)
         except asyncio.QueueFull:
             raise PeerError(f"the coordinator wants more than {_MAX_WAITING} connections measured at once") from None
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """End the measurement under way."""
         await cancel_and_wait(self._task)
 
     async def _work(self) -> None:
         while True:
             order = await self._orders.get()
-            # When the stream is broken, whoever reads it notices and ends the provider.
+            # A broken link ends the session where it is read.
             await self._control.send(ProviderMessage(peer_measured=await self._measure(order)))
 
     async def _measure(self, order: MeasurePeer) -> PeerMeasured:

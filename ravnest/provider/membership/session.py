@@ -1,4 +1,4 @@
-"""A provider's stay in a swarm: its two links to the coordinator, from joining to leaving."""
+"""Session of a provider with its coordinator: two links, from joining to leaving."""
 
 import asyncio
 import contextlib
@@ -12,14 +12,16 @@ from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Leaving, ProviderMessage
 
 PATIENCE_SECONDS = 60.0
-"""How long a coordinator may be unreachable. It takes this node for gone sooner; to join anew is tried for longer."""
+"""Timeout of a coordinator that cannot be reached. Afterwards the provider tries to join again."""
 
 _LEAVE_SECONDS = 1.0
-_TELL_SECONDS = 1.0
+_QUIET_SECONDS = 1.0
+"""The user does not hear of an interruption that is shorter."""
 
 
-class Stay:
-    """The links of one stay. `keep_connected` makes their connections; `leave` or `close` ends them."""
+class SwarmSession:
+    """The control link and the feed of one session. `keep_connected` makes their connections; `leave` or `close` ends
+    them."""
 
     def __init__(self, client: CoordinatorClient, session: str) -> None:
         self.client = client
@@ -30,7 +32,7 @@ class Stay:
         self._session = session
 
     async def keep_connected(self) -> None:
-        """Makes one connection after another for both links; PeerError when the stay is over."""
+        """Connect both links, and reconnect them whenever they break. PeerError when the session is over."""
         control = self.control.link
         async with BackgroundTasks() as tasks:
             connecting = [
@@ -50,14 +52,14 @@ class Stay:
                 self.feed.fail(error)
                 raise
 
-    async def tell_connection(self, say: Callable[[str], None]) -> None:
-        """Says when the connection is down for more than a moment, and when it is back; for ever."""
+    async def print_interruptions(self, say: Callable[[str], None]) -> None:
+        """Tell the user when the connection is down for more than a moment, and when it is back. Runs forever."""
         link = self.control.link
         while True:
             await link.until_connected()
             await link.until_disconnected()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TELL_SECONDS):
+                async with asyncio.timeout(_QUIET_SECONDS):
                     await link.until_connected()
                 continue
             say(f"the connection to {link.peer} is down; trying again")
@@ -65,14 +67,14 @@ class Stay:
             say("connected again, nothing was lost")
 
     async def leave(self, reason: str) -> None:
-        """Says goodbye, if anybody is there to hear it."""
+        """Tell the coordinator that this provider leaves, if the coordinator can be reached."""
         with contextlib.suppress(PeerError, TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
                 await self.control.send(ProviderMessage(leaving=Leaving(reason=reason)))
                 await self.control.link.close()
 
     async def close(self) -> None:
-        """Ends both links and the connection under them."""
+        """End both links and the connection under them."""
         for link in (self.control.link, self.feed):
-            link.fail(PeerError("this stay in the swarm is over"))
+            link.fail(PeerError("this session is over"))
         await self.client.close()

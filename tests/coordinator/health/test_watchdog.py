@@ -20,7 +20,7 @@ from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.rpc.server import ProviderServer
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.v1.control_pb2 import LinkState, ProviderMessage, Report
-from ravnest.provider.membership.session import Stay
+from ravnest.provider.membership.session import SwarmSession
 from tests.coordinator.swarm.test_swarm import Ends, Provider, about, done, ends
 from tests.net.slow_line import slow_line
 from tests.net.swarm_ends import run
@@ -129,7 +129,7 @@ def test_a_killed_provider_that_nobody_listens_for_any_more_is_lost_at_once() ->
             reply = await swarm.ends.ask(swarm.ends.invite(), about(node, "anna", address=address))
             node.adopt(reply.certificate, swarm.ends.swarm.admission.authority.certificate)
             client = CoordinatorClient(f"127.0.0.1:{swarm.ends.port}", node.tls_keys(), "anna")
-            stay = Stay(client, reply.session)
+            stay = SwarmSession(client, reply.session)
             connecting = asyncio.create_task(stay.keep_connected())
             swarm.blocking, swarm.replacements = {"anna"}, {"anna": "reform"}
             await swarm.until(lambda: swarm.watch.is_well("anna"))
@@ -194,7 +194,7 @@ def test_one_that_was_given_up_is_told_so_and_joins_again_and_what_it_sent_befor
                 with pytest.raises(RefusedError, match=r"anna was given up: .* it may join again"):
                     while await link.receive() is not None:
                         pass
-            late = Stay(anna.client, before)
+            late = SwarmSession(anna.client, before)
             with pytest.raises(RefusedError, match="this stay of anna in the swarm is over; join again"):
                 await late.keep_connected()
             again = await swarm.ends.provider("anna", anna.node)

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_swarm import Ends, about, ends
@@ -19,8 +21,8 @@ from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.rpc.server import ProviderServer
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinRequest, Measured, PeerMeasured, ProviderMessage
-from ravnest.provider.membership.link_measurements import PeerMeasuring, report_link
-from ravnest.provider.membership.session import Stay
+from ravnest.provider.membership.link_measurements import CoordinatorLink, PeerMeasuring
+from ravnest.provider.membership.session import SwarmSession
 from tests.net.swarm_ends import run
 
 
@@ -42,7 +44,7 @@ async def machine(swarm: Ends, name: str) -> AsyncIterator[None]:
     server = ProviderServer(Nothing(), node)
     port = await server.start("127.0.0.1", 0)
     async with joined(swarm, node, name, f"127.0.0.1:{port}") as stay:
-        assert await report_link(stay.client, stay.control) is not None
+        await CoordinatorLink(lambda line: None).report(stay.client, stay.control)
         peers = PeerMeasuring(node, stay.control)
 
         async def obey() -> None:
@@ -61,12 +63,12 @@ async def machine(swarm: Ends, name: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def joined(swarm: Ends, node: NodeIdentity, name: str = "anna", address: str = "") -> AsyncIterator[Stay]:
+async def joined(swarm: Ends, node: NodeIdentity, name: str = "anna", address: str = "") -> AsyncIterator[SwarmSession]:
     """A provider that has joined and is connected, and has not said yet what it measured."""
     reply = await swarm.ask(swarm.invite(), measured(about(node, name, address=address)))
     node.adopt(reply.certificate, swarm._authority)
     client = CoordinatorClient(f"127.0.0.1:{swarm.port}", node.tls_keys(), name)
-    stay = Stay(client, reply.session)
+    stay = SwarmSession(client, reply.session)
     connecting = asyncio.create_task(stay.keep_connected())
     member = swarm.swarm.members[reply.node_id]
     await swarm.swarm.members.changes.until(lambda: bool(member.control.link.connections and member.feed.connections))
@@ -111,8 +113,17 @@ def test_a_provider_counts_once_its_connection_is_known_and_is_then_announced() 
 def test_a_provider_that_comes_back_tells_what_it_knows_without_measuring() -> None:
     async def test() -> None:
         async with ends() as swarm, joined(swarm, NodeIdentity.new()) as stay:
-            known = LinkSpeed(0.5, 1e3, 2e3)
-            assert await report_link(stay.client, stay.control, known) == known
+            known, lines = LinkSpeed(0.5, 1e3, 2e3), list[str]()
+            measured = iter([known])
+
+            async def measure() -> LinkSpeed:
+                return next(measured)
+
+            client: Any = SimpleNamespace(measure=measure)
+            link = CoordinatorLink(lines.append)
+            for _ in range(2):
+                await link.report(client, stay.control)
+            assert lines == ["connection to the coordinator: 500 ms, 0.016 Mbit/s down, 0.008 Mbit/s up"]
             member = swarm.swarm.members["anna"]
             await swarm.swarm.members.changes.until(lambda: member.link.speed is not None)
             assert member.link.speed == known

@@ -26,7 +26,7 @@ from ravnest.net.streams.control_channel import ControlLink
 from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, JoinReply, JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
-from ravnest.provider.membership.session import Stay
+from ravnest.provider.membership.session import SwarmSession
 from tests.net.swarm_ends import run
 
 
@@ -89,7 +89,7 @@ class Provider:
 
     node: NodeIdentity
     client: CoordinatorClient
-    stay: Stay
+    stay: SwarmSession
     connecting: asyncio.Task[None]
 
     @property
@@ -128,7 +128,7 @@ class Ends:
         reply = await self.ask(self.invite(), about(node, name))
         node.adopt(reply.certificate, self._authority)
         client = self._client(CoordinatorClient(f"127.0.0.1:{self.port}", node.tls_keys(), name))
-        stay = Stay(client, reply.session)
+        stay = SwarmSession(client, reply.session)
         provider = Provider(node, client, stay, asyncio.create_task(stay.keep_connected()))
         self._providers.append(provider)
         await self.swarm.members.changes.until(
@@ -364,7 +364,7 @@ def test_a_provider_that_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> 
             await swarm.until(lambda: bool(swarm.told.gone))
             assert swarm.told.gone == [("anna", "there has been no connection to anna for 0 s")]
             assert swarm.told.down
-            late = Stay(anna.client, swarm.swarm.members["anna"].session)
+            late = SwarmSession(anna.client, swarm.swarm.members["anna"].session)
             with pytest.raises(RefusedError, match="this stay of anna in the swarm is over; join again"):
                 await late.keep_connected()
             with pytest.raises(PeerError):
@@ -421,7 +421,7 @@ def test_a_node_cannot_use_the_stay_of_another() -> None:
     async def test() -> None:
         async with ends() as swarm:
             anna, ben = await swarm.provider("anna"), await swarm.provider("ben")
-            thief = Stay(ben.client, swarm.swarm.members["anna"].session)
+            thief = SwarmSession(ben.client, swarm.swarm.members["anna"].session)
             with pytest.raises(RefusedError, match="this stay of ben in the swarm is over"):
                 await thief.keep_connected()
             assert anna.feed.connected and ben.feed.connected

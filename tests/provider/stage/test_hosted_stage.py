@@ -1,7 +1,6 @@
 """A provider builds only what it was announced, and takes only frames that its stage may get now."""
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,14 +15,13 @@ from ravnest.graph.partition import split
 from ravnest.graph.weights import stream_tensors
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
-from ravnest.net.identity.node_identity import NodeIdentity
-from ravnest.net.v1.control_pb2 import ArtifactRef, Deploy
-from ravnest.provider.fetch.artifacts import Artifacts
-from ravnest.provider.fetch.progress import FetchProgress
-from ravnest.provider.stage import hosted_stage as deployment_module
-from ravnest.provider.stage.hosted_stage import MAX_STALENESS_TOLD, Deployment, staleness_counts
+from ravnest.net.v1.control_pb2 import Deploy
+from ravnest.provider.stage.hosted_stage import HostedStage
+from ravnest.provider.stage.memory_watch import StageMemory
+from ravnest.provider.stage.report import MAX_STALENESS_TOLD, staleness_counts
 from ravnest.spec import OptimizerSpec
 from tests.provider.stage.fake_client import FakeClient, captured
+from tests.provider.stage.stages import a_host, built, references
 
 
 def an_order(leave_out: str = "") -> tuple[Deploy, FakeClient]:
@@ -33,32 +31,18 @@ def an_order(leave_out: str = "") -> tuple[Deploy, FakeClient]:
     weights = {f"weight:{w.key}": found.weights[w.key] for w in graph.weights if w.key != leave_out}
     artifacts = {"graph": graph.to_json().encode(), "weights": b"".join(stream_tensors(weights, {}))}
     settings = StageSettings(optimizer=OptimizerSpec("SGD", {"lr": 0.1}).to_json(), stage=1, stages=2)
-    refs = {
-        name: ArtifactRef(id=name, sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
-        for name, data in artifacts.items()
-    }
     order = Deploy(
-        deployment="d1",
-        stage=1,
-        stages=2,
-        graph=refs["graph"],
-        weights=refs["weights"],
-        settings_json=settings.to_json(),
-        generation=4,
+        deployment="d1", stage=1, stages=2, settings_json=settings.to_json(), generation=4, **references(artifacts)
     )
     return order, FakeClient(artifacts)
 
 
-def deployed(change: Callable[[Deploy, FakeClient], None] | None = None, leave_out: str = "") -> Deployment:
-    async def make() -> Deployment:
+def deployed(change: Callable[[Deploy, FakeClient], None] | None = None, leave_out: str = "") -> HostedStage:
+    async def make() -> HostedStage:
         order, client = an_order(leave_out)
         if change is not None:
             change(order, client)
-        client_as: Any = client
-        progress = FetchProgress(order.graph.size_bytes + order.weights.size_bytes)
-        return await Deployment.make(
-            order, client_as, NodeIdentity.new(), torch.device("cpu"), 0, Artifacts(client_as), progress
-        )
+        return await built(order, client)
 
     return asyncio.run(make())
 
@@ -149,22 +133,14 @@ def test_a_report_tells_how_stale_updates_were_however_stale_they_were() -> None
     assert (sum(far), far[1], far[-1]) == (9, 2, 7)
 
 
-def test_memory_that_is_short_is_told_and_what_is_exhausted_ends_the_stage_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    deployment = deployed()
+def test_memory_that_is_short_is_told_and_what_is_exhausted_ends_the_stage_with_a_sentence() -> None:
     free, now = 1 << 40, 0.0
-    monkeypatch.setattr(deployment_module, "spare_bytes", lambda device: free)
-    monkeypatch.setattr(deployment_module.time, "monotonic", lambda: now)
-    monkeypatch.setattr(deployment._worker, "max_held", lambda: 3)
-    lent = 8 << 30
-    assert deployment.look_at_memory(lent) is None
+    memory = StageMemory(a_host(), recomputes=False, free_bytes=lambda device: free, clock=lambda: now)
+    assert memory.next_step(memory.reading(), 3) is None
     free = 1 << 20
-    told = deployment.look_at_memory(lent)
-    assert told is not None and (told.deployment, told.in_flight) == ("d1", 2)
-    assert told.free_bytes == 1 << 20 and "1 MiB are left" in told.reason
-    while not deployment.failure.done() and now < 60:
+    step = memory.next_step(memory.reading(), 3)
+    assert step is not None and (step.kind, step.in_flight) == ("fewer", 2) and "1 MiB are left" in step.reason
+    while (step is None or step.kind != "stop") and now < 60:
         now += 1.0
-        deployment.look_at_memory(lent)
-    kind, text, _ = deployment.failure.result()
-    assert kind == "memory" and "more are needed" in text
+        step = memory.next_step(memory.reading(), 3)
+    assert step is not None and step.kind == "stop" and "more are needed" in step.reason

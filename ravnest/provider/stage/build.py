@@ -1,0 +1,89 @@
+"""Construction of a hosted stage: fetch what the order names, check it, and build the stage from it."""
+
+import asyncio
+from typing import Final
+
+import torch
+
+from ravnest.engine.settings import StageSettings
+from ravnest.engine.stage import Stage
+from ravnest.errors import GraphError
+from ravnest.graph.portable import PortableGraph
+from ravnest.graph.weights import WeightsReader
+from ravnest.net.rpc.client import CoordinatorClient
+from ravnest.net.v1.control_pb2 import Deploy
+from ravnest.provider.fetch.artifacts import Artifacts
+from ravnest.provider.fetch.progress import FetchProgress
+from ravnest.provider.replicas.format import Restored, with_part
+from ravnest.provider.rings.lines import RingLines, ring_generation
+from ravnest.provider.rings.rings import Rings
+from ravnest.provider.stage.host import Host
+from ravnest.provider.stage.hosted_stage import HostedStage, RingMembership
+from ravnest.provider.stage.records import StageRecords
+from ravnest.provider.stage.spans import SpanRecorder
+
+_MAX_GRAPH_BYTES: Final = 256 << 20
+
+
+async def build_stage(
+    order: Deploy,
+    client: CoordinatorClient,
+    host: Host,
+    artifacts: Artifacts,
+    progress: FetchProgress,
+    part: tuple[dict[str, torch.Tensor], dict[str, str]] | None = None,
+) -> HostedStage:
+    """The stage that the order describes; GraphError or PeerError says why it cannot be built.
+
+    `part`: tensors and metadata of a part of a replica that the stage starts from, in memory of their own. The weights
+    that the order names are then only those that never change.
+    """
+    settings = StageSettings.from_json(order.settings_json)
+    text = await artifacts.get(order.graph, lambda: _GraphText(order.graph.size_bytes), progress)
+    reader = await artifacts.get(order.weights, lambda: WeightsReader(order.weights.size_bytes), progress)
+    weights, metadata = reader.finish()
+    del reader  # It refers to every tensor, and the stage releases them one by one.
+    if part is not None:
+        metadata = part[1]
+    restored = Restored.of(weights if part is None else part[0], metadata)
+
+    def build() -> Stage:
+        graph = PortableGraph.from_json(b"".join(text.parts))
+        if part is None:
+            own = {w.key: weights.pop(f"weight:{w.key}") for w in graph.weights}
+        else:
+            own = with_part(graph, weights, part)
+        stage = Stage(graph, own, settings, host.device, host.lent_bytes)
+        if "version" in metadata:
+            stage.restore(restored.optimizer, metadata)
+        return stage
+
+    try:
+        stage = await asyncio.to_thread(build)
+    except KeyError as error:
+        raise GraphError(f"the weights of stage {order.stage} lack {error}") from None
+    records = StageRecords(settings.record_updates, SpanRecorder(settings.trace))
+    membership = await _join_rings(order, stage, host, client, records, restored) if order.rings else None
+    return HostedStage(order, stage, host, client, records, membership, restored.applied)
+
+
+async def _join_rings(
+    order: Deploy, stage: Stage, host: Host, client: CoordinatorClient, records: StageRecords, restored: Restored
+) -> RingMembership:
+    loop = asyncio.get_running_loop()
+    rings = await asyncio.to_thread(Rings, order, stage, host.node.node_id, loop, records.tell, restored)
+    generation, take = ring_generation(order), rings.take
+    lines = RingLines(order.ring_peers, generation, host.node, client, take, rings.is_wanted, rings.line_broke)
+    return RingMembership(rings, lines)
+
+
+class _GraphText:
+    """The text of a graph, chunk by chunk."""
+
+    def __init__(self, size_bytes: int) -> None:
+        if size_bytes > _MAX_GRAPH_BYTES:
+            raise GraphError(f"the stage's graph has {size_bytes} bytes, more than {_MAX_GRAPH_BYTES}")
+        self.parts: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> None:
+        self.parts.append(chunk)

@@ -1,0 +1,137 @@
+"""Uploads of a stage's state to a checkpoint of the coordinator.
+
+Where main memory has room for a copy, the copy is uploaded while the stage goes on training. Otherwise the stage waits
+until its own tensors are uploaded. What happens on failure:
+
+- the upload fails, or the coordinator refuses it: the stage fails;
+- the coordinator was restarted and no longer wants the checkpoint: the upload is dropped and the stage goes on.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError, Future
+from typing import Any, Final
+
+import torch
+
+from ravnest.errors import RavnestError, RefusedError
+from ravnest.graph.weights import stream_tensors
+from ravnest.provider.replicas.outgoing import StateTransfers
+from ravnest.provider.stage.failure import FirstFailure, StageFailure
+from ravnest.provider.stage.records import StageRecords
+
+Tensors = Mapping[str, torch.Tensor]
+Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
+"""Uploads the chunks of an iterator under a name. The function that makes the iterator is called again on a retry."""
+
+RESTART_SECONDS: Final = 5.0
+"""Time within which a provider learns that its coordinator was restarted."""
+
+
+class CheckpointUploads:
+    """The checkpoint uploads of one generation of a stage. `save` runs on the engine's thread, the rest on the loop."""
+
+    def __init__(
+        self,
+        upload: Upload,
+        records: StageRecords,
+        failures: FirstFailure,
+        transfers: StateTransfers,
+        *,
+        has_room: Callable[[int], bool] = lambda size_bytes: False,
+        outer_state: Callable[[], Tensors] = dict,
+        restart_seconds: float = RESTART_SECONDS,
+    ) -> None:
+        """`has_room` tells whether main memory has room for a copy of this size; `outer_state` gives what the outer
+        optimizer remembers, for a checkpoint whose tensors lack it. Both are called on the engine's thread."""
+        self._upload = upload
+        self._records = records
+        self._failures = failures
+        self._transfers = transfers
+        self._has_room = has_room
+        self._outer_state = outer_state
+        self._restart_seconds = restart_seconds
+        self._loop = asyncio.get_running_loop()
+        self._uploading: Future[None] | None = None
+        self._is_over = False
+        self._is_unwanted = threading.Event()
+
+    def save(self, checkpoint: int, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+        """Upload the stage's state. Returns when the caller may change the tensors again."""
+        if self._is_unwanted.is_set():
+            return
+        name = f"checkpoint-{checkpoint}"
+        if not any(key.startswith("outer:") for key in tensors):
+            tensors = {**tensors, **self._outer_state()}
+        if self._has_room(_size_bytes(tensors)):
+            self._upload_copy(checkpoint, name, tensors, metadata)
+        else:
+            self._upload_own(checkpoint, name, tensors, metadata)
+
+    def close(self) -> None:
+        """Cancel the upload under way and any later one, so that the worker does not wait for it."""
+        self._is_over = True
+        self._cancel()
+
+    def on_coordinator_gone(self) -> None:
+        """Drop the upload under way and any later one: the coordinator that wanted them is gone."""
+        self._is_unwanted.set()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        if self._uploading is not None:
+            self._uploading.cancel()
+
+    def _upload_copy(self, checkpoint: int, name: str, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+        # The coordinator has given up the previous checkpoint if it does not have it by now.
+        self._cancel()
+        work = self._upload_in_background(checkpoint, name, copied(tensors), dict(metadata))
+        self._uploading = asyncio.run_coroutine_threadsafe(work, self._loop)
+        if self._is_over or self._is_unwanted.is_set():
+            self._cancel()
+
+    async def _upload_in_background(
+        self, checkpoint: int, name: str, tensors: Tensors, metadata: Mapping[str, str]
+    ) -> None:
+        try:
+            with self._transfers.sending("checkpoint", name, _size_bytes(tensors)) as sending:
+                await self._upload(name, lambda: sending.counted(_chunks(tensors, metadata)))
+        except Exception as error:
+            is_refused = isinstance(error, RefusedError)
+            if is_refused and await asyncio.to_thread(self._is_unwanted.wait, self._restart_seconds):
+                # The coordinator was restarted, and the new process has never asked for this checkpoint.
+                return
+            text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+            self._failures.report(StageFailure("error", text))
+            return
+        self._records.saved(checkpoint)
+
+    def _upload_own(self, checkpoint: int, name: str, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+        with self._transfers.sending("checkpoint", name, _size_bytes(tensors)) as sending:
+            upload = self._upload(name, lambda: sending.counted(_chunks(tensors, metadata)))
+            self._uploading = asyncio.run_coroutine_threadsafe(upload, self._loop)
+            if self._is_over:
+                self._cancel()
+            try:
+                self._uploading.result()
+            except (CancelledError, RefusedError):
+                # Perhaps the coordinator was restarted, and the new process has never asked for this checkpoint.
+                if self._is_over or not self._is_unwanted.wait(self._restart_seconds):
+                    raise
+                return
+        self._records.saved(checkpoint)
+
+
+def copied(tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Copies of these tensors in main memory."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def _size_bytes(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+async def _chunks(tensors: Tensors, metadata: Mapping[str, str]) -> AsyncIterator[bytes]:
+    for chunk in stream_tensors(tensors, metadata):
+        yield chunk

@@ -1,0 +1,82 @@
+"""Report of a hosted stage to the coordinator, as the message that travels."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ravnest.engine.activity import Activity as EngineActivity
+from ravnest.engine.messages import LossRecord as EngineLoss
+from ravnest.engine.not_finite import Testimony
+from ravnest.engine.stage import Update
+from ravnest.engine.worker import StageWorker
+from ravnest.net.v1.control_pb2 import Activity, LossRecord, Missing, ProviderMessage, Report, Traced, UpdateRecord
+
+MAX_STALENESS_TOLD: Final = 4095
+"""Length of the staleness distribution in a report. The maximum is reported separately."""
+
+
+def worker_report(deployment: str, worker: StageWorker) -> Report:
+    """The report of what a worker has done so far, without the fields that its links and rings fill in."""
+    counters = worker.counters
+    staleness, spent = dict(counters.staleness), dict(counters.seconds)
+    return Report(
+        deployment=deployment,
+        updates=counters.updates,
+        staleness_sum=sum(k * n for k, n in staleness.items()),
+        staleness_max=max(staleness, default=0),
+        staleness_counts=staleness_counts(staleness),
+        busy_seconds=counters.busy_seconds,
+        forward_seconds=spent.get("forward", 0.0),
+        backward_seconds=spent.get("backward", 0.0) + spent.get("weights", 0.0),
+        update_seconds=spent.get("update", 0.0),
+        in_flight=worker.limit or 0,
+        flight_seconds=worker.flight_seconds,
+        ready=worker.ready,
+        activity=_activity(worker.activity()),
+        forwards=counters.forwards,
+        backwards=counters.backwards,
+        training_seconds=counters.training.seconds,
+        training_busy_seconds=counters.training.busy_seconds,
+    )
+
+
+def staleness_counts(counts: Mapping[int, int]) -> list[int]:
+    """The number of updates of each staleness from 0 on; the last entry includes all that are staler."""
+    length = min(max(counts, default=-1), MAX_STALENESS_TOLD)
+    updates_by_staleness = [0] * (length + 1)
+    for staleness, updates in counts.items():
+        updates_by_staleness[min(staleness, length)] += updates
+    return updates_by_staleness
+
+
+def loss_records(losses: Sequence[EngineLoss]) -> list[LossRecord]:
+    """The losses of microbatches, as a report has them."""
+    return [LossRecord(microbatch=r.microbatch, loss=r.loss, samples=r.samples) for r in losses]
+
+
+def update_records(updates: Sequence[Update]) -> list[UpdateRecord]:
+    """The versions of updates, as a report has them."""
+    return [
+        UpdateRecord(microbatch=u.microbatch, forward_version=u.forward_version, version=u.version) for u in updates
+    ]
+
+
+def trace_of(deployment: str, microbatch: int, testimony: Testimony) -> ProviderMessage:
+    """The message about values of a microbatch that are not finite."""
+    return ProviderMessage(
+        traced=Traced(
+            deployment=deployment,
+            microbatch=microbatch,
+            received=testimony.forward.received,
+            sent=testimony.forward.sent,
+            kind=testimony.forward.kind,
+            where=testimony.forward.where,
+            gradients_received=testimony.gradients_received,
+            gradients_sent=testimony.gradients_sent,
+            steep=testimony.steep,
+        )
+    )
+
+
+def _activity(activity: EngineActivity) -> Activity:
+    missing = [Missing(what=m.what, microbatch=m.microbatch, count=m.count) for m in activity.missing]
+    return Activity(kind=activity.kind, microbatch=activity.microbatch, seconds=activity.seconds, missing=missing)
