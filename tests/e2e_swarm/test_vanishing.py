@@ -116,7 +116,7 @@ def test_who_is_asked_to_leave_hands_its_stage_over_first_and_goes_at_once_when_
     # Not before: the other may have fetched it from there.
     run.wait("handed_over", provider=root)
     said = ended_well(leaving)
-    assert "handing the stage over to somebody else; press Ctrl-C again to leave at once" in said
+    assert "handing the stage over to another provider; press Ctrl-C again to leave at once" in said
     assert "ended: it was asked to leave, and nothing is lost by it" in said
     assert "lost" not in [event["kind"] for event in run.events if event.get("provider") == leaf]
 
