@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ravnest.cli.join import host_and_port, memory_bytes
 
 if TYPE_CHECKING:
-    from ravnest.provider.doctor.checks import Finding
+    from ravnest.provider.doctor.checks import CheckResult
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -42,10 +42,10 @@ def run(args: argparse.Namespace) -> int:
 
     invite = sys.stdin.readline().strip() if args.invite == "-" else args.invite
     wanted = Wanted(invite, args.device, args.memory, args.listen or ("0.0.0.0", 0))
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
     printer = _Printer() if not args.json else None
 
-    def tell(finding: "Finding") -> None:
+    def tell(finding: "CheckResult") -> None:
         findings.append(finding)
         if printer is not None:
             printer.show(finding)
@@ -70,7 +70,7 @@ class _Printer:
 
             self._console = Console(highlight=False)
 
-    def show(self, finding: "Finding") -> None:
+    def show(self, finding: "CheckResult") -> None:
         from ravnest.errors import printable
 
         sentence, fix = printable(finding.sentence), printable(finding.fix)
@@ -89,7 +89,7 @@ class _Printer:
         if fix:
             self._console.print(Text(f"{'':<14}→ {fix}"), soft_wrap=True)
 
-    def end(self, findings: "list[Finding]") -> None:
+    def end(self, findings: "list[CheckResult]") -> None:
         problems = sum(finding.level == "problem" for finding in findings)
         warnings = sum(finding.level == "warning" for finding in findings)
         if problems or warnings:

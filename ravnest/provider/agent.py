@@ -42,7 +42,7 @@ from ravnest.provider.fetch.cache import ArtifactCache
 from ravnest.provider.machine.core_claims import CoreClaim
 from ravnest.provider.machine.device import choose_device
 from ravnest.provider.machine.memory import available_bytes, lent_bytes, resident_bytes
-from ravnest.provider.machine.profile import LentMachine, MachineProfile
+from ravnest.provider.machine.profile import MachineProfile, OfferedMachine
 from ravnest.provider.machine.torch_footprint import give_memory_back, leave_out_the_compiler
 from ravnest.provider.membership.departure import Departure, end_with_parent
 from ravnest.provider.membership.joining import join, kept_identity
@@ -50,8 +50,8 @@ from ravnest.provider.membership.link_measurements import CoordinatorLink, PeerM
 from ravnest.provider.membership.session import SwarmSession
 from ravnest.provider.presence import Presence, appear
 from ravnest.provider.replicas.files import PartFiles
-from ravnest.provider.replicas.outgoing import StateTransfers
-from ravnest.provider.replicas.service import Parts
+from ravnest.provider.replicas.outgoing import OutgoingTransfers
+from ravnest.provider.replicas.service import ReplicaService
 from ravnest.provider.stage.deployer import StageDeployer
 from ravnest.provider.stage.host import Host
 from ravnest.provider.stage.reporter import print_progress, report_stage
@@ -106,7 +106,7 @@ def run(
             advertise=advertise,
         )
         memory = lent_bytes(available_bytes(chosen), memory_bytes)
-        return asyncio.run(_provide(options, LentMachine(chosen, memory, pretence, claim, embedded)))
+        return asyncio.run(_provide(options, OfferedMachine(chosen, memory, pretence, claim, embedded)))
     except RavnestError as error:
         if not embedded:
             raise
@@ -132,7 +132,7 @@ class ProviderOptions:
     advertise: tuple[str, int] | None
 
 
-async def _provide(options: ProviderOptions, machine: LentMachine) -> int:
+async def _provide(options: ProviderOptions, machine: OfferedMachine) -> int:
     console = Console(None if machine.is_embedded else sys.stderr)
     slot = StageSlot(console.say)
     departure = Departure(lambda: slot.has_session and slot.hosted is not None and not machine.is_embedded, console.say)
@@ -164,7 +164,7 @@ class Agent:
     def __init__(
         self,
         options: ProviderOptions,
-        machine: LentMachine,
+        machine: OfferedMachine,
         authority: Certificate,
         presence: Presence,
         slot: StageSlot,
@@ -181,7 +181,7 @@ class Agent:
         self._files = PartFiles.of_node(presence.node, options.cache_bytes, console.say)
         self._profile = MachineProfile(machine, console.say)
         self._coordinator_link = CoordinatorLink(console.say)
-        self._transfers = StateTransfers()
+        self._transfers = OutgoingTransfers()
         self._coordinator = ""
         """The process of the coordinator in the last session; a restarted coordinator is another one."""
         self._baseline_bytes = 0
@@ -227,7 +227,7 @@ class Agent:
         self._baseline_bytes = self._baseline_bytes or resident_bytes()
         session = SwarmSession(client, reply.session)
         artifacts = Artifacts(client, self._options.cache, self._console.say)
-        parts = Parts(
+        parts = ReplicaService(
             self._files, node, client, artifacts, session.control.send, self._allow, self._console.say, self._transfers
         )
         self._presence.links.parts = parts
@@ -260,7 +260,9 @@ class Agent:
     def _allow(self, holders: frozenset[str]) -> None:
         self._presence.server.keepers = holders
 
-    async def _work(self, session: SwarmSession, heartbeat_seconds: float, parts: Parts, artifacts: Artifacts) -> int:
+    async def _work(
+        self, session: SwarmSession, heartbeat_seconds: float, parts: ReplicaService, artifacts: Artifacts
+    ) -> int:
         """Do everything that a session consists of, until the first part of it ends."""
         say, slot, embedded = self._console.say, self._slot, self._machine.is_embedded
         measuring = PeerMeasuring(self._presence.node, session.control)

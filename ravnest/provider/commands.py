@@ -12,7 +12,7 @@ from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy
 from ravnest.provider.machine.warm_up import warm_up
 from ravnest.provider.membership.link_measurements import PeerMeasuring
 from ravnest.provider.membership.session import SwarmSession
-from ravnest.provider.replicas.service import Parts
+from ravnest.provider.replicas.service import ReplicaService
 from ravnest.provider.stage.hosted_stage import HostedStage
 from ravnest.provider.stage.slot import StageSlot
 
@@ -34,7 +34,7 @@ class Commands:
         session: SwarmSession,
         slot: StageSlot,
         deployer: Deployer,
-        parts: Parts,
+        parts: ReplicaService,
         measuring: PeerMeasuring,
         background: BackgroundTasks,
         say: Callable[[str], None],

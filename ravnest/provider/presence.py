@@ -12,7 +12,7 @@ from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.rpc.server import ProviderServer
 from ravnest.net.streams.frame_stream import Link
 from ravnest.provider.console import Console
-from ravnest.provider.replicas.service import Parts
+from ravnest.provider.replicas.service import ReplicaService
 from ravnest.provider.stage.slot import StageSlot
 
 
@@ -71,7 +71,7 @@ class IncomingLinks:
     """Passes the connections of other nodes to the stage, or to the exchange of replicas."""
 
     def __init__(self, slot: StageSlot) -> None:
-        self.parts: Parts | None = None
+        self.parts: ReplicaService | None = None
         """The exchange of replicas, while there is a session."""
         self._slot = slot
 

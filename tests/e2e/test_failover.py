@@ -37,7 +37,7 @@ def supply() -> Iterator[Supply]:
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas are taken often, and each is told of."""
     monkeypatch.setattr(replica_pace, "MIN_SECONDS", 0.3)
-    monkeypatch.setattr(replicas, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(replicas, "_EVENT_SECONDS", 0.0)
 
 
 @pytest.fixture

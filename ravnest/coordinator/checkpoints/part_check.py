@@ -4,7 +4,6 @@ A provider may send anything. A part with another stage's parameter would change
 part would fill the disk. Both are refused while they arrive, before the checkpoint counts.
 """
 
-import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +14,10 @@ from safetensors import SafetensorError, safe_open
 
 from ravnest.errors import RefusedError
 from ravnest.graph.portable import PortableGraph, WeightSpec
+from ravnest.graph.state_size import max_state_bytes, weight_bytes
 from ravnest.graph.weights import DTYPES
 from ravnest.safe_json import read_json
 
-_SPARE_BYTES = 64 << 20
-_STATE_FACTOR = 16
-"""A part may take this many times the bytes of its stage's weights, and `_SPARE_BYTES` more. Optimizers keep one to
-three tensors for each parameter."""
 _MAX_VALUES = 4_000_000
 
 
@@ -46,9 +42,8 @@ class StagePart:
     def of(cls, stage: int, graph: PortableGraph) -> Self:
         named = {f"param:{spec.key}": spec for spec in graph.parameters}
         named |= {f"buffer:{spec.key}": spec for spec in graph.states}
-        weights = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in named.values())
         keys = frozenset(spec.key for spec in graph.parameters)
-        return cls(stage, named, keys, _SPARE_BYTES + _STATE_FACTOR * weights, weights)
+        return cls(stage, named, keys, max_state_bytes(graph), weight_bytes(graph))
 
     async def bounded(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The same chunks; BadPartError as soon as they exceed `max_bytes`."""

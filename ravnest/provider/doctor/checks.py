@@ -20,7 +20,7 @@ CLOCK_WARNING_SECONDS, CLOCK_PROBLEM_SECONDS = 120.0, 20 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One thing that was checked: how it stands, in a sentence, and what to do about it where there is something."""
 
     check: str
@@ -38,127 +38,131 @@ class Versions:
     graph_format: int
 
 
-def exit_code(findings: Collection[Finding]) -> int:
+def exit_code(findings: Collection[CheckResult]) -> int:
     """2 where something must be mended first."""
     return 2 if any(finding.level == "problem" for finding in findings) else 0
 
 
-def from_error(check: str, error: Exception, level: Level = "problem", fix: str = "") -> Finding:
+def from_error(check: str, error: Exception, level: Level = "problem", fix: str = "") -> CheckResult:
     """A finding from one of our own errors, whose message is a sentence and, after its last semicolon, the fix."""
     sentence, separator, told = str(error).rpartition("; ")
-    return Finding(check, level, sentence, told) if separator else Finding(check, level, told, fix)
+    return CheckResult(check, level, sentence, told) if separator else CheckResult(check, level, told, fix)
 
 
-def judge_python(version: tuple[int, int]) -> Finding:
+def judge_python(version: tuple[int, int]) -> CheckResult:
     shown, oldest = ".".join(map(str, version)), ".".join(map(str, OLDEST_PYTHON))
     if version < OLDEST_PYTHON:
-        return Finding("python", "problem", f"Python {shown} is too old", f"install Python {oldest} or newer")
-    return Finding("python", "ok", f"Python {shown}")
+        return CheckResult("python", "problem", f"Python {shown} is too old", f"install Python {oldest} or newer")
+    return CheckResult("python", "ok", f"Python {shown}")
 
 
-def judge_torch(version: str | None, import_error: str = "") -> Finding:
+def judge_torch(version: str | None, import_error: str = "") -> CheckResult:
     oldest, newest = ".".join(map(str, OLDEST_TORCH)), f"{FIRST_UNTRIED_TORCH[0]}.{FIRST_UNTRIED_TORCH[1] - 1}"
     install = f"install PyTorch {oldest} to {newest} into the environment of ravnest"
     if version is None:
-        return Finding("torch", "problem", "PyTorch is not installed", install)
+        return CheckResult("torch", "problem", "PyTorch is not installed", install)
     if import_error:
-        return Finding("torch", "problem", f"PyTorch {version} cannot be loaded ({import_error})", "install it again")
+        return CheckResult(
+            "torch", "problem", f"PyTorch {version} cannot be loaded ({import_error})", "install it again"
+        )
     numbers = _numbers(version)
     if numbers < OLDEST_TORCH:
-        return Finding("torch", "problem", f"PyTorch {version} is too old", install)
+        return CheckResult("torch", "problem", f"PyTorch {version} is too old", install)
     if numbers >= FIRST_UNTRIED_TORCH:
-        return Finding("torch", "warning", f"PyTorch {version} is newer than what Ravnest was tried with", install)
-    return Finding("torch", "ok", f"PyTorch {version}")
+        return CheckResult("torch", "warning", f"PyTorch {version} is newer than what Ravnest was tried with", install)
+    return CheckResult("torch", "ok", f"PyTorch {version}")
 
 
-def judge_device(device: str, name: str, cores: int, gpu_without_use: bool) -> Finding:
+def judge_device(device: str, name: str, cores: int, gpu_without_use: bool) -> CheckResult:
     if device == "cpu" and gpu_without_use:
-        return Finding(
+        return CheckResult(
             "device",
             "warning",
             "this machine has an NVIDIA GPU that PyTorch does not use; the processor computes instead",
             "install PyTorch for CUDA, and check the driver with nvidia-smi",
         )
     count = f", {units.counted(cores, 'core')}" if device == "cpu" else ""
-    return Finding("device", "ok", f"{device}: {name}{count}")
+    return CheckResult("device", "ok", f"{device}: {name}{count}")
 
 
-def judge_memory(available_bytes: int, cap_bytes: int | None) -> Finding:
+def judge_memory(available_bytes: int, cap_bytes: int | None) -> CheckResult:
     lent = available_bytes if cap_bytes is None else min(available_bytes, cap_bytes)
     free = units.byte_size(available_bytes)
     if lent < MIN_MEMORY_BYTES:
         what = f"{units.byte_size(lent)} of memory can be lent, which is too little for a stage"
-        return Finding("memory", "problem", what, "close other programs, or lend more with --memory")
+        return CheckResult("memory", "problem", what, "close other programs, or lend more with --memory")
     if cap_bytes is not None and cap_bytes > available_bytes:
         what = f"--memory says {units.byte_size(cap_bytes)}, but only {free} are free; that is what is lent"
-        return Finding("memory", "warning", what, "close other programs, or lend less")
+        return CheckResult("memory", "warning", what, "close other programs, or lend less")
     if lent < LITTLE_MEMORY_BYTES:
         what = f"{units.byte_size(lent)} of memory can be lent: enough for a small stage alone"
-        return Finding("memory", "warning", what, "close other programs, or lend more with --memory")
-    return Finding("memory", "ok", f"{free} free" + ("" if lent == available_bytes else f", {_lent(lent)}"))
+        return CheckResult("memory", "warning", what, "close other programs, or lend more with --memory")
+    return CheckResult("memory", "ok", f"{free} free" + ("" if lent == available_bytes else f", {_lent(lent)}"))
 
 
 def judge_speed(
     flops_per_second: float, memory_bytes_per_second: float, half_flops_per_second: Mapping[str, float]
-) -> Finding:
+) -> CheckResult:
     """The last by the name of a mixed precision."""
     moved = f"{memory_bytes_per_second / 1e9:.3g} GB/s in memory"
     halves = ", ".join(f"{units.flops(figure)} in {name}" for name, figure in half_flops_per_second.items())
     what = f"{units.flops(flops_per_second)} in training ({halves}), {moved}"
     if flops_per_second < SLOW_FLOPS_PER_SECOND:
-        return Finding("speed", "warning", f"{what}: this is slow", "end other programs that compute, or use a GPU")
-    return Finding("speed", "ok", what)
+        return CheckResult("speed", "warning", f"{what}: this is slow", "end other programs that compute, or use a GPU")
+    return CheckResult("speed", "ok", what)
 
 
-def judge_disk(folder: str, free_bytes: int) -> Finding:
+def judge_disk(folder: str, free_bytes: int) -> CheckResult:
     what = f"{units.byte_size(free_bytes)} free in {folder}"
     fix = "free some space, or set XDG_DATA_HOME to a folder elsewhere"
     if free_bytes < MIN_DISK_BYTES:
-        return Finding("disk", "problem", f"{what}: this machine's key cannot be kept", fix)
+        return CheckResult("disk", "problem", f"{what}: this machine's key cannot be kept", fix)
     if free_bytes < LITTLE_DISK_BYTES:
-        return Finding("disk", "warning", f"{what}: the disk is nearly full", fix)
-    return Finding("disk", "ok", what)
+        return CheckResult("disk", "warning", f"{what}: the disk is nearly full", fix)
+    return CheckResult("disk", "ok", what)
 
 
-def judge_port(address: str, port: int, refusal: str) -> Finding:
+def judge_port(address: str, port: int, refusal: str) -> CheckResult:
     if refusal:
         fix = "choose another with --listen HOST:PORT; port 0 takes any free one"
-        return Finding("port", "problem", f"cannot listen on {address}: {refusal}", fix)
+        return CheckResult("port", "problem", f"cannot listen on {address}: {refusal}", fix)
     which = "" if port else ", on a free port"
-    return Finding("port", "ok", f"can listen on {address}{which}")
+    return CheckResult("port", "ok", f"can listen on {address}{which}")
 
 
-def judge_reach(host: str, port: int, refusal: str) -> Finding:
+def judge_reach(host: str, port: int, refusal: str) -> CheckResult:
     if refusal:
         fix = (
             "links will be dialled by the other side or go over the coordinator's relay; to spare that, let the router "
             "and the firewall pass a port on, and join with --listen 0.0.0.0:PORT"
         )
-        return Finding("reach", "warning", f"the coordinator cannot dial this machine at {host}: {refusal}", fix)
-    return Finding("reach", "ok", f"the coordinator can dial this machine at {host}, port {port}")
+        return CheckResult("reach", "warning", f"the coordinator cannot dial this machine at {host}: {refusal}", fix)
+    return CheckResult("reach", "ok", f"the coordinator can dial this machine at {host}, port {port}")
 
 
-def judge_name(host: str, addresses: Collection[str], error: str = "") -> Finding:
+def judge_name(host: str, addresses: Collection[str], error: str = "") -> CheckResult:
     if not addresses:
         fix = "check the address in the invite, and that this machine is online"
-        return Finding("name", "problem", f"there is no address for {host}" + (f" ({error})" if error else ""), fix)
-    return Finding("name", "ok", f"{host} is {', '.join(sorted(addresses)[:4])}" if {host} != set(addresses) else host)
+        return CheckResult("name", "problem", f"there is no address for {host}" + (f" ({error})" if error else ""), fix)
+    return CheckResult(
+        "name", "ok", f"{host} is {', '.join(sorted(addresses)[:4])}" if {host} != set(addresses) else host
+    )
 
 
-def judge_connection(address: str, seconds: float, error: str = "") -> Finding:
+def judge_connection(address: str, seconds: float, error: str = "") -> CheckResult:
     if error:
-        return Finding(
+        return CheckResult(
             "connection",
             "problem",
             f"cannot connect to {address}: {error}",
             "check that the coordinator runs, and that its firewall and router let this port through",
         )
-    return Finding("connection", "ok", f"{address} answers, after {units.milliseconds(seconds)}")
+    return CheckResult("connection", "ok", f"{address} answers, after {units.milliseconds(seconds)}")
 
 
-def judge_versions(ours: Versions, theirs: Versions) -> Finding:
+def judge_versions(ours: Versions, theirs: Versions) -> CheckResult:
     if (ours.protocol, ours.graph_format) != (theirs.protocol, theirs.graph_format):
-        return Finding(
+        return CheckResult(
             "version",
             "problem",
             f"this machine runs Ravnest {_version(ours)}, the coordinator {_version(theirs)}",
@@ -166,43 +170,47 @@ def judge_versions(ours: Versions, theirs: Versions) -> Finding:
         )
     if ours.package != theirs.package:
         what = f"this machine runs Ravnest {ours.package}, the coordinator {theirs.package}; they understand each other"
-        return Finding("version", "ok", what)
-    return Finding("version", "ok", f"both run Ravnest {ours.package}")
+        return CheckResult("version", "ok", what)
+    return CheckResult("version", "ok", f"both run Ravnest {ours.package}")
 
 
-def judge_invite(good: bool, reason: str, known_as: str = "") -> Finding:
+def judge_invite(good: bool, reason: str, known_as: str = "") -> CheckResult:
     """`known_as`: this machine has joined before, and the coordinator accepts its certificate under that name."""
     if good:
-        return Finding("invite", "ok", reason)
+        return CheckResult("invite", "ok", reason)
     sentence, _, fix = reason.rpartition("; ")
     if known_as:
         again = f"this machine joined as {known_as} before and may come back without it"
-        return Finding("invite", "warning", f"{sentence or fix}, but {again}", "join with the same --name as then")
-    return Finding("invite", "problem", sentence or reason, fix if sentence else "ask the requester for a new invite")
+        return CheckResult("invite", "warning", f"{sentence or fix}, but {again}", "join with the same --name as then")
+    return CheckResult(
+        "invite", "problem", sentence or reason, fix if sentence else "ask the requester for a new invite"
+    )
 
 
-def judge_clock(ahead_seconds: float, uncertain_seconds: float) -> Finding:
+def judge_clock(ahead_seconds: float, uncertain_seconds: float) -> CheckResult:
     """`ahead_seconds`: by how much the coordinator's clock is ahead of ours."""
     off = max(0.0, abs(ahead_seconds) - uncertain_seconds)
     way = "behind" if ahead_seconds > 0 else "ahead of"
     what = f"the clock of this machine is {_duration(off)} {way} the coordinator's"
     fix = "let the clock be set over the network, on both machines"
     if off >= CLOCK_PROBLEM_SECONDS:
-        return Finding("clock", "problem", f"{what}: certificates would not be accepted", fix)
+        return CheckResult("clock", "problem", f"{what}: certificates would not be accepted", fix)
     if off >= CLOCK_WARNING_SECONDS:
-        return Finding("clock", "warning", what, fix)
-    return Finding("clock", "ok", "the clocks agree" if off < 1 else what)
+        return CheckResult("clock", "warning", what, fix)
+    return CheckResult("clock", "ok", "the clocks agree" if off < 1 else what)
 
 
-def judge_link(round_trip_seconds: float, up_bytes_per_second: float, down_bytes_per_second: float) -> Finding:
+def judge_link(round_trip_seconds: float, up_bytes_per_second: float, down_bytes_per_second: float) -> CheckResult:
     down, up = units.megabits(down_bytes_per_second), units.megabits(up_bytes_per_second)
     trip = units.milliseconds(round_trip_seconds)
     what = f"{trip} there and back, {down} Mbit/s down, {up} Mbit/s up"
     if min(up_bytes_per_second, down_bytes_per_second) < SLOW_BYTES_PER_SECOND:
-        return Finding("link", "warning", f"{what}: this is slow", "use a cable, or see what else uses the line")
+        return CheckResult("link", "warning", f"{what}: this is slow", "use a cable, or see what else uses the line")
     if round_trip_seconds > LONG_ROUND_TRIP_SECONDS:
-        return Finding("link", "warning", f"{what}: that is a long way", "use a cable, or leave a VPN that is far away")
-    return Finding("link", "ok", what)
+        return CheckResult(
+            "link", "warning", f"{what}: that is a long way", "use a cable, or leave a VPN that is far away"
+        )
+    return CheckResult("link", "ok", what)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

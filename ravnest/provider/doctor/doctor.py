@@ -21,7 +21,7 @@ from ravnest import __version__
 from ravnest.cores import usable_cores
 from ravnest.errors import PeerError, RavnestError
 from ravnest.provider.doctor.checks import (
-    Finding,
+    CheckResult,
     Versions,
     from_error,
     judge_clock,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS: Final = 5.0
 
-Tell = Callable[[Finding], None]
+Tell = Callable[[CheckResult], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def examine(wanted: Wanted, tell: Tell) -> None:
         asyncio.run(_examine(wanted, tell))
 
 
-def look_at_torch() -> Finding:
+def look_at_torch() -> CheckResult:
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -86,7 +86,7 @@ def look_at_torch() -> Finding:
     return found
 
 
-def look_at_port(host: str, port: int) -> Finding:
+def look_at_port(host: str, port: int) -> CheckResult:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}" if port else host
     try:
         place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -99,7 +99,7 @@ def look_at_port(host: str, port: int) -> Finding:
     return judge_port(address, port, "")
 
 
-async def reachable_from_outside(client: "CoordinatorClient", listen: tuple[str, int]) -> Finding | None:
+async def reachable_from_outside(client: "CoordinatorClient", listen: tuple[str, int]) -> CheckResult | None:
     """Whether other machines can dial this one where it would listen; None where that cannot be tried."""
     from ravnest.net.probe.reverse_dial import listening_for_a_moment
 
@@ -143,12 +143,14 @@ async def _look_at_device(wanted: Wanted, tell: Tell) -> None:
     except RuntimeError as error:
         # Out of memory, a driver that does not fit: a stage would fail in the same way.
         reason = str(error).strip().splitlines()[0]
-        return tell(Finding("speed", "problem", f"{device} fails when it computes: {reason}", "use another --device"))
+        return tell(
+            CheckResult("speed", "problem", f"{device} fails when it computes: {reason}", "use another --device")
+        )
     halves = {half: speed.flops_in(half) for half in HALVES}
     tell(judge_speed(speed.flops_per_second, speed.memory_bytes_per_second, halves))
 
 
-def _look_at_disk() -> Finding:
+def _look_at_disk() -> CheckResult:
     from ravnest.net.identity.private_files import make_private_folder
     from ravnest.provider.membership.joining import data_folder
 
@@ -157,7 +159,7 @@ def _look_at_disk() -> Finding:
         make_private_folder(folder)
         if not os.access(folder, os.W_OK):
             fix = "check the folder's owner, or set XDG_DATA_HOME to a folder of yours"
-            return Finding("disk", "problem", f"{folder}, where this machine's key is kept, cannot be written", fix)
+            return CheckResult("disk", "problem", f"{folder}, where this machine's key is kept, cannot be written", fix)
         return judge_disk(str(folder), shutil.disk_usage(folder).free)
     except RavnestError as error:
         return from_error("disk", error)
@@ -180,11 +182,11 @@ async def _look_at_coordinator(line: str, listen: tuple[str, int], tell: Tell) -
         authority = await pin_authority(invite)
     except PeerError as error:
         return tell(from_error("authority", error))
-    tell(Finding("authority", "ok", "what answers is the swarm of the invite"))
+    tell(CheckResult("authority", "ok", "what answers is the swarm of the invite"))
     await _ask(invite, authority, listen, tell)
 
 
-async def _look_up(invite: "SwarmInvite") -> Finding:
+async def _look_up(invite: "SwarmInvite") -> CheckResult:
     try:
         loop = asyncio.get_running_loop()
         places = await loop.getaddrinfo(invite.host, invite.port, type=socket.SOCK_STREAM)
@@ -193,7 +195,7 @@ async def _look_up(invite: "SwarmInvite") -> Finding:
     return judge_name(invite.host, {str(place[4][0]) for place in places})
 
 
-async def _connect(invite: "SwarmInvite") -> Finding:
+async def _connect(invite: "SwarmInvite") -> CheckResult:
     began = time.perf_counter()
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
@@ -266,7 +268,7 @@ async def _check(client: "CoordinatorClient", known_as: str, tell: Tell) -> bool
     return reply.good
 
 
-async def _measure(client: "CoordinatorClient") -> Finding:
+async def _measure(client: "CoordinatorClient") -> CheckResult:
     try:
         speed = await client.measure()
     except PeerError as error:

@@ -29,7 +29,7 @@ _MAX_CLAIM_BYTES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class CoreRequest:
     """What one provider on this machine takes."""
 
     name: str
@@ -38,7 +38,7 @@ class Claim:
     """A number that its user has set; None for a fair share."""
 
 
-def share_of(mine: Claim, others: Sequence[Claim], cores: int) -> tuple[int, str]:
+def share_of(mine: CoreRequest, others: Sequence[CoreRequest], cores: int) -> tuple[int, str]:
     """With how many cores a provider computes, and why.
 
     Those with a number of their own take it, and the rest is divided among the others.
@@ -57,7 +57,7 @@ def share_of(mine: Claim, others: Sequence[Claim], cores: int) -> tuple[int, str
 class CoreClaim:
     """This provider's claim, from `make` to `close` or the end of the process."""
 
-    def __init__(self, folder: Path, claim: Claim, descriptor: int, is_told: bool) -> None:
+    def __init__(self, folder: Path, claim: CoreRequest, descriptor: int, is_told: bool) -> None:
         """Use `make`. With the descriptor -1 it is known to this process alone."""
         self.claim = claim
         self.is_told = is_told
@@ -71,7 +71,7 @@ class CoreClaim:
         folder = folder or Path(tempfile.gettempdir()) / _FOLDER
         is_told = cores is not None or not _threads_of_environment()
         cores = cores or _threads_of_environment()
-        claim = Claim(f"{time.time_ns():020}-{os.getpid()}", cores)
+        claim = CoreRequest(f"{time.time_ns():020}-{os.getpid()}", cores)
         try:
             return cls(folder, claim, _locked_file(folder, claim), is_told)
         except OSError:
@@ -89,7 +89,7 @@ class CoreClaim:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _others(self) -> Iterator[Claim]:
+    def _others(self) -> Iterator[CoreRequest]:
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(self._folder))[:_MAX_CLAIMS]:
                 if name != self.claim.name and not name.startswith("."):
@@ -105,7 +105,7 @@ def _threads_of_environment() -> int | None:
     return int(said) if said.isdecimal() and int(said) else None
 
 
-def _locked_file(folder: Path, claim: Claim) -> int:
+def _locked_file(folder: Path, claim: CoreRequest) -> int:
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
         # As the folder for temporary files: everyone may add a file, and remove none but their own.
@@ -126,7 +126,7 @@ def _locked_file(folder: Path, claim: Claim) -> int:
     return descriptor
 
 
-def _live(folder: Path, name: str) -> Claim | None:
+def _live(folder: Path, name: str) -> CoreRequest | None:
     """The claim in this file; None, and no file, where its provider has ended."""
     # No pipe is waited for.
     descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -134,7 +134,7 @@ def _live(folder: Path, name: str) -> Claim | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         cores = json.loads(os.read(descriptor, _MAX_CLAIM_BYTES)).get("cores")
-        return Claim(name, cores if isinstance(cores, int) and cores > 0 else None)
+        return CoreRequest(name, cores if isinstance(cores, int) and cores > 0 else None)
     else:
         (folder / name).unlink()
         return None

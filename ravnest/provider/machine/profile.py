@@ -16,7 +16,7 @@ from ravnest.provider.machine.speed_cache import Setup, device_name, machine_spe
 
 
 @dataclass(frozen=True)
-class LentMachine:
+class OfferedMachine:
     """What the owner of a machine lends."""
 
     device: torch.device
@@ -32,7 +32,7 @@ class LentMachine:
 class MachineProfile:
     """Measures this machine once, and follows its share of the cores. Used on the network's loop."""
 
-    def __init__(self, machine: LentMachine, say: Callable[[str], None]) -> None:
+    def __init__(self, machine: OfferedMachine, say: Callable[[str], None]) -> None:
         """`say` prints lines for the user."""
         self._machine = machine
         self._say = say

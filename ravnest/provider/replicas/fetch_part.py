@@ -1,4 +1,4 @@
-"""How parts of replicas come to whoever is to go on with a stage: from its own disk, or from those who give them."""
+"""Fetching of replica parts that a stage starts from: from the disk here, or from other providers (*sources*)."""
 
 import asyncio
 import hashlib
@@ -17,40 +17,40 @@ from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.transfer import MAX_BYTES, PartArrivals
 
-MAX_DONORS: Final = 1000
-"""Whose parts a stage begins with."""
-GIVER_SECONDS: Final = 30.0
-"""How long a giver may take to come, and then to begin."""
+MAX_SOURCES: Final = 1000
+"""Maximum number of parts that a stage is joined from."""
+SOURCE_SECONDS: Final = 30.0
+"""Timeout of a source: until it is connected, and then until it begins to send."""
 
 
-class Taking:
-    """Gets the parts that orders name."""
+class PartFetcher:
+    """Fetches the parts that orders name."""
 
     def __init__(self, files: PartFiles, links: PartLinks, say: Callable[[str], None]) -> None:
-        """`say` gets a line for the user where the disk here does not take the part."""
+        """`say` prints a line for the user when the disk here does not take the part."""
         self._files = files
         self._links = links
         self._say = say
-        self._coming: dict[str, PartLink] = {}
-        """By their names."""
+        self._expected: dict[str, PartLink] = {}
+        """Links to the sources of the newest order, by their names."""
 
     def expect(self, order: Deploy) -> list[PartLink]:
-        """An order has come: those who give parts for it may dial from now on. The links of the order before, which are
-        to be closed."""
-        before = list(self._coming.values())
-        givers = [source.giver for source in _sources(order)[: MAX_DONORS + 1] if source.giver.node]
-        self._coming = {giver.link: self._links.add(giver) for giver in givers}
+        """Let the sources of this order dial from now on. Returns the links of the previous order, for the caller to
+        close."""
+        before = list(self._expected.values())
+        nodes = [source.giver for source in _sources(order)[: MAX_SOURCES + 1] if source.giver.node]
+        self._expected = {node.link: self._links.add(node) for node in nodes}
         return before
 
-    async def part(self, order: Deploy, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors and metadata of the part that the order names; PeerError says why they cannot be had, or that
-        they are other ones than their owner kept."""
+    async def fetch(self, order: Deploy, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors and metadata of the part that the order names. PeerError when they cannot be had, or are not what
+        their owner recorded."""
         return await self._get(_sources(order)[0], max_bytes, keep=True)
 
-    async def donated(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
-        """The same of all parts that the order's donors have, which come at the same time."""
-        if len(order.donors) > MAX_DONORS:
-            raise PeerError(f"a stage is to begin with parts of {len(order.donors):,}, more than {MAX_DONORS:,}")
+    async def fetch_all(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
+        """The same for every part that the order's stage is joined from, all at the same time."""
+        if len(order.donors) > MAX_SOURCES:
+            raise PeerError(f"a stage is to begin with parts of {len(order.donors):,}, more than {MAX_SOURCES:,}")
         async with BackgroundTasks() as tasks:
             getting = [tasks.spawn(self._get(source, MAX_BYTES, keep=False)) for source in order.donors]
             return list(await asyncio.gather(*getting))
@@ -61,10 +61,10 @@ class Taking:
             part = self._files.find(key, source.replica)
             _check_hash(source, part.sha256)
             return await in_thread(part.read)
-        link = self._coming.pop(source.giver.link, None) or self._links.add(source.giver)
+        link = self._expected.pop(source.giver.link, None) or self._links.add(source.giver)
         try:
-            arrivals = PartArrivals(await link.connected(GIVER_SECONDS), self._begin(source, max_bytes, keep=keep))
-            _, sink = await arrivals.next(GIVER_SECONDS)
+            arrivals = PartArrivals(await link.connected(SOURCE_SECONDS), self._begin(source, max_bytes, keep=keep))
+            _, sink = await arrivals.next(SOURCE_SECONDS)
             return sink.read()
         except PeerError as error:
             said = f"{source.giver.node} did not give the part of {key} of replica {source.replica}: {error}"
@@ -100,11 +100,11 @@ def _sources(order: Deploy) -> list[PartSource]:
 
 def _check_hash(source: PartSource, sha256: str) -> None:
     if source.sha256 not in ("", sha256):
-        raise PeerError("it is not the part that its owner kept: its sha256 is another")
+        raise PeerError("it is not the part that its owner recorded: its sha256 is another")
 
 
 class _Sink:
-    """Makes tensors of the bytes; they go to the disk as well, where that takes them."""
+    """Builds tensors from the bytes of a part, and writes them to the disk where the disk takes them."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Sink:
         say: Callable[[str], None],
         check: Callable[[str], None],
     ) -> None:
-        """`check` gets the hash of all bytes, and raises PeerError where it should be another."""
+        """`check` gets the hash of all bytes, and raises PeerError if it is wrong."""
         self._check = check
         self._reader = WeightsReader(size_bytes)
         self._digest = hashlib.sha256()
@@ -142,7 +142,7 @@ class _Sink:
             raise PeerError(str(error)) from None
 
     def _on_disk(self, work: Callable[[PartWriter], object]) -> None:
-        """A disk that refuses is no reason to do without the stage."""
+        """Write to the disk. When the disk refuses, the stage starts from memory all the same."""
         if self._writer is not None:
             try:
                 work(self._writer)

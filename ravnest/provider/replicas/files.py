@@ -59,7 +59,7 @@ def check_key(key: str) -> str:
     return key
 
 
-class Part:
+class ReplicaPart:
     """A part on the disk. It can be read for as long as somebody has this object, whatever becomes of its name."""
 
     def __init__(self, key: str, replica: int, sha256: str, descriptor: int, path: Path | None) -> None:
@@ -108,7 +108,7 @@ class PartFiles:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._coming: dict[PartWriter, int] = {}
-        self._parts: dict[str, dict[int, Part]] = {}
+        self._parts: dict[str, dict[int, ReplicaPart]] = {}
         self._spared: dict[str, int] = {}
         self._lock = threading.Lock()
         if folder is not None:
@@ -128,7 +128,7 @@ class PartFiles:
                 say(f"{error}: parts of replicas will not outlive this process")
         return cls(None)
 
-    def write(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Part:
+    def write(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> ReplicaPart:
         """Keeps a stage's state as a part."""
         writer = self.begin(key, replica, stream_size_bytes(tensors, metadata))
         try:
@@ -157,7 +157,7 @@ class PartFiles:
             self._coming[writer] = size_bytes
         return writer
 
-    def find(self, key: str, replica: int) -> Part:
+    def find(self, key: str, replica: int) -> ReplicaPart:
         """This part; PeerError where there is none."""
         with self._lock:
             part = self._parts.get(key, {}).get(replica)
@@ -194,7 +194,7 @@ class PartFiles:
                 if key in self._parts and before > 0:
                     self._spared[key] = min(self._parts[key])
 
-    def remove(self, part: Part) -> None:
+    def remove(self, part: ReplicaPart) -> None:
         """A part that is damaged."""
         with self._lock:
             if self._parts.get(part.key, {}).get(part.replica) is part:
@@ -219,7 +219,7 @@ class PartFiles:
                 f"here with {held:,} of {limit:,} bytes; let this provider keep more with --cache"
             )
 
-    def _keep(self, part: Part) -> None:
+    def _keep(self, part: ReplicaPart) -> None:
         with self._lock:
             known = self._parts.setdefault(part.key, {})
             before = known.get(part.replica)
@@ -257,7 +257,7 @@ class PartFiles:
                     path.unlink()
                 elif name is not None:
                     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-                    part = Part(name[1], int(name[2]), name[3], descriptor, path)
+                    part = ReplicaPart(name[1], int(name[2]), name[3], descriptor, path)
                     # All of them: which of them is whole everywhere only the coordinator knows.
                     self._parts.setdefault(part.key, {})[part.replica] = part
 
@@ -283,7 +283,7 @@ class PartWriter:
         except OSError as error:
             raise _refused(self._path, error) from None
 
-    def finish(self, sha256: str | None = None) -> Part:
+    def finish(self, sha256: str | None = None) -> ReplicaPart:
         """It is whole: from now on it counts. PeerError where its hash is not this one."""
         found = self._digest.hexdigest()
         if sha256 is not None and found != sha256:
@@ -297,7 +297,7 @@ class PartWriter:
                 os.replace(self._path, final)
         except OSError as error:
             raise _refused(final, error) from None
-        part = Part(self._key, self._replica, found, self._descriptor, final)
+        part = ReplicaPart(self._key, self._replica, found, self._descriptor, final)
         self._descriptor, self._path = -1, None
         self._files._keep(part)
         self._files._end(self)

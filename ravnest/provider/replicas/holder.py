@@ -3,13 +3,13 @@ to go on with such a stage."""
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable, Collection
 from typing import Final
 
 from ravnest.background import BackgroundTasks, cancel_and_wait, in_thread
 from ravnest.errors import GraphError, PeerError, RavnestError, RunError
 from ravnest.graph.portable import PortableGraph
+from ravnest.graph.state_size import MAX_GRAPH_BYTES, max_state_bytes
 from ravnest.net.streams.resumable_link import FIRST_BACKOFF_SECONDS
 from ravnest.net.v1.control_pb2 import ArtifactRef, Hold
 from ravnest.provider.fetch.artifacts import Artifacts
@@ -18,20 +18,10 @@ from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.transfer import MAX_BYTES, PartArrivals, PartRefusedError
 
-_SPARE_BYTES: Final = 64 << 20
-_STATE_FACTOR: Final = 16
-"""A part may take so many bytes beyond its stage's weights, and so many times these, as the coordinator has it too."""
-_MAX_GRAPH_BYTES: Final = 256 << 20
 _MAX_HELD: Final = 1000
 
 
-def max_part_bytes(graph: PortableGraph) -> int:
-    """How large a part of this stage can be."""
-    weights = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in (*graph.parameters, *graph.states))
-    return _SPARE_BYTES + _STATE_FACTOR * weights
-
-
-class Holding:
+class ReplicaHolder:
     """Holds parts for as many owners as the coordinator says."""
 
     def __init__(self, files: PartFiles, links: PartLinks, artifacts: Artifacts, say: Callable[[str], None]) -> None:
@@ -103,10 +93,10 @@ class Holding:
         if not order.graph.id:
             return MAX_BYTES
         try:
-            if order.graph.size_bytes > _MAX_GRAPH_BYTES:
+            if order.graph.size_bytes > MAX_GRAPH_BYTES:
                 raise GraphError(f"the graph of {order.key} has {order.graph.size_bytes} bytes")
             text = await self._artifacts.get(order.graph, _Text, FetchProgress(order.graph.size_bytes))
-            return await in_thread(lambda: max_part_bytes(PortableGraph.from_json(bytes(text.data))))
+            return await in_thread(lambda: max_state_bytes(PortableGraph.from_json(bytes(text.data))))
         except RavnestError as error:
             self._say(f"cannot get ready for a stage that this machine is to stand by for: {error}")
             return MAX_BYTES

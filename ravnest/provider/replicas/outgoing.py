@@ -16,7 +16,7 @@ MAX_TOLD: Final = 16
 """Transfers in one report."""
 
 
-class Sending:
+class OutgoingTransfer:
     """One transfer under way. Its methods belong to the network's loop."""
 
     def __init__(self, kind: str, name: str, total_bytes: int) -> None:
@@ -58,17 +58,17 @@ class Sending:
         )
 
 
-class StateTransfers:
+class OutgoingTransfers:
     """All that are under way. Transfers begin and end on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._under_way: list[Sending] = []
+        self._under_way: list[OutgoingTransfer] = []
 
     @contextlib.contextmanager
-    def sending(self, kind: str, name: str, total_bytes: int) -> Iterator[Sending]:
+    def sending(self, kind: str, name: str, total_bytes: int) -> Iterator[OutgoingTransfer]:
         """A transfer that lasts as long as the block. `kind` and `name` are as `Transfer` has them."""
-        sending = Sending(kind, name, total_bytes)
+        sending = OutgoingTransfer(kind, name, total_bytes)
         with self._lock:
             self._under_way.append(sending)
         try:

@@ -12,9 +12,9 @@ from torch import Tensor
 from ravnest.background import BackgroundTasks, in_thread
 from ravnest.errors import PeerError, RavnestError
 from ravnest.net.v1.control_pb2 import ProviderMessage, Replicate, Replicated
-from ravnest.provider.replicas.files import Part, PartFiles, check_key
+from ravnest.provider.replicas.files import PartFiles, ReplicaPart, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
-from ravnest.provider.replicas.outgoing import StateTransfers
+from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.replicas.transfer import SHARE, send_part
 
 Tell = Callable[[ProviderMessage], Awaitable[None]]
@@ -24,13 +24,13 @@ _State = tuple[Mapping[str, Tensor], Mapping[str, str]]
 """Tensors and metadata of a stage."""
 
 
-class Replicating:
+class ReplicaOwner:
     """Keeps what it is given, one after the other. Where stages are faster than the line, the newest counts.
 
     Whatever goes wrong is told in Replicated; the stage goes on.
     """
 
-    def __init__(self, files: PartFiles, links: PartLinks, tell: Tell, sending: StateTransfers) -> None:
+    def __init__(self, files: PartFiles, links: PartLinks, tell: Tell, sending: OutgoingTransfers) -> None:
         """What goes to the holder is told of in `sending`."""
         self._sending = sending
         self._files = files
@@ -86,7 +86,7 @@ class Replicating:
                 del state
             await self._say(which, part, *await self._hand_over(part))
 
-    async def _hand_over(self, part: Part) -> tuple[str, str]:
+    async def _hand_over(self, part: ReplicaPart) -> tuple[str, str]:
         """Who else has it now, and why nobody has."""
         while True:
             order, link = self._order, self._link
@@ -100,7 +100,7 @@ class Replicating:
                 if self._order is order:
                     return "", in_words(error)
 
-    async def _say(self, which: "_Which", part: Part | None = None, holder: str = "", error: str = "") -> None:
+    async def _say(self, which: "_Which", part: ReplicaPart | None = None, holder: str = "", error: str = "") -> None:
         said = Replicated(
             key=which.key,
             replica=which.replica,

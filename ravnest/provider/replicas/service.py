@@ -1,5 +1,10 @@
-"""Replicas as one provider has to do with them: it keeps parts of its own stage and of others', gives them to whoever
-needs them, and uploads them. What is said of it by the coordinator comes here."""
+"""Replica service: everything that a provider does with replicas in one session.
+
+A *replica* is a copy of a cluster's state after one microbatch; its *parts* are the states of the single stages. The
+provider writes the parts of its own stage to the disk and sends them to a holder, holds parts of other providers'
+stages, fetches the parts that a stage starts from, and sends or uploads parts on request. Whatever goes wrong is told
+to the coordinator, and ends neither the session nor the stage.
+"""
 
 import asyncio
 import contextlib
@@ -17,25 +22,22 @@ from ravnest.net.streams.frame_stream import Link
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, Failed, Give, ProviderMessage, UploadPart
 from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.links.upload import upload
-from ravnest.provider.replicas.fetch_part import Taking
-from ravnest.provider.replicas.files import Part, PartFiles
-from ravnest.provider.replicas.holder import Holding
+from ravnest.provider.replicas.fetch_part import PartFetcher
+from ravnest.provider.replicas.files import PartFiles, ReplicaPart
+from ravnest.provider.replicas.holder import ReplicaHolder
 from ravnest.provider.replicas.links import PartLink, PartLinks
-from ravnest.provider.replicas.outgoing import StateTransfers
-from ravnest.provider.replicas.owner import Replicating, in_words
+from ravnest.provider.replicas.outgoing import OutgoingTransfers
+from ravnest.provider.replicas.owner import ReplicaOwner, in_words
 from ravnest.provider.replicas.transfer import MAX_BYTES, refuse, send_part
 
-ORDERS: Final = frozenset({"replicate", "hold", "forget", "give", "upload_part"})
-"""What the coordinator says of replicas."""
-
-_MAX_AT_ONCE: Final = 1000
+_MAX_TASKS: Final = 1000
 
 
-class Parts:
-    """All of it for one stay in the swarm, on the network's loop; the files outlive it.
+class ReplicaService:
+    """Carries out the commands about replicas, on the network's loop. The files outlive the session.
 
-    Whatever goes wrong is told to the coordinator: of the own stage in Replicated, else as Failed of kind "part" whose
-    deployment is the key. Nothing of it ends the stay or the stage.
+    A failure of the own stage's part is told as Replicated, any other one as Failed of the kind "part", whose
+    deployment is the key of the stage.
     """
 
     def __init__(
@@ -47,57 +49,53 @@ class Parts:
         tell: Callable[[ProviderMessage], Awaitable[None]],
         allow: Callable[[frozenset[str]], None],
         say: Callable[[str], None],
-        sending: StateTransfers | None = None,
+        transfers: OutgoingTransfers | None = None,
     ) -> None:
-        """`tell` speaks to the coordinator, `allow` is told which nodes may dial in because of parts, `say` gets lines
-        for the user; all parts that are sent are told of in `sending`."""
-        self._sending = sending or StateTransfers()
+        """`tell` sends a message to the coordinator, `allow` is told which nodes may dial in to exchange parts, and
+        `say` prints lines for the user. The heartbeat reports the `transfers`."""
+        self._transfers = transfers or OutgoingTransfers()
         self._files = files
         self._client = client
         self._tell = tell
         self._links = PartLinks(node, client, allow)
-        self._replicating = Replicating(files, self._links, tell, self._sending)
-        self._holding = Holding(files, self._links, artifacts, say)
-        self._taking = Taking(files, self._links, say)
-        self._errands = BackgroundTasks()
+        self._owner = ReplicaOwner(files, self._links, tell, self._transfers)
+        self._holder = ReplicaHolder(files, self._links, artifacts, say)
+        self._fetcher = PartFetcher(files, self._links, say)
+        self._tasks = BackgroundTasks()
+        self._handlers: Mapping[str, Callable[[CoordinatorMessage], None]] = {
+            "replicate": self._replicate,
+            "hold": self._hold,
+            "forget": self._forget,
+            "give": self._give,
+            "upload_part": self._upload,
+        }
 
     def obey(self, message: CoordinatorMessage) -> None:
-        """Does what the coordinator says of replicas."""
-        kind = message.WhichOneof("body")
-        if kind == "replicate":
-            self._try(message.replicate.key, lambda: self._replicating.follow(message.replicate))
-        elif kind == "hold":
-            self._try(message.hold.key, lambda: self._holding.hold(message.hold))
-        elif kind == "forget":
-            keep, of = frozenset(message.forget.keep), frozenset(message.forget.of)
-            if not of:
-                self._holding.forget(keep)
-            self._errand("", in_thread(partial(self._files.forget, keep, message.forget.before, of)))
-        elif kind == "give":
-            self._errand(message.give.key, self._give(message.give, self._links.add(message.give.to)))
-        elif kind == "upload_part":
-            self._errand(message.upload_part.key, self._upload(message.upload_part))
+        """Carry out a command about replicas."""
+        handler = self._handlers.get(message.WhichOneof("body") or "")
+        if handler is not None:
+            handler(message)
 
     def expect(self, order: Deploy) -> None:
-        """A stage is to be taken: whoever gives a part for it may dial from now on."""
-        for before in self._taking.expect(order):
-            self._errand(order.key, before.close())
+        """A stage is about to be deployed: the sources of its parts may dial from now on."""
+        for before in self._fetcher.expect(order):
+            self._spawn(order.key, before.close())
 
-    async def part(self, order: Deploy, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors and metadata of the part that the order names, from the disk here or from its giver.
+    async def fetch_part(self, order: Deploy, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors and metadata of the part that the order names, from the disk here or from its source.
 
-        PeerError when it is not here, does not come, is larger than `max_bytes` or is not what its hash says.
+        PeerError when it is not here, does not arrive, is larger than `max_bytes` or does not match its hash.
         """
-        return await self._taking.part(order, max_bytes)
+        return await self._fetcher.fetch(order, max_bytes)
 
-    async def donated(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
-        """The same of all parts that the order's donors have."""
-        return await self._taking.donated(order)
+    async def fetch_all_parts(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
+        """The same for every part that a stage of another shape is joined from."""
+        return await self._fetcher.fetch_all(order)
 
-    def keeper(self, order: Deploy) -> Callable[[int, Mapping[str, Tensor], Mapping[str, str]], None]:
-        """Who keeps the parts of the stage of this order: called on any thread with the number of the replica and
-        copies of the stage's state, returns at once."""
-        return partial(self._replicating.keep, order.key)
+    def recorder(self, order: Deploy) -> Callable[[int, Mapping[str, Tensor], Mapping[str, str]], None]:
+        """A function that records the parts of this order's stage. It may be called on any thread, with the number of
+        the replica and copies of the stage's state, and returns at once."""
+        return partial(self._owner.keep, order.key)
 
     async def accept(self, peer: str, connection: Link) -> bool:
         """A node has dialled: uses its connection until that breaks. False if it is for none of these links."""
@@ -112,11 +110,30 @@ class Parts:
         return self._links.meet(name)
 
     async def close(self) -> None:
-        """Ends links and transfers. The files stay."""
-        await self._errands.close()
-        await asyncio.gather(self._replicating.close(), self._holding.close(), self._links.close())
+        """End links and transfers. The files stay."""
+        await self._tasks.close()
+        await asyncio.gather(self._owner.close(), self._holder.close(), self._links.close())
 
-    async def _give(self, order: Give, link: PartLink) -> None:
+    def _replicate(self, message: CoordinatorMessage) -> None:
+        self._try(message.replicate.key, lambda: self._owner.follow(message.replicate))
+
+    def _hold(self, message: CoordinatorMessage) -> None:
+        self._try(message.hold.key, lambda: self._holder.hold(message.hold))
+
+    def _forget(self, message: CoordinatorMessage) -> None:
+        keep, of = frozenset(message.forget.keep), frozenset(message.forget.of)
+        if not of:
+            self._holder.forget(keep)
+        self._spawn("", in_thread(partial(self._files.forget, keep, message.forget.before, of)))
+
+    def _give(self, message: CoordinatorMessage) -> None:
+        # The link is added at once, so that the receiver may dial from now on.
+        self._spawn(message.give.key, self._send(message.give, self._links.add(message.give.to)))
+
+    def _upload(self, message: CoordinatorMessage) -> None:
+        self._spawn(message.upload_part.key, self._upload_part(message.upload_part))
+
+    async def _send(self, order: Give, link: PartLink) -> None:
         try:
             connection = await link.connected()
             try:
@@ -124,33 +141,33 @@ class Parts:
             except PeerError as error:
                 await refuse(connection, order.replica, str(error))
                 raise
-            with self._sending.sending("part", order.key, part.size_bytes) as sending:
+            with self._transfers.sending("part", order.key, part.size_bytes) as sending:
                 await send_part(connection, part, reached=sending.reached)
         finally:
             await link.close()
 
-    async def _upload(self, order: UploadPart) -> None:
+    async def _upload_part(self, order: UploadPart) -> None:
         part = self._files.find(order.key, order.replica)
-        with self._sending.sending("part", order.name, part.size_bytes) as sending:
+        with self._transfers.sending("part", order.name, part.size_bytes) as sending:
             await upload(self._client, order.name, lambda: sending.counted(_chunks(part)))
 
-    def _errand(self, key: str, work: Coroutine[Any, Any, None]) -> None:
-        if len(self._errands) >= _MAX_AT_ONCE:
+    def _spawn(self, key: str, work: Coroutine[Any, Any, None]) -> None:
+        if len(self._tasks) >= _MAX_TASKS:
             work.close()
-            raise PeerError(f"the coordinator wants more than {_MAX_AT_ONCE} things done with parts at once")
-        self._errands.spawn(self._telling(key, work))
+            raise PeerError(f"the coordinator wants more than {_MAX_TASKS} things done with parts at once")
+        self._tasks.spawn(self._told(key, work))
 
-    async def _telling(self, key: str, work: Awaitable[None]) -> None:
+    async def _told(self, key: str, work: Awaitable[None]) -> None:
         try:
             await work
         except Exception as error:
             await self._failed(key, error)
 
-    def _try(self, key: str, order: Callable[[], None]) -> None:
+    def _try(self, key: str, command: Callable[[], None]) -> None:
         try:
-            order()
+            command()
         except PeerError as error:
-            self._errand(key, self._failed(key, error))
+            self._spawn(key, self._failed(key, error))
 
     async def _failed(self, key: str, error: Exception) -> None:
         failed = Failed(deployment=key, kind="part", message=in_words(error), microbatch=-1)
@@ -158,11 +175,11 @@ class Parts:
             await self._tell(ProviderMessage(failed=failed))
 
 
-async def _chunks(part: Part) -> AsyncIterator[bytes]:
+async def _chunks(part: ReplicaPart) -> AsyncIterator[bytes]:
     chunks = part.chunks()
     try:
         while (data := await in_thread(lambda: next(chunks, None))) is not None:
             yield data
     except PeerError as error:
-        # To upload it again would be in vain.
+        # A second upload would find the same damage.
         raise RefusedError(str(error)) from None

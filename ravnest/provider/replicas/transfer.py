@@ -19,7 +19,7 @@ from ravnest.errors import PeerError, RavnestError, RefusedError
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.streams.resumable_link import ResumableLink
-from ravnest.provider.replicas.files import Part
+from ravnest.provider.replicas.files import ReplicaPart
 
 CHUNK_BYTES: Final = 256 << 10
 """The most that a frame has of a part."""
@@ -73,7 +73,7 @@ class PartRefusedError(PeerError):
 
 async def send_part(
     link: ResumableLink,
-    part: Part,
+    part: ReplicaPart,
     share: float | None = None,
     reached: Callable[[int], None] = lambda received_bytes: None,
 ) -> None:

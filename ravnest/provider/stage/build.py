@@ -1,7 +1,6 @@
 """Construction of a hosted stage: fetch what the order names, check it, and build the stage from it."""
 
 import asyncio
-from typing import Final
 
 import torch
 
@@ -9,6 +8,7 @@ from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
+from ravnest.graph.state_size import MAX_GRAPH_BYTES
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import Deploy
@@ -21,8 +21,6 @@ from ravnest.provider.stage.host import Host
 from ravnest.provider.stage.hosted_stage import HostedStage, RingMembership
 from ravnest.provider.stage.records import StageRecords
 from ravnest.provider.stage.spans import SpanRecorder
-
-_MAX_GRAPH_BYTES: Final = 256 << 20
 
 
 async def build_stage(
@@ -81,8 +79,8 @@ class _GraphText:
     """The text of a graph, chunk by chunk."""
 
     def __init__(self, size_bytes: int) -> None:
-        if size_bytes > _MAX_GRAPH_BYTES:
-            raise GraphError(f"the stage's graph has {size_bytes} bytes, more than {_MAX_GRAPH_BYTES}")
+        if size_bytes > MAX_GRAPH_BYTES:
+            raise GraphError(f"the stage's graph has {size_bytes} bytes, more than {MAX_GRAPH_BYTES}")
         self.parts: list[bytes] = []
 
     def feed(self, chunk: bytes) -> None:

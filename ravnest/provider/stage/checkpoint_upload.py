@@ -17,7 +17,7 @@ import torch
 
 from ravnest.errors import RavnestError, RefusedError
 from ravnest.graph.weights import stream_tensors
-from ravnest.provider.replicas.outgoing import StateTransfers
+from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.stage.failure import FirstFailure, StageFailure
 from ravnest.provider.stage.records import StageRecords
 
@@ -37,7 +37,7 @@ class CheckpointUploads:
         upload: Upload,
         records: StageRecords,
         failures: FirstFailure,
-        transfers: StateTransfers,
+        transfers: OutgoingTransfers,
         *,
         has_room: Callable[[int], bool] = lambda size_bytes: False,
         outer_state: Callable[[], Tensors] = dict,

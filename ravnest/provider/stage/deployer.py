@@ -15,7 +15,7 @@ from ravnest.provider.fetch.progress import fetching
 from ravnest.provider.machine.warm_up import warm_up
 from ravnest.provider.membership.session import SwarmSession
 from ravnest.provider.replicas.format import joined
-from ravnest.provider.replicas.service import Parts
+from ravnest.provider.replicas.service import ReplicaService
 from ravnest.provider.stage.build import build_stage
 from ravnest.provider.stage.host import Host
 from ravnest.provider.stage.hosted_stage import HostedStage
@@ -34,7 +34,7 @@ class StageDeployer:
         session: SwarmSession,
         host: Host,
         slot: StageSlot,
-        parts: Parts,
+        parts: ReplicaService,
         artifacts: Artifacts,
         console: Console,
     ) -> None:
@@ -53,7 +53,7 @@ class StageDeployer:
             warming = asyncio.create_task(asyncio.to_thread(warm_up))
             hosted = await (self._keep(order) if order.keep else self._build(order))
             if order.key:
-                hosted.on_keep = self._parts.keeper(order)
+                hosted.on_keep = self._parts.recorder(order)
             self._slot.allow(hosted.neighbours)
             ready = hosted.ready()
             await self._slot.put(hosted)
@@ -71,7 +71,11 @@ class StageDeployer:
         part = None
         if order.part_key or order.donors:
             try:
-                part = await self._parts.part(order) if order.part_key else joined(await self._parts.donated(order))
+                part = (
+                    await self._parts.fetch_part(order)
+                    if order.part_key
+                    else joined(await self._parts.fetch_all_parts(order))
+                )
             except PeerError as error:
                 raise _NoPartError(str(error)) from None
         async with fetching(order, self._session.control, self._console.fetch_line) as progress:

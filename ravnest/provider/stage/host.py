@@ -6,7 +6,7 @@ import torch
 
 from ravnest.engine.speed.pace import NO_PRETENCE, Pretence
 from ravnest.net.identity.node_identity import NodeIdentity
-from ravnest.provider.replicas.outgoing import StateTransfers
+from ravnest.provider.replicas.outgoing import OutgoingTransfers
 
 
 @dataclass(frozen=True)
@@ -21,5 +21,5 @@ class Host:
     """Memory that the process held before it hosted a stage."""
     pretence: Pretence = NO_PRETENCE
     """The slower machine that this provider pretends to be, in tests and benchmarks."""
-    transfers: StateTransfers = field(default_factory=StateTransfers)
+    transfers: OutgoingTransfers = field(default_factory=OutgoingTransfers)
     """Transfers of state under way; the heartbeat reports them."""

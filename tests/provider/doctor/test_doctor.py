@@ -25,7 +25,7 @@ from ravnest.net.identity.identity import Identity
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.rpc.server import CoordinatorServer
 from ravnest.provider.doctor import doctor
-from ravnest.provider.doctor.checks import Finding
+from ravnest.provider.doctor.checks import CheckResult
 from ravnest.provider.doctor.doctor import Wanted, examine
 from ravnest.provider.membership.joining import kept_identity
 from tests.e2e.command import ravnest
@@ -70,9 +70,9 @@ def coordinator() -> Iterator[Coordinator]:
         loop.call(made.swarm.stop("the test is over"))
 
 
-def look(invite: SwarmInvite | str | None = None, **wanted: object) -> dict[str, Finding]:
+def look(invite: SwarmInvite | str | None = None, **wanted: object) -> dict[str, CheckResult]:
     """The findings by what they are about; none is told twice."""
-    told: list[Finding] = []
+    told: list[CheckResult] = []
     line = invite.line if isinstance(invite, SwarmInvite) else invite
     examine(Wanted(line, **wanted), told.append)  # type: ignore[arg-type]
     found = {finding.check: finding for finding in told}
@@ -80,7 +80,7 @@ def look(invite: SwarmInvite | str | None = None, **wanted: object) -> dict[str,
     return found
 
 
-def problem(found: dict[str, Finding], check: str, sentence: str, fix: str) -> None:
+def problem(found: dict[str, CheckResult], check: str, sentence: str, fix: str) -> None:
     """This is the only problem, in these words, and it has this fix."""
     assert [finding.check for finding in found.values() if finding.level == "problem"] == [check], found
     assert re.search(sentence, found[check].sentence), found[check]

@@ -4,7 +4,7 @@ import pytest
 
 from ravnest.errors import PeerError
 from ravnest.provider.doctor.checks import (
-    Finding,
+    CheckResult,
     Level,
     Versions,
     exit_code,
@@ -98,11 +98,11 @@ OURS = Versions("0.1.0", 1, 1)
         (from_error("device", PeerError("a; b; use --device cpu")), "problem", "a; b"),
     ],
 )
-def test_facts_are_judged(finding: Finding, level: Level, words: str) -> None:
+def test_facts_are_judged(finding: CheckResult, level: Level, words: str) -> None:
     assert finding.level == level and words in finding.sentence, finding
     assert bool(finding.fix) == (level != "ok"), "what is not well has a fix, and nothing else has one"
 
 
 def test_only_a_problem_is_an_exit_code() -> None:
-    fine, warning, problem = (Finding("x", level, "x") for level in ("ok", "warning", "problem"))
+    fine, warning, problem = (CheckResult("x", level, "x") for level in ("ok", "warning", "problem"))
     assert (exit_code([]), exit_code([fine, warning]), exit_code([fine, problem])) == (0, 0, 2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ravnest.provider.machine.core_claims import Claim, CoreClaim, share_of
+from ravnest.provider.machine.core_claims import CoreClaim, CoreRequest, share_of
 
 HOLD = """
 import sys
@@ -43,12 +43,12 @@ def no_number_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_asked_for_a_number_gets_it_and_the_rest_is_shared(
     mine: int | None, others: Sequence[int | None], cores: int, expected: int
 ) -> None:
-    claims = [Claim(f"{number}", wanted) for number, wanted in enumerate(others)]
-    assert share_of(Claim("9", mine), claims, cores)[0] == expected
+    claims = [CoreRequest(f"{number}", wanted) for number, wanted in enumerate(others)]
+    assert share_of(CoreRequest("9", mine), claims, cores)[0] == expected
 
 
 def test_what_does_not_divide_goes_to_who_came_first() -> None:
-    claims = [Claim(name, None) for name in "abc"]
+    claims = [CoreRequest(name, None) for name in "abc"]
     shares = [share_of(claim, [other for other in claims if other != claim], 8)[0] for claim in claims]
     assert shares == [3, 3, 2]
     assert (

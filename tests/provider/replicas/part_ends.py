@@ -29,7 +29,7 @@ from ravnest.net.v1.control_pb2 import (
 )
 from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.replicas.files import PartFiles
-from ravnest.provider.replicas.service import Parts
+from ravnest.provider.replicas.service import ReplicaService
 
 KEY = "d1-c0-s1"
 METADATA = {"version": "7", "applied": "[3, 4]"}
@@ -76,7 +76,7 @@ class Keeper:
         self.address = ""
         client: Any = self.coordinator
         artifacts = Artifacts(client, None)
-        self.parts = Parts(
+        self.parts = ReplicaService(
             self.files, self.node, client, artifacts, self.said.put, self._allow, lambda text: self.lines.append(text)
         )
 
@@ -91,7 +91,7 @@ class Keeper:
         self.parts.obey(CoordinatorMessage(**order))
 
     def keep(self, replica: int, tensors: dict[str, Tensor], key: str = KEY) -> None:
-        self.parts.keeper(Deploy(key=key))(replica, tensors, METADATA)
+        self.parts.recorder(Deploy(key=key))(replica, tensors, METADATA)
 
     async def hears(self) -> Replicated | Failed:
         """The next thing it says."""

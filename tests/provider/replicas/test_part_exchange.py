@@ -25,10 +25,10 @@ from ravnest.net.v1.control_pb2 import (
     Replicated,
     UploadPart,
 )
-from ravnest.provider.replicas import fetch_part as taking
+from ravnest.provider.replicas import fetch_part
 from ravnest.provider.replicas import files as part_files
 from ravnest.provider.replicas import transfer as part_transfer
-from ravnest.provider.replicas.outgoing import StateTransfers
+from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.replicas.transfer import CHUNK_BYTES, next_burst, pause_seconds, send_part
 from tests.coordinator.checkpoints.part_states import GRAPH
 from tests.net.secure_ends import run
@@ -231,7 +231,7 @@ def test_a_part_is_given_to_whoever_takes_the_stage(tmp_path: Path) -> None:
             order = a_deploy(taker, holder)
             taker.parts.expect(order)
             holder.obey(give=Give(key=KEY, replica=4, to=holder.dials(taker, "give-1")))
-            tensors, metadata = await taker.parts.part(order)
+            tensors, metadata = await taker.parts.fetch_part(order)
             assert torch.equal(tensors["param:w"], a_state(2_000_000)["param:w"]) and metadata == METADATA
             assert content(taker, 4) == content(holder, 4), "it is an owner now, and may be asked for it"
 
@@ -240,13 +240,13 @@ def test_a_part_is_given_to_whoever_takes_the_stage(tmp_path: Path) -> None:
 
 def test_whoever_gives_a_part_knows_how_much_of_it_the_other_has_whatever_its_size(tmp_path: Path) -> None:
     async def test() -> None:
-        sending = StateTransfers()
+        sending = OutgoingTransfers()
         reached: list[int] = []
         async with keepers(tmp_path, "holder", "taker") as (holder, taker):
             # More than may be unanswered at a time.
             part = holder.files.write(KEY, 4, a_state(5_000_000), METADATA)
             link = holder.parts._links.add(holder.dials(taker, "give-1"))
-            taking = asyncio.create_task(taker.parts.part(a_deploy(taker, holder)))
+            taking = asyncio.create_task(taker.parts.fetch_part(a_deploy(taker, holder)))
             with sending.sending("part", KEY, part.size_bytes) as transfer:
 
                 def told(received_bytes: int) -> None:
@@ -269,7 +269,7 @@ def test_a_taker_whose_disk_is_full_goes_on_in_memory(tmp_path: Path, monkeypatc
             holder.files.write(KEY, 4, a_state(), METADATA)
             monkeypatch.setattr(part_files, "SPARE_BYTES", 1 << 60)
             holder.obey(give=Give(key=KEY, replica=4, to=holder.dials(taker, "give-1")))
-            _, metadata = await taker.parts.part(a_deploy(taker, holder))
+            _, metadata = await taker.parts.fetch_part(a_deploy(taker, holder))
             assert metadata == METADATA and "going on in memory" in taker.lines[0] and not taker.files.held()
 
     run(test())
@@ -281,10 +281,10 @@ def test_a_holder_that_takes_the_stage_has_the_part_already(tmp_path: Path) -> N
             pair(owner, holder)
             owner.keep(4, a_state())
             await owner.hears()
-            tensors, _ = await holder.parts.part(a_deploy(holder, None))
+            tensors, _ = await holder.parts.fetch_part(a_deploy(holder, None))
             assert torch.equal(tensors["param:w"], a_state()["param:w"])
             with pytest.raises(PeerError, match="there is no part of 'd1-c0-s1' of replica 5 on this disk"):
-                await holder.parts.part(a_deploy(holder, None, 5))
+                await holder.parts.fetch_part(a_deploy(holder, None, 5))
 
     run(test())
 
@@ -294,7 +294,7 @@ def test_a_giver_without_the_part_says_so_at_once(tmp_path: Path) -> None:
         async with keepers(tmp_path, "holder", "taker") as (holder, taker):
             holder.obey(give=Give(key=KEY, replica=4, to=holder.dials(taker, "give-1")))
             with pytest.raises(PeerError, match=r"holder did not give the part of d1-c0-s1 .*there is no part"):
-                await taker.parts.part(a_deploy(taker, holder))
+                await taker.parts.fetch_part(a_deploy(taker, holder))
             failed = await holder.hears()
             assert isinstance(failed, Failed) and (failed.kind, failed.deployment) == ("part", KEY)
 
@@ -310,7 +310,7 @@ def test_a_part_that_is_damaged_at_its_giver_is_not_taken(tmp_path: Path) -> Non
             path.write_bytes(data[:-3] + b"\x01\x02\x03")
             holder.obey(give=Give(key=KEY, replica=4, to=holder.dials(taker, "give-1")))
             with pytest.raises(PeerError, match="is damaged on the disk here"):
-                await taker.parts.part(a_deploy(taker, holder))
+                await taker.parts.fetch_part(a_deploy(taker, holder))
             assert isinstance(failed := await holder.hears(), Failed) and "damaged" in failed.message
             assert not taker.files.held()
 
@@ -322,9 +322,9 @@ def test_a_giver_that_does_not_come_is_not_waited_for_without_end(
 ) -> None:
     async def test() -> None:
         async with keepers(tmp_path, "holder", "taker") as (holder, taker):
-            monkeypatch.setattr(taking, "GIVER_SECONDS", 0.05)
+            monkeypatch.setattr(fetch_part, "SOURCE_SECONDS", 0.05)
             with pytest.raises(PeerError, match=r"there is no link to holder after 0\.05 s"):
-                await taker.parts.part(a_deploy(taker, holder))
+                await taker.parts.fetch_part(a_deploy(taker, holder))
             assert not taker.server.keepers, "it may not dial any more either"
 
     run(test())
@@ -341,14 +341,14 @@ def test_a_part_that_is_not_the_one_its_owner_kept_is_not_taken(tmp_path: Path) 
             order.part_sha256 = kept.sha256
             taker.parts.expect(order)
             holder.obey(give=Give(key=KEY, replica=4, to=holder.dials(taker, "give-1")))
-            with pytest.raises(PeerError, match="it is not the part that its owner kept"):
-                await taker.parts.part(order)
+            with pytest.raises(PeerError, match="it is not the part that its owner recorded"):
+                await taker.parts.fetch_part(order)
             with pytest.raises(PeerError):
                 taker.files.find(KEY, 4)
             # Nor from the own disk, where somebody may have left it.
-            with pytest.raises(PeerError, match="it is not the part that its owner kept"):
-                await holder.parts.part(Deploy(part_key=KEY, part_replica=4, part_sha256=kept.sha256))
-            assert await owner.parts.part(Deploy(part_key=KEY, part_replica=4, part_sha256=kept.sha256))
+            with pytest.raises(PeerError, match="it is not the part that its owner recorded"):
+                await holder.parts.fetch_part(Deploy(part_key=KEY, part_replica=4, part_sha256=kept.sha256))
+            assert await owner.parts.fetch_part(Deploy(part_key=KEY, part_replica=4, part_sha256=kept.sha256))
 
     run(test())
 
@@ -373,7 +373,7 @@ def test_a_stage_begins_with_parts_of_several_donors_and_of_its_own_disk(tmp_pat
             taker.parts.expect(order)
             for number, giver in enumerate((one, two)):
                 giver.obey(give=Give(key=f"k{number + 1}", replica=4, to=giver.dials(taker, f"donor-{number}")))
-            parts = await taker.parts.donated(order)
+            parts = await taker.parts.fetch_all_parts(order)
             assert [float(tensors["param:w"][0]) for tensors, _ in parts] == [1.0, 2.0, 3.0]
             assert [part.key for part in taker.files.held()] == ["k3"], "it is no owner of what others gave"
 
@@ -388,8 +388,8 @@ def test_one_bad_part_of_several_is_refused_and_the_others_are_let_go(tmp_path: 
             taker.parts.expect(order)
             one.obey(give=Give(key="k1", replica=4, to=one.dials(taker, "donor-0")))
             # The other never comes, and is not waited for.
-            with pytest.raises(PeerError, match=r"one did not give .*: it is not the part that its owner kept"):
-                await taker.parts.donated(order)
+            with pytest.raises(PeerError, match=r"one did not give .*: it is not the part that its owner recorded"):
+                await taker.parts.fetch_all_parts(order)
 
     run(test())
 
@@ -400,7 +400,7 @@ def test_another_replica_than_the_one_that_is_wanted_is_not_taken(tmp_path: Path
             holder.files.write(KEY, 5, a_state(), METADATA)
             holder.obey(give=Give(key=KEY, replica=5, to=holder.dials(taker, "give-1")))
             with pytest.raises(PeerError, match="replica 4 is wanted, not 5"):
-                await taker.parts.part(a_deploy(taker, holder))
+                await taker.parts.fetch_part(a_deploy(taker, holder))
             assert isinstance(failed := await holder.hears(), Failed) and "replica 4 is wanted" in failed.message
 
     run(test())
@@ -409,7 +409,7 @@ def test_another_replica_than_the_one_that_is_wanted_is_not_taken(tmp_path: Path
 def test_a_giver_cannot_have_memory_taken_that_is_not_there(tmp_path: Path) -> None:
     async def test() -> None:
         async with keepers(tmp_path, "holder", "taker") as (holder, taker):
-            taking = asyncio.create_task(taker.parts.part(a_deploy(taker, holder)))
+            taking = asyncio.create_task(taker.parts.fetch_part(a_deploy(taker, holder)))
             await until(lambda: bool(taker.server.keepers))
             answers, _ = await sends(holder, taker, [part_frame(size_bytes=1 << 39)], "give-1")
             assert "does not fit into the" in bytes(answers[-1].tensors["refused"].numpy().data).decode()
@@ -633,7 +633,7 @@ def test_an_order_that_cannot_be_is_told_and_nothing_else_happens(tmp_path: Path
                 assert isinstance(failed := await holder.hears(), Failed) and failed.kind == "part"
             assert not holder.server.keepers
             with pytest.raises(PeerError, match="is not the key of a stage"):
-                await holder.parts.part(Deploy(part_key="../x", part_replica=1))
+                await holder.parts.fetch_part(Deploy(part_key="../x", part_replica=1))
 
     run(test())
 
@@ -687,7 +687,7 @@ def test_a_replica_pauses_between_its_bursts(tmp_path: Path, monkeypatch: pytest
             asked.clear()
             order = a_deploy(holder, owner)
             owner.obey(give=Give(key=KEY, replica=4, to=owner.dials(holder, "give-1")))
-            await holder.parts.part(order)
+            await holder.parts.fetch_part(order)
             assert not asked, "whoever waits for a stage gets it as fast as it comes"
 
     run(test())

@@ -10,7 +10,7 @@ import torch
 
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.weights import WeightsReader
-from ravnest.provider.replicas.outgoing import StateTransfers
+from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.stage.checkpoint_upload import CheckpointUploads
 from ravnest.provider.stage.failure import FirstFailure
 from ravnest.provider.stage.records import StageRecords
@@ -25,7 +25,7 @@ class Ends:
     uploads: CheckpointUploads
     records: StageRecords
     failures: FirstFailure
-    transfers: StateTransfers
+    transfers: OutgoingTransfers
 
     async def news(self) -> None:
         async with asyncio.timeout(10):
@@ -48,7 +48,7 @@ def on_a_loop(
         uploaded.append(b"".join([chunk async for chunk in chunks()]))
 
     async def run() -> None:
-        records, failures, transfers = StageRecords(), FirstFailure(), StateTransfers()
+        records, failures, transfers = StageRecords(), FirstFailure(), OutgoingTransfers()
         uploads = CheckpointUploads(upload, records, failures, transfers, restart_seconds=restart_seconds, **more)
         await test(Ends(uploads, records, failures, transfers))
 
