@@ -28,7 +28,7 @@ from ravnest.coordinator.access.admission import Admission
 from ravnest.coordinator.launch.display import choose_display
 from ravnest.coordinator.launch.interrupts import Interrupts
 from ravnest.coordinator.launch.network_loop import NetworkLoop
-from ravnest.coordinator.launch.session import Session
+from ravnest.coordinator.launch.session import RunRequest, run_session
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import RavnestError
@@ -69,13 +69,11 @@ def _trained(order: dict[str, Any], run: Path, swarm: Swarm, loop: NetworkLoop, 
     with ExitStack() as stack:
         display = choose_display(enabled=False, plain=False)
         stack.callback(display.close)
-        session = Session(swarm, job, "pipeline", run, False, display, interrupts, time.perf_counter())
-        stack.callback(session.close)
-        loop.call(session.coordinator.start())
-        stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
+        request = RunRequest(job, "pipeline", run, False, time.perf_counter())
+        session = stack.enter_context(run_session(swarm, loop, request, display, interrupts))
         progress = session.coordinator.progress
         moments = _watched(progress)
-        summary = session.train(stages, 1, None, loop.call).summary
+        summary = session.train(stages, 1, None).summary
         assert summary.status == "finished" and progress.plan is not None, summary.reason
         begins = _first_blocks(progress)
         measured = steady(moments, data.began + order["warm_seconds"], data.ended)

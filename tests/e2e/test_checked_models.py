@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ravnest.coordinator.launch import session
+from ravnest.coordinator.launch import final_model
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
+from ravnest.coordinator.verification import final_check
 from ravnest.coordinator.verification.decisions import Effort
 from ravnest.monitor.summary import Check, Summary
 from tests.e2e.jobs import CLASSES, FEATURES, a_job, accuracy, batches
@@ -74,7 +75,7 @@ def test_without_eval_data_a_few_batches_of_training_are_evaluated_at_the_end(
 def test_a_part_of_a_batch_is_enough_where_a_whole_one_takes_too_long_here(
     swarm: EmbeddedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "effort_for", lambda *_: Effort(0.3, 2, 1, "as if a batch took long"))
+    monkeypatch.setattr(final_check, "effort", lambda *_: Effort(0.3, 2, 1, "as if a batch took long"))
     check = checked(swarm, tmp_path / "run", eval_data=EVAL)
     assert (check.on, check.batches, check.samples) == ("eval_data", 1, 2)
 
@@ -85,7 +86,7 @@ def test_an_interrupt_while_the_model_is_checked_leaves_the_model_and_says_stopp
     def interrupted(*_: Any) -> Check:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "check_written", interrupted)
+    monkeypatch.setattr(final_model, "check_written", interrupted)
     result = swarm.train(a_job(eval_data=EVAL), run=tmp_path / "run", display=False)
     assert (result.summary.status, result.summary.check.status) == ("stopped", "none")
     assert result.model is not None and result.model.exists()

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ravnest.coordinator.launch.display import choose_display, showing
+from ravnest.coordinator.launch.display import choose_display
 from ravnest.coordinator.launch.interrupts import Interrupts
+from ravnest.coordinator.launch.job_loading import load_shown_job
 from ravnest.coordinator.launch.network_loop import NetworkLoop
 from ravnest.coordinator.launch.provider_processes import ProviderProcesses
 from ravnest.coordinator.plan.cluster_count import check_clusters
@@ -22,6 +23,7 @@ from ravnest.cores import fair_share, usable_cores
 from ravnest.errors import RefusedError, TrainingError
 from ravnest.monitor.run_directory import check_run
 from ravnest.reference import parse_reference
+from ravnest.units import counted
 
 if TYPE_CHECKING:
     from ravnest.coordinator.launch.session import TrainResult
@@ -68,13 +70,9 @@ def train_from_reference(
     with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
         shown = choose_display(enabled=True, plain=not display)
         with closing(shown):
-            with showing(shown, f"starting {providers} provider{'s' if providers > 1 else ''}", name):
-                # Only now: the providers import torch while this process does.
-                from ravnest.jobfile import load_job
-                from ravnest.overrides import apply_overrides
-
-                job = apply_overrides(load_job(reference), overrides)
-                interrupts.check()
+            # The providers import torch while this process does.
+            phase = f"starting {counted(providers, 'provider')}"
+            job = load_shown_job(reference, overrides, interrupts, shown, phase, name)
             result = swarm.train(
                 job, clusters=clusters, name=name, run=run, resume=resume, display=shown, interrupts=interrupts
             )
@@ -114,7 +112,7 @@ class EmbeddedSwarm:
     ) -> "TrainResult":
         """Trains the job on the first `providers` of the swarm (None: all that are left), in so many clusters; a
         RavnestError when it cannot go on. Those who have no stage stand by."""
-        from ravnest.coordinator.launch.session import Session
+        from ravnest.coordinator.launch.session import RunRequest, run_session
 
         # Those that an earlier run has lost are not missed by this one.
         left = self._processes.count - self._processes.told
@@ -130,11 +128,9 @@ class EmbeddedSwarm:
                 interrupts = stack.enter_context(Interrupts())
             interrupts.hurry = self._processes.kill
             stack.callback(shown.close)
-            session = Session(swarm, job, name, path, resume, shown, interrupts, self._processes.take_start_time())
-            stack.callback(session.close)
             swarm.most = left
-            loop.call(session.coordinator.start(count))
-            stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
+            request = RunRequest(job, name, path, resume, self._processes.take_start_time())
+            session = stack.enter_context(run_session(swarm, loop, request, shown, interrupts, count))
 
             def died(name: str, how: str) -> None:
                 loop.soon(session.coordinator.lost, name, how)
@@ -143,7 +139,7 @@ class EmbeddedSwarm:
 
             self._processes.on_death(died)
             threads = fair_share(usable_cores(), count, count - 1)
-            return session.train(count, clusters, threads, loop.call)
+            return session.train(count, clusters, threads)
 
     def _open(self) -> "tuple[NetworkLoop, Swarm]":
         """The network's loop and the swarm on it; at the first call they start and the providers are invited."""

@@ -1,7 +1,7 @@
-"""The coordinator of a real swarm: listens for providers elsewhere, and trains the job when enough have joined.
+"""Served swarm: a coordinator that listens for providers elsewhere, and trains the job when enough have joined.
 
-The same coordinator and the same providers as in the embedded swarm; here the providers come by themselves, with an
-invite. Who they are is kept in the run directory, so that a coordinator that is started again knows its swarm.
+The coordinator and the providers are the same as in the embedded swarm, but the providers join by themselves, with an
+invite. The run directory keeps their identities, so that a restarted coordinator knows its swarm.
 """
 
 import time
@@ -10,8 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ravnest.coordinator.launch.display import choose_display, showing
+from ravnest.coordinator.launch.display import choose_display
 from ravnest.coordinator.launch.interrupts import Interrupts
+from ravnest.coordinator.launch.job_loading import load_shown_job
 from ravnest.coordinator.launch.network_loop import NetworkLoop
 from ravnest.coordinator.plan.cluster_count import check_clusters
 from ravnest.errors import RunError
@@ -19,6 +20,7 @@ from ravnest.monitor.run_directory import RunDirectory, check_run
 from ravnest.reference import parse_reference
 
 if TYPE_CHECKING:
+    from ravnest.coordinator.access.admission import Admission
     from ravnest.coordinator.access.swarm_store import SwarmState
     from ravnest.coordinator.launch.session import TrainResult
     from ravnest.job import Job
@@ -40,10 +42,10 @@ def serve_from_reference(
     overrides: list[str],
     display: bool,
 ) -> int:
-    """`ravnest serve`. The exit code: 0 when the run finished, 130 or 143 when it was interrupted.
+    """`ravnest serve`. Returns the exit code: 0 when the run finished, 130 or 143 when it was interrupted.
 
-    `listen`, `advertise`, `providers` and `clusters` are None for what they were when the run was served before. If
-    nobody has ever said how many clusters, there are as many as are fastest.
+    `listen`, `advertise`, `providers` and `clusters` are None for what they were when the run was served before. If no
+    number of clusters was ever given, the planner chooses the fastest.
     """
     name = parse_reference(reference).title
     check_clusters(providers, clusters)
@@ -53,20 +55,15 @@ def serve_from_reference(
         shown = stack.enter_context(closing(choose_display(enabled=True, plain=not display)))
         started = time.perf_counter()
         swarm = stack.enter_context(ServedSwarm(folder, listen, advertise, providers, clusters, shown))
-        # Before anything is shown: a live display takes what is printed for lines of its own.
+        # Printed before the live display starts, which would overwrite the line.
         print(f"invite: ravnest join {swarm.invite.line}", flush=True)
-        with showing(shown, "loading the job", name):
-            from ravnest.jobfile import load_job
-            from ravnest.overrides import apply_overrides
-
-            job = apply_overrides(load_job(reference), overrides)
-            interrupts.check()
+        job = load_shown_job(reference, overrides, interrupts, shown, "loading the job", name)
         result = swarm.train(job, name, resume, interrupts, started)
     return 0 if result.summary.status == "finished" else interrupts.exit_code
 
 
 class ServedSwarm:
-    """A coordinator that listens, with one new invite. At the end of the block its providers are told to stop."""
+    """A coordinator that listens, with a new invite. At the end of the block, it tells its providers to stop."""
 
     def __init__(
         self,
@@ -77,57 +74,71 @@ class ServedSwarm:
         clusters: int | None,
         display: "Display",
     ) -> None:
-        """Listens; RunError when the address cannot be had. `display` is told who is known, who comes and who goes."""
+        """Listens; RunError when the address is not available.
+
+        What is None is as it was when the run was served before. The display shows who is known, joins and leaves.
+        """
         from ravnest.coordinator.access.admission import Admission
         from ravnest.coordinator.access.invites import uses_for
-        from ravnest.coordinator.access.swarm_store import Listening, SwarmState, known_from_before
+        from ravnest.coordinator.access.swarm_store import SwarmState, known_from_before
         from ravnest.coordinator.swarm.membership_log import announce, remember, watch_for_kicks
         from ravnest.coordinator.swarm.swarm import Swarm
 
         self._run = run
         self._display = display
-        self._ended = "the coordinator has ended"
+        self._stop_reason = "the coordinator has ended"
         self._stack = ExitStack()
         with ExitStack() as stack:
             admission = Admission.open(run.path)
             stack.callback(admission.close)
-            state = SwarmState(run.store_path)
+            self.state = state = SwarmState(run.store_path)
             stack.callback(state.close)
             state.nobody_connected()
-            before = state.listening()
-            if listen is None:
-                if before is None:
-                    raise RunError(f"{run.path} was never served; say where to listen with --listen HOST:PORT")
-                listen = before.host, before.port
-            self._providers = providers or len(state.plan()) or None
-            self._clusters = clusters or state.clusters()
-            check_clusters(self._providers, self._clusters)
+            self.providers = providers or len(state.plan()) or None
+            """Providers that must have joined before training begins; None for as many as the model needs."""
+            self.clusters = clusters or state.clusters()
+            """Clusters that they form; None for the fastest number."""
+            check_clusters(self.providers, self.clusters)
             if clusters is not None:
                 state.asked_for(clusters)
             self._swarm = Swarm(admission)
             self._swarm.state = state
             self._loop = stack.enter_context(NetworkLoop())
-            port = self._loop.call(self._swarm.start(*listen))
-            stack.callback(lambda: self._loop.call_quietly(self._swarm.stop(self._ended)))
-            listening = Listening(listen[0], port, advertise is not None)
-            if before is not None and before.advertised and before.port == port and advertise is None:
-                # What the requester said of its router holds on: so do the invites and addresses that others have.
-                advertise, listening = admission.tokens.advertised(), before
-            host, advertised_port = _advertised(listen[0], port, advertise, display)
-            if before is not None and (host, advertised_port) != (was := admission.tokens.advertised()):
-                display.message(_moved(was, (host, advertised_port)))
-            admission.tokens.advertise(host, advertised_port)
-            state.listens(listening)
+            host, port = self._listen(admission, listen, advertise, stack)
             self.invite: SwarmInvite = admission.invite(
-                host, advertised_port, uses_for(self._providers), note="made by ravnest serve"
+                host, port, uses_for(self.providers), note="made by ravnest serve"
             )
             if known := known_from_before(state.members()):
                 display.message(known)
             stack.enter_context(self._loop.running(watch_for_kicks(self._swarm)))
-            stack.enter_context(self._loop.running(announce(self._swarm, self._providers, display.message)))
-            stack.callback(lambda: _all_gone(state))
+            stack.enter_context(self._loop.running(announce(self._swarm, self.providers, display.message)))
+            stack.callback(lambda: _note_all_gone(state))
             stack.enter_context(self._loop.running(remember(self._swarm, state)))
             self._stack = stack.pop_all()
+
+    def _listen(
+        self, admission: "Admission", listen: HostPort | None, advertise: HostPort | None, stack: ExitStack
+    ) -> HostPort:
+        """Starts the swarm's server; the address at which providers reach it."""
+        from ravnest.coordinator.access.swarm_store import Listening
+
+        before = self.state.listening()
+        if listen is None:
+            if before is None:
+                raise RunError(f"{self._run.path} was never served; say where to listen with --listen HOST:PORT")
+            listen = before.host, before.port
+        port = self._loop.call(self._swarm.start(*listen))
+        stack.callback(lambda: self._loop.call_quietly(self._swarm.stop(self._stop_reason)))
+        listening = Listening(listen[0], port, advertise is not None)
+        if before is not None and before.advertised and before.port == port and advertise is None:
+            # The router still forwards this port, so the invites and addresses that providers have stay valid.
+            advertise, listening = admission.tokens.advertised(), before
+        address = _advertised(listen[0], port, advertise, self._display)
+        if before is not None and address != (was := admission.tokens.advertised()):
+            self._display.message(_moved(was, address))
+        admission.tokens.advertise(*address)
+        self.state.listens(listening)
+        return address
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +147,7 @@ class ServedSwarm:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._ended = "the run has failed" if isinstance(error, Exception) else "the coordinator was stopped"
+            self._stop_reason = "the run has failed" if isinstance(error, Exception) else "the coordinator was stopped"
         self._stack.close()
 
     def train(
@@ -147,27 +158,24 @@ class ServedSwarm:
         interrupts: Interrupts,
         started: float,
     ) -> "TrainResult":
-        """Trains the job on the first providers that have joined; a RavnestError when it cannot go on."""
-        from ravnest.coordinator.launch.session import Session
+        """Trains the job on the first providers that have joined; RavnestError when the run fails."""
+        from ravnest.coordinator.launch.session import RunRequest, run_session
 
-        loop, state = self._loop, self._swarm.state
+        state = self.state
         position = None if state is None else state.position()
         if resume and position is not None:
             self._display.message(
                 f"it had come to {position.updates} updates before; what no checkpoint has is trained again"
             )
-        with ExitStack() as stack:
-            session = Session(self._swarm, job, name, self._run, resume, self._display, interrupts, started)
-            stack.callback(session.close)
-            loop.call(session.coordinator.start())
-            stack.callback(lambda: loop.call_quietly(session.coordinator.close()))
-            result = session.train(self._providers, self._clusters, None, loop.call)
-        self._ended = f"the run has {result.summary.status}"
+        request = RunRequest(job, name, self._run, resume, started)
+        with run_session(self._swarm, self._loop, request, self._display, interrupts) as session:
+            result = session.train(self.providers, self.clusters, None)
+        self._stop_reason = f"the run has {result.summary.status}"
         return result
 
 
-def _all_gone(state: "SwarmState") -> None:
-    # Whatever ended the run is the better reason than a disk that is full now.
+def _note_all_gone(state: "SwarmState") -> None:
+    # The reason that ended the run is more useful than a disk that is full now.
     with suppress(RunError):
         state.connected([], time.time())
 
@@ -176,14 +184,13 @@ def _moved(was: HostPort, now: HostPort) -> str:
     from ravnest.net.address import join_address
 
     return (
-        f"warning: this coordinator was at {join_address(*was)} and is at {join_address(*now)} now: invites and "
-        "providers of before do not find it; give --listen and --advertise as they were, or send everybody the new "
-        "invite"
+        f"warning: this coordinator was at {join_address(*was)} and is at {join_address(*now)} now: earlier invites "
+        "and providers do not find it; give --listen and --advertise as before, or send the new invite to all providers"
     )
 
 
 def _advertised(listen_host: str, port: int, given: HostPort | None, display: "Display") -> HostPort:
-    """The address for the invite; the display is told where it does not reach far."""
+    """The address for the invite. The display shows a warning when it is not reachable from the internet."""
     from ravnest.net.address import is_wildcard, join_address, outward_address, reach
 
     if given is not None:
@@ -193,7 +200,7 @@ def _advertised(listen_host: str, port: int, given: HostPort | None, display: "D
     if how_far != "internet":
         where = "of this machine alone" if how_far == "machine" else "of a private network"
         display.message(
-            f"warning: {host} is an address {where}: nobody outside of it can join with this invite; to invite others, "
+            f"warning: {host} is an address {where}: providers elsewhere cannot join with this invite; to invite them, "
             f"let your router forward port {port} to this machine and give --advertise {join_address('PUBLIC', port)}"
         )
     return host, port

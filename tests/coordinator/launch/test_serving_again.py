@@ -42,42 +42,40 @@ def served(
 def test_it_listens_where_it_did_and_waits_for_as_many(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with served(run, ("127.0.0.1", 0), providers=3) as (swarm, messages):
-        first, state = swarm.invite, swarm._swarm.state
-        assert messages == [] and state is not None
+        first, state = swarm.invite, swarm.state
+        assert messages == []
         state.planned(["anna", "ben"])
         state.connected([Seen("anna", "127.0.0.1:1", "cpu", 1), Seen("ben", "127.0.0.1:2", "cpu", 1)], 1.0)
     with served(run, None) as (again, messages):
         assert (again.invite.address, again.invite.fingerprint) == (first.address, first.fingerprint)
         assert messages == ["knows anna and ben from before: waiting for them to come back"]
-        assert again._providers == 2
+        assert again.providers == 2
     with served(run, None, providers=1) as (again, _):
-        assert again._providers == 1
+        assert again.providers == 1
 
 
 def test_it_makes_as_many_clusters_as_were_asked_for(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with served(run, ("127.0.0.1", 0)) as (swarm, _):
-        assert swarm._clusters is None
+        assert swarm.clusters is None
     with served(run, None, providers=4, clusters=2) as (swarm, _):
-        assert swarm._clusters == 2
+        assert swarm.clusters == 2
     with served(run, None) as (again, _):
-        assert again._clusters == 2
+        assert again.clusters == 2
     with (
         pytest.raises(PlanError, match=r"2 clusters cannot be made of 1 provider, .* or --clusters 1 or fewer"),
         served(run, None, providers=1),
     ):
         pass
     with served(run, None, providers=3, clusters=3) as (again, _):
-        assert again._clusters == 3
+        assert again.clusters == 3
 
 
 def test_what_was_said_of_the_router_holds_on_as_long_as_the_port_does(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with served(run, ("127.0.0.1", 0), ("example.org", 7700)) as (swarm, _):
         assert swarm.invite.address == "example.org:7700"
-        state = swarm._swarm.state
-        assert state is not None
-        listening = state.listening()
+        listening = swarm.state.listening()
         assert listening is not None
     for listen in (None, ("127.0.0.1", listening.port)):
         with served(run, listen) as (again, messages):
