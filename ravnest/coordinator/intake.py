@@ -98,7 +98,7 @@ class Items:
         it trained on, or these, where it has not. With `shorten`, what it has evaluated is too much to be checked: it
         evaluates a part of a batch again."""
         await self._until_at_rest()
-        known = self.witness.of_now
+        known = self.witness.current
         if known and shorten is None:
             return
         source = self.witness.source if known else "train_data"

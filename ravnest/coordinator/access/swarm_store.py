@@ -71,7 +71,7 @@ class SwarmState:
         """Let go of the file; may be called again."""
         self._store.close()
 
-    def nobody_connected(self) -> None:
+    def clear_connected(self) -> None:
         """A coordinator begins: who was connected to the one before is not connected to this one yet."""
         with self._store.used() as connection:
             connection.execute("UPDATE members SET connected = 0")

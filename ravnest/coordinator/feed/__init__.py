@@ -1,4 +1,4 @@
-"""Feed: the requester's data in order, and the ledger of what became of each microbatch.
+"""Feed: the requester's data in order, the state of each cluster, and the ledger of every microbatch.
 
-May import `swarm` and `access`. Knows clusters as lists of stages, and nothing of links.
+Knows `swarm` and `access`, and clusters as lists of stages. Knows nothing of links.
 """

@@ -1,4 +1,4 @@
-"""The order of the data: the same for the same epoch of the same job, in a new run and in a resumed one."""
+"""Data order: the same for the same epoch of the same job, in a new run and in a resumed one."""
 
 import base64
 import random
@@ -12,7 +12,7 @@ from ravnest.errors import RunError
 
 
 def seed_everything(seed: int, epoch: int) -> None:
-    """Seeds what shuffles without a generator of its own."""
+    """Seeds the global generators, for data that shuffles without a generator of its own."""
     mixed = (seed * 1_000_003 + epoch) % 2**32
     random.seed(mixed)
     np.random.seed(mixed)
@@ -20,7 +20,7 @@ def seed_everything(seed: int, epoch: int) -> None:
 
 
 def begin_epoch(data: Any, epoch: int) -> None:
-    """Tells the data which epoch begins, where it wants to know: a plain loop would call `set_epoch` itself."""
+    """Tells the data which epoch begins, as a plain training loop does with `set_epoch`."""
     for part in _parts(data):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
@@ -32,7 +32,7 @@ def data_state(data: Any) -> str:
 
 
 def set_data_state(data: Any, state: str) -> None:
-    """Puts back what `data_state` gave; a state of other data than this is left alone. RunError for a damaged one."""
+    """Restores the state from `data_state`; a state of other data is ignored. RunError for a damaged state."""
     generators = _generators(data)
     texts = state.split(",") if state else []
     if len(texts) != len(generators):
@@ -47,7 +47,7 @@ def set_data_state(data: Any, state: str) -> None:
 
 
 def epoch_size(data: Any, batch_samples: int) -> tuple[int, int] | None:
-    """Batches and samples in an epoch, as far as the data tells in advance; None where it does not."""
+    """Batches and samples in an epoch; None if the data does not tell."""
     try:
         batches = len(data)
         samples = batches * batch_samples
@@ -69,7 +69,7 @@ def _generators(data: Any) -> list[torch.Generator]:
 
 
 def _parts(data: Any) -> Iterator[Any]:
-    """The data itself and what a DataLoader takes its order from."""
+    """The data itself and the objects from which a DataLoader takes its order."""
     yield data
     batch_sampler = getattr(data, "batch_sampler", None)
     for part in (getattr(data, "dataset", None), getattr(data, "sampler", None), batch_sampler):

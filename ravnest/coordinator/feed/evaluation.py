@@ -1,4 +1,4 @@
-"""One evaluation: which batches are out, and the means of what came back, weighted by samples."""
+"""Evaluation: the batches that are being evaluated, and the means of their results, weighted by samples."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,7 @@ class Evaluation:
         self._out[microbatch] = samples
 
     def came(self, microbatch: int, scores: Mapping[str, float]) -> None:
-        """A result; one that nobody waits for is ignored."""
+        """Adds a result; one that is not expected is ignored."""
         samples = self._out.pop(microbatch, None)
         if samples is None:
             return

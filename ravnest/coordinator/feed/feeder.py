@@ -1,8 +1,8 @@
-"""The feeder: walks the requester's own iterables and hands out microbatches, with back-pressure.
+"""Feeder: walks the requester's own iterables and hands out microbatches, with back-pressure.
 
 It runs on the thread that called `train`, because it runs the requester's Python (a DataLoader with its workers, a
-generator, a Hugging Face dataset). Everything random is seeded afresh for each epoch, so a resumed run sees the same
-order and skips what it has seen.
+generator, a Hugging Face dataset). All global generators are seeded for each epoch, so a resumed run sees the same
+order and skips what it has used.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ class TrainBatch:
     tensors: Mapping[str, torch.Tensor]
     samples: int
     after: DataPosition
-    """Where the run stands once this microbatch has been applied."""
+    """Position of the run once this microbatch has been applied."""
     completes_update: bool = True
     flush: bool = False
-    """Nothing follows: what is summed is to be applied with it, though it is fewer than `accumulate`."""
+    """Nothing follows, so its update is applied although fewer than `accumulate` gradients are summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ class EvalBatch:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
-    """The data of an epoch has been handed out to its end."""
+    """All data of an epoch has been handed out."""
 
     after: DataPosition
-    """Where the run stands then: at the start of the next epoch."""
+    """Position of the run then: the start of the next epoch."""
     batches: int
     samples: int | None
-    """Samples in the epoch; None where it was not handed out from its start."""
+    """Samples in the epoch; None when it was not handed out from its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ Guard = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class Feeder:
-    """Hands out a job's items in order, to `put`, which blocks while the swarm has enough."""
+    """Hands out a job's items in order to `put`, which blocks while the clusters have no room."""
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class Feeder:
         peeked: Sequence[Any] = (),
         guard: Guard = contextlib.nullcontext,
     ) -> None:
-        """`peeked` are the batches that were taken from the data to capture the model on."""
+        """`peeked` are the batches that were taken from the data to capture the model."""
         self._job = job
-        # An iterator gave them away for good; anything else starts afresh and yields them again.
+        # Only an iterator does not yield them again.
         self._peeked = list(peeked) if isinstance(job.train_data, Iterator) else []
         self._structure = structure
         self._inputs = inputs
@@ -88,9 +88,9 @@ class Feeder:
         self._evaluated = 0
 
     def run(self, start: DataPosition = DataPosition()) -> None:  # noqa: B008 (a frozen value)
-        """Feeds the whole job from the given place; what is done already is only evaluated.
+        """Feeds the whole job from this position; data that was used before is only evaluated.
 
-        JobError where the data is not what was captured, JobFileFailed where it raises an exception of its own.
+        JobError when the data does not fit the captured model, JobFileFailed when the data raises an exception.
         """
         job, place = self._job, start
         set_data_state(job.train_data, start.data_state)
@@ -101,7 +101,7 @@ class Feeder:
         self._evaluate()
 
     def abandon(self) -> None:
-        """Ends a DataLoader's workers: it would wait seconds for them, and they may be deep in the user's code."""
+        """Ends a DataLoader's workers without waiting, which takes seconds when they are deep in the user's code."""
         if not getattr(self._walked, "_persistent_workers", False):
             for worker in getattr(self._walked, "_workers", ()):
                 worker.terminate()
@@ -111,7 +111,7 @@ class Feeder:
         return place.epoch >= self._job.epochs or (most is not None and place.updates >= most)
 
     def _run_epoch(self, start: DataPosition) -> DataPosition:
-        """Hands out an epoch from the given place on; where the run stands afterwards."""
+        """Hands out an epoch from this position on; returns the position after it."""
         job, epoch = self._job, start.epoch
         seed_everything(job.seed, epoch)
         begin_epoch(job.train_data, epoch)
@@ -123,7 +123,8 @@ class Feeder:
         while batch is not _NOTHING:
             self._summed += 1
             full = self._summed == job.pipeline.accumulate
-            # The batch after is waited for only where it matters: what is summed may be all there will be.
+            # It waits for the next batch only at the end of the run, where the summed gradients may be all there will
+            # be.
             looks_ahead = not full and epoch + 1 == job.epochs
             following = next(batches, _NOTHING) if looks_ahead else None
             flush = following is _NOTHING
@@ -153,19 +154,19 @@ class Feeder:
         return after
 
     def _evaluate(self) -> None:
-        """Hands out the evaluation data once, where there is any."""
+        """Hands out the evaluation data once, if there is any."""
         if self._job.eval_data is None:
             return
         where = "eval_data, batch {}"
         for number, batch in enumerate(self._walk(self._job.eval_batches, where), start=1):
             tensors = self._checked(batch, where.format(number))
-            # Numbers of their own, below zero: they can never be taken for a training microbatch.
+            # Negative numbers, which no training microbatch has.
             self._evaluated += 1
             self._put(EvalBatch(-self._evaluated, tensors, samples_in(tensors)))
         self._put(EvalEnd())
 
     def _walk(self, begin: Callable[[], Iterator[Any]], where: str, before: int = 0) -> Iterator[Any]:
-        """The batches as the requester's code yields them; what it raises names the batch."""
+        """The batches that the requester's code yields; its exceptions name the batch."""
         with users_code(where.format(before + 1)), self._guard():
             batches = begin()
         self._walked = batches
@@ -183,9 +184,9 @@ class Feeder:
 
 
 def first_batches(job: Job, guard: Guard = contextlib.nullcontext) -> list[Any]:
-    """The first two batches of the training data, to capture on; JobError when there is none.
+    """The first two batches of the training data, to capture the model; JobError if there is none.
 
-    The order in which the data comes afterwards is as if nobody had looked.
+    It does not change the order of the data afterwards.
     """
     state = data_state(job.train_data)
     seed_everything(job.seed, 0)

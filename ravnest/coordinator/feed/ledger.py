@@ -1,4 +1,4 @@
-"""The ledger: every microbatch is accounted for, from the moment it is fed until every stage has seen its backward."""
+"""Ledger: accounts for every microbatch, from the moment it is fed until every stage has computed its backward."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Where in the data a run stands between two updates: a run that is resumed goes on from here."""
+    """Position in the data between two updates, from which a resumed run continues."""
 
     epoch: int = 0
     position: int = 0
@@ -16,25 +16,26 @@ class DataPosition:
     updates: int = 0
     samples: int = 0
     data_state: str = ""
-    """The state of the data's own random generator at the start of the epoch; empty where it has none."""
+    """State of the data's own random generators at the start of the epoch; empty without any."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """One microbatch that has been fed, and where the run stands once it has been applied."""
+    """One microbatch that has been fed, and the position of the run once it has been applied."""
 
     microbatch: int
     samples: int
     after: DataPosition
     completes_update: bool = True
-    """Whether an update is applied with it; the gradients of the others are only summed."""
+    """Whether an update is applied with it; the gradients of other microbatches are only summed."""
 
 
 class Ledger:
-    """Counts microbatches. A cluster completes those it was fed in order; several clusters, in any order among them."""
+    """Counts microbatches. A cluster completes its microbatches in order; several clusters complete theirs in any
+    order."""
 
     def __init__(self, start: DataPosition = DataPosition()) -> None:  # noqa: B008 (a frozen value)
-        """A new ledger, or one that goes on from a checkpoint: what was in flight then is fed again."""
+        """A new ledger, or one that continues from a checkpoint: microbatches in flight then are fed again."""
         self.fed = start.microbatches
         self.completed = start.microbatches
         self.samples = start.samples
@@ -44,19 +45,19 @@ class Ledger:
         self._epoch_end: DataPosition | None = None
         self._open: dict[int, LedgerEntry] = {}
         self._next = start.microbatches
-        """Everything before this one has been completed."""
+        """All microbatches before this one have been completed."""
         self._ahead: dict[int, LedgerEntry] = {}
-        """Completed while an earlier one is still under way in another cluster."""
+        """Microbatches completed while an earlier one is still in flight in another cluster."""
 
     @property
     def applied(self) -> DataPosition:
-        """Where the run stands: everything up to here has been applied to the weights of some cluster."""
+        """The position of the run: everything before it has been applied to the weights of some cluster."""
         end = self._epoch_end
         return end if end is not None and end.microbatches == self._applied.microbatches else self._applied
 
     @property
     def last_applied(self) -> DataPosition:
-        """The same, before the end of an epoch: whoever goes on from here comes to that end once more."""
+        """The same before the end of an epoch, so that a run which continues from it reaches that end again."""
         return self._applied
 
     @property
@@ -73,7 +74,8 @@ class Ledger:
         self._open[entry.microbatch] = entry
 
     def complete(self, microbatch: int) -> LedgerEntry | None:
-        """The entry of a microbatch that the root reports done; None (and counted) when it was not outstanding."""
+        """Completes a microbatch that the root reports done, and returns its entry. None, and counted, if it was not
+        outstanding."""
         entry = self._open.pop(microbatch, None)
         if entry is None:
             self.applied_twice += 1
@@ -88,19 +90,20 @@ class Ledger:
         return entry
 
     def replay(self, microbatches: Collection[int]) -> None:
-        """These are fed again, to another cluster: the one that had them is gone."""
+        """These microbatches are fed again, to another cluster, because theirs is lost."""
         assert all(number in self._open for number in microbatches), "only what is under way is fed again"
         self.replayed += len(microbatches)
 
     def begin_at(self, place: DataPosition) -> None:
-        """A run that has fed nothing yet goes on from this place instead."""
+        """A run that has fed nothing yet continues from this position instead."""
         assert not self._open and not self._ahead, "nothing is under way"
         replayed = self.replayed
         self.go_back(place)
         self.replayed = replayed
 
     def go_back(self, place: DataPosition) -> int:
-        """The run goes on from a place that it had passed: all that was fed since is fed again; how many those are."""
+        """The run goes back to an earlier position and feeds everything since again; returns the number of
+        microbatches."""
         again = self.fed - place.microbatches
         self.replayed += again
         self.fed = self.completed = self._next = place.microbatches
@@ -109,11 +112,11 @@ class Ledger:
         return again
 
     def end_epoch(self, place: DataPosition) -> None:
-        """All of an epoch has been fed: once its last microbatch is applied, the run stands at `place`."""
+        """All of an epoch has been fed: once its last microbatch is applied, the run is at this position."""
         self._epoch_end = place
 
     def counts(self) -> dict[str, int]:
-        """The ledger as the summary shows it; `lost` are those fed and never completed."""
+        """The counts of the summary; `lost` are the microbatches fed and never completed."""
         return {
             "fed": self.fed,
             "completed": self.completed,

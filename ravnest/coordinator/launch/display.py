@@ -1,4 +1,4 @@
-"""Display of a run: which one this terminal gets, and what it shows before the run has anything to show."""
+"""Display of a run: which kind this terminal gets, and what it shows before the run reports anything."""
 
 import sys
 import threading
@@ -16,7 +16,7 @@ _SHOW_SECONDS = 0.25
 
 
 def choose_display(*, enabled: bool, plain: bool) -> "Display":
-    """The display for this terminal: live where it can be, plain lines where it cannot or that is wished for."""
+    """The display for this terminal: a live one if possible, plain lines otherwise or on request."""
     from ravnest.monitor.display import PlainDisplay, open_display
 
     return PlainDisplay(sys.stderr) if plain else open_display(enabled, sys.stderr)
@@ -24,7 +24,7 @@ def choose_display(*, enabled: bool, plain: bool) -> "Display":
 
 @contextmanager
 def showing(display: "Display", phase: str, title: str) -> Iterator[None]:
-    """Shows that something goes on while this thread is busy importing torch and running the job file."""
+    """Shows a phase while this thread is busy importing torch and running the job file."""
     over, started = threading.Event(), time.perf_counter()
 
     def show() -> None:

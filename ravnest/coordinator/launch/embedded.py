@@ -1,9 +1,9 @@
-"""The embedded swarm: a coordinator and its providers on this machine, the same code as across the world.
+"""Embedded swarm: a coordinator and its providers on one machine, with the same code as a swarm across the world.
 
-The calling thread owns the requester's Python: it loads the job, captures the model and walks the data. A second
-thread runs the network's loop with the coordinator on it. Providers are processes of their own, started first of all,
-because importing torch is what takes longest; they get the invite through their standard input once the server
-listens, and end when that pipe does.
+The calling thread owns the requester's Python: it loads the job, captures the model and walks the data. A second thread
+runs the network's event loop with the coordinator. The providers are processes of their own, started first because
+importing torch takes longest. They get the invite through their standard input once the server listens, and end when
+that pipe closes.
 """
 
 from collections.abc import Sequence
@@ -42,8 +42,7 @@ def train(
     display: bool = True,
     devices: Sequence[str] = ("auto",),
 ) -> "TrainResult":
-    """Trains the job on `providers` processes of this machine, in so many clusters; raises a RavnestError when it
-    cannot go on."""
+    """Trains the job on `providers` processes of this machine, in this many clusters; RavnestError if the run fails."""
     check_clusters(providers, clusters)
     check_run(None if run is None else Path(run), job_name="job", resume=resume)
     with Interrupts() as interrupts, EmbeddedSwarm(providers, devices) as swarm:
@@ -61,9 +60,9 @@ def train_from_reference(
     display: bool,
     devices: Sequence[str] = ("auto",),
 ) -> int:
-    """`ravnest train`: the same for a job file. The exit code: 0 when it finished, 130 or 143 when it was interrupted
-    (SIGINT, SIGTERM)."""
-    # What can be told without torch is told before anything is started.
+    """`ravnest train`: the same for a job file. Returns the exit code: 0 when the run finished, 130 or 143 when it was
+    interrupted (SIGINT, SIGTERM)."""
+    # Errors that need no torch are reported before any process is started.
     name = parse_reference(reference).title
     check_clusters(providers, clusters)
     check_run(run, job_name=name, resume=resume)
@@ -80,11 +79,11 @@ def train_from_reference(
 
 
 class EmbeddedSwarm:
-    """Providers on this machine that can train one job after another; however the block ends, none outlives it."""
+    """Providers on this machine that can train one job after another. However the block ends, none outlives it."""
 
     def __init__(self, providers: int, devices: Sequence[str] = ("auto",), slower: Sequence[float] = (1.0,)) -> None:
-        """Starts the providers, on the `devices` in turn; those for which `slower` says more than 1, in turn as well,
-        compute as machines that are so many times slower."""
+        """Starts the providers, on the `devices` in turn. `slower` gives factors, also in turn: a provider with a
+        factor above 1 computes like a machine that is slower by that factor."""
         self._stack = ExitStack()
         self._processes = self._stack.enter_context(ProviderProcesses(providers, devices, slower))
         self._loop: NetworkLoop | None = None
@@ -110,11 +109,11 @@ class EmbeddedSwarm:
         display: "bool | Display" = True,
         interrupts: Interrupts | None = None,
     ) -> "TrainResult":
-        """Trains the job on the first `providers` of the swarm (None: all that are left), in so many clusters; a
-        RavnestError when it cannot go on. Those who have no stage stand by."""
+        """Trains the job on the first `providers` of the swarm (None: all that are left), in this many clusters.
+        Providers without a stage are standbys. RavnestError when the run fails."""
         from ravnest.coordinator.launch.session import RunRequest, run_session
 
-        # Those that an earlier run has lost are not missed by this one.
+        # A provider that an earlier run lost does not count.
         left = self._processes.count - self._processes.told
         if not left:
             raise TrainingError("all providers of this swarm have ended; start another one")
@@ -134,7 +133,7 @@ class EmbeddedSwarm:
 
             def died(name: str, how: str) -> None:
                 loop.soon(session.coordinator.lost, name, how)
-                # Also where that run is over: the next one is not to wait for it.
+                # Also when that run is over, so that the next one does not wait for the provider.
                 loop.soon(swarm.dismiss, name, RefusedError(f"{name} has ended: {how}"))
 
             self._processes.on_death(died)
@@ -142,7 +141,7 @@ class EmbeddedSwarm:
             return session.train(count, clusters, threads)
 
     def _open(self) -> "tuple[NetworkLoop, Swarm]":
-        """The network's loop and the swarm on it; at the first call they start and the providers are invited."""
+        """The network's loop and the swarm on it. The first call starts them and invites the providers."""
         if self._loop is None or self._swarm is None:
             from ravnest.coordinator.access.admission import Admission
             from ravnest.coordinator.swarm.swarm import Swarm

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run goes on, and a run that fails while the requester's own code keeps it waiting."""
+"""Interrupts: Ctrl-C and SIGTERM during a run, and the failure of a run while the requester's own code blocks."""
 
 import os
 import signal
@@ -10,16 +10,16 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 _STEP_SECONDS = 1.0
-"""How long a step of the requester's code may go on after an interrupt: most end at once, and a data loader that is
-broken off in the middle of one leaves noise and workers behind."""
+"""How long a step of the requester's code may go on after an interrupt. Most steps end at once, and a data loader that
+is interrupted within a step leaves error messages and workers behind."""
 _KNOCK_SECONDS = 0.1
 _NUDGES = 3
 _KNOCK = signal.SIGURG
-"""Breaks into a call that blocks. Nobody's program ends of it, so one that comes late does no harm."""
+"""Signal that ends a blocking call. Its default action is to do nothing, so a late one does no harm."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The process was asked to stop. `exit_code` is what a shell expects then: 128 and the signal's number."""
+    """The process was asked to stop. `exit_code` is the one that a shell expects: 128 plus the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -27,15 +27,15 @@ class Interrupted(KeyboardInterrupt):
 
 
 class RunOver(BaseException):
-    """The run has failed while the requester's code was at work: there is nothing left to wait for."""
+    """The run has failed while the requester's code was running."""
 
 
 class Interrupts:
-    """Within its block, SIGINT, SIGTERM and SIGHUP (a terminal that is closed) raise Interrupted in the main thread.
+    """Within its block, SIGINT, SIGTERM and SIGHUP (a closed terminal) raise Interrupted in the main thread.
 
-    - One that comes while the run is `stopping` already calls `hurry` and raises once more.
-    - Signals that are ignored, or for which the requester's program has a handler of its own, stay as they are.
-    - In another thread than the main one nothing changes: Python has signals nowhere else.
+    - A second signal, while the run is `stopping`, calls `hurry` and raises again.
+    - Signals that are ignored, or for which the requester's program has its own handler, stay as they are.
+    - In another thread than the main one nothing changes, because Python delivers signals only to the main thread.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Interrupts:
 
     @property
     def exit_code(self) -> int:
-        """That of a process which did as it was asked."""
+        """The exit code of the process after the signal that was received."""
         return 128 + (self._asked or signal.SIGINT)
 
     def __enter__(self) -> Self:
@@ -79,16 +79,16 @@ class Interrupts:
 
     @contextmanager
     def users_code(self) -> Iterator[None]:
-        """Surrounds one step of the requester's code, which may take as long as it likes.
+        """Surrounds one step of the requester's code, which may take any time.
 
-        Interrupted or RunOver is raised at the end of the step, or in the midst of it when that does not come soon.
+        Interrupted or RunOver is raised at the end of the step, or within it when the step does not end soon.
         """
         self._in_users_code = True
         try:
             self.check()
             yield
         except Exception:
-            # Ctrl-C at a terminal ends a data loader's workers too: that they are gone is not what went wrong.
+            # Ctrl-C at a terminal also ends a data loader's workers: their end is not the error to report.
             self.check()
             raise
         finally:
@@ -96,21 +96,22 @@ class Interrupts:
         self.check()
 
     def check(self) -> None:
-        """Raises what came where it could not be raised: Python drops an exception in a destructor or some imports."""
+        """Raises an interrupt that was lost, because Python drops an exception in a destructor and in some imports."""
         if self._asked is not None:
             raise Interrupted(self._asked)
         if self._over:
             raise RunOver
 
     def wake(self) -> None:
-        """The run is over, the requester's code need not finish its step. May be called from any thread."""
+        """The run is over, so that the requester's code need not finish its step. Any thread may call this."""
         self._over = True
         self._break_in()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again, self._asked = self._asked is not None, number
         if not again:
-            # A data loader raises an error from here when a worker is killed; Ctrl-C at a terminal kills them all.
+            # A data loader raises an error from this handler when a worker is killed, and Ctrl-C at a terminal kills
+            # all of them.
             self._replace(signal.SIGCHLD, signal.SIG_DFL)
         if self.stopping:
             self.__exit__(None, None, None)
@@ -124,19 +125,18 @@ class Interrupts:
 
     def _replace(self, number: int, handler: Any) -> None:
         before = signal.getsignal(number)
-        # None is a handler that Python did not set, and could not put back.
+        # None stands for a handler that was not set by Python, which Python could not restore.
         if before is not None:
             self._before[number] = before
             signal.signal(number, handler)
 
     def _watch(self) -> None:
-        """Sees to it that a signal is acted on even where it comes just before a call that blocks, which then does not
-        end of it: the system's own note of each signal wakes a thread, which interrupts that call a moment later.
-        """
+        """Makes a signal effective even if it arrives just before a blocking call, which it would then not end: the
+        system's wakeup descriptor wakes a thread, which interrupts that call a moment later."""
         ear, bell = os.pipe()
         os.set_blocking(bell, False)
         if (others := signal.set_wakeup_fd(bell, warn_on_full_buffer=False)) != -1:
-            # Somebody runs an event loop on this thread, which has the same cares.
+            # An event loop on this thread uses the descriptor for the same purpose.
             signal.set_wakeup_fd(others)
             os.close(ear)
             os.close(bell)
@@ -150,8 +150,8 @@ class Interrupts:
         threading.Thread(target=self._knock, name="ravnest-knock", daemon=True).start()
 
     def _knock(self) -> None:
-        # A real signal, because nothing else ends a call that blocks; and more than one, because a call that begins
-        # just after the signal came and just before Python looks does not end of it.
+        # A real signal, because nothing else ends a blocking call; and several, because a signal that arrives after
+        # Python's last check and before the call blocks does not end it.
         while _KNOCK in self._before and not self._heard.is_set():
             with suppress(ProcessLookupError):
                 signal.pthread_kill(threading.main_thread().ident or 0, _KNOCK)
@@ -184,7 +184,7 @@ _REPLACED: dict[int, Callable[[Any], bool]] = {
     signal.SIGHUP: lambda handler: handler is signal.SIG_DFL,
 }
 
-# Processes forked from this one (data loader workers) are ended as their owner expects.
+# Processes forked from this one (data loader workers) get their original handlers back.
 _active: list[Interrupts] = []
 
 

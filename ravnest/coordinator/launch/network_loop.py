@@ -1,4 +1,4 @@
-"""The network's event loop on a thread of its own, for a caller that is not asynchronous."""
+"""Network loop: the event loop on a thread of its own, for a caller that is not asynchronous."""
 
 import asyncio
 import threading
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class NetworkLoop:
-    """Runs coroutines on behalf of another thread, from `with` to its end."""
+    """Runs coroutines for another thread, until the end of its block."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -29,7 +29,7 @@ class NetworkLoop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # What is left over, of gRPC say, would complain later that nobody has waited for it.
+        # Tasks that are left over, such as gRPC's, would log that their exceptions were never retrieved.
         with suppress(TimeoutError):
             asyncio.run_coroutine_threadsafe(_all_ended(), self._loop).result(_END_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -38,7 +38,7 @@ class NetworkLoop:
             self._loop.close()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine. An interrupt of this thread cancels it and goes on as KeyboardInterrupt."""
+        """Runs a coroutine and returns its result. A KeyboardInterrupt in the calling thread cancels it."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -47,13 +47,13 @@ class NetworkLoop:
             raise
 
     def call_quietly(self, work: Coroutine[Any, Any, None]) -> None:
-        """For the end of things: what goes wrong there must not hide what went wrong before."""
+        """Runs a coroutine during cleanup, where an error must not replace the one before it."""
         with suppress(RavnestError, asyncio.CancelledError):
             self.call(work)
 
     @contextmanager
     def running(self, work: Coroutine[Any, Any, None]) -> Iterator[None]:
-        """A coroutine that goes on in the background, to the end of the block at most."""
+        """Runs a coroutine in the background, at most until the end of the block."""
         task = self.call(_started(work))
         try:
             yield
@@ -61,7 +61,7 @@ class NetworkLoop:
             self.call_quietly(_ended(task))
 
     def soon(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls a function on the loop; nothing happens when the loop is over."""
+        """Calls a function on the loop; does nothing when the loop has ended."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *arguments)
 

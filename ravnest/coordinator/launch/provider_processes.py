@@ -1,4 +1,4 @@
-"""The processes of an embedded swarm's providers: the same command a remote machine runs, started and ended here."""
+"""Provider processes of an embedded swarm: each runs the command that a remote machine runs."""
 
 import math
 import os
@@ -19,12 +19,14 @@ _END_SECONDS = 1.5
 
 
 class ProviderProcesses:
-    """`count` providers. However the block ends, none of them outlives it; they also end when this process dies."""
+    """The processes of `count` providers. However the block ends, none of them outlives it, and they end when this
+    process dies."""
 
     def __init__(self, count: int, devices: Sequence[str] = ("auto",), slower: Sequence[float] = (1.0,)) -> None:
-        """Starts them, on the devices in turn, and in turn as machines that are so many times slower.
+        """Starts the processes on the devices in turn; `slower` gives the factors by which they compute slower, also in
+        turn.
 
-        PlanError when that many, or so much slower, make no sense here.
+        PlanError for a count or a factor that is not possible here.
         """
         self.count = count
         self._started: float | None = time.perf_counter()
@@ -40,15 +42,15 @@ class ProviderProcesses:
             if not 1 <= factor < math.inf:
                 raise PlanError(f"slower is {factor!r} for a provider: give a number of at least 1, such as 2.5")
         threads = fair_share(cores, count, count - 1)
-        # Set before torch is imported there: its thread pools are sized once.
+        # Set before the process imports torch, whose thread pools are sized only once.
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._tell: Callable[[str, str], None] | None = None
         self._telling = threading.Lock()
         self._ended: dict[str, str] = {}
-        """Of whom nobody has been told."""
+        """By provider, how its process ended, until there is a callback."""
         self.told = 0
-        """Of how many somebody has been told."""
+        """Number of processes whose end was reported to a callback."""
         self._invited = False
         self._ending = False
         try:
@@ -56,7 +58,7 @@ class ProviderProcesses:
                 command = [sys.executable, "-m", "ravnest", "join", "-", "--embedded", "--name", _name(number)]
                 command += ["--device", devices[number % len(devices)]]
                 command += ["--pretend-slower", str(slower[number % len(slower)])]
-                # Its own session: an interrupt typed at the terminal is the coordinator's to handle.
+                # In its own session: an interrupt typed at the terminal is for the coordinator to handle.
                 process = subprocess.Popen(
                     command,
                     stdin=subprocess.PIPE,
@@ -85,12 +87,12 @@ class ProviderProcesses:
         return [process.pid for process in self._processes]
 
     def take_start_time(self) -> float:
-        """When the first run began: with the start of the processes. A later run begins when it asks."""
+        """When the run began: the first run begins with the start of the processes, a later one now."""
         started, self._started = self._started, None
         return time.perf_counter() if started is None else started
 
     def invite(self, invite: str) -> None:
-        """Gives every provider the invite, through its standard input: a command line is there for all to see."""
+        """Sends every provider the invite through its standard input, because other users can read a command line."""
         self._invited = True
         for process in self._processes:
             assert process.stdin is not None
@@ -99,8 +101,8 @@ class ProviderProcesses:
                 process.stdin.flush()
 
     def on_death(self, tell: Callable[[str, str], None]) -> None:
-        """From now on `tell` gets the name of a provider whose process ends by itself, and how it did; at once if one
-        already has, and nobody was told."""
+        """Sets the callback for a process that ends by itself: it gets the provider's name and how the process ended.
+        It is called at once for processes that have ended before."""
         with self._telling:
             self._tell = tell
             untold, self._ended = self._ended, {}
@@ -108,14 +110,14 @@ class ProviderProcesses:
                 self._tell_of(name, how)
 
     def kill(self) -> None:
-        """Ends them this instant."""
+        """Kills all processes immediately."""
         self._ending = True
         for process in self._processes:
             process.kill()
 
     def _watch(self, number: int, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdout is not None
-        # Nothing, or the sentence that says why it cannot go on.
+        # Empty, or the sentence that says why the provider has ended.
         with process.stdout as stdout:
             said = stdout.read().decode(errors="replace").strip()
         code = process.wait()
@@ -132,7 +134,7 @@ class ProviderProcesses:
 
     def _end(self) -> None:
         if not self._invited:
-            # They are still importing, have nothing to finish, and would read their pipe only afterwards.
+            # The processes are still importing, have nothing to finish, and would read their pipe only after that.
             self.kill()
         self._ending = True
         try:
@@ -146,7 +148,7 @@ class ProviderProcesses:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, deadline - time.monotonic()))
         finally:
-            # An interrupt may come here too.
+            # Also when an interrupt arrives during the wait above.
             for process in self._processes:
                 process.kill()
             for process in self._processes:

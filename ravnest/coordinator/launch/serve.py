@@ -76,7 +76,8 @@ class ServedSwarm:
     ) -> None:
         """Listens; RunError when the address is not available.
 
-        What is None is as it was when the run was served before. The display shows who is known, joins and leaves.
+        An argument that is None is as it was when the run was served before. The display shows which providers are
+        known, join and leave.
         """
         from ravnest.coordinator.access.admission import Admission
         from ravnest.coordinator.access.invites import uses_for
@@ -93,7 +94,7 @@ class ServedSwarm:
             stack.callback(admission.close)
             self.state = state = SwarmState(run.store_path)
             stack.callback(state.close)
-            state.nobody_connected()
+            state.clear_connected()
             self.providers = providers or len(state.plan()) or None
             """Providers that must have joined before training begins; None for as many as the model needs."""
             self.clusters = clusters or state.clusters()

@@ -59,7 +59,7 @@ class TrainResult:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What the requester wants to train, and where the run is kept."""
+    """The job to train, and where its run is kept."""
 
     job: Job
     name: str

@@ -1,4 +1,4 @@
-"""Report: what the stages say of their work, on its way to the display, the summary, the curves and the trace.
+"""Report: the stages' reports on their way to the display, the summary, the curves and the trace.
 
-May import `plan` and below. Decides nothing.
+Knows `plan` and below. Decides nothing.
 """

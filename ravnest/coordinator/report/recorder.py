@@ -1,4 +1,4 @@
-"""What stages report while they train, on its way to the progress and into the run's curves."""
+"""Recorder: writes the stages' reports to the progress and to the run's curves."""
 
 from pathlib import Path
 from typing import Final
@@ -14,24 +14,24 @@ _MAX_EARLY: Final = 4096
 
 
 class Recorder:
-    """Takes the stages' reports; RunError when the disk refuses a line."""
+    """Receives the stages' reports; RunError when the disk refuses a line."""
 
     def __init__(self, progress: Progress, metrics: MetricLog) -> None:
         self._progress = progress
         self._metrics = metrics
         self._places: dict[int, DataPosition] = {}
         self._early: dict[int, float] = {}
-        """Losses of what another coordinator has fed, until the data comes to it."""
+        """Losses of microbatches that a coordinator before this one fed, until the data reaches them."""
         self._updates: JsonLines | None = None
         self.tracing: Tracing | None = None
-        """Who keeps the spans that stages report."""
+        """The trace collector, if the job asks for a trace."""
 
     def record_updates(self, path: Path) -> None:
-        """From now on every update of every stage becomes a line of the file at `path`."""
+        """Writes every update of every stage as a line to the file at `path`, from now on."""
         self._updates = JsonLines(path)
 
     def fed(self, microbatch: int, after: DataPosition) -> None:
-        """A microbatch has been fed whose loss will be reported; `after` is where it stands on the curves."""
+        """A microbatch has been fed; its loss belongs at this position on the curves."""
         loss = self._early.pop(microbatch, None)
         if loss is not None:
             self._metrics.write("train", samples=after.samples, updates=after.updates, values={"loss": loss})
@@ -39,7 +39,7 @@ class Recorder:
         self._places[microbatch] = after
 
     def take(self, node_id: str, cluster: int, stage: int, report: Report) -> None:
-        """What the provider of a stage reports."""
+        """Receives the report of a stage's provider."""
         before = self._progress.reports.get(node_id)
         if self.tracing is not None:
             self.tracing.take(node_id, report)
@@ -65,7 +65,7 @@ class Recorder:
                 self._updates.append(line)
 
     def _write_staleness(self, cluster: int, stage: int, report: Report, before: Report) -> None:
-        """How stale the updates of a stage were since its report before."""
+        """Writes the staleness of the updates since the stage's last report."""
         updates = report.updates - before.updates
         known = dict(enumerate(before.staleness_counts))
         newer = [k for k, count in enumerate(report.staleness_counts) if count > known.get(k, 0)]
@@ -73,7 +73,7 @@ class Recorder:
             ledger = self._progress.ledger
             values = {
                 "staleness": (report.staleness_sum - before.staleness_sum) / updates,
-                # Only the last of all is told by itself, where it is beyond what is counted.
+                # A maximum beyond the counted range is reported only as the maximum over the whole run.
                 "staleness_max": max(
                     newer[-1], report.staleness_max if report.staleness_max > before.staleness_max else 0
                 ),

@@ -66,7 +66,7 @@ def stage_snapshot(stage: StageSummary, cluster: int) -> StageSnapshot:
 def shares_in_words(shares: Mapping[str, float]) -> str:
     """How much of its stage each provider has fetched, like "anna 43 %, ben 100 %".
 
-    Of many providers, how many have everything, and the slowest of the others.
+    For many providers, it says how many have everything, and names the slowest of the others.
     """
     if len(shares) <= _MAX_LISTED:
         return ", ".join(f"{node} {int(100 * share)} %" for node, share in shares.items())

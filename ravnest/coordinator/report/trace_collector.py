@@ -1,7 +1,7 @@
-"""What stages report of when they did what, checked, kept within bounds and put on one axis of time: the run's trace.
+"""Trace collector: checks the spans that stages report, bounds them, and puts them on one time axis: the run's trace.
 
-A provider's spans are a stranger's word: those that cannot be are left out. Of what was traced, the first window is
-kept, and the latest that is mostly there (see engine/traced.py).
+Providers are not trusted, so spans with impossible values are dropped. The trace keeps two windows of each stage: the
+first one, and the latest one that is mostly complete (see engine/traced.py).
 """
 
 import contextlib
@@ -29,19 +29,19 @@ _DETAILS: Final = {
     "receive": ("forward", "backward"),
 }
 _SLACK_SECONDS: Final = 60.0
-"""How far a clock may be ahead of ours before what it says cannot be."""
+"""How far a provider's clock may be ahead of the coordinator's before its spans are impossible."""
 _MAX_NUMBER: Final = 2**53
 _SPANS_A_MICROBATCH: Final = 16
 _WRITE_SECONDS: Final = 10.0
 _WRITE_SHARE: Final = 0.01
-"""Of the time, at most so much goes into writing the trace while the run goes on."""
+"""Largest share of the time that goes into writing the trace while the run goes on."""
 
 
 class Tracing:
-    """Keeps the spans of one session. `write` may be called on any thread, everything else belongs to the loop."""
+    """Collects the spans of one session. `write` may run on any thread, all other methods on the network's loop."""
 
     def __init__(self, path: Path, microbatches: int, stages: Sequence[StagePlan]) -> None:
-        """For a trace of so many microbatches of each cluster; what lies at `path` stays, as earlier sessions."""
+        """For a trace of this many microbatches of each cluster. The file at `path` is kept, as earlier sessions."""
         clusters = len({stage.cluster for stage in stages})
         self._path = path
         self._size = window_size(microbatches * clusters)
@@ -51,7 +51,7 @@ class Tracing:
         self._most = max(_SPANS_A_MICROBATCH, min(_SPANS_A_MICROBATCH * self._size, MAX_SPANS // (2 * len(stages))))
         self._earlier = Trace()
         if path.exists():
-            # One that is damaged is replaced: there is nothing in it that could be kept.
+            # A damaged file is replaced: nothing in it can be kept.
             with contextlib.suppress(RunError):
                 self._earlier = Trace.read(path)
         self._changed = False
@@ -60,17 +60,17 @@ class Tracing:
 
     @property
     def due(self) -> bool:
-        """Whether there is something new, and it is time to write it."""
+        """Whether there are new spans and it is time to write them."""
         return self._changed and time.perf_counter() - self._written >= self._pause_seconds
 
     def take(self, node_id: str, report: control_pb2.Report) -> None:
-        """What a stage reports; anything in it that cannot be is left out."""
+        """Receives a stage's report and drops its impossible spans."""
         stage = self._stages.get(node_id)
         if stage is None:
             return
         elapsed = time.perf_counter() - self._started
         if math.isfinite(report.seconds) and 0 <= report.seconds <= elapsed + _SLACK_SECONDS:
-            # A report is on its way for a while: the quickest tells best when the stage's clock began.
+            # A report is delayed on its way: the fastest one tells best when the stage's clock began.
             stage.origin = min(stage.origin, elapsed - report.seconds)
         for said in report.spans:
             span = _checked(said, elapsed + _SLACK_SECONDS)
@@ -79,7 +79,7 @@ class Tracing:
                 self._changed = True
 
     def write(self) -> None:
-        """Replaces the file, if there is anything to write; RunError when the disk refuses."""
+        """Replaces the file if there are new spans; RunError when the disk refuses."""
         if not self._changed:
             return
         began = time.perf_counter()
@@ -89,7 +89,7 @@ class Tracing:
         self._pause_seconds = max(_WRITE_SECONDS, (self._written - began) / _WRITE_SHARE)
 
     def stages(self) -> list[TraceStage]:
-        """What is kept of each stage so far, all on one axis."""
+        """The kept spans of each stage, all on one axis."""
         by_cluster: dict[int, list[_Stage]] = {}
         for stage in self._stages.values():
             by_cluster.setdefault(stage.plan.cluster, []).append(stage)
@@ -97,7 +97,7 @@ class Tracing:
         began = min((span.began for stage in found for span in stage.spans), default=0.0)
         if began >= 0:
             return found
-        # Clocks may put something before the beginning of the axis, by as much as they are uncertain.
+        # Clock errors may put spans before the beginning of the axis.
         return [
             replace(stage, spans=tuple(replace(s, began=s.began - began, ended=s.ended - began) for s in stage.spans))
             for stage in found
@@ -108,10 +108,10 @@ class Tracing:
 class _Stage:
     plan: StagePlan
     origin: float = math.inf
-    """When its clock began, on the coordinator's."""
+    """When the stage's clock began, on the coordinator's clock."""
     first: int | None = None
     windows: dict[int, list[TraceSpan]] = field(default_factory=dict)
-    """By number: the first one and the two latest."""
+    """By number: the first window and the two latest."""
     latest: int = 0
 
     def add(self, span: TraceSpan, size: int, most: int) -> None:
@@ -134,14 +134,14 @@ def _checked(said: control_pb2.Span, max_seconds: float) -> TraceSpan | None:
     began, seconds = said.began_seconds, said.seconds
     if said.detail not in _DETAILS.get(said.kind, ()) or abs(said.microbatch) >= _MAX_NUMBER:
         return None
-    # Comparisons with what is not a number are false.
+    # Comparisons with NaN are false.
     if not (0 <= began <= max_seconds and seconds >= 0 and began + seconds <= max_seconds):
         return None
     return TraceSpan(said.kind, said.microbatch, began, began + seconds, said.detail)
 
 
 def _placed(stages: Sequence[_Stage]) -> list[TraceStage]:
-    """The stages of a cluster on one axis. Clocks drift, so how they stand is found for each window anew."""
+    """The stages of a cluster on one axis. Clocks drift, so their offsets are computed for each window."""
     found: list[list[TraceSpan]] = [[] for _ in stages]
     origins = [0.0 if math.isinf(stage.origin) else stage.origin for stage in stages]
     for window in _kept_windows(stages):
@@ -156,8 +156,8 @@ def _placed(stages: Sequence[_Stage]) -> list[TraceStage]:
 
 
 def _kept_windows(stages: Iterable[_Stage]) -> list[int]:
-    """The first window, and of the later ones that which has most; the latest of several that have as much."""
-    # Copied in one step: another thread may be writing while the loop takes reports.
+    """The first window, and the later one with the most updates; the latest of several with as many."""
+    # Copied in one step: another thread may be writing while the loop receives reports.
     windows = [window for stage in stages for window in list(stage.windows.items())]
     updates: Counter[int] = Counter()
     for window, spans in windows:
@@ -168,7 +168,7 @@ def _kept_windows(stages: Iterable[_Stage]) -> list[int]:
 
 
 def _between(before: Iterable[TraceSpan], behind: Iterable[TraceSpan]) -> Offset | None:
-    """How the clocks of two neighbouring stages stand."""
+    """The offset between the clocks of two neighbouring stages."""
     here, there = _by_microbatch(before), _by_microbatch(behind)
     return offset_of(
         _crossings(here["send forward"], there["receive forward"]),
@@ -177,7 +177,7 @@ def _between(before: Iterable[TraceSpan], behind: Iterable[TraceSpan]) -> Offset
 
 
 def _by_microbatch(spans: Iterable[TraceSpan]) -> dict[str, dict[int, float]]:
-    """When each microbatch's sending, and each one's arrival, began."""
+    """When the sending and the arrival of each microbatch began."""
     rows = ("send forward", "send backward", "receive forward", "receive backward")
     found: dict[str, dict[int, float]] = {row: {} for row in rows}
     for span in spans:

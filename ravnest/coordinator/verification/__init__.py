@@ -1,4 +1,4 @@
-"""Verification: whether the model that was written is the one that the swarm evaluated.
+"""Verification: whether the model in the file is the one that the swarm evaluated.
 
-May import `plan` and below. Runs the model on the requester's machine and talks to no provider.
+Knows `plan` and below. Runs the model on the requester's machine, and talks to no provider.
 """

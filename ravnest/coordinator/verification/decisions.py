@@ -1,4 +1,4 @@
-"""Decisions about the check of a written model: how much of it to do, and whether what was found is what was reported.
+"""Decisions about the check of a written model: how much of it to do, and whether its scores match the reported ones.
 
 Pure functions; each gives its reason as text.
 """
@@ -14,7 +14,7 @@ _MIN_SECONDS: Final = 0.3
 _MAX_SECONDS: Final = 120.0
 _SHARE: Final = 0.02
 _FLIPPED: Final = 2.0
-"""How many samples a metric may count differently, where two classes are as good as equal."""
+"""Samples that a metric may count differently, because two classes have almost the same score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class Effort:
     """How much of a check to do."""
 
     seconds: float
-    """When it ends, unless it has not looked at one batch yet."""
+    """Time limit, unless no batch has been evaluated by then."""
     max_samples: int | None
-    """Of one batch; None: whole batches."""
+    """Samples of a batch to evaluate; None for whole batches."""
     batches: int
-    """As many as should take that long."""
+    """The number of batches that should take that long."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What may differ between two machines that compute the same."""
+    """Allowed difference between two machines that compute the same."""
 
     relative: float
     absolute: float
@@ -48,7 +48,7 @@ class Finding:
 
 
 def effort(run_seconds: float, batch_seconds: float, batch_samples: int) -> Effort:
-    """How long a check may take, and of how many samples a batch, where one takes this long to evaluate here."""
+    """How long a check may take, and how many samples of a batch it evaluates, if a batch takes this long here."""
     seconds = min(_MAX_SECONDS, max(_MIN_SECONDS, _SHARE * run_seconds))
     share = f"{seconds:.1f} s, {_SHARE:.0%} of the run's time within {_MIN_SECONDS} s and {_MAX_SECONDS:.0f} s"
     if batch_seconds <= seconds:
@@ -60,10 +60,10 @@ def effort(run_seconds: float, batch_seconds: float, batch_samples: int) -> Effo
 
 
 def tolerance(half_precision: bool, other_device: bool) -> Tolerance:
-    """How far two evaluations of the same weights on the same batches may be apart.
+    """Allowed difference between two evaluations of the same weights on the same batches.
 
-    More than rounding makes in ordinary models, since some hold operators that jump (an argmin over a codebook): no
-    honest run should fail after hours, and a lie within this is not worth telling.
+    It is larger than rounding errors in ordinary models, because some have operators that jump (an argmin over a
+    codebook): no honest run should fail after hours, and a false score within the tolerance is not worth reporting.
     """
     if half_precision:
         return Tolerance(5e-2, 2e-2, "the model computes in a half precision")
@@ -75,8 +75,8 @@ def tolerance(half_precision: bool, other_device: bool) -> Tolerance:
 def judge(
     reported: Mapping[str, float], measured: Mapping[str, float], samples: int, batches: int, allowed: Tolerance
 ) -> Finding:
-    """Whether what the file gives is what the swarm reported, both means over the same samples. A loss must be the same
-    but for rounding; of a metric, which may count samples, two samples more or less are the same."""
+    """Whether the scores of the file are those that the swarm reported, both means over the same samples. A loss must
+    be equal up to rounding; a metric, which may count samples, may differ by two samples."""
     apart = []
     for name, said in reported.items():
         found = measured[name]

@@ -1,8 +1,8 @@
-"""Check of the model that was written: it is evaluated from its file, and must score what the swarm reported.
+"""Evaluation of the written model from its file, whose scores must be those that the swarm reported.
 
-The requester computes with the portable graph, as every stage does, on its own processors. Where the model is larger
-than the memory that is free, it is cut: each part of it is loaded, run on the sample, and forgotten before the next. So
-a stage that saves something else than it trained, or a leaf that reports another score than it computed, is found.
+The requester computes with the portable graph, as every stage does, on its own processors. A model that is larger than
+the free memory is cut: each part is loaded, run on the sample and released before the next. The check finds a stage
+that saved another state than it trained, and a leaf that reported other scores than it computed.
 """
 
 import time
@@ -26,12 +26,12 @@ from ravnest.graph.switch import draws_random_numbers, evaluation_form
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 
 Weights = Callable[[PortableGraph], dict[str, torch.Tensor]]
-"""The weights of a graph by their names in it."""
+"""The weights of a graph, by their names in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What a check has found."""
+    """Result of a check."""
 
     finding: Finding
     samples: int
@@ -39,7 +39,7 @@ class Checked:
     reported: Mapping[str, float]
     measured: Mapping[str, float]
     providers: tuple[str, ...]
-    """Who reported."""
+    """The providers that reported the scores."""
 
 
 def check_model(
@@ -51,9 +51,9 @@ def check_model(
     free_bytes: int,
     seed: int,
 ) -> Checked:
-    """Evaluates batches of the sample until the effort is spent, at least one, and compares."""
+    """Evaluates at least one batch of the sample, and more until the effort is spent, and compares the scores."""
     stages = cut_to_fit(graph, free_bytes)
-    # Of a model in parts, all batches go through one part before the next is loaded: how many is decided before.
+    # All batches pass one part before the next part is loaded, so their number is fixed in advance.
     chosen = witnessed if len(stages) == 1 else witnessed[: effort.batches]
     scores: list[dict[str, float]] = []
     if len(stages) == 1:
@@ -80,8 +80,8 @@ def check_model(
 
 
 def weights_of(path: Path, aliases: Mapping[str, str], elsewhere: Mapping[str, torch.Tensor]) -> Weights:
-    """Reads weights from a written model, each when it is asked for. What no state_dict has (buffers that are not
-    persistent, constants of the graph) is from `elsewhere`. RunError where the file lacks something."""
+    """Reads weights from a written model when they are needed. Weights that no state_dict has (buffers that are not
+    persistent, constants of the graph) come from `elsewhere`. RunError when the file lacks a weight."""
     names: dict[str, str] = {}
     for name, owner in aliases.items():
         names.setdefault(owner, name)
@@ -107,7 +107,8 @@ def weights_of(path: Path, aliases: Mapping[str, str], elsewhere: Mapping[str, t
 
 
 def cut_to_fit(graph: PortableGraph, free_bytes: int) -> tuple[PortableGraph, ...]:
-    """The model in as few parts as the weights of each take half of this memory at most, where it can be cut so."""
+    """The model in as few parts as possible, such that the weights of each take at most half of this memory, if it can
+    be cut that way."""
     sizes = {w.name: w.dtype.itemsize * _count(w.shape) for w in graph.weights}
     if sum(sizes.values()) <= free_bytes // 2:
         return (graph,)
@@ -132,13 +133,13 @@ def cut_to_fit(graph: PortableGraph, free_bytes: int) -> tuple[PortableGraph, ..
 
 
 def computes_in_halves(graph: PortableGraph) -> bool:
-    """Whether anything in the graph is of 16 bits."""
+    """Whether a value in the graph has 16 bits."""
     outputs = (node.output.dtype for node in graph.nodes if node.output is not None)
     return not _HALVES.isdisjoint([*(w.dtype for w in graph.weights), *outputs])
 
 
 def draws_in_evaluation(graph: PortableGraph) -> bool:
-    """Whether what the graph yields in evaluation depends on random numbers."""
+    """Whether the outputs of the graph in evaluation depend on random numbers."""
     return any(draws_random_numbers(evaluation_form(node)) for node in graph.nodes)
 
 
@@ -151,7 +152,7 @@ class _Part:
         self._given = [value.name for value in (*graph.inputs, *graph.receives)]
 
     def evaluate(self, values: Mapping[str, Any], microbatch: int, seed: int) -> dict[str, Any]:
-        # Copies: an operator may write to what it is given, and the batch may be looked at again.
+        # Copies: an operator may write to its inputs, and the batch may be evaluated again.
         given = {name: _copied(values[name]) for name in self._given}
         with torch.no_grad():
             return self._program.run(given, self._weights, train=False, seed=seed, microbatch=microbatch)

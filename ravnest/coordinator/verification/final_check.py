@@ -1,8 +1,8 @@
-"""Last check of a run: whether the model in the file is the one that the swarm evaluated.
+"""Final check of a run: whether the model in the file is the one that the swarm evaluated.
 
-It is made before the run says that it has finished, on the requester's thread, and costs a share of the run's time: a
-few tenths of a second where that is short. What happens on failure: the run has failed, the model file stays to be
-looked at, and the checkpoint that it was made of is taken out of those that `--resume` goes on from.
+The check runs on the requester's thread before the run reports that it has finished. It takes a share of the run's
+time: a few tenths of a second for a short run. If it fails, the run fails; the model file stays for inspection, and
+`--resume` no longer continues from the checkpoint that the file was made of.
 """
 
 import time
@@ -30,7 +30,7 @@ Shorten = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
 class NotAsReportedError(TrainingError):
-    """The model that was written is not the one that the swarm evaluated."""
+    """The model in the file is not the one that the swarm evaluated."""
 
 
 def effort_for(prepared: Prepared, run_seconds: float) -> Effort:
@@ -40,7 +40,7 @@ def effort_for(prepared: Prepared, run_seconds: float) -> Effort:
 
 
 def shortening(prepared: Prepared, chosen: Effort) -> Shorten | None:
-    """What makes a batch as short as this effort allows; None where whole ones may be checked."""
+    """The function that shortens a batch to this effort; None when whole batches are evaluated."""
     if chosen.max_samples is None:
         return None
     sizes = {value.name: value.shape for value in prepared.captured.graph.inputs}
@@ -48,7 +48,7 @@ def shortening(prepared: Prepared, chosen: Effort) -> Shorten | None:
 
 
 def first_tensors(prepared: Prepared) -> list[Mapping[str, torch.Tensor]]:
-    """The batches that the model was captured on: for a run that trained on nothing, and evaluated nothing."""
+    """The batches that the model was captured on, for a run that neither trained nor evaluated anything."""
     return [prepared.captured.structure.flatten(batch) for batch in prepared.peeked]
 
 
@@ -61,8 +61,8 @@ def check_written(
     chosen: Effort,
     devices: Mapping[str, str],
 ) -> Check:
-    """Evaluates the model in the file at `path`, made from this checkpoint, on what the swarm evaluated. RunError where
-    the file cannot be read back."""
+    """Evaluates the model in the file at `path`, made from this checkpoint, on batches that the swarm evaluated.
+    RunError when the file cannot be read back."""
     if not witnessed:
         return Check(reason="not checked: the swarm has evaluated nothing of the model that was saved")
     captured = prepared.captured
@@ -100,7 +100,7 @@ def check_written(
 
 
 def refusal(check: Check, path: Path, apart: Path, resumes_from: str) -> str:
-    """What a user is told whose model is not the one that was evaluated."""
+    """The error message for a model that is not the one that was evaluated."""
     return (
         f"the model that was written is not the one that the swarm evaluated: of {check.on}, {check.reason}. A "
         f"provider saved something else than it trained, or reported something else than it computed; {path.name} and "

@@ -1,7 +1,7 @@
-"""Random sample of what the swarm evaluated last, with what it reported: what the written model is held against.
+"""Reported scores: a random sample of the batches that the swarm evaluated last, with the scores that it reported.
 
-A provider cannot know which batches are in the sample. It is drawn as the batches are fed, in bounded memory, and
-counts only as long as nothing was trained on since: then the evaluation is of the state that is saved.
+A provider cannot know which batches are in the sample. It is drawn as the batches are fed, in bounded memory. The
+sample counts only until the next training step, so that the evaluation is of the state that is saved.
 """
 
 import random
@@ -20,16 +20,16 @@ _MAX_TRAINING_BATCHES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Witnessed:
-    """A batch, and what the swarm reported of it."""
+    """A batch, and the scores that the swarm reported for it."""
 
     batch: EvalBatch
     provider: str
-    """The holder of the leaf that reported it."""
+    """The owner of the leaf that reported them."""
     scores: Mapping[str, float]
 
 
 class Witness:
-    """Of one run. All methods belong to the network's loop, but for `of_now`, once nothing is fed any more."""
+    """The sample of one run. All methods run on the network's loop, except `current` once nothing is fed any more."""
 
     def __init__(self) -> None:
         self._draw = random.SystemRandom()
@@ -37,10 +37,10 @@ class Witness:
         self._trained = _Reservoir(_MAX_TRAINING_BATCHES, self._draw)
         self._scores: dict[int, tuple[str, Mapping[str, float]]] = {}
         self.source = ""
-        """What the batches are of, in words."""
+        """The origin of the batches, in words."""
 
     def begin(self, source: str) -> None:
-        """An evaluation begins: what was evaluated before is of another state."""
+        """An evaluation begins: earlier scores are of another state."""
         self._evaluated = _Reservoir(_MAX_BATCHES, self._draw)
         self._scores = {}
         self.source = source
@@ -50,18 +50,18 @@ class Witness:
         self._evaluated.offer(batch)
 
     def came(self, microbatch: int, provider: str, scores: Mapping[str, float]) -> None:
-        """What the swarm says of a batch."""
+        """The swarm reports the scores of a batch."""
         if any(batch.microbatch == microbatch for batch in self._evaluated.kept):
             self._scores[microbatch] = provider, scores
 
     def trained(self, microbatch: int, tensors: Mapping[str, torch.Tensor], samples: int) -> None:
-        """A microbatch is about to be trained on: what was evaluated is not of the state that will be saved."""
+        """A microbatch is about to be trained on: earlier scores are not of the state that will be saved."""
         self.begin("")
         self._trained.offer(EvalBatch(microbatch, tensors, samples))
 
     @property
-    def of_now(self) -> list[Witnessed]:
-        """What was evaluated since the last training, in random order."""
+    def current(self) -> list[Witnessed]:
+        """The batches evaluated since the last training step, in random order."""
         known = [
             Witnessed(batch, *self._scores[batch.microbatch])
             for batch in self._evaluated.kept
@@ -72,12 +72,12 @@ class Witness:
 
     @property
     def training_batches(self) -> list[Mapping[str, torch.Tensor]]:
-        """A few that were trained on."""
+        """A few batches that were trained on."""
         return [batch.tensors for batch in self._trained.kept]
 
 
 class _Reservoir:
-    """Keeps a given number of what it is offered, each with the same chance, and never more bytes than allowed."""
+    """Keeps a given number of the items that it is offered, each with the same probability, within a limit of bytes."""
 
     def __init__(self, most: int, draw: random.Random) -> None:
         self.kept: list[EvalBatch] = []
@@ -99,8 +99,8 @@ class _Reservoir:
 def shortened(
     tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, Sequence[int | str]], samples: int
 ) -> Mapping[str, torch.Tensor]:
-    """The first samples of a batch: of every value that has the batch as its first size. `sizes` are the shapes
-    as the graph says them. The batch as it is where its first size is not free."""
+    """The first samples of a batch, for every value whose first size is the batch's. `sizes` are the shapes in the
+    graph. A batch whose first size is fixed is returned unchanged."""
     first = next((shape[0] for shape in sizes.values() if shape), None)
     if not isinstance(first, str):
         return tensors

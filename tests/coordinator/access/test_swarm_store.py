@@ -40,7 +40,7 @@ def test_what_is_known_survives_a_coordinator_that_was_killed(tmp_path: Path) ->
     # Nothing is closed: a process that is killed closes nothing either.
     again = SwarmState(path)
     assert [m.connected for m in again.members()] == [True, True]
-    again.nobody_connected()
+    again.clear_connected()
     assert again.members() == [
         KnownMember("anna", ANNA.address, "cuda:0", 8 << 30, NOW, False, False, 0),
         KnownMember("ben", BEN.address, "cpu", 4 << 30, NOW, False, False, 1),

@@ -160,17 +160,17 @@ def test_the_sample_is_of_the_last_evaluation_random_and_bounded() -> None:
     for number in range(1, 401):
         witness.fed(EvalBatch(-number, tensors, 8))
         witness.came(-number, "leaf", {"loss": 1.0})
-    numbers = {-each.batch.microbatch for each in witness.of_now}
+    numbers = {-each.batch.microbatch for each in witness.current}
     assert len(numbers) == 64 and max(numbers) > 128, "not the first alone"
     witness.trained(7, tensors, 8)
-    assert witness.of_now == [] and len(witness.training_batches) == 1
+    assert witness.current == [] and len(witness.training_batches) == 1
     # Of batches of 60 MB there is room for one.
     witness.begin("eval_data")
     large = {"inputs": torch.zeros(1).expand(60 << 18)}
     for number in range(1, 9):
         witness.fed(EvalBatch(-number, large, 8))
         witness.came(-number, "leaf", {"loss": 1.0})
-    assert len(witness.of_now) == 1
+    assert len(witness.current) == 1
 
 
 def test_a_batch_is_shortened_in_all_values_that_have_its_size() -> None:
