@@ -18,7 +18,7 @@ import ravnest
 from benchmarks.models import GPT, LARGE, Repeated, next_token_loss, token_batches
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
-from ravnest.coordinator.plan.prepared_job import Prepared, prepare
+from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.monitor.events import read_events
@@ -70,7 +70,7 @@ class Share:
         return self.parameters + self.gradients + self.optimizer + self.versions + self.activations
 
 
-def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int, limit: int, policy: VersionPolicy) -> Share:
+def share_of(stage: PortableGraph, prepared: PreparedJob, in_flight: int, limit: int, policy: VersionPolicy) -> Share:
     """The share of a stage trained with Adam while `in_flight` microbatches are between forward and backward there.
 
     `limit` microbatches are in flight in the cluster: as many may have arrived here, and wait or are worked on.
@@ -93,7 +93,7 @@ def share_of(stage: PortableGraph, prepared: Prepared, in_flight: int, limit: in
     )
 
 
-def _measure(stages: int, versions: str, in_flight: int | None, prepared: Prepared, bare: int) -> list[Row]:
+def _measure(stages: int, versions: str, in_flight: int | None, prepared: PreparedJob, bare: int) -> list[Row]:
     """A row for each stage of a run that is long enough for as many in flight as there will ever be."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(stages) as swarm:
         run = Path(folder, "run")
@@ -151,7 +151,7 @@ def _bare_import_bytes() -> int:
     return int(shown.stdout.split()[1]) * 1024
 
 
-def _bytes(value: ValueSpec, prepared: Prepared) -> int:
+def _bytes(value: ValueSpec, prepared: PreparedJob) -> int:
     sample, cost = prepared.captured.sample.get(value.name), prepared.costs.nodes.get(value.name)
     if sample is not None:
         return sample.nbytes

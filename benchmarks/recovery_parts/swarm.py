@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from benchmarks.recovery_parts.watching import Recovery, Watch
+from benchmarks.recovery_parts.watching import Recovery, Watchdog
 from benchmarks.report import ROOT
 from tests.wan import Host, Lab
 from tests.wan import Path as Way
@@ -33,7 +33,7 @@ class RecoverySwarm:
     """From `with` to its end: `stages` machines that train and `spares` that stand by."""
 
     def __init__(self, folder: Path, stages: int, spares: int) -> None:
-        self.watch = Watch(folder / "run")
+        self.watch = Watchdog(folder / "run")
         self._folder = folder
         self._stages = stages
         self._names = [f"m{number}" for number in range(1, stages + spares + 1)]

@@ -34,7 +34,7 @@ class Recovery:
     source: str
 
 
-class Watch:
+class Watchdog:
     """Looks at one run directory."""
 
     def __init__(self, run: Path) -> None:

@@ -16,26 +16,26 @@ from typing import Any, TypeVar
 import torch
 
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore
-from ravnest.coordinator.deploy.deployment import Formation
-from ravnest.coordinator.deploy.form_run import Asked, Forming, position_of
-from ravnest.coordinator.deploy.membership_changes import Changing
+from ravnest.coordinator.deploy.deployment import Deployment
+from ravnest.coordinator.deploy.form_run import Forming, RequestedSize, position_of
+from ravnest.coordinator.deploy.membership_changes import MembershipChanges
 from ravnest.coordinator.deploy.recovery import Recovery
-from ravnest.coordinator.deploy.replace_slow import SlowStages
+from ravnest.coordinator.deploy.replace_slow import SlowStageReplacement
 from ravnest.coordinator.deploy.stage_failures import StageFailures
-from ravnest.coordinator.deploy.standbys import StandingBy
-from ravnest.coordinator.deploy.state_sources import Borrowing
+from ravnest.coordinator.deploy.standbys import Standbys
+from ravnest.coordinator.deploy.state_sources import StateSources
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.feeder import Item
 from ravnest.coordinator.feed.ledger import DataPosition
-from ravnest.coordinator.health.checkpoint_watch import SaveWatch
+from ravnest.coordinator.health.checkpoint_watch import CheckpointWatch
 from ravnest.coordinator.health.lease import Replacement
 from ravnest.coordinator.health.slow_links import SlowLinks
 from ravnest.coordinator.health.standstill import RunNow
 from ravnest.coordinator.health.standstill_watch import StandstillWatch, cluster_now
-from ravnest.coordinator.health.watchdog import Watch
-from ravnest.coordinator.intake import Items
-from ravnest.coordinator.plan.observed_limits import Believed
-from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.health.watchdog import Watchdog
+from ravnest.coordinator.intake import Intake
+from ravnest.coordinator.plan.observed_limits import ObservedLimits
+from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.plan.provider_profiles import Machine
 from ravnest.coordinator.replicas.surviving import AnnouncedReplica
 from ravnest.coordinator.report.progress import Progress
@@ -47,7 +47,7 @@ from ravnest.coordinator.swarm.link_measurements import describe, figures
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.provider_record import ProviderRecords
 from ravnest.coordinator.swarm.swarm import Swarm
-from ravnest.coordinator.verification.reported_scores import Witnessed
+from ravnest.coordinator.verification.reported_scores import ReportedScores
 from ravnest.errors import DiskFullError, RavnestError, RefusedError, TrainingError, printable
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog
@@ -70,7 +70,7 @@ _SUMMARY_SECONDS = 2.0
 _Result = TypeVar("_Result")
 
 
-class RewoundError(Exception):
+class DataRewindError(Exception):
     """The run goes on from a place that the data had passed: it is to be walked again from there."""
 
     def __init__(self, place: DataPosition) -> None:
@@ -99,18 +99,18 @@ class Coordinator:
         self._course = Course(swarm, events)
         self._least = 1
         self._resumed = progress.ledger.updates > 0
-        self._formation: Formation | None = None
+        self._formation: Deployment | None = None
         self._forming: Forming | None = None
         self._recovery: Recovery | None = None
-        self._standing_by: StandingBy | None = None
-        self._changing: Changing | None = None
-        self._watch: Watch | None = None
+        self._standing_by: Standbys | None = None
+        self._changing: MembershipChanges | None = None
+        self._watch: Watchdog | None = None
         self._slow_links = SlowLinks(self._course.emit)
-        self._slow_stages: SlowStages | None = None
-        self._save_watch: SaveWatch | None = None
-        self._believed = Believed()
+        self._slow_stages: SlowStageReplacement | None = None
+        self._save_watch: CheckpointWatch | None = None
+        self._believed = ObservedLimits()
         self._stage_failures: StageFailures | None = None
-        self._items = Items(
+        self._items = Intake(
             self._course, lambda: self._now, progress, self._recorder, display, self.phase, self._reported_at
         )
         self._standstill = StandstillWatch(self._run_now, self._course.emit, display.message)
@@ -146,7 +146,7 @@ class Coordinator:
         self._course.spawn(self._show())
 
     async def deploy(
-        self, prepared: Prepared, providers: int | None, clusters: int | None, threads: int, cores: int
+        self, prepared: PreparedJob, providers: int | None, clusters: int | None, threads: int, cores: int
     ) -> Plan:
         """Waits for the providers, plans, and returns when every stage is built and linked.
 
@@ -174,7 +174,7 @@ class Coordinator:
             around,
             store,
             machine,
-            Asked(providers, clusters),
+            RequestedSize(providers, clusters),
             prepared,
             self.phase,
             self._display,
@@ -183,7 +183,7 @@ class Coordinator:
             lambda cluster, stages: self._recovery.lost_before(cluster, stages) if self._recovery is not None else None,
         )
         leaving = self._forming.leaving
-        self._standing_by = StandingBy(
+        self._standing_by = Standbys(
             around, machine, lambda: self._formation, leaving, self._came, self._believed, self._reliability
         )
         self._recovery = Recovery(
@@ -197,7 +197,7 @@ class Coordinator:
             self._forming.replacement,
             self._lose,
             self._standing_by.look,
-            Borrowing(around, store, prepared).state_for,
+            StateSources(around, store, prepared).state_for,
         )
         self._stage_failures = StageFailures(
             self._course,
@@ -211,7 +211,7 @@ class Coordinator:
             self.lost,
             self._forming.take_back,
         )
-        self._changing = Changing(
+        self._changing = MembershipChanges(
             self._course,
             lambda: self._formation,
             self._recovery,
@@ -223,7 +223,7 @@ class Coordinator:
             waits=lambda: self._forming is not None and self._forming.waits,
             line_rate=self._swarm.members.line_rate,
         )
-        self._watch = Watch(
+        self._watch = Watchdog(
             self._swarm,
             blocks=self._blocks,
             replacement=self._replacement,
@@ -231,8 +231,8 @@ class Coordinator:
             on_lost=lambda node_id, why, seconds: self.lost(node_id, why, time.monotonic() - seconds),
             clusters=self._busy,
         )
-        self._slow_stages = SlowStages(self._ready_to_take, self._believed, self._watch.give_up)
-        self._save_watch = SaveWatch(
+        self._slow_stages = SlowStageReplacement(self._ready_to_take, self._believed, self._watch.give_up)
+        self._save_watch = CheckpointWatch(
             self._swarm.members,
             lambda: None if self._formation is None else self._formation.checkpointing.awaited,
             self._replacement,
@@ -260,10 +260,10 @@ class Coordinator:
         shorten: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None,
     ) -> None:
         """Waits for what is in flight, and has the swarm evaluate a little of what is about to be saved, where it has
-        not; see `Items.attest`. RewoundError, as `take`."""
+        not; see `Intake.attest`. RewoundError, as `take`."""
         await self._until_rewound(self._items.attest(batches, shorten))
 
-    def witnessed(self) -> tuple[list[Witnessed], str]:
+    def witnessed(self) -> tuple[list[ReportedScores], str]:
         """What the swarm reported of the model that was saved last, and on what. Once `finish` is over."""
         witness, formation = self._items.witness, self._now
         found = witness.current
@@ -283,7 +283,7 @@ class Coordinator:
         """Saves if what is in flight can be finished in time, otherwise the last checkpoint of this run stands."""
         if self._formation is not None:
             self.phase("stopping")
-            with contextlib.suppress(TimeoutError, RavnestError, RewoundError):
+            with contextlib.suppress(TimeoutError, RavnestError, DataRewindError):
                 async with asyncio.timeout(timeout_seconds):
                     return await self.finish()
         return self._last_info
@@ -472,11 +472,11 @@ class Coordinator:
         return self._records[node_id].reported_at or 0.0
 
     @property
-    def _now(self) -> Formation:
+    def _now(self) -> Deployment:
         assert self._formation is not None
         return self._formation
 
-    def _take_formation(self, formation: Formation) -> None:
+    def _take_formation(self, formation: Deployment) -> None:
         """From now on this one is listened to; it is being deployed."""
         self._formation, self._formed_at = formation, time.monotonic()
         if self._recovery is not None:
@@ -527,7 +527,7 @@ class Coordinator:
         if self._changing is not None:
             self._changing.came(newcomers)
 
-    async def _form_at_rest(self, before: Formation, reason: str, decided: Plan | None = None) -> None:
+    async def _form_at_rest(self, before: Deployment, reason: str, decided: Plan | None = None) -> None:
         """Brings training to rest, makes all clusters alike, saves that, and forms the run anew from there; nothing is
         fed meanwhile. Nothing comes of it where the disk has no room, or the run is formed anew for another reason."""
 
@@ -559,7 +559,7 @@ class Coordinator:
             self._course.notify()
 
     async def _form_anew(
-        self, before: Formation, reason: str, saved: CheckpointInfo | None = None, decided: Plan | None = None
+        self, before: Deployment, reason: str, saved: CheckpointInfo | None = None, decided: Plan | None = None
     ) -> None:
         """Forms the run anew with those who are there, from what was `saved` or the newest state that can be had, by
         the plan that was `decided` if it holds; nothing where another formation has taken the place of `before`."""
@@ -568,7 +568,7 @@ class Coordinator:
                 await self._form_in_place_of(before, reason, saved, decided)
 
     async def _form_in_place_of(
-        self, before: Formation, reason: str, saved: CheckpointInfo | None, decided: Plan | None
+        self, before: Deployment, reason: str, saved: CheckpointInfo | None, decided: Plan | None
     ) -> None:
         assert self._forming is not None and self._standing_by is not None
         try:
@@ -598,7 +598,7 @@ class Coordinator:
             self._taking, self._taken_at = None, time.monotonic()
             work.close()
         place, self._place = self._place, None
-        raise RewoundError(place)
+        raise DataRewindError(place)
 
     def _run_now(self) -> RunNow | None:
         """The state of the run that explains why nothing is completed; None while the run is not watched for that."""

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from ravnest.coordinator.checkpoints.store import CheckpointInfo
-from ravnest.coordinator.deploy.deployment import Formation
+from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.evaluation import Evaluation
 from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
@@ -27,13 +27,13 @@ _FIRST_ATTESTED: Final = 1 << 40
 """Batches that are evaluated for the check alone are numbered from here down: far from those of the data."""
 
 
-class Items:
+class Intake:
     """Of one run. All methods belong to the network's loop."""
 
     def __init__(
         self,
         course: Course,
-        formation: Callable[[], Formation],
+        formation: Callable[[], Deployment],
         progress: Progress,
         recorder: Recorder,
         display: Display,
@@ -58,7 +58,7 @@ class Items:
         self._reported_at = reported_at
 
     @property
-    def _now(self) -> Formation:
+    def _now(self) -> Deployment:
         return self._formation()
 
     async def take(self, item: Item) -> None:

@@ -19,14 +19,14 @@ from ravnest.coordinator.checkpoints.part_check import StagePart
 from ravnest.coordinator.checkpoints.saver import Mark, Saver
 from ravnest.coordinator.checkpoints.store import CheckpointStore, newest_good
 from ravnest.coordinator.coordinator import Coordinator
-from ravnest.coordinator.deploy.deployment import Formation
+from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.deploy.recovery import Recovery
 from ravnest.coordinator.feed.cluster_state import Clusters
 from ravnest.coordinator.feed.evaluation import Evaluation
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.report.progress import Progress
-from ravnest.coordinator.run.checkpointer import Checkpointing
-from ravnest.coordinator.run.dispatcher import Feeding
+from ravnest.coordinator.run.checkpointer import Checkpointer
+from ravnest.coordinator.run.dispatcher import Dispatcher
 from ravnest.coordinator.swarm.changes import Changes
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import PortableGraph, WeightSpec
@@ -90,13 +90,13 @@ def trains(coordinator: Coordinator, swarm: SwarmUnderAttack, folder: Path, *nod
         id="d1",
         clusters=clusters,
         stage_of={stage.node: stage.stage for stage in stages},
-        feeding=Feeding(course, swarm.swarm, clusters, ledger, coordinator._recorder, coordinator.progress),
-        checkpointing=Checkpointing(course, swarm.swarm, lambda _: saver, clusters.all[0], "d1", ledger),
+        feeding=Dispatcher(course, swarm.swarm, clusters, ledger, coordinator._recorder, coordinator.progress),
+        checkpointing=Checkpointer(course, swarm.swarm, lambda _: saver, clusters.all[0], "d1", ledger),
         averaging=None,
         holders=SimpleNamespace(remove=lambda node_id: None),
         close=lambda: None,
     )
-    coordinator._formation = cast(Formation, formation)
+    coordinator._formation = cast(Deployment, formation)
     coordinator._recovery = cast(Recovery, Losses())
     return saver
 

@@ -11,7 +11,7 @@ from tests.chaos.injecting import Injector
 from tests.chaos.report import Outcome, Report
 from tests.chaos.schedule import ANY_CLUSTERS, BETWEEN_CLUSTERS, Case, for_roles, schedule
 from tests.chaos.swarm import ROOT, BrokenError, ChaosSwarm
-from tests.chaos.watching import Watch
+from tests.chaos.watching import Watchdog
 from tests.e2e.command import Running
 
 MAX_LOSS_APART: Final = 0.05
@@ -184,7 +184,7 @@ class _Run:
         if alone.process.returncode != 0:
             raise BrokenError(f"the run without faults ended with code {alone.process.returncode}:\n{said}")
         self._tell(f"the same without faults took {time.monotonic() - began:.0f} s")
-        without, ours = Watch(folder / "run").evaluations(), swarm.watch.evaluations()
+        without, ours = Watchdog(folder / "run").evaluations(), swarm.watch.evaluations()
         for samples, loss in without.items():
             if samples not in ours:
                 self._ends.append(f"there was no evaluation after {samples} samples, as without faults")

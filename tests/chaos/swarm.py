@@ -17,7 +17,7 @@ from typing import IO, Self
 
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from tests import warm
-from tests.chaos.watching import Mark, Watch
+from tests.chaos.watching import Mark, Watchdog
 from tests.known_speed import speed_is_known
 from tests.wan import Host, Lab, LabHost, Path
 
@@ -102,7 +102,7 @@ class ChaosSwarm:
         self.clusters = clusters
         self.stages = stages
         self.run = folder / "run"
-        self.watch = Watch(self.run)
+        self.watch = Watchdog(self.run)
         self._epochs = epochs
         self._members = [f"p{number}" for number in range(1, clusters * stages + standbys + 1)]
         self.strangers = [f"s{number}" for number in range(1, strangers + 1)]

@@ -52,7 +52,7 @@ class Mark:
     """By the last summary, which may be some seconds old."""
 
 
-class Watch:
+class Watchdog:
     """Looks at one run directory."""
 
     def __init__(self, run: Path) -> None:

@@ -8,32 +8,32 @@ import pytest
 
 from ravnest import Pipeline
 from ravnest.coordinator.health import watchdog as watching
-from ravnest.coordinator.plan.prepared_job import Prepared, prepare
+from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
 from ravnest.coordinator.replicas import tracker as replicas
 from tests.coordinator.simulated import Play, Run
 from tests.e2e.jobs import a_job, every_updates
 
 
 @pytest.fixture(scope="session")
-def prepared() -> Prepared:
+def prepared() -> PreparedJob:
     """The job of all scenes, captured once."""
     job = a_job(pipeline=Pipeline(in_flight=4), checkpoint=every_updates(1000))
     return prepare(job, 1, None, lambda phase: None)
 
 
 @pytest.fixture
-def play(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
+def play(prepared: PreparedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
     """Plays a scene with a run of its own."""
 
     async def nobody_is_watched(watch: object) -> None:
         # These providers have no links: they would all be taken for silent.
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(watching.Watch, "run", nobody_is_watched)
-    monkeypatch.setattr(watching.Watch, "is_well", lambda watch, node_id: watch._swarm.members.is_present(node_id))
+    monkeypatch.setattr(watching.Watchdog, "run", nobody_is_watched)
+    monkeypatch.setattr(watching.Watchdog, "is_well", lambda watch, node_id: watch._swarm.members.is_present(node_id))
     runs = 0
 
-    def play(scene: Callable[[Run], Awaitable[None]], seed: int = 0, of: Prepared = prepared) -> None:
+    def play(scene: Callable[[Run], Awaitable[None]], seed: int = 0, of: PreparedJob = prepared) -> None:
         async def played() -> None:
             nonlocal runs
             runs += 1

@@ -20,10 +20,10 @@ from typing import Any, cast
 import torch
 
 from ravnest.coordinator.access.swarm_store import SwarmState
-from ravnest.coordinator.coordinator import Coordinator, RewoundError
+from ravnest.coordinator.coordinator import Coordinator, DataRewindError
 from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
-from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.members import Held as HeldBefore
@@ -549,7 +549,7 @@ class SimulatedSwarm:
 class Run:
     """A run of a simulated swarm, and the requester that feeds it."""
 
-    def __init__(self, prepared: Prepared, folder: Path, seed: int = 0) -> None:
+    def __init__(self, prepared: PreparedJob, folder: Path, seed: int = 0) -> None:
         self.prepared = prepared
         self.swarm = SimulatedSwarm(seed)
         directory = RunDirectory.open(folder, job_name="simulated", resume=False)
@@ -636,7 +636,7 @@ class Run:
             try:
                 await self.coordinator.take(item)
                 self.place = item.after
-            except RewoundError as back:
+            except DataRewindError as back:
                 self.place = back.place
 
     async def _train(self, total: int, evaluate: int) -> None:
@@ -652,7 +652,7 @@ class Run:
                     work()
                 await self.coordinator.finish()
                 return
-            except RewoundError as back:
+            except DataRewindError as back:
                 self.place = back.place
 
     @property

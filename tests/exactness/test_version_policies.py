@@ -13,7 +13,7 @@ from ravnest import Job, Pipeline
 from ravnest.coordinator.launch import session
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.launch.session import TrainResult
-from ravnest.coordinator.plan.prepared_job import Prepared, prepare
+from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
 from ravnest.monitor.events import read_events
 from ravnest.version_policy import POLICIES
 from tests.exactness.plain_loop import train_plainly, worst_difference
@@ -34,7 +34,7 @@ def plain() -> torch.nn.Module:
 
 
 @cache
-def prepared() -> Prepared:
+def prepared() -> PreparedJob:
     """Captured once for all runs."""
     return prepare(job(), 1, None, lambda phase: None)
 
@@ -53,7 +53,7 @@ def job(**pipeline: Any) -> Job:
 def train(swarm: EmbeddedSwarm, run: Path, monkeypatch: pytest.MonkeyPatch, **pipeline: Any) -> TrainResult:
     ours = job(**pipeline)
     found = prepared()
-    monkeypatch.setattr(session, "prepare", lambda *_: Prepared(ours, found.captured, found.costs, found.peeked))
+    monkeypatch.setattr(session, "prepare", lambda *_: PreparedJob(ours, found.captured, found.costs, found.peeked))
     return swarm.train(ours, providers=3, run=run, display=False)
 
 

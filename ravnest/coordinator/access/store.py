@@ -46,7 +46,7 @@ _TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS plan (stage INTEGER PRIMARY KEY, node_id TEXT NOT NULL)",
     # The replicas that were announced last, as `replicas.surviving.AnnouncedReplica` writes them.
     "CREATE TABLE IF NOT EXISTS replicas (id INTEGER PRIMARY KEY, announced TEXT NOT NULL)",
-    # Who held which stage, as `standing.Standing` writes it, and whether that was changing.
+    # Who held which stage, as `standing.DeploymentRecord` writes it, and whether that was changing.
     "CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY, record TEXT NOT NULL, changing INTEGER NOT NULL)",
     """CREATE TABLE IF NOT EXISTS lines (
         sender TEXT NOT NULL, receiver TEXT NOT NULL, bytes_per_second REAL NOT NULL, latency_seconds REAL NOT NULL,

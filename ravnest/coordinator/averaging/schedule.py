@@ -8,9 +8,9 @@ from typing import Final
 from ravnest.coordinator.averaging.rounds import Rounds
 from ravnest.coordinator.feed.cluster_state import RoundMark
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
-from ravnest.coordinator.run.checkpointer import Checkpointing
+from ravnest.coordinator.run.checkpointer import Checkpointer
 from ravnest.coordinator.run.context import Course
-from ravnest.coordinator.run.dispatcher import Feeding
+from ravnest.coordinator.run.dispatcher import Dispatcher
 from ravnest.errors import DiskFullError
 from ravnest.net.v1.control_pb2 import Average, CoordinatorMessage
 
@@ -23,8 +23,8 @@ class AveragingRun:
     def __init__(
         self,
         course: Course,
-        feeding: Feeding,
-        checkpointing: Checkpointing,
+        feeding: Dispatcher,
+        checkpointing: Checkpointer,
         rounds: Rounds,
         ledger: Ledger,
         deployment: str,

@@ -18,16 +18,16 @@ from ravnest.coordinator.averaging.rounds import Rounds
 from ravnest.coordinator.averaging.schedule import AveragingRun
 from ravnest.coordinator.checkpoints.saver import Saver
 from ravnest.coordinator.checkpoints.store import CheckpointStore
-from ravnest.coordinator.deploy.deployment_record import Standing, Stood, digest_of
-from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, Kept
+from ravnest.coordinator.deploy.deployment_record import ClusterRecord, DeploymentRecord, digest_of
+from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, FedMicrobatch
 from ravnest.coordinator.plan.lr_schedule import rate_course_of
-from ravnest.coordinator.plan.prepared_job import Prepared, constants_artifact, graph_artifact, weights_artifact
+from ravnest.coordinator.plan.prepared_job import PreparedJob, constants_artifact, graph_artifact, weights_artifact
 from ravnest.coordinator.replicas.holders import ReplicaHolders
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources, StateTransfers
 from ravnest.coordinator.replicas.tracker import Replica, ReplicaTracker
-from ravnest.coordinator.run.checkpointer import Checkpointing, saver_of
-from ravnest.coordinator.run.dispatcher import Feeding
-from ravnest.coordinator.run.in_flight import Flights
+from ravnest.coordinator.run.checkpointer import Checkpointer, saver_of
+from ravnest.coordinator.run.dispatcher import Dispatcher
+from ravnest.coordinator.run.in_flight import InFlightLimits
 from ravnest.coordinator.run.orders import (
     LinkOrder,
     Orders,
@@ -66,7 +66,7 @@ _MIN_RATE: Final = 1e5
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
+class BorrowedState:
     """What stages of a cluster begin with of which nobody has a replica."""
 
     stages: frozenset[int]
@@ -77,12 +77,12 @@ class Borrowed:
     words: str
     donors: ReplicaSources | None = None
     """Who gives it."""
-    prepared: Prepared | None = None
+    prepared: PreparedJob | None = None
     """The job with that state, where nobody does."""
 
 
 @dataclass(frozen=True, slots=True)
-class FormedAgain:
+class ClusterReform:
     """How a cluster was formed anew."""
 
     replayed: int
@@ -90,18 +90,18 @@ class FormedAgain:
     """Until every stage was there."""
 
 
-class Formation:
+class Deployment:
     """All methods belong to the network's loop."""
 
     def __init__(
         self,
         around: Surroundings,
-        prepared: Prepared,
+        prepared: PreparedJob,
         plan: Plan,
         store: CheckpointStore,
-        before: "Formation | None" = None,
+        before: "Deployment | None" = None,
         donors: ReplicaSources | None = None,
-        standing: Standing | None = None,
+        standing: DeploymentRecord | None = None,
     ) -> None:
         """Nothing is deployed yet. It takes the place of the one `before`: whoever waits there waits here. Its stages
         begin with what the `donors` have, else with what was prepared; where one is `standing`, it has its stages."""
@@ -133,15 +133,15 @@ class Formation:
         self.holders = ReplicaHolders(around, deployment, self.clusters, self.transfers, self._allow, name_constants)
         fixed, rates, ledger = job.pipeline.in_flight is not None, rate_course_of(job), around.ledger
         allowed = None if rates is None else lambda stages: rates.allowed(stages, ledger.updates)
-        self.flights = Flights(course, deployment, self.clusters.all, fixed, allowed)
+        self.flights = InFlightLimits(course, deployment, self.clusters.all, fixed, allowed)
 
         def make_saver(cluster: ClusterPlan) -> Saver:
             return saver_of(store, prepared, cluster, around.ledger.updates)
 
         if before is None:
-            self.feeding = Feeding(course, swarm, self.clusters, around.ledger, around.recorder, around.progress)
+            self.feeding = Dispatcher(course, swarm, self.clusters, around.ledger, around.recorder, around.progress)
             self.feeding.inputs = prepared.captured.graph.inputs
-            self.checkpointing = Checkpointing(
+            self.checkpointing = Checkpointer(
                 course, swarm, make_saver, self.clusters.all[0], deployment, around.ledger, around.say
             )
             course.make_room = self.checkpointing.make_room
@@ -235,8 +235,8 @@ class Formation:
         takers: Mapping[int, str],
         replica: Replica | None,
         known: Mapping[str, Provider],
-        borrowed: Borrowed | None = None,
-    ) -> FormedAgain:
+        borrowed: BorrowedState | None = None,
+    ) -> ClusterReform:
         """Forms a cluster anew, where these take stages of it, by number; the others keep theirs. Those who take one
         begin with what is `borrowed` for it, with the replica, or without one with what the deployment began with; they
         are among the `known` machines. Feeds again what not all stages have applied. DeploymentAbortedError when a
@@ -301,7 +301,7 @@ class Formation:
             # What was being saved came from stages that were given up.
             self.checkpointing.move_to(cluster)
         await self.feed_again(cluster, left)
-        return FormedAgain(len(left), fetched)
+        return ClusterReform(len(left), fetched)
 
     def note(self) -> None:
         """Writes down how it stands, for a coordinator that is started again."""
@@ -318,17 +318,17 @@ class Formation:
             else:
                 state.stands(standing.to_json())
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> DeploymentRecord | None:
         """How it stands; None while there is no cluster of which every stage is held."""
         clusters, rounds = self.clusters.whole, None if self.averaging is None else self.averaging.rounds
         if all(cluster.forming or cluster.again for cluster in clusters):
             return None
-        return Standing(
+        return DeploymentRecord(
             deployment=self.id,
             generation=self._around.swarm.generation,
             ring_generation=self._ring_generation,
             clusters=tuple(
-                Stood(
+                ClusterRecord(
                     Layout(tuple(c.nodes), c.plan.places, c.in_flight),
                     0 if rounds is None else max(0, c.fed_samples - rounds.counted_samples(c.nodes)),
                     tuple(sorted(c.taking)),
@@ -347,7 +347,7 @@ class Formation:
         job, clusters = self.prepared.job, len(self.plan.clusters)
         return digest_of(self.prepared, rings, ring_settings(job, clusters) if rings else None)
 
-    async def feed_again(self, cluster: ClusterRun, left: Sequence[Kept]) -> None:
+    async def feed_again(self, cluster: ClusterRun, left: Sequence[FedMicrobatch]) -> None:
         """Feeds these, and what it has to evaluate, to a cluster that has just been formed; DeploymentAbortedError when
         somebody of it is gone before all is fed."""
         if not await self.feeding.again(cluster, left, lambda: self.over or bool(self._around.lacking(cluster))):
@@ -428,7 +428,7 @@ class Formation:
         ring_links: Sequence[LinkOrder],
         takers: Collection[int],
         replica: Replica | None,
-        borrowed: Borrowed | None,
+        borrowed: BorrowedState | None,
     ) -> Deploy:
         """What a provider of a cluster that is formed anew is told: to keep its stage, or where to take one from."""
         order = stage_order(
@@ -455,7 +455,7 @@ class Formation:
         return order
 
     def _name_artifacts(
-        self, order: Deploy | Hold, stage: StagePlan, *, constants: bool = False, prepared: Prepared | None = None
+        self, order: Deploy | Hold, stage: StagePlan, *, constants: bool = False, prepared: PreparedJob | None = None
     ) -> None:
         """Tells what to fetch of a stage beside a part, its `constants`, or else all of it, as it was `prepared`."""
         prepared = prepared or self.prepared
@@ -469,7 +469,7 @@ class Formation:
         order.weights.CopyFrom(reference(weights))
         self._around.swarm.artifacts |= {graph.id: graph, weights.id: weights}
 
-    def _left(self, cluster: ClusterRun, lent: Collection[int]) -> list[Kept]:
+    def _left(self, cluster: ClusterRun, lent: Collection[int]) -> list[FedMicrobatch]:
         """What is to be fed again: of what was fed since the last replica, all that some stage has not applied. What
         was averaged is in the state of those stages that were lent theirs."""
         applied = [set(self.ready[node].applied) for node in cluster.nodes]

@@ -16,7 +16,7 @@ from typing import Final
 
 from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.feed.ledger import DataPosition
-from ravnest.coordinator.plan.prepared_job import Prepared, stage_settings
+from ravnest.coordinator.plan.prepared_job import PreparedJob, stage_settings
 from ravnest.coordinator.run.orders import ring_order
 from ravnest.coordinator.swarm.members import Held
 from ravnest.engine.applied import REMEMBERED
@@ -29,7 +29,7 @@ _MAX_GENERATIONS_SINCE: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Stood:
+class ClusterRecord:
     """How a cluster stood."""
 
     layout: Layout
@@ -52,14 +52,14 @@ class Stood:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class DeploymentRecord:
     """A deployment of which stages are held."""
 
     deployment: str
     generation: int
     """The newest that there was."""
     ring_generation: int
-    clusters: tuple[Stood, ...]
+    clusters: tuple[ClusterRecord, ...]
     rounds: int
     """How many had begun."""
     place: DataPosition
@@ -71,7 +71,7 @@ class Standing:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Standing":
+    def from_json(cls, text: str) -> "DeploymentRecord":
         """RunError where the text is something else."""
         try:
             record = read_json(text)
@@ -81,7 +81,7 @@ class Standing:
                 layout = Layout(
                     tuple(map(str, lay["providers"])), tuple(map(int, lay["places"])), int(lay["in_flight"])
                 )
-                clusters.append(Stood(layout, int(each["unaveraged"]), tuple(map(int, each["taking"]))))
+                clusters.append(ClusterRecord(layout, int(each["unaveraged"]), tuple(map(int, each["taking"]))))
             return cls(
                 str(record["deployment"]),
                 int(record["generation"]),
@@ -116,7 +116,7 @@ class Claim:
     whole: bool
 
 
-def digest_of(prepared: Prepared, rings: Sequence[RingPlan], averaging: RingSettings | None) -> str:
+def digest_of(prepared: PreparedJob, rings: Sequence[RingPlan], averaging: RingSettings | None) -> str:
     """Of what stages and owners were told: a coordinator that would tell them anything else cannot take them over."""
     found = hashlib.sha256(prepared.captured.graph.to_json().encode())
     found.update(stage_settings(prepared.job, 0, 1, 1).to_json().encode())

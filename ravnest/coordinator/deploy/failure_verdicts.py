@@ -24,7 +24,7 @@ class Judged(NamedTuple):
     """Why this machine gets no stage any more; empty where it may."""
 
 
-class Failures:
+class FailureCounts:
     """Of one run."""
 
     def __init__(self) -> None:

@@ -15,17 +15,17 @@ from functools import partial
 from ravnest.coordinator.access.swarm_store import Position
 from ravnest.coordinator.checkpoints.saver import place_of
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore, load_checkpoint
-from ravnest.coordinator.deploy.deployment import Formation
-from ravnest.coordinator.deploy.deployment_record import Standing
+from ravnest.coordinator.deploy.deployment import Deployment
+from ravnest.coordinator.deploy.deployment_record import DeploymentRecord
 from ravnest.coordinator.deploy.gather_providers import gather
 from ravnest.coordinator.deploy.plan_events import tell_plan
-from ravnest.coordinator.deploy.takeover import TakenOver, take_over, wait_for_those_of_before
-from ravnest.coordinator.feed.cluster_state import ClusterRun, Kept
+from ravnest.coordinator.deploy.takeover import Takeover, take_over, wait_for_those_of_before
+from ravnest.coordinator.feed.cluster_state import ClusterRun, FedMicrobatch
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
-from ravnest.coordinator.plan.observed_limits import Believed
+from ravnest.coordinator.plan.observed_limits import ObservedLimits
 from ravnest.coordinator.plan.plan_run import RunPlanner, goal_of
-from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.plan.provider_profiles import Machine
 from ravnest.coordinator.replicas.part_uploads import PartUploads
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources
@@ -45,7 +45,7 @@ from ravnest.units import counted
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedSize:
     """What the requester has asked for; None where it is the planner's to say."""
 
     providers: int | None
@@ -53,10 +53,10 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Formed:
+class Redeployed:
     """A run that was formed anew."""
 
-    formation: Formation
+    formation: Deployment
     rewind_to: DataPosition | None
     """From where the data is to be walked again; None where nothing is missing."""
 
@@ -65,8 +65,8 @@ class Formed:
 class _State:
     """What a run goes on from."""
 
-    prepared: Prepared
-    left: Sequence[Kept]
+    prepared: PreparedJob
+    left: Sequence[FedMicrobatch]
     """To be fed again."""
     rewind_to: DataPosition | None
     words: str
@@ -74,7 +74,7 @@ class _State:
     """Who has it; None where it is in `prepared`."""
 
 
-Take = Callable[[Formation], None]
+Take = Callable[[Deployment], None]
 """Listens to a formation from now on: it is about to be deployed."""
 
 
@@ -86,12 +86,12 @@ class Forming:
         around: Surroundings,
         store: CheckpointStore,
         machine: Machine,
-        asked: Asked,
-        prepared: Prepared,
+        asked: RequestedSize,
+        prepared: PreparedJob,
         phase: Callable[[str], None],
         display: Display,
-        believed: Believed,
-        release: Callable[[Formation], None],
+        believed: ObservedLimits,
+        release: Callable[[Deployment], None],
         lost_before: Callable[[ClusterRun, Mapping[int, str]], None],
     ) -> None:
         """`release` is called with every formation once it stands: its clusters are fed from then on. `lost_before` is
@@ -124,7 +124,7 @@ class Forming:
         if self._aside.pop(node_id, None) is not None:
             self.leaving.discard(node_id)
 
-    async def first(self, take: Take) -> Formation:
+    async def first(self, take: Take) -> Deployment:
         """Waits for as many providers as were asked for, or as it takes, and deploys the run on them."""
         around, prepared, asked = self._around, self._prepared, self._asked
         goal = goal_of(prepared.job, asked.providers, asked.clusters)
@@ -145,7 +145,7 @@ class Forming:
                 return taken
             layouts = self._as_they_lay(stood[0], goal)
         prepared = await self._regained(prepared, members)
-        before: Formation | None = None
+        before: Deployment | None = None
         while True:
             self._phase("planning")
             plan: Plan | None = None
@@ -169,15 +169,15 @@ class Forming:
             self._release(formation)
             return formation
 
-    async def _stood(self) -> tuple[Standing, bool] | None:
+    async def _stood(self) -> tuple[DeploymentRecord, bool] | None:
         """How the run stood when its coordinator ended, and whether that was changing."""
         state = self._around.swarm.state
         found = None if state is None else await asyncio.to_thread(state.standing)
-        return None if found is None else (Standing.from_json(found[0]), found[1])
+        return None if found is None else (DeploymentRecord.from_json(found[0]), found[1])
 
     async def _taken_over(
-        self, prepared: Prepared, goal: Goal, take: Take, standing: Standing, changing: bool
-    ) -> Formation | None:
+        self, prepared: PreparedJob, goal: Goal, take: Take, standing: DeploymentRecord, changing: bool
+    ) -> Deployment | None:
         """The run with its stages as they are, where all who hold those of a cluster are back with them; None where
         nobody is. Clusters that lack some get them from then on."""
         around = self._around
@@ -192,7 +192,7 @@ class Forming:
             tell_plan(course, self._display, found, prepared.job)
             return found
 
-        taken: TakenOver | str = "it was being formed anew"
+        taken: Takeover | str = "it was being formed anew"
         if not changing:
             make = partial(self._made, prepared, before=None, take=take, standing=standing)
             taken = await take_over(around, standing, plan, make)
@@ -214,13 +214,13 @@ class Forming:
         self._release(taken.formation)
         return taken.formation
 
-    def _as_they_lay(self, standing: Standing, goal: Goal) -> Sequence[Layout]:
+    def _as_they_lay(self, standing: DeploymentRecord, goal: Goal) -> Sequence[Layout]:
         """The clusters of before, with others in the place of those who are absent; none where they cannot be."""
         if len(standing.layouts) < goal.min_clusters:
             return ()
         return filled(standing.layouts, self._present() - self.leaving) or ()
 
-    async def _regained(self, prepared: Prepared, members: Sequence[Member]) -> Prepared:
+    async def _regained(self, prepared: PreparedJob, members: Sequence[Member]) -> PreparedJob:
         """With what providers have kept from before their coordinator ended, where that is newer."""
         around, state = self._around, self._around.swarm.state
         if state is None:
@@ -254,12 +254,12 @@ class Forming:
 
     async def anew(
         self,
-        before: Formation,
+        before: Deployment,
         reason: str,
         take: Take,
         saved: CheckpointInfo | None = None,
         decided: Plan | None = None,
-    ) -> Formed:
+    ) -> Redeployed:
         """Forms the run anew with those who are there; waits for others where these cannot hold the model, and raises a
         TrainingError where nobody else can come. `saved` is where the run stands, where nothing is under way. `decided`
         is the plan that this was decided with: it is deployed, unless it does not hold any more."""
@@ -329,9 +329,9 @@ class Forming:
             resume_seconds=began + seconds - deployed,
         )
         self._display.message(f"formed anew: {text}")
-        return Formed(formation, state.rewind_to)
+        return Redeployed(formation, state.rewind_to)
 
-    async def _state(self, before: Formation, cluster: ClusterRun) -> _State:
+    async def _state(self, before: Deployment, cluster: ClusterRun) -> _State:
         """The newest that can be had."""
         replica, donors = before.replicas.newest(cluster), None
         if replica is not None:
@@ -360,7 +360,7 @@ class Forming:
         return _State(replace(self._prepared, restored=contents), (), place_of(info), words)
 
     async def replacement(
-        self, formation: Formation, pays: Callable[[Plan], bool], known: Sequence[Cluster] = ()
+        self, formation: Deployment, pays: Callable[[Plan], bool], known: Sequence[Cluster] = ()
     ) -> Plan:
         """The plan that would take the place of a formation now, with its lines measured if it `pays`. PlanError where
         those who are there cannot hold the model."""
@@ -370,7 +370,7 @@ class Forming:
 
     async def plan_left(
         self,
-        prepared: Prepared,
+        prepared: PreparedJob,
         first: Sequence[str] = (),
         begin: Plan | None = None,
         pays: Callable[[Plan], bool] = lambda plan: True,
@@ -396,7 +396,7 @@ class Forming:
         raise refusal
 
     async def _those_left(
-        self, prepared: Prepared, reason: str, first: Sequence[str], begin: Plan | None = None
+        self, prepared: PreparedJob, reason: str, first: Sequence[str], begin: Plan | None = None
     ) -> tuple[list[Member], Goal, Plan]:
         """As `plan_left`, but waits for others where those who are there cannot hold the model; TrainingError where
         nobody else can come."""
@@ -428,7 +428,7 @@ class Forming:
 
     async def _plan(
         self,
-        prepared: Prepared,
+        prepared: PreparedJob,
         members: list[Member],
         goal: Goal,
         *,
@@ -448,20 +448,20 @@ class Forming:
 
     def _made(
         self,
-        prepared: Prepared,
+        prepared: PreparedJob,
         plan: Plan,
-        before: Formation | None,
+        before: Deployment | None,
         take: Take,
         donors: ReplicaSources | None = None,
-        standing: Standing | None = None,
-    ) -> Formation:
-        formation = Formation(self._around, prepared, plan, self._store, before, donors, standing)
+        standing: DeploymentRecord | None = None,
+    ) -> Deployment:
+        formation = Deployment(self._around, prepared, plan, self._store, before, donors, standing)
         for cluster in formation.clusters.all:
             cluster.forming = "it is being deployed"
         take(formation)
         return formation
 
-    async def _deploy(self, formation: Formation) -> None:
+    async def _deploy(self, formation: Deployment) -> None:
         around, plan = self._around, formation.plan
         members = [around.swarm.members[stage.node] for stage in plan.stages if stage.node in around.swarm.members]
         if len(members) < len(plan.stages):
@@ -474,7 +474,7 @@ class Forming:
         await formation.deploy(members)
         await self._announce(formation)
 
-    async def _announce(self, formation: Formation) -> None:
+    async def _announce(self, formation: Deployment) -> None:
         """A formation has its stages: everybody is to know."""
         around, progress = self._around, self._around.progress
         members = [around.swarm.members[node] for node in formation.stage_of if node in around.swarm.members]
@@ -485,8 +485,8 @@ class Forming:
 
     async def _feed_again(
         self,
-        formation: Formation,
-        left: Sequence[Kept],
+        formation: Deployment,
+        left: Sequence[FedMicrobatch],
         opened: Mapping[int, TrainBatch],
         evaluations: Sequence[EvalBatch],
     ) -> None:
@@ -507,7 +507,7 @@ class Forming:
             await formation.feed_again(cluster, left)
 
 
-def _goals(prepared: Prepared, asked: Asked, present: int) -> list[Goal]:
+def _goals(prepared: PreparedJob, asked: RequestedSize, present: int) -> list[Goal]:
     """What was asked for, as far as those who are there can do it; else as many clusters as are best, up to that."""
     job = prepared.job
     goals = []

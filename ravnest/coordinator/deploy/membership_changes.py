@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Final
 
-from ravnest.coordinator.deploy.deployment import Formation
+from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.deploy.recovery import Recovery
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.run.context import Course
@@ -47,16 +47,16 @@ def short_of(most: tuple[int, int], now: tuple[int, int], present: int) -> str:
     )
 
 
-class Changing:
+class MembershipChanges:
     """Of one run. All methods belong to the network's loop."""
 
     def __init__(
         self,
         course: Course,
-        formation: Callable[[], Formation | None],
+        formation: Callable[[], Deployment | None],
         recovery: Recovery,
-        reform: Callable[[Formation, str, Plan | None], Coroutine[Any, Any, None]],
-        replacement: Callable[[Formation, Callable[[Plan], bool], Sequence[Cluster]], Awaitable[Plan]],
+        reform: Callable[[Deployment, str, Plan | None], Coroutine[Any, Any, None]],
+        replacement: Callable[[Deployment, Callable[[Plan], bool], Sequence[Cluster]], Awaitable[Plan]],
         leaving: set[str],
         may_grow: bool,
         present: Callable[[], Collection[str]],
@@ -88,7 +88,7 @@ class Changing:
         self._newcomers: dict[str, Provider] = {}
         """Who has come and has not been thought of yet."""
 
-    def formed(self, formation: Formation) -> None:
+    def formed(self, formation: Deployment) -> None:
         """The run is made up of these from now on."""
         self._most = max(self._most[0], len(formation.clusters.all)), max(self._most[1], len(formation.plan.stages))
 
@@ -130,7 +130,7 @@ class Changing:
         finally:
             self._growing = False
 
-    async def _grow(self, formation: Formation, newcomers: Sequence[Provider]) -> None:
+    async def _grow(self, formation: Deployment, newcomers: Sequence[Provider]) -> None:
         names, ids = [each.name for each in newcomers], [cluster.id for cluster in formation.clusters.whole]
         joined = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} joined"
         plan: Plan | None = None
@@ -149,7 +149,7 @@ class Changing:
         if is_worth_it and formation is self._formation():
             await self._reform(formation, why, plan)
 
-    async def _fill_up(self, formation: Formation) -> None:
+    async def _fill_up(self, formation: Deployment) -> None:
         """Back to what it was before somebody was lost, once enough are there."""
         now = len(formation.clusters.whole), len(formation.stage_of)
         if why := short_of(self._most, now, len(set(self._present()) - self._leaving)):
@@ -180,7 +180,7 @@ class Changing:
         formation, rate = self._formation(), self._line_rate(node_id)
         return leave_seconds(0 if formation is None else formation.replicas.largest_part_bytes, rate or 0.0)
 
-    async def _give_away(self, node_id: str, formation: Formation, cluster: ClusterRun) -> None:
+    async def _give_away(self, node_id: str, formation: Deployment, cluster: ClusterRun) -> None:
         """Returns when another has its stage, when the run is formed anew, or when it waits for others."""
 
         def is_formed() -> bool:
@@ -198,7 +198,7 @@ class Changing:
         # Not only until another is to take it: that one may be fetching it from here.
         await self._course.until(is_formed)
 
-    def _held_by(self, node_id: str) -> tuple[Formation, ClusterRun] | None:
+    def _held_by(self, node_id: str) -> tuple[Deployment, ClusterRun] | None:
         """Where it has a stage."""
         formation = self._formation()
         cluster = None if formation is None else formation.clusters.of(node_id)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from ravnest.coordinator.deploy.deployment import Borrowed, Formation
+from ravnest.coordinator.deploy.deployment import BorrowedState, Deployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError
 from ravnest.coordinator.replicas.tracker import Replica
@@ -57,14 +57,14 @@ class Recovery:
         course: Course,
         swarm: Swarm,
         progress: Progress,
-        formation: Callable[[], Formation],
+        formation: Callable[[], Deployment],
         standbys: Callable[[], dict[str, Provider]],
         warm_for: Callable[[str], tuple[int, int] | None],
-        reform: Callable[[Formation, str, Plan | None], Awaitable[None]],
-        replacement: Callable[[Formation, Callable[[Plan], bool]], Awaitable[Plan]],
+        reform: Callable[[Deployment, str, Plan | None], Awaitable[None]],
+        replacement: Callable[[Deployment, Callable[[Plan], bool]], Awaitable[Plan]],
         give_up: Callable[[ClusterRun, str], None],
         formed: Callable[[], None],
-        borrow: Callable[[Formation, ClusterRun, Collection[int]], Awaitable[Borrowed | None]],
+        borrow: Callable[[Deployment, ClusterRun, Collection[int]], Awaitable[BorrowedState | None]],
     ) -> None:
         """`standbys` are those without a stage, `warm_for` says which stage of which cluster one has at hand. `reform`
         forms the run anew, in the place of this formation, by a plan if there is one; `replacement` makes that plan
@@ -149,7 +149,7 @@ class Recovery:
             cluster.forming = reason
             self._course.spawn(self._recover(formation, cluster))
 
-    def release(self, formation: Formation) -> None:
+    def release(self, formation: Deployment) -> None:
         """All clusters have been formed and are fed from now on, but for one that has lost somebody since."""
         for cluster in formation.clusters.whole:
             if self._lost.get(cluster.id) or self.lacking(cluster):
@@ -161,7 +161,7 @@ class Recovery:
         """Another formation has taken the place of the one before."""
         self._lost, self._broken, self._unfit = {}, {}, set()
 
-    async def _recover(self, formation: Formation, cluster: ClusterRun) -> None:
+    async def _recover(self, formation: Deployment, cluster: ClusterRun) -> None:
         healed: list[_Loss] = []
         plan: Plan | None = None
         taken: dict[int, str] = {}
@@ -226,7 +226,7 @@ class Recovery:
             return
         await self._without_takers(formation, cluster, plan)
 
-    async def _until_noted(self, formation: Formation, cluster: ClusterRun) -> None:
+    async def _until_noted(self, formation: Deployment, cluster: ClusterRun) -> None:
         """Returns when everybody of a cluster who is not there any more is also known as lost."""
 
         def unnoted() -> list[tuple[int, str]]:
@@ -244,12 +244,12 @@ class Recovery:
             lost, now = self._lost.setdefault(cluster.id, {}), time.monotonic()
             lost[stage] = _Loss(node, f"{node} is gone", now, now, lost.get(stage))
 
-    def _has_taken(self, formation: Formation, cluster: ClusterRun, stage: int) -> bool:
+    def _has_taken(self, formation: Deployment, cluster: ClusterRun, stage: int) -> bool:
         node = cluster.nodes[stage]
         ready = formation.ready.get(node)
         return ready is not None and ready.generation == cluster.generation and node not in self.lacking(cluster)
 
-    async def _without_takers(self, formation: Formation, cluster: ClusterRun, plan: Plan | None) -> None:
+    async def _without_takers(self, formation: Deployment, cluster: ClusterRun, plan: Plan | None) -> None:
         lost = self._lost.pop(cluster.id, {})
         why = "; ".join(loss.reason for loss in lost.values()) or cluster.forming
         self._broken.pop(cluster.id, None)
@@ -267,7 +267,7 @@ class Recovery:
             self._recovered(nodes, time.monotonic())
 
     async def _choose(
-        self, formation: Formation, cluster: ClusterRun, lost: dict[int, _Loss]
+        self, formation: Deployment, cluster: ClusterRun, lost: dict[int, _Loss]
     ) -> tuple[dict[int, Taking] | None, Plan | None]:
         """Who takes which of the stages that nobody holds, or None where not all of them can be taken as they are; and
         the plan that would take the place of the running one, if that was asked for."""
@@ -335,7 +335,7 @@ class Recovery:
         takers: dict[int, str],
         lost: dict[int, _Loss],
         replica: Replica | None,
-        borrowed: Borrowed | None,
+        borrowed: BorrowedState | None,
         reason: str,
     ) -> None:
         for stage, taker in takers.items():
@@ -371,7 +371,7 @@ def _is_better(against: Callable[[Plan], Taking], plan: Plan) -> bool:
 
 
 def _against_new_plan(
-    formation: Formation, cluster: ClusterRun, lost: str, candidates: Sequence[Candidate], plan: Plan
+    formation: Deployment, cluster: ClusterRun, lost: str, candidates: Sequence[Candidate], plan: Plan
 ) -> Taking:
     """Who takes a stage, where this plan could be deployed instead. The plan is credited with what it gives beyond the
     rates of the other clusters."""

@@ -6,23 +6,23 @@
 import time
 from collections.abc import Callable
 
-from ravnest.coordinator.deploy.deployment import Formation
+from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.health.slow_stages import StagePace, Work, who_is_slow, worth_replacing
-from ravnest.coordinator.plan.observed_limits import Believed
+from ravnest.coordinator.plan.observed_limits import ObservedLimits
 from ravnest.coordinator.run.in_flight import counts_of
 from ravnest.net.v1.control_pb2 import Report
 from ravnest.planner.problem import Provider
 from ravnest.planner.search.same_cuts import cuts_of, same_cuts
 
 
-class SlowStages:
+class SlowStageReplacement:
     """Of one run: gives up whom its cluster is better off without."""
 
     def __init__(
         self,
         standbys: Callable[[], dict[str, Provider]],
-        believed: Believed,
+        believed: ObservedLimits,
         give_up: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -34,7 +34,7 @@ class SlowStages:
         self._paces: dict[str, tuple[tuple[str, int], StagePace]] = {}
         """By who reports: in which deployment and stage that is, and its pace."""
 
-    def reported(self, formation: Formation, cluster: ClusterRun, node_id: str, report: Report) -> None:
+    def reported(self, formation: Deployment, cluster: ClusterRun, node_id: str, report: Report) -> None:
         """What a stage of a cluster that trains has done so far."""
         counts = counts_of(report)
         if counts is None or cluster.forming:
@@ -57,7 +57,7 @@ class SlowStages:
             del self._paces[node_id]
             self._give_up(node_id, f"{found[1]}; {why}")
 
-    def _rates_without(self, formation: Formation, cluster: ClusterRun, node_id: str) -> dict[str, float]:
+    def _rates_without(self, formation: Deployment, cluster: ClusterRun, node_id: str) -> dict[str, float]:
         """What the cluster would do with each of those who stand by in the place of this one, where it can."""
         basis, planned = formation.plan.basis, formation.plan.clusters[cluster.id].cost
         rates = {}

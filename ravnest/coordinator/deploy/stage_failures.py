@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from ravnest.coordinator.deploy.deployment import Formation
-from ravnest.coordinator.deploy.failure_verdicts import Failures, Judged
+from ravnest.coordinator.deploy.deployment import Deployment
+from ravnest.coordinator.deploy.failure_verdicts import FailureCounts, Judged
 from ravnest.coordinator.deploy.recovery import Recovery
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.ledger import Ledger
 from ravnest.coordinator.health.accusations import judge_accusation
 from ravnest.coordinator.health.not_finite import StageWord, judge_not_finite
-from ravnest.coordinator.plan.observed_limits import Believed
+from ravnest.coordinator.plan.observed_limits import ObservedLimits
 from ravnest.coordinator.run.context import Course
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import TrainingError, printable
@@ -37,9 +37,9 @@ class StageFailures:
         course: Course,
         swarm: Swarm,
         ledger: Ledger,
-        formation: Callable[[], Formation],
+        formation: Callable[[], Deployment],
         recovery: Recovery,
-        believed: Believed,
+        believed: ObservedLimits,
         set_aside: Callable[[str, str], None],
         what_now: Callable[[], str],
         lose: Callable[[str, str], None],
@@ -60,7 +60,7 @@ class StageFailures:
         self._traced: int | None = None
         """The microbatch that stages are asked about."""
         self._words: dict[str, Traced] = {}
-        self._failures = Failures()
+        self._failures = FailureCounts()
 
     def take(self, node_id: str, failed: Failed) -> None:
         """A stage has failed."""
@@ -111,7 +111,7 @@ class StageFailures:
             self._course.notify()
 
     async def _trace(
-        self, formation: Formation, cluster: ClusterRun, node_id: str, microbatch: int, message: str
+        self, formation: Deployment, cluster: ClusterRun, node_id: str, microbatch: int, message: str
     ) -> None:
         """Finds out where what is not finite arose. Who sent it without having computed it loses its place, and the run
         goes on; else it is the model's or the data's, and the run ends."""
@@ -163,7 +163,7 @@ class StageFailures:
             self._aside(node_id, message or judged.set_aside)
         return bool(judged.set_aside)
 
-    def _evict(self, formation: Formation, node_id: str, why: str) -> None:
+    def _evict(self, formation: Deployment, node_id: str, why: str) -> None:
         """A provider has not the memory that it said: it gets no stage as large again."""
         stages = [stage for cluster in formation.planned.clusters for stage in cluster.stages]
         needed = next((stage.memory_bytes for stage in stages if stage.provider == node_id), None)

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from ravnest.coordinator.deploy.deployment import Formation
-from ravnest.coordinator.plan.observed_limits import Believed
+from ravnest.coordinator.deploy.deployment import Deployment
+from ravnest.coordinator.plan.observed_limits import ObservedLimits
 from ravnest.coordinator.plan.provider_profiles import Machine, provider_of
 from ravnest.coordinator.run.surroundings import Surroundings
 from ravnest.coordinator.swarm.members import Member
@@ -12,17 +12,17 @@ from ravnest.planner.problem import Provider
 from ravnest.planner.recovery.standbys import Warm, assign_standbys
 
 
-class StandingBy:
+class Standbys:
     """Of one run. All methods belong to the network's loop."""
 
     def __init__(
         self,
         around: Surroundings,
         machine: Machine,
-        formation: Callable[[], Formation | None],
+        formation: Callable[[], Deployment | None],
         leaving: Collection[str],
         came: Callable[[Sequence[Provider]], None],
-        believed: Believed,
+        believed: ObservedLimits,
         reliability: Callable[[], Mapping[str, float]],
     ) -> None:
         """Nothing is given to those who are `leaving`. `came` is told of standbys that were not there before."""
@@ -73,7 +73,7 @@ class StandingBy:
         if new:
             self._came(new)
 
-    def _assign(self, formation: Formation) -> list[Provider]:
+    def _assign(self, formation: Deployment) -> list[Provider]:
         """Says which stage each is kept warm for from now on; those who were not there before."""
         basis = formation.plan.basis
         standbys = self.providers()

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Final
 
 from ravnest.coordinator.checkpoints.store import CheckpointStore, load_checkpoint
-from ravnest.coordinator.deploy.deployment import Borrowed, Formation
+from ravnest.coordinator.deploy.deployment import BorrowedState, Deployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.replicas.sources import ReplicaSources
 from ravnest.coordinator.replicas.tracker import Replica
 from ravnest.coordinator.run.orders import stage_key
@@ -54,10 +54,10 @@ def samples_lost(cluster: ClusterRun, counted: int) -> int:
     return max(0, cluster.fed_samples - counted - again)
 
 
-class Borrowing:
+class StateSources:
     """Of one run. All methods belong to the network's loop."""
 
-    def __init__(self, around: Surroundings, store: CheckpointStore, prepared: Prepared) -> None:
+    def __init__(self, around: Surroundings, store: CheckpointStore, prepared: PreparedJob) -> None:
         """`store` has the run's checkpoints."""
         self._around = around
         self._store = store
@@ -65,7 +65,9 @@ class Borrowing:
         self._asked: dict[tuple[str, int, int], float] = {}
         """By deployment and cluster, when which one was last asked to lend it something."""
 
-    async def state_for(self, formation: Formation, cluster: ClusterRun, stages: Collection[int]) -> Borrowed | None:
+    async def state_for(
+        self, formation: Deployment, cluster: ClusterRun, stages: Collection[int]
+    ) -> BorrowedState | None:
         """What these stages of the cluster can begin with; None where nobody has anything."""
         lacking = [cluster.plan.stages[stage].graph for stage in sorted(stages)]
         well = [other for other in formation.clusters.whole if other is not cluster and not other.forming]
@@ -81,15 +83,15 @@ class Borrowing:
                 continue
             self._asked[which] = now
             words = f"from the same rings' owners in cluster {number}, after {donors.replica.place.updates} updates"
-            return Borrowed(frozenset(stages), "rings", lost, words, donors=donors)
+            return BorrowedState(frozenset(stages), "rings", lost, words, donors=donors)
         info = await asyncio.to_thread(self._store.latest)
         if info is None:
             return None
         contents = await asyncio.to_thread(load_checkpoint, info)
         words = f"from the checkpoint of {info.updates} updates"
         prepared = replace(self._prepared, restored=contents)
-        return Borrowed(frozenset(stages), "checkpoint", lost, words, prepared=prepared)
+        return BorrowedState(frozenset(stages), "checkpoint", lost, words, prepared=prepared)
 
-    def _lost(self, formation: Formation, cluster: ClusterRun) -> int:
+    def _lost(self, formation: Deployment, cluster: ClusterRun) -> int:
         assert formation.averaging is not None, "there are other clusters"
         return samples_lost(cluster, formation.averaging.rounds.counted_samples(cluster.nodes))

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ravnest.coordinator.deploy.deployment import Formation
-from ravnest.coordinator.deploy.deployment_record import Standing, claims_of
+from ravnest.coordinator.deploy.deployment import Deployment
+from ravnest.coordinator.deploy.deployment_record import DeploymentRecord, claims_of
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError
 from ravnest.coordinator.run.surroundings import Surroundings
@@ -28,10 +28,10 @@ _MAX_ROUNDS_SINCE: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class TakenOver:
+class Takeover:
     """A formation whose stages are those of before."""
 
-    formation: Formation
+    formation: Deployment
     stages: int
     """How many go on."""
     applied: int
@@ -40,7 +40,7 @@ class TakenOver:
     """By cluster and stage, who held those that nobody holds any more."""
 
 
-async def wait_for_those_of_before(around: Surroundings, standing: Standing) -> None:
+async def wait_for_those_of_before(around: Surroundings, standing: DeploymentRecord) -> None:
     """Returns when everybody who held a stage is there, or has not come for a while."""
     there = around.swarm.members
     with contextlib.suppress(TimeoutError):
@@ -51,10 +51,10 @@ async def wait_for_those_of_before(around: Surroundings, standing: Standing) -> 
 
 async def take_over(
     around: Surroundings,
-    standing: Standing,
+    standing: DeploymentRecord,
     plan: Callable[[Sequence[Layout]], Awaitable[Plan]],
-    make: Callable[[Plan], Formation],
-) -> TakenOver | str:
+    make: Callable[[Plan], Deployment],
+) -> Takeover | str:
     """Goes on with every cluster all of whose stages are held by those who are there; why not, where there is none.
 
     `plan` plans clusters that lie so, and `make` makes the formation of a plan, which is listened to from then on.
@@ -80,10 +80,10 @@ async def take_over(
         if formation is not None:
             formation.close()
         return str(error)
-    return TakenOver(formation, len(standing.nodes) - sum(map(len, lost)), applied, missing)
+    return Takeover(formation, len(standing.nodes) - sum(map(len, lost)), applied, missing)
 
 
-async def _go_on(formation: Formation, standing: Standing, clusters: Sequence[ClusterRun]) -> int:
+async def _go_on(formation: Deployment, standing: DeploymentRecord, clusters: Sequence[ClusterRun]) -> int:
     """Brings all stages of these clusters into a new generation; how many microbatches they have applied since the
     place that was noted. DeploymentAbortedError where that cannot be."""
     formed = await asyncio.gather(
@@ -106,7 +106,7 @@ async def _go_on(formation: Formation, standing: Standing, clusters: Sequence[Cl
     return len(claims)
 
 
-def _go_on_averaging(formation: Formation, standing: Standing, ready: Mapping[str, Ready]) -> None:
+def _go_on_averaging(formation: Deployment, standing: DeploymentRecord, ready: Mapping[str, Ready]) -> None:
     if formation.averaging is None:
         return
     stands = {node: each.rings for node, each in ready.items()}

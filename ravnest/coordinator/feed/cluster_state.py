@@ -15,7 +15,7 @@ class RoundMark(NamedTuple):
     fragment: int
 
 
-class Kept(NamedTuple):
+class FedMicrobatch(NamedTuple):
     """A microbatch that was fed and may have to be fed again."""
 
     item: TrainBatch
@@ -34,7 +34,7 @@ class ClusterRun:
     open: dict[int, TrainBatch] = field(default_factory=dict)
     """What it has been fed and has not completed; kept whole, to be fed to another cluster if this one is lost."""
     evaluating: dict[int, EvalBatch] = field(default_factory=dict)
-    retained: dict[int, Kept] = field(default_factory=dict)
+    retained: dict[int, FedMicrobatch] = field(default_factory=dict)
     """What it has been fed since its last replica, in order: a stage that begins with the replica needs it again."""
     dropped: int = 0
     """Of those, so many could not be kept."""

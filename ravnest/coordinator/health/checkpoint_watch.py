@@ -46,7 +46,7 @@ def judge_part(
     return True, f"{why}, and {'a standby is ready' if replacement == 'standby' else 'the others can go on without it'}"
 
 
-class SaveWatch:
+class CheckpointWatch:
     """Of one run. All methods belong to the network's loop."""
 
     def __init__(

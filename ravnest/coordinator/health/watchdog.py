@@ -65,7 +65,7 @@ class _Seen:
         return len(self.verdicts) > 1 and all(verdict.state is not State.WELL for verdict in self.verdicts.values())
 
 
-class Watch:
+class Watchdog:
     """Watches from `run` until that is cancelled.
 
     - A provider that is not heard is told of once, as the event `suspected`, and again when it is well.

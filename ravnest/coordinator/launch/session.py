@@ -11,14 +11,14 @@ from pathlib import Path
 
 from ravnest.coordinator.checkpoints.saver import place_of
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore, DamagedCheckpoint, load_checkpoint
-from ravnest.coordinator.coordinator import Coordinator, RewoundError
+from ravnest.coordinator.coordinator import Coordinator, DataRewindError
 from ravnest.coordinator.feed.data_order import epoch_size
 from ravnest.coordinator.feed.feeder import Feeder
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.launch.final_model import FinalModel
 from ravnest.coordinator.launch.interrupts import Interrupts, RunOver
 from ravnest.coordinator.launch.network_loop import NetworkLoop
-from ravnest.coordinator.plan.prepared_job import Prepared, prepare, static_tensors
+from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare, static_tensors
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.training_clock import TrainingClock
 from ravnest.coordinator.swarm.swarm import Swarm
@@ -196,7 +196,7 @@ class Session:
             raise RunError(f"{self._run.path} has no good checkpoint to resume from; start afresh in another --run")
         return info
 
-    def _prepare(self, threads: int | None) -> Prepared:
+    def _prepare(self, threads: int | None) -> PreparedJob:
         restored = None if self._info is None else load_checkpoint(self._info)
         prepared = prepare(
             self._job, threads, restored, self.coordinator.phase, self._interrupts.users_code, self._run.profile_path
@@ -211,7 +211,7 @@ class Session:
         self._note_sizes(prepared)
         return prepared
 
-    def _note_sizes(self, prepared: Prepared) -> None:
+    def _note_sizes(self, prepared: PreparedJob) -> None:
         """Tells the display how much there is to train, as far as the data says, so that it can show the time left."""
         batch = samples_in(prepared.captured.sample)
         size = epoch_size(self._job.train_data, batch)
@@ -221,7 +221,7 @@ class Session:
             left = max(0, self._job.max_updates - self._start.updates) * self._job.pipeline.accumulate
             self._progress.epochs.max_samples = self._start.samples + left * batch
 
-    def _feed(self, prepared: Prepared) -> CheckpointInfo:
+    def _feed(self, prepared: PreparedJob) -> CheckpointInfo:
         """Feeds all of the data, and again from an earlier position when the run goes back; the last checkpoint."""
         call = self._loop.call
         # A replica that the providers held may be newer than the checkpoint.
@@ -241,7 +241,7 @@ class Session:
                 call(self.coordinator.attest(first_tensors(prepared), shortening(prepared, chosen)))
                 info: CheckpointInfo = call(self.coordinator.finish())
                 return info
-            except RewoundError as back:
+            except DataRewindError as back:
                 if isinstance(self._job.train_data, Iterator):
                     raise TrainingError(
                         "the lost updates cannot be replayed: train_data is an iterator, which can be walked only "

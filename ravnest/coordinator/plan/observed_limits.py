@@ -30,7 +30,7 @@ def evident_memory(believed_bytes: int, stage_bytes: float) -> int:
     return max(0, min(believed_bytes, int(EVIDENT_SHARE * stage_bytes)))
 
 
-class Believed:
+class ObservedLimits:
     """Of one run. What was learned of a provider stays when it leaves and comes back: it says the same again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -13,8 +13,8 @@ from ravnest.coordinator.plan.averaging import averaged_bytes, averaging_memory,
 from ravnest.coordinator.plan.cluster_count import check_clusters
 from ravnest.coordinator.plan.feed_ahead import feed_ahead, feed_seconds
 from ravnest.coordinator.plan.lr_schedule import allowed_in_run
-from ravnest.coordinator.plan.observed_limits import Believed
-from ravnest.coordinator.plan.prepared_job import Prepared, choose_correction
+from ravnest.coordinator.plan.observed_limits import ObservedLimits
+from ravnest.coordinator.plan.prepared_job import PreparedJob, choose_correction
 from ravnest.coordinator.plan.provider_profiles import Machine, measured_lines, provider_of, requester_of
 from ravnest.coordinator.swarm.link_measurements import measure_pairs
 from ravnest.coordinator.swarm.members import Member
@@ -76,7 +76,7 @@ def codecs_of(pipeline: Pipeline) -> tuple[str, ...]:
     return EXACT if codec == "float32" else (codec,)
 
 
-def model_costs(prepared: Prepared) -> ModelCosts:
+def model_costs(prepared: PreparedJob) -> ModelCosts:
     """The prepared model's tables."""
     captured = prepared.captured
     sizes = {name: tensor.nbytes for name, tensor in captured.sample.items()}
@@ -94,7 +94,7 @@ def check_stages(model: ModelCosts, stages: int) -> None:
 
 
 def plan_members(
-    prepared: Prepared,
+    prepared: PreparedJob,
     providers: Sequence[Provider],
     network: Network,
     goal: Goal,
@@ -181,7 +181,7 @@ def _reason(found: Proposal, slowed: float, averaging: str) -> str:
     )
 
 
-def _cluster_plans(prepared: Prepared, basis: Basis, found: Proposal) -> tuple[ClusterPlan, ...]:
+def _cluster_plans(prepared: PreparedJob, basis: Basis, found: Proposal) -> tuple[ClusterPlan, ...]:
     providers, goal = basis.providers, basis.goal
     if len(found.clusters) == 1:
         # A cluster alone keeps nothing for averaging.
@@ -214,7 +214,9 @@ def _cluster_plans(prepared: Prepared, basis: Basis, found: Proposal) -> tuple[C
 class RunPlanner:
     """Plans a run over members of its swarm, and keeps what was measured of the lines between them."""
 
-    def __init__(self, swarm: Swarm, machine: Machine, believed: Believed, on_measuring: Callable[[str], None]) -> None:
+    def __init__(
+        self, swarm: Swarm, machine: Machine, believed: ObservedLimits, on_measuring: Callable[[str], None]
+    ) -> None:
         """`on_measuring` is told that lines are being measured."""
         self.lines: dict[Pair, Line] = {}
         """Between providers, as they were measured."""
@@ -225,7 +227,7 @@ class RunPlanner:
 
     async def plan(
         self,
-        prepared: Prepared,
+        prepared: PreparedJob,
         members: Sequence[Member],
         goal: Goal,
         layouts: Sequence[Layout] = (),

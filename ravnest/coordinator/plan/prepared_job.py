@@ -39,7 +39,7 @@ _LONG_FORWARD_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedJob:
     """A job ready to be planned and deployed."""
 
     job: Job
@@ -57,7 +57,7 @@ def prepare(
     on_phase: Callable[[str], None],
     guard: Guard = contextlib.nullcontext,
     kept: Path | None = None,
-) -> Prepared:
+) -> PreparedJob:
     """Captures and profiles the job's model; CaptureError or JobError names what stands in the way.
 
     Profiled is with so many threads, or, without a number, with as many as `choose_threads` says; what was found is in
@@ -73,7 +73,7 @@ def prepare(
         costs = _measured(job, captured, threads)
         if kept is not None:
             keep_costs(kept, key, costs)
-    return Prepared(job, captured, costs, peeked, restored)
+    return PreparedJob(job, captured, costs, peeked, restored)
 
 
 def _measured(job: Job, captured: Captured, threads: int | None) -> CostProfile:
@@ -190,7 +190,7 @@ def graph_artifact(plan: StagePlan) -> Artifact:
     )
 
 
-def weights_artifact(plan: StagePlan, prepared: Prepared, averaged: bool = False) -> Artifact:
+def weights_artifact(plan: StagePlan, prepared: PreparedJob, averaged: bool = False) -> Artifact:
     """The stage's weights, as the model has them or as a checkpoint left them, with optimizer state in that case; where
     it is `averaged` with that of other clusters, with the outer optimizer's too."""
     tensors, metadata = _stage_tensors(plan, prepared)
@@ -205,7 +205,7 @@ def weights_artifact(plan: StagePlan, prepared: Prepared, averaged: bool = False
     )
 
 
-def constants_artifact(plan: StagePlan, prepared: Prepared) -> Artifact:
+def constants_artifact(plan: StagePlan, prepared: PreparedJob) -> Artifact:
     """The stage's weights that never change: with a part of a replica they make the whole stage."""
     weights = prepared.captured.weights
     tensors = {f"weight:{spec.key}": weights[spec.key] for spec in plan.graph.constants}
@@ -228,7 +228,7 @@ def _artifact(name: str, sha256: str, size_bytes: int, open_at: Callable[[int], 
     return Artifact(f"{name}-{sha256[:16]}", sha256, size_bytes, open_at)
 
 
-def _stage_tensors(plan: StagePlan, prepared: Prepared) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _stage_tensors(plan: StagePlan, prepared: PreparedJob) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     restored, weights = prepared.restored, prepared.captured.weights
     tensors: dict[str, torch.Tensor] = {f"weight:{w.key}": weights[w.key] for w in plan.graph.weights}
     if restored is None:

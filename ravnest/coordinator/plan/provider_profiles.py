@@ -4,7 +4,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ravnest.coordinator.plan.observed_limits import Believed
+from ravnest.coordinator.plan.observed_limits import ObservedLimits
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.errors import PeerError
@@ -52,7 +52,7 @@ def measured_lines(
 
 
 def provider_of(
-    member: Member, costs: CostProfile, reach: Reach, machine: Machine, believed: Believed | None = None
+    member: Member, costs: CostProfile, reach: Reach, machine: Machine, believed: ObservedLimits | None = None
 ) -> Provider:
     """A member as the planner sees it; where it says what is not so, as far as it is believed."""
     here, lent = _is_here(member.host), member.machine

@@ -16,7 +16,7 @@ from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStor
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
-from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.run.context import Course
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import DiskFullError, RefusedError, RunError
@@ -26,12 +26,14 @@ from ravnest.planner.plan import ClusterPlan
 from ravnest.units import byte_size
 
 
-def saver_of(store: CheckpointStore, prepared: Prepared, cluster: ClusterPlan, updates: int) -> Saver:
+def saver_of(store: CheckpointStore, prepared: PreparedJob, cluster: ClusterPlan, updates: int) -> Saver:
     """What saves the stages of this cluster, as a run of this job that has made so many updates."""
     return saver_for(store, prepared, {stage.stage: stage.graph for stage in cluster.stages}, updates)
 
 
-def saver_for(store: CheckpointStore, prepared: Prepared, graphs: Mapping[int, PortableGraph], updates: int) -> Saver:
+def saver_for(
+    store: CheckpointStore, prepared: PreparedJob, graphs: Mapping[int, PortableGraph], updates: int
+) -> Saver:
     """The same of stages that have these graphs, by their numbers."""
     job, captured = prepared.job, prepared.captured
     state = {
@@ -45,7 +47,7 @@ def saver_for(store: CheckpointStore, prepared: Prepared, graphs: Mapping[int, P
     return Saver(store, job.checkpoint, parts, state, updates)
 
 
-class Checkpointing:
+class Checkpointer:
     """The checkpoints of a run."""
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, Kept, RoundMark
+from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, FedMicrobatch, RoundMark
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger, LedgerEntry
 from ravnest.coordinator.report.progress import Progress
@@ -24,7 +24,7 @@ BETTER_REASON_SECONDS: Final = 1.0
 """How long the reason is waited for why a provider cannot be reached: who it was told by says more."""
 
 
-class Feeding:
+class Dispatcher:
     """What is fed, and what has come of it."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Feeding:
             return True
         self._ledger.replayed += 1
         cluster.open[item.microbatch] = item
-        cluster.retained[item.microbatch] = Kept(item, item.completes_update)
+        cluster.retained[item.microbatch] = FedMicrobatch(item, item.completes_update)
         await self._train_on(cluster, item, item.completes_update)
         return True
 
@@ -156,7 +156,7 @@ class Feeding:
         self._course.notify()
         return len(left)
 
-    async def again(self, cluster: ClusterRun, left: Sequence[Kept], lacks: Callable[[], bool]) -> bool:
+    async def again(self, cluster: ClusterRun, left: Sequence[FedMicrobatch], lacks: Callable[[], bool]) -> bool:
         """Feeds these, in order, to a cluster that has been formed anew, and what it had to evaluate. Before anything
         new: microbatches are applied in the same order everywhere. False once the cluster `lacks` somebody: it is to be
         formed once more, and all of it to be fed then."""
@@ -211,7 +211,7 @@ class Feeding:
         self.clusters.group = None if ends else cluster
         replica = self.replica(cluster, item) if ends and not self.claims else 0
         cluster.open[item.microbatch] = item
-        cluster.retained[item.microbatch] = Kept(item, ends)
+        cluster.retained[item.microbatch] = FedMicrobatch(item, ends)
         cluster.fed_samples += item.samples
         await self._train_on(cluster, item, ends, checkpoint, mark, replica)
 

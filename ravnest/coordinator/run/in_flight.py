@@ -19,7 +19,7 @@ _BELIEVED: Final = 1e12
 """Seconds, or microbatches: more than that nobody has counted."""
 
 
-class Flights:
+class InFlightLimits:
     """Of all clusters of a run. One with a single stage has nothing to decide, and where the job says how many are in
     flight, it stays at that."""
 

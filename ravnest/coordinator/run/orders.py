@@ -11,7 +11,7 @@ from ravnest.averaging.outer.nesterov import momentum_for
 from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.plan.lr_scaling import rate_factor, scaled_optimizer, scaled_schedule
 from ravnest.coordinator.plan.prepared_job import (
-    Prepared,
+    PreparedJob,
     constants_artifact,
     graph_artifact,
     stage_settings,
@@ -56,7 +56,7 @@ class Orders:
     @classmethod
     async def make(
         cls,
-        prepared: Prepared,
+        prepared: PreparedJob,
         plan: Plan,
         members: Mapping[str, Member],
         reaches: Mapping[str, Reach],
@@ -93,7 +93,7 @@ class Orders:
 
 
 def stage_order(
-    prepared: Prepared,
+    prepared: PreparedJob,
     plan: Plan,
     cluster: ClusterPlan,
     stage: StagePlan,

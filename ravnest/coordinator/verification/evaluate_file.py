@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ravnest.coordinator.verification.decisions import Effort, Finding, Tolerance, judge
-from ravnest.coordinator.verification.reported_scores import Witnessed
+from ravnest.coordinator.verification.reported_scores import ReportedScores
 from ravnest.errors import RunError
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
@@ -45,7 +45,7 @@ class Checked:
 def check_model(
     graph: PortableGraph,
     weights: Weights,
-    witnessed: Sequence[Witnessed],
+    witnessed: Sequence[ReportedScores],
     effort: Effort,
     allowed: Tolerance,
     free_bytes: int,

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, load_checkpoint
-from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.verification.decisions import Effort, effort, tolerance
 from ravnest.coordinator.verification.evaluate_file import (
     check_model,
@@ -22,7 +22,7 @@ from ravnest.coordinator.verification.evaluate_file import (
     draws_in_evaluation,
     weights_of,
 )
-from ravnest.coordinator.verification.reported_scores import Witnessed, shortened
+from ravnest.coordinator.verification.reported_scores import ReportedScores, shortened
 from ravnest.errors import TrainingError
 from ravnest.monitor.summary import Check
 
@@ -33,13 +33,13 @@ class NotAsReportedError(TrainingError):
     """The model in the file is not the one that the swarm evaluated."""
 
 
-def effort_for(prepared: Prepared, run_seconds: float) -> Effort:
+def effort_for(prepared: PreparedJob, run_seconds: float) -> Effort:
     """How much to check, after a run of this length."""
     nodes = prepared.costs.nodes.values()
     return effort(run_seconds, sum(cost.forward_seconds for cost in nodes), prepared.costs.samples)
 
 
-def shortening(prepared: Prepared, chosen: Effort) -> Shorten | None:
+def shortening(prepared: PreparedJob, chosen: Effort) -> Shorten | None:
     """The function that shortens a batch to this effort; None when whole batches are evaluated."""
     if chosen.max_samples is None:
         return None
@@ -47,16 +47,16 @@ def shortening(prepared: Prepared, chosen: Effort) -> Shorten | None:
     return partial(shortened, sizes=sizes, samples=chosen.max_samples)
 
 
-def first_tensors(prepared: Prepared) -> list[Mapping[str, torch.Tensor]]:
+def first_tensors(prepared: PreparedJob) -> list[Mapping[str, torch.Tensor]]:
     """The batches that the model was captured on, for a run that neither trained nor evaluated anything."""
     return [prepared.captured.structure.flatten(batch) for batch in prepared.peeked]
 
 
 def check_written(
-    prepared: Prepared,
+    prepared: PreparedJob,
     info: CheckpointInfo,
     path: Path,
-    witnessed: Sequence[Witnessed],
+    witnessed: Sequence[ReportedScores],
     source: str,
     chosen: Effort,
     devices: Mapping[str, str],

@@ -19,7 +19,7 @@ _MAX_TRAINING_BATCHES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Witnessed:
+class ReportedScores:
     """A batch, and the scores that the swarm reported for it."""
 
     batch: EvalBatch
@@ -60,10 +60,10 @@ class Witness:
         self._trained.offer(EvalBatch(microbatch, tensors, samples))
 
     @property
-    def current(self) -> list[Witnessed]:
+    def current(self) -> list[ReportedScores]:
         """The batches evaluated since the last training step, in random order."""
         known = [
-            Witnessed(batch, *self._scores[batch.microbatch])
+            ReportedScores(batch, *self._scores[batch.microbatch])
             for batch in self._evaluated.kept
             if batch.microbatch in self._scores
         ]

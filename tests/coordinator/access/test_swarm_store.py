@@ -171,7 +171,7 @@ def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
 ) -> None:
     monkeypatch.setattr("ravnest.coordinator.swarm.membership_log._SEEN_SECONDS", 0.01)
 
-    class Kept(SwarmState):
+    class FedMicrobatch(SwarmState):
         """Tells when it has been written to."""
 
         def connected(self, present: Any, now: float) -> None:
@@ -195,7 +195,7 @@ def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
         nonlocal loop, written
         loop, written = asyncio.get_running_loop(), asyncio.Event()
         swarm: Any = FakeSwarm()
-        state = Kept(tmp_path / "store.sqlite")
+        state = FedMicrobatch(tmp_path / "store.sqlite")
         keeping = asyncio.create_task(remember(swarm, state))
         swarm.members.there = [Member("anna", ANNA.address, LentMachine("cuda:0", 1))]
         swarm.members.changes.notify()

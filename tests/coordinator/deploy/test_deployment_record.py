@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ravnest.coordinator.deploy.deployment_record import Claim, Standing, Stood, claims_of
+from ravnest.coordinator.deploy.deployment_record import Claim, ClusterRecord, DeploymentRecord, claims_of
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.swarm.members import Held
 from ravnest.engine.applied import REMEMBERED
@@ -12,20 +12,20 @@ from ravnest.errors import RunError
 from ravnest.planner.search.fixed_layout import Layout
 
 PLACE = DataPosition(epoch=1, position=4, microbatches=20, updates=20, samples=160, data_state="x")
-PAIR, ONE = Stood(Layout(("a", "b"), (7,), 4), 64, (1,)), Stood(Layout(("c",), (), 1), 0)
-STANDING = Standing("f", 9, 3, (PAIR, ONE), 5, PLACE, "digest")
+PAIR, ONE = ClusterRecord(Layout(("a", "b"), (7,), 4), 64, (1,)), ClusterRecord(Layout(("c",), (), 1), 0)
+STANDING = DeploymentRecord("f", 9, 3, (PAIR, ONE), 5, PLACE, "digest")
 HELD = {"a": Held("f", 0, 2), "b": Held("f", 1, 2), "c": Held("f", 0, 1), "d": None}
 
 
 def test_it_is_read_as_it_was_written() -> None:
-    assert Standing.from_json(STANDING.to_json()) == STANDING
+    assert DeploymentRecord.from_json(STANDING.to_json()) == STANDING
     assert STANDING.nodes == ["a", "b", "c"] and STANDING.later_generation > 1000
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", STANDING.to_json().replace("epoch", "era")])
 def test_a_damaged_store_is_told(text: str) -> None:
     with pytest.raises(RunError, match="the store of the run is damaged"):
-        Standing.from_json(text)
+        DeploymentRecord.from_json(text)
 
 
 def test_whoever_is_gone_or_holds_something_else_has_lost_its_stage() -> None:

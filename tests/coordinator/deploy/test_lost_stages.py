@@ -11,7 +11,7 @@ from ravnest import Pipeline
 from ravnest.coordinator.deploy import deployment as formation
 from ravnest.coordinator.deploy import membership_changes as changing
 from ravnest.coordinator.feed.feeder import EvalBatch, EvalEnd
-from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.replicas import holders as keeping
 from ravnest.errors import TrainingError
 from ravnest.net.frames.frames import Frame
@@ -22,7 +22,7 @@ from tests.e2e.jobs import a_job, every_updates
 
 
 @pytest.fixture(scope="module")
-def accumulating(prepared: Prepared) -> Prepared:
+def accumulating(prepared: PreparedJob) -> PreparedJob:
     """Four microbatches make an update."""
     return replace(prepared, job=a_job(pipeline=Pipeline(in_flight=4, accumulate=4), checkpoint=every_updates(10)))
 
@@ -246,7 +246,7 @@ def test_whatever_happens_at_whatever_moment_nothing_is_lost_and_nothing_hangs(p
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("seed", range(8))
-def test_so_it_is_where_several_microbatches_make_an_update(play: Play, accumulating: Prepared, seed: int) -> None:
+def test_so_it_is_where_several_microbatches_make_an_update(play: Play, accumulating: PreparedJob, seed: int) -> None:
     play(partial(disturbed_run, seed), seed, accumulating)
 
 
@@ -526,7 +526,7 @@ def test_who_is_left_of_a_lost_cluster_takes_a_stage_of_another(play: Play) -> N
     play(scene)
 
 
-def test_a_run_is_formed_anew_between_two_updates(play: Play, accumulating: Prepared) -> None:
+def test_a_run_is_formed_anew_between_two_updates(play: Play, accumulating: PreparedJob) -> None:
     """What has been done of an update is in no weights before its last microbatch."""
 
     async def scene(run: Run) -> None:
@@ -552,7 +552,7 @@ def test_a_run_is_formed_anew_between_two_updates(play: Play, accumulating: Prep
 
 
 def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(
-    play: Play, accumulating: Prepared, monkeypatch: pytest.MonkeyPatch
+    play: Play, accumulating: PreparedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does whoever waits for that end to form the run anew keep it waiting."""
     # No replica comes here, however long it is waited for.

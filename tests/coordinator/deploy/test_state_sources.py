@@ -3,7 +3,7 @@
 import torch
 
 from ravnest.coordinator.deploy.state_sources import lenders, samples_lost
-from ravnest.coordinator.feed.cluster_state import ClusterRun, Kept
+from ravnest.coordinator.feed.cluster_state import ClusterRun, FedMicrobatch
 from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.tracker import Replica
@@ -51,7 +51,7 @@ def fed(microbatches: int, kept_from: int) -> ClusterRun:
     cluster = a_cluster(0, ("p", "a"))
     cluster.fed_samples = 8 * microbatches
     for number in range(kept_from, microbatches):
-        cluster.retained[number] = Kept(TrainBatch(number, {}, 8, DataPosition()), True)
+        cluster.retained[number] = FedMicrobatch(TrainBatch(number, {}, 8, DataPosition()), True)
     return cluster
 
 

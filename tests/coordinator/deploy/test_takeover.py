@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ravnest import Pipeline
-from ravnest.coordinator.plan.prepared_job import Prepared
+from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.net.v1.control_pb2 import CoordinatorMessage
 from tests.coordinator.simulated import Play, Run, a_replica, within
 from tests.e2e.jobs import a_job, every_updates
@@ -23,7 +23,7 @@ def taken_over(run: Run) -> list[str]:
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_lost_or_done_twice_whenever_it_was_killed(
     play: Play,
-    prepared: Prepared,
+    prepared: PreparedJob,
     seed: int,
     accumulate: int,
 ) -> None:
@@ -56,7 +56,7 @@ def test_nothing_is_lost_or_done_twice_whenever_it_was_killed(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_cluster_counts_what_it_has_applied(play: Play, prepared: Prepared, seed: int) -> None:
+def test_each_cluster_counts_what_it_has_applied(play: Play, prepared: PreparedJob, seed: int) -> None:
     async def scene(run: Run) -> None:
         run.swarm.in_order = False
         run.remember()
@@ -82,7 +82,7 @@ def test_each_cluster_counts_what_it_has_applied(play: Play, prepared: Prepared,
     play(scene, seed, prepared)
 
 
-def test_what_was_changing_is_not_taken_over(play: Play, prepared: Prepared) -> None:
+def test_what_was_changing_is_not_taken_over(play: Play, prepared: PreparedJob) -> None:
     async def scene(run: Run) -> None:
         run.remember()
         for name in "abcd":
@@ -105,7 +105,7 @@ def test_what_was_changing_is_not_taken_over(play: Play, prepared: Prepared) -> 
 
 
 @pytest.mark.usefixtures("often")
-def test_without_one_of_them_it_goes_on_as_it_lay_from_what_was_kept(play: Play, prepared: Prepared) -> None:
+def test_without_one_of_them_it_goes_on_as_it_lay_from_what_was_kept(play: Play, prepared: PreparedJob) -> None:
     async def scene(run: Run) -> None:
         run.remember()
         for name in "abcd":
@@ -130,7 +130,7 @@ def test_without_one_of_them_it_goes_on_as_it_lay_from_what_was_kept(play: Play,
 @pytest.mark.parametrize("seed", range(3))
 def test_a_cluster_that_lacks_a_stage_gets_it_while_the_others_go_on(
     play: Play,
-    prepared: Prepared,
+    prepared: PreparedJob,
     seed: int,
 ) -> None:
     async def scene(run: Run) -> None:
@@ -164,7 +164,7 @@ def test_a_cluster_that_lacks_a_stage_gets_it_while_the_others_go_on(
 
 def test_a_provider_that_cannot_go_on_with_its_stage_does_not_hold_the_run_up(
     play: Play,
-    prepared: Prepared,
+    prepared: PreparedJob,
 ) -> None:
     async def scene(run: Run) -> None:
         run.remember()

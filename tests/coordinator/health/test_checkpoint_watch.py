@@ -3,7 +3,7 @@
 import asyncio
 
 from ravnest.coordinator.checkpoints.saver import Awaited
-from ravnest.coordinator.health.checkpoint_watch import SaveWatch, judge_part
+from ravnest.coordinator.health.checkpoint_watch import CheckpointWatch, judge_part
 from ravnest.coordinator.health.lease import STILL_SECONDS, Replacement
 from ravnest.coordinator.swarm.members import LentMachine, Member, Members
 from ravnest.coordinator.swarm.upload_activity import Sent
@@ -58,7 +58,7 @@ class Watched:
                 link.connections = 1
             self.members.put(member)
         replaced: Replacement = "standby"
-        self.watch = SaveWatch(
+        self.watch = CheckpointWatch(
             self.members, lambda: self.awaited, lambda node: replaced, self._give_up, clock=lambda: self.now
         )
 

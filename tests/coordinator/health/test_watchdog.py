@@ -11,7 +11,7 @@ import pytest
 from ravnest.coordinator.health import lease as leases
 from ravnest.coordinator.health import watchdog as watching
 from ravnest.coordinator.health.lease import Replacement
-from ravnest.coordinator.health.watchdog import Watch
+from ravnest.coordinator.health.watchdog import Watchdog
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.node_identity import NodeIdentity
@@ -39,7 +39,7 @@ class Watched:
         self.blocking: set[str] = set()
         self.replacements: dict[str, Replacement] = {}
         self.clusters: list[tuple[str, ...]] = []
-        self.watch = Watch(
+        self.watch = Watchdog(
             swarm.swarm,
             blocks=lambda node_id: node_id in self.blocking,
             replacement=lambda node_id: self.replacements.get(node_id, "none"),

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from ravnest.coordinator.plan import prepared_job as preparing
-from ravnest.coordinator.plan.prepared_job import Prepared, prepare
+from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
 from ravnest.job import Job, Pipeline
 from tests.e2e.jobs import a_job
 
 
-def prepared(job: Job, kept: Path, threads: int | None = 1) -> tuple[Prepared, list[str]]:
+def prepared(job: Job, kept: Path, threads: int | None = 1) -> tuple[PreparedJob, list[str]]:
     phases: list[str] = []
     return prepare(job, threads, None, phases.append, kept=kept), phases
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.coordinator.plan.observed_limits import SLOW_HALF_SECONDS, Believed, evident_memory
+from ravnest.coordinator.plan.observed_limits import SLOW_HALF_SECONDS, ObservedLimits, evident_memory
 from ravnest.coordinator.plan.provider_profiles import Machine, provider_of
 from ravnest.coordinator.swarm.members import LentMachine, Member
 from ravnest.coordinator.swarm.reachability import Reach
@@ -19,11 +19,11 @@ def member(name: str = "anna", memory: int = 16 * GIB) -> Member:
 
 
 def test_what_a_provider_says_is_believed_until_it_fails() -> None:
-    assert Believed().memory_bytes(member()) == 16 * GIB
+    assert ObservedLimits().memory_bytes(member()) == 16 * GIB
 
 
 def test_after_a_failure_the_planner_takes_it_for_less_than_the_stage_needed() -> None:
-    believed = Believed()
+    believed = ObservedLimits()
     found = believed.note_failure(member(), 5 * GIB, "another 1.2 GiB were needed")
     assert found.memory_bytes == 4 * GIB
     assert "anna said that it lends 16 GiB" in found.reason and "another 1.2 GiB" in found.reason
@@ -33,7 +33,7 @@ def test_after_a_failure_the_planner_takes_it_for_less_than_the_stage_needed() -
 
 
 def test_one_that_joins_again_and_says_the_same_again_is_not_believed() -> None:
-    believed = Believed()
+    believed = ObservedLimits()
     believed.note_failure(member(), 5 * GIB)
     assert believed.memory_bytes(member(memory=32 * GIB)) == 4 * GIB
     assert believed.memory_bytes(member(memory=1 * GIB)) == 1 * GIB
@@ -50,7 +50,7 @@ def test_every_failure_makes_it_less_and_never_enough_for_a_stage_that_failed(sa
 
 def test_how_slow_one_was_counts_for_less_as_time_goes_by() -> None:
     now = 0.0
-    believed = Believed(lambda: now)
+    believed = ObservedLimits(lambda: now)
     assert believed.slowness("p") == 1
     believed.note_slow("p", 8.0)
     assert believed.slowness("p") == 8 and believed.slowness("q") == 1

@@ -18,7 +18,7 @@ from ravnest.coordinator.plan.plan_run import (
     model_costs,
     plan_members,
 )
-from ravnest.coordinator.plan.prepared_job import Prepared, prepare
+from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
 from ravnest.coordinator.plan.provider_profiles import Machine, measured_lines, provider_of, requester_of
 from ravnest.coordinator.swarm.members import LentMachine, LinkMeasurement, Member
 from ravnest.coordinator.swarm.reachability import Reach
@@ -59,7 +59,7 @@ def member(
 
 
 @pytest.fixture(scope="module")
-def prepared() -> Prepared:
+def prepared() -> PreparedJob:
     layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]
     batches = [(torch.randn(8, 64), torch.randint(0, 64, (8,))) for _ in range(2)]
     job = Job(model=nn.Sequential(*layers), loss=F.cross_entropy, train_data=batches, optimizer=torch.optim.SGD)
@@ -95,7 +95,7 @@ def test_in_mixed_precision_a_machine_is_as_fast_as_it_measured_in_that() -> Non
     assert provider_of(member(slower=5.0), costs, REACHED, HERE).compute_speed == 0.05
 
 
-def test_products_in_mixed_precision_are_measured_against_float32(prepared: Prepared) -> None:
+def test_products_in_mixed_precision_are_measured_against_float32(prepared: PreparedJob) -> None:
     job = replace(prepared.job, pipeline=Pipeline(precision="bfloat16"))
     half = prepare(job, 1, None, lambda phase: None).costs
     assert half.precision == "bfloat16" and half.precision_speed > 0 and half.precision_speed != 1.0
@@ -103,7 +103,7 @@ def test_products_in_mixed_precision_are_measured_against_float32(prepared: Prep
 
 
 def test_a_model_too_large_for_a_whole_step_is_taken_to_gain_nothing_by_mixed_precision(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=0))
     # Another optimizer: nothing of it has been measured.
@@ -113,7 +113,7 @@ def test_a_model_too_large_for_a_whole_step_is_taken_to_gain_nothing_by_mixed_pr
 
 
 def test_a_run_with_fewer_in_flight_at_first_is_predicted_with_them(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     far = [
         Provider(name=name, memory_bytes=8 << 30, latency_seconds=0.05, up_bytes_per_second=1e8, cores=1)
@@ -214,7 +214,7 @@ def test_a_measured_line_holds_both_ways_and_a_failed_one_is_as_its_ends_say() -
     assert failed == {("a", "b"): Line(3e6, 0.02), ("b", "a"): Line(1e6, 0.02)}
 
 
-def test_a_plan_names_every_stage_what_limits_it_and_the_rate(prepared: Prepared) -> None:
+def test_a_plan_names_every_stage_what_limits_it_and_the_rate(prepared: PreparedJob) -> None:
     providers = [Provider(name=f"p{i}", memory_bytes=1 << 40, compute_speed=1.0 + i) for i in range(3)]
     planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 3, 1))
     assert {stage.node for stage in planned.stages} == {"p0", "p1", "p2"}
@@ -227,7 +227,7 @@ def test_a_plan_names_every_stage_what_limits_it_and_the_rate(prepared: Prepared
     assert sum(stage.parameters for stage in planned.stages) == 4 * (64 * 64 + 64)
 
 
-def test_several_clusters_have_rings_of_their_parameters(prepared: Prepared) -> None:
+def test_several_clusters_have_rings_of_their_parameters(prepared: PreparedJob) -> None:
     providers = [Provider(name=f"p{i}", memory_bytes=1 << 40) for i in range(5)]
     planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 5, 2))
     assert sorted(len(cluster.stages) for cluster in planned.clusters) == [2, 3]
@@ -254,7 +254,7 @@ def test_several_clusters_have_rings_of_their_parameters(prepared: Prepared) -> 
     assert "2 clusters of" in planned.reason
 
 
-def test_fragments_are_averaged_in_turn_and_rounds_are_as_much_shorter(prepared: Prepared) -> None:
+def test_fragments_are_averaged_in_turn_and_rounds_are_as_much_shorter(prepared: PreparedJob) -> None:
     slow = [Provider(name=f"p{i}", memory_bytes=1 << 40, up_bytes_per_second=1e4) for i in range(2)]
     whole = plan_members(prepared, slow, Network(), goal_of(prepared.job, 2, 2))
     job = replace(prepared.job, averaging=Averaging(fragments=4))
@@ -278,7 +278,7 @@ def test_rounds_come_as_often_as_the_job_says_or_lines_and_updates_allow() -> No
     assert every == MIN_UPDATES * 8 * 2 / 4 and "the same of 4 fragments" in why
 
 
-def test_averaging_takes_memory_of_every_provider_of_several_clusters(prepared: Prepared) -> None:
+def test_averaging_takes_memory_of_every_provider_of_several_clusters(prepared: PreparedJob) -> None:
     def held(goal: Goal) -> float:
         return float(memory_bytes(model_costs(prepared), goal, 1)[0, -1])
 
@@ -317,18 +317,18 @@ def test_a_model_that_cannot_be_averaged_is_planned_for_one_cluster_unless_sever
         plan_members(prepared, providers, Network(), goal_of(job, 2, 2))
 
 
-def test_fewer_providers_than_clusters_are_refused_with_both_ways_out(prepared: Prepared) -> None:
+def test_fewer_providers_than_clusters_are_refused_with_both_ways_out(prepared: PreparedJob) -> None:
     with pytest.raises(PlanError, match=r"3 clusters cannot be made of 2 providers.*--providers 3.*--clusters 2"):
         goal_of(prepared.job, 2, 3)
     assert goal_of(prepared.job, 2, None).min_providers == 0
 
 
-def test_more_stages_than_the_model_has_are_refused_with_the_number_it_has(prepared: Prepared) -> None:
+def test_more_stages_than_the_model_has_are_refused_with_the_number_it_has(prepared: PreparedJob) -> None:
     with pytest.raises(PlanError, match=r"at most 4 stages, not 5 .* use --providers 4 or fewer"):
         check_stages(model_costs(prepared), 5)
 
 
-def test_a_job_says_where_it_may_be_cut(prepared: Prepared) -> None:
+def test_a_job_says_where_it_may_be_cut(prepared: PreparedJob) -> None:
     job = replace(prepared.job, pipeline=Pipeline(cuts="2,6"))  # type: ignore[arg-type]  # as --set gives it
     providers = [Provider(name=f"p{i}", memory_bytes=1 << 40) for i in range(3)]
     planned = plan_members(replace(prepared, job=job), providers, Network(), goal_of(job, 3, 1))
@@ -341,13 +341,13 @@ def test_a_job_says_where_it_may_be_cut(prepared: Prepared) -> None:
     ("name", "says"),
     [("22", "trains no parameter of that name"), ("2.wieght", "2.weight?"), ("0", "cannot be cut before")],
 )
-def test_a_place_where_no_stage_can_begin_is_named(prepared: Prepared, name: str, says: str) -> None:
+def test_a_place_where_no_stage_can_begin_is_named(prepared: PreparedJob, name: str, says: str) -> None:
     job = replace(prepared.job, pipeline=Pipeline(cuts=(name,)))
     with pytest.raises(PlanError, match=says):
         model_costs(replace(prepared, job=job))
 
 
-def test_a_machine_that_pretends_a_time_is_planned_with_it(prepared: Prepared) -> None:
+def test_a_machine_that_pretends_a_time_is_planned_with_it(prepared: PreparedJob) -> None:
     told = provider_of(member(stage_seconds=0.2), COSTS, REACHED, HERE)
     assert told.min_stage_seconds == 0.2
     pair = [replace(told, name=name, memory_bytes=1 << 40) for name in ("p0", "p1")]
@@ -355,7 +355,7 @@ def test_a_machine_that_pretends_a_time_is_planned_with_it(prepared: Prepared) -
     assert 0.2 <= planned.clusters[0].cost.busiest_seconds < 0.25
 
 
-def test_a_model_that_does_not_fit_says_so(prepared: Prepared) -> None:
+def test_a_model_that_does_not_fit_says_so(prepared: PreparedJob) -> None:
     goal = goal_of(prepared.job, None, None)
     large, small = (provider_of(member(memory_bytes=size), COSTS, NOT_REACHED, HERE) for size in (8 << 30, 1000))
     assert plan_members(prepared, [large], Network(), goal).clusters
@@ -363,7 +363,7 @@ def test_a_model_that_does_not_fit_says_so(prepared: Prepared) -> None:
         plan_members(prepared, [small], Network(), goal)
 
 
-def test_a_plan_holds_until_providers_lines_or_the_goal_change(prepared: Prepared) -> None:
+def test_a_plan_holds_until_providers_lines_or_the_goal_change(prepared: PreparedJob) -> None:
     providers = [Provider(name=f"p{i}", memory_bytes=1 << 40) for i in range(2)]
     by_name, goal = {p.name: p for p in providers}, goal_of(prepared.job, 2, 1)
     basis = plan_members(prepared, providers, Network(), goal).basis
@@ -373,7 +373,7 @@ def test_a_plan_holds_until_providers_lines_or_the_goal_change(prepared: Prepare
     assert not basis.holds_for(goal, Network(), {"p0": providers[0]})
 
 
-def test_more_is_fed_ahead_the_farther_the_coordinator_is(prepared: Prepared) -> None:
+def test_more_is_fed_ahead_the_farther_the_coordinator_is(prepared: PreparedJob) -> None:
     near = [Provider(name=f"p{i}", memory_bytes=1 << 40) for i in range(2)]
     far = [replace(p, latency_seconds=0.1) for p in near]
     ahead = []

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from ravnest.coordinator.feed.cluster_state import ClusterRun, Kept
+from ravnest.coordinator.feed.cluster_state import ClusterRun, FedMicrobatch
 from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas import tracker as module
@@ -38,7 +38,7 @@ class Bench:
     def feed(self, microbatch: int) -> int:
         item = TrainBatch(microbatch, {}, 8, DataPosition(updates=microbatch + 1, microbatches=microbatch + 1))
         number = self.replicas.announce_with(self.cluster, item)
-        self.cluster.retained[microbatch] = Kept(item, True)
+        self.cluster.retained[microbatch] = FedMicrobatch(item, True)
         return number
 
     def says(self, node: str, stage: int, number: int, holder: str = "", error: str = "", seconds: float = 0.0) -> None:

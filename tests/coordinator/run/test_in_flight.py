@@ -12,7 +12,7 @@ from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.recorder import Recorder
-from ravnest.coordinator.run.in_flight import Flights, counts_of
+from ravnest.coordinator.run.in_flight import InFlightLimits, counts_of
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, LinkState, Report, Strained
 from ravnest.planner.plan import ClusterPlan
 from tests.builders import stage_plan
@@ -49,12 +49,14 @@ def a_cluster(
     return Clusters([plan]).all[0]
 
 
-def flights_of(cluster: ClusterRun, fixed: bool = False) -> tuple[Flights, FakeCourse]:
+def flights_of(cluster: ClusterRun, fixed: bool = False) -> tuple[InFlightLimits, FakeCourse]:
     course: Any = FakeCourse()
-    return Flights(course, "d1", [cluster], fixed), course
+    return InFlightLimits(course, "d1", [cluster], fixed), course
 
 
-def run(flights: Flights, cluster: ClusterRun, seconds: int, begin: int = 0, most: float = 10.0, **more: Any) -> None:
+def run(
+    flights: InFlightLimits, cluster: ClusterRun, seconds: int, begin: int = 0, most: float = 10.0, **more: Any
+) -> None:
     """A cluster whose way is 0.9 s long: its rate is what is in flight over that, up to that of its stages or lines."""
     done, flown = 10.0 * begin, 4.0 * begin
     for second in range(begin, begin + seconds):
@@ -230,9 +232,9 @@ def test_a_cluster_of_one_stage_has_nothing_to_take_away() -> None:
     assert cluster.in_flight == 1 and [kind for kind, _, _ in course.events] == ["strained"] and not course.told
 
 
-def allowing(cluster: ClusterRun, allowed: list[int]) -> tuple[Flights, FakeCourse]:
+def allowing(cluster: ClusterRun, allowed: list[int]) -> tuple[InFlightLimits, FakeCourse]:
     course: Any = FakeCourse()
-    return Flights(course, "d1", [cluster], False, lambda stages: allowed[0]), course
+    return InFlightLimits(course, "d1", [cluster], False, lambda stages: allowed[0]), course
 
 
 def test_at_a_high_learning_rate_a_run_begins_with_fewer_and_its_root_is_told_when_it_has_begun() -> None:
@@ -289,5 +291,5 @@ def test_a_cluster_that_is_formed_anew_is_held_as_before_and_knows_what_was_plan
 def test_a_number_that_the_job_sets_is_not_held() -> None:
     cluster = a_cluster(in_flight=8)
     course: Any = FakeCourse()
-    Flights(course, "d1", [cluster], True, lambda stages: 3).began()
+    InFlightLimits(course, "d1", [cluster], True, lambda stages: 3).began()
     assert (cluster.in_flight, course.events) == (8, [])

@@ -18,7 +18,7 @@ from ravnest.coordinator.verification.evaluate_file import (
     draws_in_evaluation,
     weights_of,
 )
-from ravnest.coordinator.verification.reported_scores import Witness, Witnessed, shortened
+from ravnest.coordinator.verification.reported_scores import ReportedScores, Witness, shortened
 from ravnest.errors import RunError
 from ravnest.graph.capture.capture import Captured, capture
 from tests.e2e.jobs import CLASSES, FEATURES, accuracy, batches
@@ -52,7 +52,7 @@ def captured() -> tuple[nn.Module, Captured]:
     return model, capture(model, F.cross_entropy, {"accuracy": accuracy}, batches([8, 5]))
 
 
-def a_sample(model: nn.Module, sizes: list[int]) -> list[Witnessed]:
+def a_sample(model: nn.Module, sizes: list[int]) -> list[ReportedScores]:
     """Batches, with what an honest swarm reports of this model."""
     model.eval()
     found = []
@@ -61,7 +61,7 @@ def a_sample(model: nn.Module, sizes: list[int]) -> list[Witnessed]:
             outputs = model(inputs)
         scores = {"loss": float(F.cross_entropy(outputs, targets)), "accuracy": float(accuracy(outputs, targets))}
         batch = EvalBatch(-1 - number, {"inputs": inputs, "targets": targets}, len(targets))
-        found.append(Witnessed(batch, "leaf", scores))
+        found.append(ReportedScores(batch, "leaf", scores))
     return found
 
 
