@@ -13,7 +13,7 @@ from ravnest.cli.main import main
 from ravnest.engine.messages import Message
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import Transfer
-from ravnest.provider.replicas.outgoing import Sending
+from ravnest.provider.replicas.outgoing import OutgoingTransfer
 from ravnest.provider.stage.outbox import FrameOutbox
 
 FROM = int(os.environ.get("RAVNEST_FROM", "0"))
@@ -30,7 +30,7 @@ def _send_nothing_on() -> None:
 
 
 def _upload_nothing() -> None:
-    told: Callable[[Sending], Transfer] = Sending.told
+    told: Callable[[OutgoingTransfer], Transfer] = OutgoingTransfer.told
     upload = CoordinatorClient.upload
 
     async def hang(self: CoordinatorClient, name: str, chunks: AsyncIterator[bytes]) -> None:
@@ -39,14 +39,14 @@ def _upload_nothing() -> None:
             return
         await asyncio.Event().wait()
 
-    def lie(self: Sending) -> Transfer:
+    def lie(self: OutgoingTransfer) -> Transfer:
         transfer = told(self)
         transfer.done_bytes = int(transfer.total_bytes * min(0.9, transfer.seconds / 60))
         transfer.still_seconds = 0.0
         return transfer
 
     CoordinatorClient.upload = hang  # type: ignore[method-assign]
-    Sending.told = lie  # type: ignore[method-assign]
+    OutgoingTransfer.told = lie  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ravnest.planner.recovery.replan import DEPLOY_SECONDS, HORIZON_SECONDS
 
 from ravnest.planner.averaging import MIN_UPDATES, ROUND_SHARE
 from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
@@ -22,6 +21,7 @@ from ravnest.planner.in_flight.lr_bound import cautious_flight
 from ravnest.planner.link_codecs import CHOICES, EXACT, FREE_SHARE, PACKED_BYTES_PER_SECOND, share_of
 from ravnest.planner.model_costs import MAX_PLACES, ModelCosts
 from ravnest.planner.problem import MAX_IN_FLIGHT, Goal, Line, Network, Provider, Requester
+from ravnest.planner.recovery.worth_it import DEPLOY_SECONDS, HORIZON_SECONDS
 from ravnest.planner.rings import order as ring_order
 from ravnest.planner.search import exhaustive, order
 from ravnest.planner.search.search import expected_absent
