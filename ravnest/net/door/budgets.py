@@ -39,7 +39,7 @@ class Budgets:
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class IncomingConnection:
     """One connection that came in."""
 
     peer: tuple[str, int]
@@ -65,7 +65,7 @@ class Connection:
 class Closing:
     """A decision to close one connection."""
 
-    connection: Connection
+    connection: IncomingConnection
     reason: str
 
 
@@ -94,7 +94,7 @@ def origin_of(host: str) -> str:
     return str(address)
 
 
-def connections_to_close(connections: Sequence[Connection], now: float, budgets: Budgets) -> list[Closing]:
+def connections_to_close(connections: Sequence[IncomingConnection], now: float, budgets: Budgets) -> list[Closing]:
     """Which connections to close, each with the reason.
 
     Of too many that wait, the silent ones go first, then the oldest: an honest caller speaks at once and is through its
@@ -121,7 +121,7 @@ def connections_to_close(connections: Sequence[Connection], now: float, budgets:
     return closing + _too_many_of_a_node(connections, budgets)
 
 
-def _overdue(connection: Connection, now: float, budgets: Budgets) -> str:
+def _overdue(connection: IncomingConnection, now: float, budgets: Budgets) -> str:
     age = now - connection.since
     if connection.caller:
         return f"stayed with an invite for {budgets.invited_seconds:g} s" if age > budgets.invited_seconds else ""
@@ -130,7 +130,7 @@ def _overdue(connection: Connection, now: float, budgets: Budgets) -> str:
     return f"did not prove who it is in {budgets.proving_seconds:g} s" if age > budgets.proving_seconds else ""
 
 
-def _too_many_of_a_node(connections: Sequence[Connection], budgets: Budgets) -> list[Closing]:
+def _too_many_of_a_node(connections: Sequence[IncomingConnection], budgets: Budgets) -> list[Closing]:
     """The oldest connections of a node that has too many: of a line that broke again and again, the dead ones."""
     closing = []
     newest_first = sorted((c for c in connections if c.is_node), key=lambda c: -c.since)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ravnest.net.address import is_ip_address, is_wildcard, peer_place, plain_host
-from ravnest.net.door.budgets import Budgets, Closing, Connection, connections_to_close, origin_of
+from ravnest.net.door.budgets import Budgets, Closing, IncomingConnection, connections_to_close, origin_of
 from ravnest.net.door.open_connections import Found, OpenConnections, Peer
 
 _LOOK_SECONDS: Final = 0.25
@@ -127,7 +127,7 @@ class Doorkeeper:
             return _BUSY_LOOK_SECONDS
         return _LOOK_SECONDS if waiting > 0 or self._reports.pending else None
 
-    def _update(self, open_now: Mapping[Peer, Found], proved_before: set[Peer], now: float) -> list[Connection]:
+    def _update(self, open_now: Mapping[Peer, Found], proved_before: set[Peer], now: float) -> list[IncomingConnection]:
         with self._lock:
             ended = [peer for peer in self._first_seen if peer not in open_now and peer not in self._callers]
             for peer in proved_before:
@@ -137,7 +137,7 @@ class Doorkeeper:
         self._reports.ended(ended)
         self._first_seen = {peer: self._first_seen.get(peer, now) for peer in open_now}
         return [
-            Connection(peer, self._first_seen[peer], found.has_spoken, callers.get(peer, ""))
+            IncomingConnection(peer, self._first_seen[peer], found.has_spoken, callers.get(peer, ""))
             for peer, found in open_now.items()
         ]
 

@@ -46,7 +46,7 @@ def longer_pause(pause_seconds: float, away_seconds: float) -> float:
     return min(2 * pause_seconds, most)
 
 
-class Connection(Protocol):
+class LinkConnection(Protocol):
     """What carries a link for a while: a Link of one gRPC stream."""
 
     async def send_encoded(self, data: bytes) -> None: ...
@@ -103,7 +103,7 @@ class ResumableLink:
         self._error: PeerError | None = None
         self._closing = False
         self._ended = False
-        self._connection: Connection | None = None
+        self._connection: LinkConnection | None = None
         self._resumed = False
         """Whether the other end has said its count on the connection at hand."""
         self._past_bytes = [0, 0]
@@ -217,7 +217,7 @@ class ResumableLink:
             self._connection.abort(error if isinstance(error, RefusedError) else None)
         self._notify()
 
-    async def carry(self, connection: Connection) -> None:
+    async def carry(self, connection: LinkConnection) -> None:
         """Runs the link over this connection until it breaks, which raises PeerError, or the link is over.
 
         A newer connection replaces an older one: the older may be dead without knowing it. A peer that breaks the rules
@@ -252,7 +252,7 @@ class ResumableLink:
             connection.abort()
             self._notify()
 
-    async def keep_dialling(self, dial: Callable[[], Awaitable[Connection]]) -> None:
+    async def keep_dialling(self, dial: Callable[[], Awaitable[LinkConnection]]) -> None:
         """Carries the link over one connection after another, with growing pauses between failures, until it is over.
 
         Returns when the link is closed or has ended; raises PeerError when it has failed for good.
@@ -287,7 +287,7 @@ class ResumableLink:
         self._kept_bytes += len(data) + _KEPT_BYTES
         self._notify()
 
-    async def _resume(self, connection: Connection) -> None:
+    async def _resume(self, connection: LinkConnection) -> None:
         """Both ends say their counts; one that says nothing does not hold its link for itself."""
         told = self._arrived
         try:
@@ -307,7 +307,7 @@ class ResumableLink:
         self.connections += 1
         self._notify()
 
-    async def _pump(self, connection: Connection) -> None:
+    async def _pump(self, connection: LinkConnection) -> None:
         """Writes and reads until the connection breaks or the link is over."""
         writing = asyncio.create_task(self._write(connection))
         reading = asyncio.create_task(self._read(connection))
@@ -321,7 +321,7 @@ class ResumableLink:
         finally:
             await cancel_and_wait(reading, writing)
 
-    async def _write(self, connection: Connection) -> None:
+    async def _write(self, connection: LinkConnection) -> None:
         """Sends what the other end has not got, and counts of what has arrived, as they come up."""
         late: asyncio.TimerHandle | None = None
         due = False
@@ -352,20 +352,20 @@ class ResumableLink:
                 if not await self._change_within(self.beat_seconds):
                     await self._hand(connection, encode(Frame(FrameKind.ACK, self._told)))
 
-    async def _hand(self, connection: Connection, data: bytes, number: int | None = None) -> None:
+    async def _hand(self, connection: LinkConnection, data: bytes, number: int | None = None) -> None:
         self._handed_bytes += len(data)
         if number is not None and self.on_written is not None:
             self._being_written.append((self._handed_bytes, number))
         await connection.send_encoded(data)
 
-    def _written(self, connection: Connection, sent_bytes: int) -> None:
+    def _written(self, connection: LinkConnection, sent_bytes: int) -> None:
         numbers = []
         while connection is self._connection and self._being_written and self._being_written[0][0] <= sent_bytes:
             numbers.append(self._being_written.popleft()[1])
         if numbers and self.on_written is not None:
             self.on_written(numbers)
 
-    async def _read(self, connection: Connection) -> None:
+    async def _read(self, connection: LinkConnection) -> None:
         while not self.over:
             while self._incoming_bytes >= self._window_bytes:
                 await self._change()

@@ -40,14 +40,14 @@ class Source(Protocol):
         """The bytes from `offset` on; RefusedError when to ask again is in vain, any other PeerError when it is not."""
 
 
-class Sink(Protocol):
+class ArtifactSink(Protocol):
     """Who builds something of the bytes."""
 
     def feed(self, chunk: bytes) -> None:
         """Takes the bytes that follow; GraphError when they make no sense."""
 
 
-SinkT = TypeVar("SinkT", bound=Sink)
+SinkT = TypeVar("SinkT", bound=ArtifactSink)
 A = TypeVar("A")
 T = TypeVar("T")
 

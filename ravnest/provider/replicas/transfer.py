@@ -51,7 +51,7 @@ DATA, SHA256, REFUSED = "data", "sha256", "refused"
 T = TypeVar("T")
 
 
-class Sink(Protocol):
+class PartSink(Protocol):
     """Who takes the bytes of a part; on a thread that may wait. A RavnestError says why it does not."""
 
     def feed(self, data: memoryview) -> None:
@@ -64,7 +64,7 @@ class Sink(Protocol):
         """Nothing comes of it; also after `finish`, to no effect."""
 
 
-SinkT = TypeVar("SinkT", bound=Sink)
+SinkT = TypeVar("SinkT", bound=PartSink)
 
 
 class PartRefusedError(PeerError):
@@ -198,7 +198,7 @@ class PartArrivals(Generic[SinkT]):
             # On a thread: it may have to wait for the disk.
             await in_thread(sink.discard)
 
-    async def _take_data(self, replica: int, size: int, sink: Sink) -> None:
+    async def _take_data(self, replica: int, size: int, sink: PartSink) -> None:
         received = 0
         while True:
             frame = await self._frame(ANSWER_SECONDS)

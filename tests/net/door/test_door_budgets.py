@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.net.door.budgets import Budgets, Connection, budgets_for, connections_to_close, origin_of
+from ravnest.net.door.budgets import Budgets, IncomingConnection, budgets_for, connections_to_close, origin_of
 
 SMALL = Budgets(incoming=32, waiting=16, waiting_per_address=8, per_node=4)
 NOW = 1000.0
 
 
-def waiting(host: str, port: int, age: float = 0.1, has_spoken: bool = False) -> Connection:
-    return Connection((host, port), NOW - age, has_spoken)
+def waiting(host: str, port: int, age: float = 0.1, has_spoken: bool = False) -> IncomingConnection:
+    return IncomingConnection((host, port), NOW - age, has_spoken)
 
 
-def closed(connections: list[Connection], budgets: Budgets = SMALL) -> set[tuple[str, int]]:
+def closed(connections: list[IncomingConnection], budgets: Budgets = SMALL) -> set[tuple[str, int]]:
     return {each.connection.peer for each in connections_to_close(connections, NOW, budgets)}
 
 
@@ -57,7 +57,7 @@ def test_an_attacker_with_a_few_addresses_does_not_shut_out_one_with_another() -
         (replace(waiting("192.0.2.1", 1, age=1e6), caller="anna"), ""),
     ],
 )
-def test_each_step_of_a_proof_has_its_time(connection: Connection, reason: str) -> None:
+def test_each_step_of_a_proof_has_its_time(connection: IncomingConnection, reason: str) -> None:
     closing = connections_to_close([connection], NOW, SMALL)
     assert [each.reason for each in closing] == ([reason] if reason else [])
 
@@ -88,7 +88,7 @@ def test_a_process_keeps_descriptors_for_itself(descriptors: int) -> None:
 
 CONNECTIONS = st.lists(
     st.builds(
-        Connection,
+        IncomingConnection,
         st.tuples(st.sampled_from(["192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8::2"]), st.integers(0, 200)),
         st.floats(NOW - 150, NOW),
         st.booleans(),
@@ -100,7 +100,9 @@ CONNECTIONS = st.lists(
 
 
 @given(connections=CONNECTIONS)
-def test_what_is_left_is_within_every_budget_and_nothing_is_closed_without_need(connections: list[Connection]) -> None:
+def test_what_is_left_is_within_every_budget_and_nothing_is_closed_without_need(
+    connections: list[IncomingConnection],
+) -> None:
     closing = connections_to_close(connections, NOW, SMALL)
     gone = [each.connection for each in closing]
     assert len(gone) == len(set(gone)) and all(each.reason for each in closing)
