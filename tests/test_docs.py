@@ -34,7 +34,8 @@ from ravnest.jobfile import load_job
 from ravnest.microbatch import Marks
 from ravnest.monitor.run_directory import RunPaths
 from ravnest.monitor.summary import ClusterSummary, MicrobatchCounts, StageSummary, Summary
-from ravnest.net.frames.frames import Frame, FrameKind, encode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.frames.tensor_bytes import WIRE_DTYPES
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.v1 import control_pb2

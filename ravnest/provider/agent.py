@@ -16,7 +16,6 @@ import os
 import platform
 import select
 import sys
-import time
 from collections.abc import Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,7 +31,7 @@ from ravnest.net.identity.certificates import Certificate
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.rpc.first_contact import pin_authority
-from ravnest.net.streams.resumable_link import FIRST_BACKOFF_SECONDS, longer_pause
+from ravnest.net.streams.backoff import Backoff
 from ravnest.net.v1.control_pb2 import JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
 from ravnest.provider.commands import Commands
@@ -189,25 +188,26 @@ class Agent:
     async def serve(self) -> int:
         """Join, and join again whenever a session ends without an order to stop. Returns the exit code."""
         reason: PeerError | None = None
-        since, pause = time.monotonic(), FIRST_BACKOFF_SECONDS
+        backoff, is_told = Backoff(), False
         while True:
             try:
                 return await self._serve_session()
             except _SessionOverError as ended:
-                reason, since, pause = ended.reason, time.monotonic(), FIRST_BACKOFF_SECONDS
+                reason, is_told = ended.reason, False
+                backoff.reset()
             except PeerError as error:
                 # The first join is not retried: the user hears why it failed. A coordinator that was there may return.
-                if reason is None or time.monotonic() - since > REJOIN_SECONDS:
+                if reason is None or backoff.elapsed_seconds > REJOIN_SECONDS:
                     raise
                 if isinstance(error, RefusedError):
                     raise (reason if isinstance(reason, RefusedError) else error) from None
-                if pause == FIRST_BACKOFF_SECONDS:
+                if not is_told:
+                    is_told = True
                     self._console.say(f"{error}; trying to join again for {REJOIN_SECONDS / 60:.0f} minutes")
             finally:
                 self._slot.on_session_end()
-            if await self._departure.wait_for(pause):
+            if await self._departure.wait_for(backoff.next_seconds()):
                 return 0
-            pause = longer_pause(pause, time.monotonic() - since)
 
     async def _serve_session(self) -> int:
         """One session; the exit code, or _SessionOverError."""

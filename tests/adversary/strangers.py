@@ -17,7 +17,8 @@ from ravnest.coordinator.swarm.changes import Changes
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.graph.portable import FORMAT_VERSION
-from ravnest.net.frames.frames import MAGIC, Frame, FrameKind, encode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import MAGIC, Frame, FrameKind
 from ravnest.net.identity.authority import SwarmAuthority
 from ravnest.net.identity.identity import COORDINATOR_HOST
 from ravnest.net.identity.node_identity import NodeIdentity, joiner_keys

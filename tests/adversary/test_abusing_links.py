@@ -17,7 +17,8 @@ from grpc import aio
 
 from ravnest.coordinator.swarm.members import Member
 from ravnest.errors import PeerError, RefusedError
-from ravnest.net.frames.frames import Frame, FrameKind, encode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.identity import COORDINATOR_HOST
 from ravnest.net.streams.frame_stream import Link
 from ravnest.net.streams.resumable_link import WINDOW_BYTES, ResumableLink
@@ -191,7 +192,7 @@ def test_speaking_on_after_the_end_of_control() -> None:
 
 
 def test_a_connection_that_never_says_its_count_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.net.streams.resumable_link.RESUME_SECONDS", 0.2)
+    monkeypatch.setattr("ravnest.net.streams.link_carrier.RESUME_SECONDS", 0.2)
     monkeypatch.setattr("ravnest.coordinator.swarm.swarm.PATIENCE_SECONDS", 0.5)
 
     async def test() -> None:
@@ -484,7 +485,7 @@ def test_endless_slow_bytes_hold_nobody_up(tmp_path: Path) -> None:
 
 
 def test_endless_slow_bytes_for_a_count_end_with_the_patience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("ravnest.net.streams.resumable_link.RESUME_SECONDS", 0.3)
+    monkeypatch.setattr("ravnest.net.streams.link_carrier.RESUME_SECONDS", 0.3)
     monkeypatch.setattr("ravnest.coordinator.swarm.swarm.PATIENCE_SECONDS", 1.0)
 
     async def test() -> None:

@@ -9,7 +9,9 @@ import torch
 from ravnest.errors import PeerError
 from ravnest.graph.portable import ValueSpec
 from ravnest.net.frame_limits import FrameLimits
-from ravnest.net.frames.frames import Frame, FrameKind, decode, encode
+from ravnest.net.frames.decoding import decode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.provider.links.frame_check import check_frame
 
 SPECS = {

@@ -36,7 +36,8 @@ from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.events import Event, EventLog
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
-from ravnest.net.frames.frames import Frame, FrameKind, encode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.rpc.client import dial_link
 from ravnest.net.rpc.server import ProviderServer
 from ravnest.net.streams.frame_stream import CONTROL_BYTES, Link

@@ -18,7 +18,9 @@ from ravnest.engine.worker import StageWorker
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.microbatch import Marks
-from ravnest.net.frames.frames import Frame, FrameKind, decode, encode
+from ravnest.net.frames.decoding import decode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.provider.links.frame_check import check_frame
 from ravnest.provider.stage.outbox import message_of
 from ravnest.spec import OptimizerSpec

@@ -10,7 +10,9 @@ import torch
 from ravnest.codecs.codec import CODECS
 from ravnest.errors import PeerError, RavnestError
 from ravnest.microbatch import Marks
-from ravnest.net.frames.frames import MAGIC, Frame, FrameKind, decode_at, encode
+from ravnest.net.frames.decoding import decode_at
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import MAGIC, Frame, FrameKind
 from ravnest.net.streams.control_channel import ControlLink
 from ravnest.net.streams.frame_stream import Control, Link
 from ravnest.net.streams.resumable_link import ResumableLink

@@ -8,7 +8,8 @@ import torch
 
 from ravnest.codecs.codec import CODECS
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
-from ravnest.net.frames.frames import Frame, FrameKind, decode
+from ravnest.net.frames.decoding import decode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.provider.links.cuda_copies import Transfers
 from ravnest.provider.links.pack_threads import Outgoing, Packing
 from ravnest.provider.links.tensor_codec import coded, decoded

@@ -13,7 +13,9 @@ from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.profile import CostProfile, NodeCost
 from ravnest.graph.program import Program
-from ravnest.net.frames.frames import Frame, FrameKind, decode, encode
+from ravnest.net.frames.decoding import decode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.search.cuts import best_cuts

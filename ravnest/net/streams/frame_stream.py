@@ -7,7 +7,9 @@ from google.protobuf.message import DecodeError, Message
 
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
-from ravnest.net.frames.frames import Frame, decode_at, encode
+from ravnest.net.frames.decoding import decode_at
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame
 from ravnest.net.streams.stream import ByteStream
 from ravnest.net.streams.wire import Wire
 

@@ -11,10 +11,8 @@ and, where there is a cache, written to it. What happens on failure:
 - The coordinator sends other bytes, or more of them, than it announced: RefusedError, and nothing is kept.
 """
 
-import asyncio
 import hashlib
 import re
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from functools import partial
@@ -22,13 +20,13 @@ from typing import Final, Protocol, TypeVar
 
 from ravnest.background import in_thread
 from ravnest.errors import GraphError, PeerError, RefusedError
+from ravnest.net.streams.backoff import Backoff, BackoffLimits
 from ravnest.net.v1.control_pb2 import ArtifactRef
 from ravnest.provider.fetch.cache import ArtifactCache, KeptArtifact
 from ravnest.provider.fetch.progress import FetchProgress, megabytes, percent
 
 PATIENCE_SECONDS: Final = 120.0
-FIRST_BACKOFF_SECONDS: Final = 0.1
-LAST_BACKOFF_SECONDS: Final = 5.0
+MAX_BACKOFF_SECONDS: Final = 5.0
 _TRIES: Final = 3
 """How often what is kept may turn out to be damaged before the cache is left alone."""
 
@@ -146,7 +144,7 @@ class Artifacts:
 
     async def _fetched(self, ref: ArtifactRef, offset: int) -> AsyncIterator[bytes]:
         """The bytes from `offset` on, over as many connections as it takes."""
-        pause, last = FIRST_BACKOFF_SECONDS, time.monotonic()
+        backoff = Backoff(BackoffLimits(soon_seconds=MAX_BACKOFF_SECONDS, last_seconds=MAX_BACKOFF_SECONDS))
         while True:
             try:
                 async with aclosing(self._source.fetch(ref.id, offset)) as chunks:
@@ -156,7 +154,7 @@ class Artifacts:
                             raise _OtherBytesError(
                                 f"the artifact {ref.id} is larger than the {ref.size_bytes} bytes announced"
                             )
-                        pause, last = FIRST_BACKOFF_SECONDS, time.monotonic()
+                        backoff.reset()
                         yield data
                 return
             except RefusedError:
@@ -164,12 +162,11 @@ class Artifacts:
             except PeerError as error:
                 if offset == ref.size_bytes:
                     return
-                if time.monotonic() - last > PATIENCE_SECONDS:
+                if backoff.elapsed_seconds > PATIENCE_SECONDS:
                     raise PeerError(f"{ref.id} stopped at byte {offset} of {ref.size_bytes}: {error}") from None
-                if pause == FIRST_BACKOFF_SECONDS:
+                if backoff.is_first:
                     self._say(f"the transfer of {ref.id} broke off at {percent(offset, ref.size_bytes)}: {error}")
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LAST_BACKOFF_SECONDS)
+            await backoff.wait()
 
     async def _append(self, kept: KeptArtifact, data: bytes) -> bool:
         """Writes what has come to the disk; whether that went well."""

@@ -13,7 +13,8 @@ from typing import Final, TypeVar
 import torch
 
 from ravnest.codecs.codec import Codec
-from ravnest.net.frames.frames import Frame, encode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame
 from ravnest.provider.links.cuda_copies import Transfers
 from ravnest.provider.links.tensor_codec import coded, decoded, raw_bytes, saved_bytes
 

@@ -10,7 +10,7 @@ from ravnest.background import BackgroundTasks, cancel_and_wait, in_thread
 from ravnest.errors import GraphError, PeerError, RavnestError, RunError
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.state_size import MAX_GRAPH_BYTES, max_state_bytes
-from ravnest.net.streams.resumable_link import FIRST_BACKOFF_SECONDS
+from ravnest.net.streams.backoff import FIRST_BACKOFF_SECONDS
 from ravnest.net.v1.control_pb2 import ArtifactRef, Hold
 from ravnest.provider.fetch.artifacts import Artifacts
 from ravnest.provider.fetch.progress import FetchProgress

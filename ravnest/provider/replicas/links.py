@@ -6,7 +6,6 @@ it from the coordinator, each at its own time, so an end that is refused tries a
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -14,8 +13,9 @@ from ravnest.background import BackgroundTasks, cancel_and_wait
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.rpc.client import CoordinatorClient
+from ravnest.net.streams.backoff import Backoff
 from ravnest.net.streams.frame_stream import Link
-from ravnest.net.streams.resumable_link import FIRST_BACKOFF_SECONDS, ResumableLink, longer_pause
+from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.links.stage_link import StageLink
 
@@ -95,7 +95,7 @@ class PartLink:
 
     async def connected(self, patience_seconds: float | None = CONNECT_SECONDS) -> ResumableLink:
         """The link once it has a connection, made anew if it had failed; PeerError after so long, None: never."""
-        pause, since, said = FIRST_BACKOFF_SECONDS, time.monotonic(), f"{self.node_id} has not come"
+        backoff, said = Backoff(), f"{self.node_id} has not connected"
         try:
             async with asyncio.timeout(patience_seconds):
                 while True:
@@ -112,8 +112,7 @@ class PartLink:
                     except PeerError as error:
                         # It may not have heard of the link yet, or have made it anew as this end does now.
                         said = str(error)
-                    await asyncio.sleep(pause)
-                    pause = longer_pause(pause, time.monotonic() - since)
+                    await backoff.wait()
         except TimeoutError:
             raise PeerError(f"there is no link to {self.node_id} after {patience_seconds:g} s: {said}") from None
 

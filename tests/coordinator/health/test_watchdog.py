@@ -84,8 +84,6 @@ class Watched:
 def beat(provider: Provider) -> None:
     """As a provider's agent does from the beginning."""
     provider.control.link.beat_seconds = BEAT_SECONDS
-    # It waits without end by now, unless something happens.
-    provider.control.link._notify()
 
 
 @asynccontextmanager

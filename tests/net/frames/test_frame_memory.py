@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from ravnest.errors import PeerError
-from ravnest.net.frames.frames import Frame, FrameKind, decode, encode
+from ravnest.net.frames.decoding import decode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.v1 import frame_pb2
 
 

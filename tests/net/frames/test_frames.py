@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from ravnest.errors import PeerError
 from ravnest.microbatch import Marks
 from ravnest.net.frame_limits import FrameLimits
-from ravnest.net.frames.frames import Coded, Frame, FrameKind, decode, decode_at, encode
+from ravnest.net.frames.decoding import decode, decode_at
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Coded, Frame, FrameKind
 from ravnest.net.frames.tensor_bytes import WIRE_DTYPES
 from ravnest.net.v1 import frame_pb2
 
@@ -168,7 +170,7 @@ def test_tensors_that_are_strided_or_need_gradients_are_sent_by_value() -> None:
 
 def test_reading_a_frame_warns_of_nothing() -> None:
     program = (
-        "import torch; from ravnest.net.frames.frames import *; "
+        "import torch; from ravnest.net.frames.decoding import *; from ravnest.net.frames.encoding import *; "
         "decode(encode(Frame(FrameKind.FEED, 1, tensors={'x': torch.ones(3)})))"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)

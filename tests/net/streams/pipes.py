@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Callable
 
 from ravnest.errors import PeerError
-from ravnest.net.frames.frames import Frame, decode
+from ravnest.net.frames.decoding import decode
+from ravnest.net.frames.frames import Frame
 
 
 class Pipe:

@@ -14,7 +14,8 @@ from grpc import aio
 from ravnest.coordinator.access.admission import Admission
 from ravnest.errors import PeerError, RefusedError
 from ravnest.microbatch import Marks
-from ravnest.net.frames.frames import Frame, FrameKind, encode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.identity import node_host
 from ravnest.net.identity.node_identity import joiner_keys
 from ravnest.net.identity.private_files import write_private

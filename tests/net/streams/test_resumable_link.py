@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -10,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import PeerError
-from ravnest.net.frames.frames import Frame, FrameKind, encode
-from ravnest.net.streams import resumable_link as resumable
-from ravnest.net.streams.resumable_link import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, ResumableLink, longer_pause
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.streams.backoff import BackoffLimits
+from ravnest.net.streams.resumable_link import ResumableLink
 from tests.net.streams.pipes import Pipe
 
 
@@ -22,7 +22,8 @@ def _frame(number: int) -> Frame:
 
 async def _exchange(breaks: list[int], counts: tuple[int, int]) -> tuple[list[int], list[int]]:
     """Both ends send while connections break after `breaks` frames each; what each end got."""
-    near, far = ResumableLink("far"), ResumableLink("near")
+    # Long pauses between retries would be most of the time of the test.
+    near, far = ResumableLink("far", backoff_limits=BackoffLimits(0.001, 0.01)), ResumableLink("near")
     tasks: list[asyncio.Task[None]] = []
     pending = list(breaks)
 
@@ -68,9 +69,7 @@ def test_every_frame_arrives_once_and_in_order_whatever_breaks(breaks: list[int]
         async with asyncio.timeout(60):
             return await _exchange(breaks, counts)
 
-    # How long it waits between two tries is not what this is about, and would be most of its time.
-    with mock.patch.multiple(resumable, FIRST_BACKOFF_SECONDS=0.001, SOON_BACKOFF_SECONDS=0.01):
-        near, far = asyncio.run(main())
+    near, far = asyncio.run(main())
     assert near == list(range(counts[1])) and far == list(range(counts[0]))
 
 
@@ -123,11 +122,9 @@ def test_a_peer_that_confirms_more_than_it_was_sent_loses_the_link() -> None:
     asyncio.run(main())
 
 
-def test_a_link_without_a_connection_holds_its_sender_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ravnest.net.streams.resumable_link.WINDOW_BYTES", 10_000)
-
+def test_a_link_without_a_connection_holds_its_sender_back() -> None:
     async def main() -> int:
-        link = ResumableLink("absent")
+        link = ResumableLink("absent", window_bytes=10_000)
         sent = 0
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -197,13 +194,3 @@ def test_a_link_that_the_other_end_has_ended_takes_nothing_more() -> None:
         await asyncio.gather(*carrying)
 
     asyncio.run(main())
-
-
-def test_who_is_away_is_tried_often_at_first_and_seldom_later() -> None:
-    pauses, away = [FIRST_BACKOFF_SECONDS], 0.0
-    while away < 60:
-        away += pauses[-1]
-        pauses.append(longer_pause(pauses[-1], away))
-    assert pauses[:4] == [0.1, 0.2, 0.4, 0.4]
-    assert max(pauses) == pauses[-1] == LAST_BACKOFF_SECONDS
-    assert len(pauses) < 100

@@ -8,7 +8,8 @@ import torch
 
 from ravnest.codecs.codec import CODECS
 from ravnest.errors import PeerError
-from ravnest.net.frames.frames import Frame, FrameKind, decode
+from ravnest.net.frames.decoding import decode
+from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.provider.links import pack_threads as packing
 from ravnest.provider.links.cuda_copies import Transfers
 from ravnest.provider.links.pack_threads import AT_ONCE_BYTES, Outgoing, Packing

@@ -8,7 +8,9 @@ import torch
 from ravnest.codecs.codec import CODECS, Codec
 from ravnest.errors import PeerError
 from ravnest.microbatch import Marks
-from ravnest.net.frames.frames import Coded, Frame, FrameKind, decode, encode
+from ravnest.net.frames.decoding import decode
+from ravnest.net.frames.encoding import encode
+from ravnest.net.frames.frames import Coded, Frame, FrameKind
 from ravnest.provider.links.tensor_codec import coded, decoded, raw_bytes, saved_bytes
 
 LOSSY = [CODECS[name] for name in ("float16", "bfloat16", "int8")]
