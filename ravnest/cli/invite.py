@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ravnest.cli.arguments import whole_number
 
 if TYPE_CHECKING:
-    from ravnest.coordinator.access.invites import Node, Token
+    from ravnest.coordinator.access.invites import AdmittedNode, Token
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(tokens: "list[Token]", nodes: "list[Node]") -> None:
+def _print(tokens: "list[Token]", nodes: "list[AdmittedNode]") -> None:
     now = time.time()
     for token in tokens:
         print(f"{token.id}  {_state(token, now)}  created {_when(token.created_at)}  {token.note}".rstrip())

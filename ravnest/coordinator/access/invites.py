@@ -49,7 +49,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class AdmittedNode:
     """A node that has joined, and the token it did so with. `kicked_at` None: it was not thrown out."""
 
     node_id: str
@@ -187,13 +187,13 @@ class TokenStore:
         with self._store.used() as connection:
             return _is_member(connection, node_id)
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[AdmittedNode]:
         """Every node that ever joined, oldest first."""
         with self._store.used() as connection:
             rows = connection.execute(
                 "SELECT node_id, token_id, joined_at, kicked_at, kick_reason FROM nodes ORDER BY joined_at, node_id"
             ).fetchall()
-        return [Node(*row) for row in rows]
+        return [AdmittedNode(*row) for row in rows]
 
     def kicked(self) -> dict[str, str]:
         """Those who were thrown out, and why."""

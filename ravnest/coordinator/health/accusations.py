@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ravnest.coordinator.swarm.provider_record import ProviderRecord
 
 
-class Judgement(NamedTuple):
+class AccusationRuling(NamedTuple):
     """What follows from an accusation."""
 
     culprit: str
@@ -22,12 +22,12 @@ class Judgement(NamedTuple):
     """The providers that were barred on the word of the culprit alone, and may have a stage again."""
 
 
-def judge_accusation(records: Mapping[str, ProviderRecord], accuser: str, accused: str, what: str) -> Judgement:
+def judge_accusation(records: Mapping[str, ProviderRecord], accuser: str, accused: str, what: str) -> AccusationRuling:
     """Judges the accusation by `accuser` that its neighbour broke the rules, and notes the result in the records of
     this run."""
     by, about = records[accuser].conduct, records[accused].conduct
     if by.barred_because:
-        return Judgement("", f"{accuser} broke the rules itself: what it says of {accused} is not believed")
+        return AccusationRuling("", f"{accuser} broke the rules itself: what it says of {accused} is not believed")
     before = sorted(node for node, known in records.items() if accuser in known.conduct.accused_by and node != accused)
     about.accused_by.add(accuser)
     if before:
@@ -36,6 +36,6 @@ def judge_accusation(records: Mapping[str, ProviderRecord], accuser: str, accuse
         for node in cleared:
             records[node].conduct.barred_because = ""
         by.barred_because = reason
-        return Judgement(accuser, f"{reason}; that many neighbours are not at fault", cleared)
+        return AccusationRuling(accuser, f"{reason}; that many neighbours are not at fault", cleared)
     about.barred_because = f"{accuser} says: {what}"
-    return Judgement(accused, f"{what} (as {accuser} says, which has the stage next to it)")
+    return AccusationRuling(accused, f"{what} (as {accuser} says, which has the stage next to it)")

@@ -16,8 +16,8 @@ from ravnest.coordinator.swarm.heartbeat import (
     HEARTBEAT_SECONDS,
     PATIENCE_SECONDS,
     SILENCE_SECONDS,
-    UNMEASURED_LINE,
-    Line,
+    UNMEASURED_UPLINK,
+    Uplink,
 )
 
 LATE_SECONDS: Final = 1.0
@@ -93,7 +93,7 @@ class Evidence:
     broken_seconds: float | None = None
     """Since it has no connection; None while it has one."""
     gaps: Gaps = Gaps()
-    line: Line = UNMEASURED_LINE
+    uplink: Uplink = UNMEASURED_UPLINK
     blocks: bool = False
     """Whether others wait for it: it holds a stage of a cluster in which something is under way."""
     replacement: Replacement = "none"
@@ -109,7 +109,7 @@ class Evidence:
 
 def judge(evidence: Evidence) -> Verdict:
     """Whether the provider is well, suspected or lost, why, and when to look again."""
-    seen = _Seen(evidence)
+    seen = _LeaseLimits(evidence)
     if evidence.spared_seconds <= 0:
         if evidence.broken_seconds is not None and evidence.broken_seconds >= seen.broken_limit:
             return Verdict(State.LOST, f"there has been no connection {seen.for_broken}, {seen.why_now}", 0.0)
@@ -123,20 +123,20 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(State.WELL, "it was heard", max(_LOOK_SECONDS, min(again, seen.until_doubt)))
 
 
-class _Seen:
+class _LeaseLimits:
     """What follows from the evidence."""
 
     def __init__(self, evidence: Evidence) -> None:
-        gaps, line = evidence.gaps, evidence.line
+        gaps, uplink = evidence.gaps, evidence.uplink
         replacement = evidence.replacement if evidence.blocks else "none"
-        dialling = _DIALLING_TRIPS * line.round_trip_seconds
-        usual = gaps.expected_seconds + line.waiting_seconds
+        dialling = _DIALLING_TRIPS * uplink.round_trip_seconds
+        usual = gaps.expected_seconds + uplink.waiting_seconds
         self._evidence = evidence
         self.broken_doubt = _DOUBT_BROKEN_SECONDS + dialling
         self.silent_doubt = max(_DOUBT_SILENT_SECONDS, usual)
         broken, silent = BROKEN_SECONDS[replacement] + dialling, SILENT_SECONDS[replacement]
         if replacement == "none":
-            silent += line.waiting_seconds
+            silent += uplink.waiting_seconds
         else:
             share = _COMPLAINT if evidence.complaints else 1.0
             more = SILENT_SECONDS[replacement] - SILENT_SECONDS["standby"]

@@ -29,17 +29,17 @@ _MAX_CLUSTERS: Final = 3
 """Clusters that are described."""
 
 
-class Pace(NamedTuple):
+class CompletionPace(NamedTuple):
     """How long it is between two microbatches that are completed."""
 
     mean_seconds: float | None = None
 
-    def after(self, gap_seconds: float) -> "Pace":
+    def after(self, gap_seconds: float) -> "CompletionPace":
         """With one more; a standstill says nothing of how fast the run is."""
         if self.mean_seconds is None:
-            return Pace(min(gap_seconds, FIRST_SECONDS))
+            return CompletionPace(min(gap_seconds, FIRST_SECONDS))
         gap = min(gap_seconds, _MAX_TIMES * max(self.mean_seconds, MIN_SECONDS / TIMES_USUAL))
-        return Pace(self.mean_seconds + _FADING * (gap - self.mean_seconds))
+        return CompletionPace(self.mean_seconds + _FADING * (gap - self.mean_seconds))
 
     @property
     def patience_seconds(self) -> float:

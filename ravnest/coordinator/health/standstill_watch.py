@@ -10,7 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.coordinator.health.standstill import ClusterNow, Pace, RunNow, StageNow, Standstill, StateSent, explain
+from ravnest.coordinator.health.standstill import (
+    ClusterNow,
+    CompletionPace,
+    RunNow,
+    StageNow,
+    Standstill,
+    StateSent,
+    explain,
+)
 from ravnest.coordinator.health.watchdog import Emit
 from ravnest.engine.activity import Missing, What
 from ravnest.net.v1.control_pb2 import Report
@@ -40,7 +48,7 @@ class StandstillWatch:
         self._emit = emit
         self._say = say
         self._clock = clock
-        self._pace = Pace()
+        self._pace = CompletionPace()
         self._completed_at: float | None = None
         self._moved_at = clock()
         self._looked_at = -math.inf

@@ -24,7 +24,7 @@ from ravnest.coordinator.health.lease import (
 )
 from ravnest.coordinator.health.provider_health import ProviderHealth
 from ravnest.coordinator.health.stalls import LinkView, StageView, judge_stall, longest_after
-from ravnest.coordinator.swarm.heartbeat import Line
+from ravnest.coordinator.swarm.heartbeat import Uplink
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import RefusedError
@@ -53,7 +53,7 @@ class _ClusterPace:
 
 
 @dataclass
-class _Seen:
+class _Scan:
     """What one look has found."""
 
     now: float
@@ -146,32 +146,32 @@ class Watchdog:
 
     def _look(self, now: float) -> float:
         """Judges everybody; how long until it is to be done again."""
-        seen = _Seen(now, late_by(self._due, now))
+        scan = _Scan(now, late_by(self._due, now))
         members = self._swarm.members.connected()
         for node_id, _ in self._watched():
             if not self._swarm.members.is_present(node_id):
                 self._forget(node_id)
         for member in members:
-            entry = self._update(member, seen)
-            seen.verdicts[member.node_id] = judge(self._evidence(member, entry, now))
-        if seen.nobody_is_well:
+            entry = self._update(member, scan)
+            scan.verdicts[member.node_id] = judge(self._evidence(member, entry, now))
+        if scan.nobody_is_well:
             for _, health in self._watched():
                 health.lease = health.lease.renewed(now, RETURN_SECONDS)
         for member in members:
-            self._act(member, seen)
-        self._look_at_clusters(seen)
-        soon = [verdict.look_again_seconds for verdict in seen.verdicts.values() if verdict.state is not State.LOST]
+            self._act(member, scan)
+        self._look_at_clusters(scan)
+        soon = [verdict.look_again_seconds for verdict in scan.verdicts.values() if verdict.state is not State.LOST]
         return min([_LOOK_SECONDS, *soon])
 
-    def _update(self, member: Member, seen: _Seen) -> ProviderHealth:
+    def _update(self, member: Member, scan: _Scan) -> ProviderHealth:
         links = (member.control.link, member.feed)
         received = max(*(link.last_received_at for link in links), member.uploads.heard_at)
         entry = member.health
         if entry is None:
-            entry = member.health = ProviderHealth(Lease(seen.now), moved_at=seen.now)
-        elif seen.late_seconds:
-            entry.lease = after_a_stop(entry.lease, seen.late_seconds, seen.now)
-        self._see_uploads(member, entry, seen.now)
+            entry = member.health = ProviderHealth(Lease(scan.now), moved_at=scan.now)
+        elif scan.late_seconds:
+            entry.lease = after_a_stop(entry.lease, scan.late_seconds, scan.now)
+        self._see_uploads(member, entry, scan.now)
         broken = [link.broken_at for link in links if link.broken_at is not None]
         entry.lease = entry.lease.seen(received, min(broken, default=None))
         if not broken:
@@ -200,7 +200,7 @@ class Watchdog:
             entry.lease.silent_seconds(now),
             entry.lease.broken_seconds(now),
             entry.lease.gaps,
-            Line() if link is None else Line(link.round_trip_seconds, link.up_bytes_per_second),
+            Uplink() if link is None else Uplink(link.round_trip_seconds, link.up_bytes_per_second),
             blocks,
             self._replacement(member.node_id) if blocks else "none",
             self._complaints(member.node_id),
@@ -218,12 +218,12 @@ class Watchdog:
             if any(link.node == about and link.connections and not link.route for link in entry.report.links)
         )
 
-    def _act(self, member: Member, seen: _Seen) -> None:
+    def _act(self, member: Member, scan: _Scan) -> None:
         node_id, entry = member.node_id, member.health
         assert entry is not None
-        verdict = seen.verdicts[node_id]
-        if verdict.state is State.LOST and not seen.nobody_is_well:
-            self._lose(node_id, verdict.reason, entry.lease.silent_seconds(seen.now))
+        verdict = scan.verdicts[node_id]
+        if verdict.state is State.LOST and not scan.nobody_is_well:
+            self._lose(node_id, verdict.reason, entry.lease.silent_seconds(scan.now))
         elif verdict.state is State.WELL:
             # Where its connection was made anew, that is told elsewhere.
             if entry.state is not State.WELL and entry.connections == member.control.link.connections:
@@ -233,7 +233,7 @@ class Watchdog:
             entry.state, entry.connections = State.SUSPECTED, member.control.link.connections
             self._emit("suspected", verdict.reason, provider=node_id)
 
-    def _look_at_clusters(self, seen: _Seen) -> None:
+    def _look_at_clusters(self, scan: _Scan) -> None:
         clusters = [tuple(nodes) for nodes in self._clusters()]
         before, self._paces = self._paces, {}
         for nodes in clusters:
@@ -242,15 +242,15 @@ class Watchdog:
                 continue
             moved_at = max(entry.moved_at for entry in entries)
             pace = before.get(nodes)
-            if pace is None or seen.late_seconds:
+            if pace is None or scan.late_seconds:
                 longest_seconds = _FIRST_PIECE_SECONDS if pace is None else pace.longest_seconds
-                pace = _ClusterPace(seen.now, moved_at, longest_seconds)
+                pace = _ClusterPace(scan.now, moved_at, longest_seconds)
             if moved_at > pace.moved_at:
                 gap = moved_at - max(pace.moved_at, pace.since)
                 pace.longest_seconds, pace.moved_at = longest_after(pace.longest_seconds, gap), moved_at
             self._paces[nodes] = pace
             if all(entry.state is State.WELL for entry in entries):
-                self._judge_cluster(nodes, entries, pace, seen.now)
+                self._judge_cluster(nodes, entries, pace, scan.now)
 
     def _judge_cluster(
         self, nodes: Sequence[str], entries: Sequence[ProviderHealth], pace: _ClusterPace, now: float

@@ -63,7 +63,7 @@ class Replica:
 
 
 @dataclass
-class _Pending:
+class _PendingReplica:
     """A replica that was announced and is not complete."""
 
     place: DataPosition
@@ -86,7 +86,7 @@ class _ClusterReplicas:
     holders: tuple[str, ...] = ()
     """For each stage, the provider that holds its parts besides its owner; empty without one."""
     complete: Replica | None = None
-    pending: dict[int, _Pending] = field(default_factory=dict)
+    pending: dict[int, _PendingReplica] = field(default_factory=dict)
     """By replica number, in order."""
     newest: int = 0
     """The highest replica number that was announced."""
@@ -224,7 +224,7 @@ class ReplicaTracker:
         if not (due or state.is_requested):
             return 0
         number = item.microbatch + 1
-        state.pending[number] = _Pending(item.after, now, cluster.dropped + len(cluster.retained))
+        state.pending[number] = _PendingReplica(item.after, now, cluster.dropped + len(cluster.retained))
         state.newest, state.last_began, state.is_requested = number, now, False
         self._on_announced(cluster.id, number, item.after)
         return number
@@ -263,7 +263,7 @@ class ReplicaTracker:
         """Bytes per second of the slowest line that carries a part."""
         return min(self._line(node) or _UNKNOWN_LINE for node in cluster.nodes)
 
-    def _complete(self, cluster: ClusterRun, state: _ClusterReplicas, number: int, done: _Pending) -> None:
+    def _complete(self, cluster: ClusterRun, state: _ClusterReplicas, number: int, done: _PendingReplica) -> None:
         nodes = tuple(frozenset(done.nodes[stage]) for stage in range(len(state.keys)))
         hashes = tuple(done.hashes[stage] for stage in range(len(state.keys)))
         state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes), 0.0

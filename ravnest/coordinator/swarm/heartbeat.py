@@ -20,7 +20,7 @@ _MAX_LINE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Uplink:
     """A provider's connection to the coordinator; zeros where nobody measured it."""
 
     round_trip_seconds: float = 0.0
@@ -39,4 +39,4 @@ class Line:
         return _MAX_BUFFERED_BYTES / self.up_bytes_per_second if self.up_bytes_per_second > 0 else 0.0
 
 
-UNMEASURED_LINE: Final = Line()
+UNMEASURED_UPLINK: Final = Uplink()

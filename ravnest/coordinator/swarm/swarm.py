@@ -17,7 +17,7 @@ from ravnest.coordinator.access.join_rate import JoinPace
 from ravnest.coordinator.access.swarm_store import SwarmState
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.event_quota import EventQuota
-from ravnest.coordinator.swarm.heartbeat import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENCE_SECONDS, Line
+from ravnest.coordinator.swarm.heartbeat import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENCE_SECONDS, Uplink
 from ravnest.coordinator.swarm.link_measurements import hear
 from ravnest.coordinator.swarm.members import Member, Members, check_machine, check_version
 from ravnest.coordinator.swarm.reachability import Reach, find_reach
@@ -384,8 +384,8 @@ class Swarm:
 def silence_seconds(link: LinkSpeed | None) -> float:
     """How long a provider that reports may be silent: longer over a slow line, where a report waits for what else is
     being sent."""
-    line = Line() if link is None else Line(link.round_trip_seconds, link.up_bytes_per_second)
-    return SILENCE_SECONDS + line.max_waiting_seconds
+    uplink = Uplink() if link is None else Uplink(link.round_trip_seconds, link.up_bytes_per_second)
+    return SILENCE_SECONDS + uplink.max_waiting_seconds
 
 
 def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, str]:

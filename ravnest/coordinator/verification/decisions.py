@@ -40,7 +40,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ScoreComparison:
     """Whether the written model is the one that was evaluated."""
 
     passed: bool
@@ -72,9 +72,9 @@ def tolerance(half_precision: bool, other_device: bool) -> Tolerance:
     return Tolerance(5e-3, 5e-4, "both computed in float32 or better on processors")
 
 
-def judge(
+def compare_scores(
     reported: Mapping[str, float], measured: Mapping[str, float], samples: int, batches: int, allowed: Tolerance
-) -> Finding:
+) -> ScoreComparison:
     """Whether the scores of the file are those that the swarm reported, both means over the same samples. A loss must
     be equal up to rounding; a metric, which may count samples, may differ by two samples."""
     apart = []
@@ -90,5 +90,5 @@ def judge(
     on = f"on {counted(samples, 'sample')} in {counted(batches, 'batch', 'batches')}"
     both = ", ".join(f"{name} {measured[name]:.4g} and {reported[name]:.4g}" for name in (apart or sorted(reported)))
     if apart:
-        return Finding(False, f"{on} the file gives and the swarm reported: {both}")
-    return Finding(True, f"{on} the file gives what the swarm reported: {both} ({allowed.reason})")
+        return ScoreComparison(False, f"{on} the file gives and the swarm reported: {both}")
+    return ScoreComparison(True, f"{on} the file gives what the swarm reported: {both} ({allowed.reason})")

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ravnest.coordinator.verification.decisions import Effort, Finding, Tolerance, judge
+from ravnest.coordinator.verification.decisions import Effort, ScoreComparison, Tolerance, compare_scores
 from ravnest.coordinator.verification.reported_scores import ReportedScores
 from ravnest.errors import RunError
 from ravnest.graph.layout import layout
@@ -33,7 +33,7 @@ Weights = Callable[[PortableGraph], dict[str, torch.Tensor]]
 class Checked:
     """Result of a check."""
 
-    finding: Finding
+    comparison: ScoreComparison
     samples: int
     batches: int
     reported: Mapping[str, float]
@@ -74,9 +74,9 @@ def check_model(
     samples = [each.batch.samples for each in looked_at]
     reported = _means([each.scores for each in looked_at], samples)
     measured = _means(scores, samples)
-    finding = judge(reported, measured, sum(samples), len(samples), allowed)
+    comparison = compare_scores(reported, measured, sum(samples), len(samples), allowed)
     providers = tuple(dict.fromkeys(each.provider for each in looked_at))
-    return Checked(finding, sum(samples), len(samples), reported, measured, providers)
+    return Checked(comparison, sum(samples), len(samples), reported, measured, providers)
 
 
 def weights_of(path: Path, aliases: Mapping[str, str], elsewhere: Mapping[str, torch.Tensor]) -> Weights:

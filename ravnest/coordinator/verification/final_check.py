@@ -88,8 +88,10 @@ def check_written(
         prepared.job.seed,
     )
     return Check(
-        status="passed" if found.finding.passed else "failed",
-        reason=found.finding.reason if found.finding.passed else f"{found.finding.reason}{_by(found.providers)}",
+        status="passed" if found.comparison.passed else "failed",
+        reason=found.comparison.reason
+        if found.comparison.passed
+        else f"{found.comparison.reason}{_by(found.providers)}",
         on=source,
         samples=found.samples,
         batches=found.batches,

@@ -1,6 +1,6 @@
 """Accusations between stages: a run loses its liar, and a liar costs it one honest provider at most."""
 
-from ravnest.coordinator.health.accusations import Judgement, judge_accusation
+from ravnest.coordinator.health.accusations import AccusationRuling, judge_accusation
 from ravnest.coordinator.swarm.provider_record import ProviderRecords
 
 
@@ -8,7 +8,7 @@ class Run:
     def __init__(self) -> None:
         self.records = ProviderRecords()
 
-    def judge(self, accuser: str, accused: str) -> Judgement:
+    def judge(self, accuser: str, accused: str) -> AccusationRuling:
         return judge_accusation(self.records, accuser, accused, "a frame that cannot be")
 
     def barred(self) -> set[str]:

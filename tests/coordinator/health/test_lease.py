@@ -17,7 +17,7 @@ from ravnest.coordinator.health.lease import (
     judge,
     late_by,
 )
-from ravnest.coordinator.swarm.heartbeat import PATIENCE_SECONDS, SILENCE_SECONDS, Line
+from ravnest.coordinator.swarm.heartbeat import PATIENCE_SECONDS, SILENCE_SECONDS, Uplink
 
 REGULAR = Gaps(1.2, 0.02)
 
@@ -38,14 +38,14 @@ def lost_after(**known: object) -> float:
 
 def test_a_broken_connection_of_one_that_a_standby_can_replace_is_a_loss_after_a_second_or_two() -> None:
     assert 0.9 <= lost_after(broken=True, blocks=True, replacement="standby") <= 1.1
-    far = Line(round_trip_seconds=0.15)
-    assert 1.5 <= lost_after(broken=True, blocks=True, replacement="standby", line=far) <= 2.0
+    far = Uplink(round_trip_seconds=0.15)
+    assert 1.5 <= lost_after(broken=True, blocks=True, replacement="standby", uplink=far) <= 2.0
 
 
 def test_silence_of_one_that_a_standby_can_replace_is_a_loss_after_three_to_five_seconds() -> None:
     assert 2.9 <= lost_after(blocks=True, replacement="standby", gaps=REGULAR) <= 3.1
-    slow = Line(round_trip_seconds=0.06, up_bytes_per_second=20e6 / 8)
-    assert 2.9 <= lost_after(blocks=True, replacement="standby", gaps=REGULAR, line=slow) <= 5.0
+    slow = Uplink(round_trip_seconds=0.06, up_bytes_per_second=20e6 / 8)
+    assert 2.9 <= lost_after(blocks=True, replacement="standby", gaps=REGULAR, uplink=slow) <= 5.0
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -143,8 +143,8 @@ def test_nobody_is_lost_that_was_just_heard_and_everybody_is_in_the_end(
     usual = Gaps()
     for gap in gaps:
         usual = usual.after(gap)
-    line = Line(trip, up)
-    verdict = judge(Evidence(silent, broken, usual, line, blocks, replacement, spared_seconds=spared))
+    uplink = Uplink(trip, up)
+    verdict = judge(Evidence(silent, broken, usual, uplink, blocks, replacement, spared_seconds=spared))
     assert verdict.state is State.LOST or verdict.look_again_seconds > 0
     if spared > 0 or (silent < 2 and broken is None):
         assert verdict.state is not State.LOST
@@ -180,9 +180,9 @@ def test_whoever_looks_late_was_stopped_and_gives_everybody_a_fresh_lease() -> N
         fresh = fresh.seen(9.5, 12.0)
         assert (fresh.silent_seconds(30.0), fresh.broken_seconds(30.0)) == (0.0, 0.0)
         assert fresh.spared_seconds(30.0) == RETURN_SECONDS
-        known = Evidence(3.9, 3.9, fresh.gaps, Line(), True, "standby", spared_seconds=fresh.spared_seconds(33.9))
+        known = Evidence(3.9, 3.9, fresh.gaps, Uplink(), True, "standby", spared_seconds=fresh.spared_seconds(33.9))
         assert judge(known).state is State.SUSPECTED
-        late = Evidence(11.0, 11.0, fresh.gaps, Line(), True, "standby", spared_seconds=fresh.spared_seconds(41.0))
+        late = Evidence(11.0, 11.0, fresh.gaps, Uplink(), True, "standby", spared_seconds=fresh.spared_seconds(41.0))
         assert judge(late).state is State.LOST
 
 

@@ -8,7 +8,7 @@ from ravnest.coordinator.health.standstill import (
     FIRST_SECONDS,
     MIN_SECONDS,
     ClusterNow,
-    Pace,
+    CompletionPace,
     RunNow,
     StageNow,
     StateSent,
@@ -112,7 +112,7 @@ def test_a_cluster_that_is_formed_again_says_why_and_several_say_which_they_are(
 
 
 def test_a_while_is_many_times_as_long_as_a_microbatch_usually_takes() -> None:
-    pace = Pace()
+    pace = CompletionPace()
     assert pace.patience_seconds == FIRST_SECONDS
     for _ in range(50):
         pace = pace.after(0.1)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ravnest.coordinator.feed.feeder import EvalBatch
-from ravnest.coordinator.verification.decisions import effort, judge, tolerance
+from ravnest.coordinator.verification.decisions import compare_scores, effort, tolerance
 from ravnest.coordinator.verification.evaluate_file import (
     check_model,
     computes_in_halves,
@@ -78,7 +78,7 @@ def checked(path: Path, free_bytes: int = 1 << 40, **changes: Any) -> Any:
 
 def test_the_model_that_was_evaluated_is_what_it_says(tmp_path: Path) -> None:
     found = checked(tmp_path / "model.safetensors")
-    assert found.finding.passed and (found.samples, found.batches) == (19, 3), found
+    assert found.comparison.passed and (found.samples, found.batches) == (19, 3), found
     assert found.measured["loss"] == pytest.approx(found.reported["loss"], rel=1e-6)
 
 
@@ -88,8 +88,8 @@ def test_a_model_larger_than_memory_is_checked_part_by_part(tmp_path: Path) -> N
     assert len(parts) > 3 and sum(part.loss is not None for part in parts) == 1
     assert len(cut_to_fit(found.graph, 1 << 20)) == 1
     whole, in_parts = (checked(tmp_path / "model.safetensors", free_bytes) for free_bytes in (1 << 20, 700))
-    assert in_parts.finding.passed and in_parts.batches == 3
-    assert whole.finding.passed
+    assert in_parts.comparison.passed and in_parts.batches == 3
+    assert whole.comparison.passed
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 20, 700], ids=["whole", "in parts"])
@@ -97,7 +97,7 @@ def test_a_model_larger_than_memory_is_checked_part_by_part(tmp_path: Path) -> N
 def test_one_tensor_that_is_not_what_was_evaluated_is_found(name: str, free_bytes: int, tmp_path: Path) -> None:
     shape = captured()[0].state_dict()[name].shape
     found = checked(tmp_path / "model.safetensors", free_bytes, **{name: 5 + 50 * torch.rand(shape)})
-    assert not found.finding.passed and "the file gives and the swarm reported: loss" in found.finding.reason
+    assert not found.comparison.passed and "the file gives and the swarm reported: loss" in found.comparison.reason
 
 
 def test_a_file_that_lacks_a_tensor_is_one_sentence(tmp_path: Path) -> None:
@@ -116,14 +116,14 @@ def test_how_much_is_checked_follows_from_how_long_the_run_took_and_how_slow_a_b
 
 
 def test_rounding_is_the_same_and_a_lie_is_not() -> None:
-    good = judge({"loss": 0.5, "accuracy": 0.9}, {"loss": 0.50001, "accuracy": 0.91}, 100, 4, EXACT)
+    good = compare_scores({"loss": 0.5, "accuracy": 0.9}, {"loss": 0.50001, "accuracy": 0.91}, 100, 4, EXACT)
     assert good.passed and "on 100 samples in 4 batches" in good.reason
-    assert not judge({"loss": 0.5}, {"loss": 0.51}, 100, 4, EXACT).passed
-    bad = judge({"loss": 0.1, "accuracy": 0.978}, {"loss": 3.0, "accuracy": 0.056}, 360, 4, EXACT)
+    assert not compare_scores({"loss": 0.5}, {"loss": 0.51}, 100, 4, EXACT).passed
+    bad = compare_scores({"loss": 0.1, "accuracy": 0.978}, {"loss": 3.0, "accuracy": 0.056}, 360, 4, EXACT)
     assert not bad.passed and "accuracy 0.056 and 0.978" in bad.reason
-    assert not judge({"loss": 0.5}, {"loss": float("nan")}, 100, 4, EXACT).passed
-    assert judge({"loss": float("nan")}, {"loss": float("inf")}, 100, 4, EXACT).passed
-    assert judge({"loss": 0.5}, {"loss": 0.507}, 100, 4, tolerance(True, False)).passed
+    assert not compare_scores({"loss": 0.5}, {"loss": float("nan")}, 100, 4, EXACT).passed
+    assert compare_scores({"loss": float("nan")}, {"loss": float("inf")}, 100, 4, EXACT).passed
+    assert compare_scores({"loss": 0.5}, {"loss": 0.507}, 100, 4, tolerance(True, False)).passed
 
 
 def test_a_model_of_bfloat16_is_known_as_such() -> None:
