@@ -6,12 +6,12 @@ out into frames. Every method of an Outbox is called on the worker's thread.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ravnest.engine.stage import Update
-from ravnest.engine.training_time import TrainingTime
+from ravnest.engine.telemetry.spans import Span
 from ravnest.microbatch import UNMARKED, Marks
 
 
@@ -48,46 +48,6 @@ class LossRecord:
     microbatch: int
     loss: float
     samples: int
-
-
-class Span(NamedTuple):
-    """A piece of work of a stage, on the clock `time.perf_counter`."""
-
-    # A tuple, because some are made for every microbatch: the engine's thread has better things to do.
-
-    kind: str
-    """forward, backward, weights, update, evaluate, average, save, send, receive or wait."""
-    microbatch: int
-    """Of a wait, the one whose work ended it."""
-    began: float
-    ended: float
-    detail: str = ""
-    """Of a send or a receive "forward" or "backward"; of a wait `WAIT_LIMIT` or `WAIT_NOTHING`."""
-
-
-WAIT_LIMIT: Final = "limit"
-"""As many microbatches are between forward and backward as may be: only a gradient helps."""
-WAIT_NOTHING: Final = "nothing ready"
-"""Nothing has come that could be worked on."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What a worker, and those of the same stage before it, have done; the provider reports it."""
-
-    forwards: int = 0
-    backwards: int = 0
-    busy_seconds: float = 0.0
-    staleness: dict[int, int] = field(default_factory=dict)
-    updates: int = 0
-    samples: int = 0
-    """Of the microbatches that were applied, each once."""
-    flight_seconds: float = 0.0
-    """What microbatches spent between forward and backward under workers that have ended."""
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By kind of work, how long it took in all; as `Span` names them."""
-    training: TrainingTime = field(default_factory=TrainingTime)
-    """How much of its training the stage has worked, without start-up and evaluations."""
 
 
 class Outbox(Protocol):

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ravnest.engine.corrections.correction import correction_named
-from ravnest.engine.not_finite import Finding
-from ravnest.engine.passes import Passes
-from ravnest.engine.pieces import pieces
+from ravnest.engine.finite_checks.origin import Finding
+from ravnest.engine.passes.passes import Passes
 from ravnest.engine.settings import StageSettings
-from ravnest.engine.versions import WeightVersions
+from ravnest.engine.weights.buckets import pieces
+from ravnest.engine.weights.versions import WeightVersions
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
 from ravnest.safe_json import read_json

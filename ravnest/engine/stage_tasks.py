@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from ravnest.engine.agreement import shapes_of
-from ravnest.engine.applied import Applied
-from ravnest.engine.device_read import start_reading
-from ravnest.engine.finite_checks import FiniteChecks
-from ravnest.engine.inbox import Inbox
-from ravnest.engine.measurements import Measurements
+from ravnest.engine.finite_checks.checks import FiniteChecks
+from ravnest.engine.finite_checks.device_read import start_reading
+from ravnest.engine.inbox.agreement import shapes_of
+from ravnest.engine.inbox.applied import Applied
+from ravnest.engine.inbox.inbox import Inbox
 from ravnest.engine.messages import LossRecord, Message, Outbox, Snapshot
 from ravnest.engine.schedule import Bound, Task, updates_before
 from ravnest.engine.stage import Stage
+from ravnest.engine.telemetry.measurements import Measurements
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -140,7 +140,7 @@ class StageTasks:
             self._applied.add(each.microbatch for each in self._summed)
             self._counters.samples += sum(each.marks.samples for each in self._summed)
             self._summed.clear()
-            self._measurements.count_update(update)
+            self._measurements.count_update(update.staleness)
             self._outbox.updated(update)
 
     def _replicate(self, replica: int) -> None:

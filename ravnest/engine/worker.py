@@ -25,19 +25,21 @@ from typing import NamedTuple
 
 import torch
 
-from ravnest.engine.activity import Activity
-from ravnest.engine.applied import Applied
-from ravnest.engine.finite_checks import NotFiniteError
-from ravnest.engine.inbox import Inbox
-from ravnest.engine.measurements import Measurements
-from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, Counters, Message, Outbox
-from ravnest.engine.not_finite import Testimony
+from ravnest.engine.finite_checks.checks import NotFiniteError
+from ravnest.engine.finite_checks.origin import Testimony
+from ravnest.engine.inbox.applied import Applied
+from ravnest.engine.inbox.inbox import Inbox
+from ravnest.engine.messages import Message, Outbox
 from ravnest.engine.out_of_memory import is_out_of_memory, told
 from ravnest.engine.schedule import Task, next_task
 from ravnest.engine.speed.pace import NO_PRETENCE, Pace, Pretence
 from ravnest.engine.stage import Stage
 from ravnest.engine.stage_tasks import StageTasks
-from ravnest.engine.training_time import TrainingTime, warm_up_for
+from ravnest.engine.telemetry.activity import Activity
+from ravnest.engine.telemetry.counters import Counters
+from ravnest.engine.telemetry.measurements import Measurements
+from ravnest.engine.telemetry.spans import WAIT_LIMIT, WAIT_NOTHING
+from ravnest.engine.telemetry.training_time import TrainingTime, warm_up_for
 from ravnest.errors import RavnestError
 
 Tensors = Mapping[str, torch.Tensor]
@@ -68,7 +70,7 @@ class StageWorker:
         self._inbox = Inbox(stage.graph, stage.settings, self.applied, announced)
         self._changed = self._inbox.changed
         self.pace = Pace(pretence, stage.device, stage.splits_backward)
-        self._measurements = Measurements(self.counters, self.pace, outbox)
+        self._measurements = Measurements(self.counters, self.pace, outbox.worked)
         self._tasks = StageTasks(stage, outbox, self._inbox, self.applied, self._measurements)
         self._limit = _first_limit(stage)
         self._after = Task.FORWARD
@@ -231,7 +233,7 @@ class StageWorker:
     def testify(self, microbatch: int) -> Testimony:
         """What the stage knows of a microbatch whose loss or gradients are not finite. Call it between two tasks, or
         after the worker has ended."""
-        testimony = self._tasks.finite.testify(self.stage, microbatch)
+        testimony = self._tasks.finite.testify(self.stage.graph, microbatch, self.stage.find_not_finite(microbatch))
         if testimony.forward.received == "nan" or testimony.gradients_received == "nan":
             # Nothing of that microbatch was applied, and this stage's state is not at fault.
             self.broken = False

@@ -11,9 +11,10 @@ from typing import Any, Final
 import torch
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
+from ravnest.engine.messages import LossRecord, Message, Snapshot
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
+from ravnest.engine.telemetry.spans import Span
 from ravnest.engine.worker import StageWorker
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ravnest.engine.applied import Applied
-from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
+from ravnest.engine.inbox.applied import Applied
+from ravnest.engine.messages import LossRecord, Message, Snapshot
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
+from ravnest.engine.telemetry.spans import Span
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine.moments import moment_names
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
+from ravnest.engine.weights.moments import moment_names
 from ravnest.graph.capture.capture import capture
 from ravnest.spec import OptimizerSpec, ScheduleSpec
 from tests.e2e.jobs import a_net, batches

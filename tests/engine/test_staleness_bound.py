@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
+from ravnest.engine.messages import LossRecord, Message, Snapshot
 from ravnest.engine.schedule import Bound, ReadyCounts, Task, next_task, updates_before
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
+from ravnest.engine.telemetry.spans import Span
 from ravnest.engine.worker import StageWorker
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout

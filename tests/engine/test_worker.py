@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine.activity import ANY, Missing
-from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING, LossRecord, Message, Snapshot, Span
+from ravnest.engine.messages import LossRecord, Message, Snapshot
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.speed.pace import Pretence
 from ravnest.engine.stage import Stage, Update
+from ravnest.engine.telemetry.activity import ANY, Missing
+from ravnest.engine.telemetry.spans import WAIT_LIMIT, WAIT_NOTHING, Span
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture
@@ -45,6 +46,8 @@ class Box:
         self.updates: list[Update] = []
         self.losses: list[LossRecord] = []
         self.spans: list[Span] = []
+        self.keeps_work = False
+        """Whether work is among the things too, by its kind and microbatch."""
 
     def forward(self, message: Message) -> None:
         self.things.put(("forward", message))
@@ -63,6 +66,8 @@ class Box:
 
     def worked(self, span: Span) -> None:
         self.spans.append(span)
+        if self.keeps_work and span.kind != "wait":
+            self.things.put((span.kind, span.microbatch))
 
     def evaluated(self, message: Message) -> None:
         self.things.put(("evaluated", message))
@@ -175,12 +180,7 @@ def test_two_stages_pass_a_microbatch_forth_and_back(make: Make) -> None:
 
 def test_a_split_backward_sends_gradients_on_before_those_of_the_weights_are_computed(make: Make) -> None:
     (root, root_box), (leaf, leaf_box) = make(2, split_backward=True)
-
-    def worked(span: Span) -> None:
-        if span.kind != "wait":
-            leaf_box.things.put((span.kind, span.microbatch))
-
-    leaf_box.worked = worked  # type: ignore[method-assign]
+    leaf_box.keeps_work = True
     batch = batches([8])[0]
     feed([(root, root_box), (leaf, leaf_box)], 0, batch)
     leaf.receive_forward(root_box.next("forward"))

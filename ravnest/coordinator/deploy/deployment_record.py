@@ -19,7 +19,7 @@ from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.plan.prepared_job import PreparedJob, stage_settings
 from ravnest.coordinator.run.orders import ring_order
 from ravnest.coordinator.swarm.members import Held
-from ravnest.engine.applied import REMEMBERED
+from ravnest.engine.inbox.applied import REMEMBERED
 from ravnest.errors import RunError
 from ravnest.planner.plan import RingPlan
 from ravnest.planner.search.fixed_layout import Layout

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ravnest.coordinator.swarm.upload_activity import megabytes
-from ravnest.engine.activity import ANY, Missing
+from ravnest.engine.telemetry.activity import ANY, Missing
 from ravnest.units import counted
 
 MIN_SECONDS: Final = 10.0

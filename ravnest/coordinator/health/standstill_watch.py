@@ -20,7 +20,7 @@ from ravnest.coordinator.health.standstill import (
     explain,
 )
 from ravnest.coordinator.health.watchdog import Emit
-from ravnest.engine.activity import Missing, What
+from ravnest.engine.telemetry.activity import Missing, What
 from ravnest.net.v1.control_pb2 import Report
 
 _LOOK_SECONDS: Final = 1.0

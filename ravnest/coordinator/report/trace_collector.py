@@ -1,7 +1,7 @@
 """Trace collector: checks the spans that stages report, bounds them, and puts them on one time axis: the run's trace.
 
 Providers are not trusted, so spans with impossible values are dropped. The trace keeps two windows of each stage: the
-first one, and the latest one that is mostly complete (see engine/traced.py).
+first one, and the latest one that is mostly complete (see engine/telemetry/trace_windows.py).
 """
 
 import contextlib
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from ravnest.engine.messages import WAIT_LIMIT, WAIT_NOTHING
-from ravnest.engine.traced import window_of, window_size
+from ravnest.engine.telemetry.spans import WAIT_LIMIT, WAIT_NOTHING
+from ravnest.engine.telemetry.trace_windows import window_of, window_size
 from ravnest.errors import RunError
 from ravnest.monitor.clock_alignment import Crossing, Offset, align, offset_of
 from ravnest.monitor.trace import BUSY_KINDS, MAX_SPANS, Trace, TraceSpan, TraceStage, after

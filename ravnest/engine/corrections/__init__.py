@@ -1,1 +1,4 @@
-"""What is done about staleness: strategies behind one interface (correction.py), one file each."""
+"""Corrections of staleness: strategies behind one interface (correction.py), one file each.
+
+May know the optimizers of torch, the optimizer specification and the buckets of `weights/`. Knows nothing of stages.
+"""

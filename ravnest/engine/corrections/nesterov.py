@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
-from ravnest.engine.pieces import batches
+from ravnest.engine.weights.buckets import batches
 
 MAX_MOMENTUM: Final = 0.99
 PRODUCT: Final = "momentum_product"

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
 from ravnest.engine.corrections.nesterov import PRODUCT
-from ravnest.engine.pieces import batches
+from ravnest.engine.weights.buckets import batches
 
 _ADAMS: Final = ("Adam", "AdamW", "NAdam")
 

@@ -1,4 +1,4 @@
-"""Speed: how fast a device computes: measured, used to correct a profile, and pretended for tests.
+"""Speed of devices: measured, used to calibrate a cost profile, and simulated for tests.
 
-May import the rest of the engine.
+May know the stage and its passes. Knows nothing of workers, messages or microbatches that arrive.
 """

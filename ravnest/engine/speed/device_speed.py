@@ -19,7 +19,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine.precision import Precision
+from ravnest.engine.passes.precision import Precision
 from ravnest.graph.clock import work_clock
 
 MEASUREMENT_VERSION: Final = 3

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ravnest.engine.applied import REMEMBERED, Applied
+from ravnest.engine.inbox.applied import REMEMBERED, Applied
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
 from ravnest.safe_json import read_json

@@ -13,7 +13,7 @@ from ravnest.averaging.ring_state import Change, Contribution, RingState
 from ravnest.averaging.settings import RingSettings
 from ravnest.averaging.vector import Entry, RingVector
 from ravnest.codecs.codec import codec_named
-from ravnest.engine.moments import moment_names
+from ravnest.engine.weights.moments import moment_names
 from ravnest.errors import GraphError, PeerError
 from ravnest.net.frames.frames import RingPlace
 from ravnest.net.v1.control_pb2 import Ring

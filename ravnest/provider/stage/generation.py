@@ -16,10 +16,11 @@ from typing import Final
 import torch
 
 from ravnest.background import BackgroundTasks
-from ravnest.engine.agreement import MisfitError
-from ravnest.engine.applied import Applied
-from ravnest.engine.messages import Counters, Message
+from ravnest.engine.inbox.agreement import MisfitError
+from ravnest.engine.inbox.applied import Applied
+from ravnest.engine.messages import Message
 from ravnest.engine.stage import Stage
+from ravnest.engine.telemetry.counters import Counters
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import ValueSpec

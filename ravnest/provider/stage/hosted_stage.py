@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 
-from ravnest.engine.applied import Applied
-from ravnest.engine.messages import Counters
+from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
-from ravnest.engine.training_time import TrainingTime, warm_up_for
+from ravnest.engine.telemetry.counters import Counters
+from ravnest.engine.telemetry.training_time import TrainingTime, warm_up_for
 from ravnest.errors import PeerError
 from ravnest.net.direct_line import DirectLine
 from ravnest.net.frames.frames import Frame

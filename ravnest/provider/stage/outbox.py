@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
+from ravnest.engine.messages import LossRecord, Message, Snapshot
 from ravnest.engine.stage import Update
+from ravnest.engine.telemetry.spans import Span
 from ravnest.errors import PeerError
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.provider.links.link_delay import LinkDelay, Stays

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ravnest.engine.activity import Activity as EngineActivity
+from ravnest.engine.finite_checks.origin import Testimony
 from ravnest.engine.messages import LossRecord as EngineLoss
-from ravnest.engine.not_finite import Testimony
 from ravnest.engine.stage import Update
+from ravnest.engine.telemetry.activity import Activity as EngineActivity
 from ravnest.engine.worker import StageWorker
 from ravnest.net.v1.control_pb2 import Activity, LossRecord, Missing, ProviderMessage, Report, Traced, UpdateRecord
 

@@ -8,8 +8,8 @@ import time
 from collections import deque
 from typing import Final
 
-from ravnest.engine.messages import Span
-from ravnest.engine.traced import window_of, window_size
+from ravnest.engine.telemetry.spans import Span
+from ravnest.engine.telemetry.trace_windows import window_of, window_size
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1 import control_pb2

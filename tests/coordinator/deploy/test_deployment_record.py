@@ -7,7 +7,7 @@ import pytest
 from ravnest.coordinator.deploy.deployment_record import Claim, ClusterRecord, DeploymentRecord, claims_of
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.swarm.members import Held
-from ravnest.engine.applied import REMEMBERED
+from ravnest.engine.inbox.applied import REMEMBERED
 from ravnest.errors import RunError
 from ravnest.planner.search.fixed_layout import Layout
 

@@ -15,7 +15,7 @@ from ravnest.coordinator.health.standstill import (
     explain,
 )
 from ravnest.coordinator.health.standstill_watch import StandstillWatch, stage_now
-from ravnest.engine.activity import ANY, Missing, What, what_is_missing
+from ravnest.engine.telemetry.activity import ANY, Missing, What, what_is_missing
 from ravnest.net.v1 import control_pb2
 from ravnest.net.v1.control_pb2 import Report
 

@@ -10,7 +10,7 @@ from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas import tracker as module
 from ravnest.coordinator.replicas.tracker import Replica, ReplicaTracker
-from ravnest.engine.applied import REMEMBERED
+from ravnest.engine.inbox.applied import REMEMBERED
 from ravnest.net.v1.control_pb2 import Replicated
 from tests.builders import cluster_plan, stage_plan
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.engine.split_backward import SplitBackward
+from ravnest.engine.passes.split_backward import SplitBackward
 from ravnest.errors import CaptureError, GraphError
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout

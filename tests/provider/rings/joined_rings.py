@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from ravnest.averaging.settings import RingSettings
 from ravnest.coordinator.run.orders import ring_order
-from ravnest.engine.messages import LossRecord, Message, Snapshot, Span
+from ravnest.engine.messages import LossRecord, Message, Snapshot
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
+from ravnest.engine.telemetry.spans import Span
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ravnest.engine.messages import WAIT_LIMIT, Span
+from ravnest.engine.telemetry.spans import WAIT_LIMIT, Span
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.provider.stage import spans as module
 from ravnest.provider.stage.spans import SPANS_A_REPORT, SpanRecorder

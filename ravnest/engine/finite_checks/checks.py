@@ -11,10 +11,10 @@ from typing import Final
 
 import torch
 
-from ravnest.engine.device_read import start_reading
-from ravnest.engine.not_finite import Finding, Testimony, all_finite, steep
-from ravnest.engine.stage import Stage
+from ravnest.engine.finite_checks.device_read import start_reading
+from ravnest.engine.finite_checks.origin import Finding, Testimony, all_finite, steep
 from ravnest.errors import RavnestError
+from ravnest.graph.portable import PortableGraph
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -72,14 +72,13 @@ class FiniteChecks:
         while len(self._sent) > _REMEMBERED:
             self._sent.pop(next(iter(self._sent)))
 
-    def testify(self, stage: Stage, microbatch: int) -> Testimony:
+    def testify(self, graph: PortableGraph, microbatch: int, forward: Finding | None) -> Testimony:
         """What the stage knows of a microbatch whose loss or gradients are not finite."""
-        found = stage.find_not_finite(microbatch) or Finding()
         sent, received = "", ""
         if microbatch in self._sent:
             # The gradients that arrived were checked before these were sent.
-            received = "" if stage.graph.loss is not None else "finite"
+            received = "" if graph.loss is not None else "finite"
             sent = "finite" if all(is_finite() for is_finite in self._sent[microbatch]) else "nan"
         elif microbatch in self._bad:
             received = "nan"
-        return Testimony(found, received, sent, steep(stage.graph))
+        return Testimony(forward or Finding(), received, sent, steep(graph))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.engine.traced import window_of, window_size
+from ravnest.engine.telemetry.trace_windows import window_of, window_size
 
 
 def test_windows_begin_after_2_4_8_times_as_many_microbatches() -> None:

@@ -6,25 +6,25 @@ any moment, even while the worker's thread is stuck.
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from ravnest.engine.messages import Counters, Outbox, Span
 from ravnest.engine.schedule import Task
 from ravnest.engine.speed.pace import Pace
-from ravnest.engine.stage import Update
+from ravnest.engine.telemetry.counters import Counters
+from ravnest.engine.telemetry.spans import Span
 
 
 class Measurements:
-    """The outbox gets each piece of work and each wait once it is over."""
+    """Calls `record` with the span of each piece of work and each wait, once it is over."""
 
-    def __init__(self, counters: Counters, pace: Pace, outbox: Outbox) -> None:
+    def __init__(self, counters: Counters, pace: Pace, record: Callable[[Span], None]) -> None:
         self.counters = counters
         self.pace = pace
         self.latest = -1
         """The microbatch of the last task: work between two tasks is recorded under its number."""
         self.doing = ("wait", -1, time.perf_counter())
         """What the thread does, with which microbatch, and since when."""
-        self._outbox = outbox
+        self._record = record
         self._flight = (counters.flight_seconds, 0, time.perf_counter())
         """Seconds that microbatches have been between forward and backward up to some moment, how many are there since,
         and the moment."""
@@ -48,7 +48,7 @@ class Measurements:
         ended = time.perf_counter()
         spent = self.counters.seconds
         spent[kind] = spent.get(kind, 0.0) + ended - began
-        self._outbox.worked(Span(kind, number, began, ended))
+        self._record(Span(kind, number, began, ended))
 
     def begin_wait(self) -> None:
         self.doing = ("wait", self.latest, time.perf_counter())
@@ -57,7 +57,7 @@ class Measurements:
         """`waits` holds the reason of each wait and when it began; each ends when the next one begins."""
         for index, (reason, began) in enumerate(waits):
             ended = waits[index + 1][1] if index + 1 < len(waits) else until
-            self._outbox.worked(Span("wait", self.latest, began, ended, reason))
+            self._record(Span("wait", self.latest, began, ended, reason))
 
     def count_turn(self, task: Task, *, is_pause: bool, waited: float, worked: float) -> None:
         """One turn of the worker is over. `is_pause`: it had no task of its own, only work between two tasks."""
@@ -70,10 +70,10 @@ class Measurements:
         else:
             training.stood_still()
 
-    def count_update(self, update: Update) -> None:
+    def count_update(self, staleness: int) -> None:
         self.counters.updates += 1
         counts = self.counters.staleness
-        counts[update.staleness] = counts.get(update.staleness, 0) + 1
+        counts[staleness] = counts.get(staleness, 0) + 1
 
     def count_in_flight(self, microbatches: int) -> None:
         """From now on this many microbatches are between forward and backward."""

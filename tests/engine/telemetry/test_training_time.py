@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.engine.training_time import TrainingTime
+from ravnest.engine.telemetry.training_time import TrainingTime
 
 
 def busy(time: TrainingTime) -> float:

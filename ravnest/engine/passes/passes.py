@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from ravnest.engine.model_states import ModelStates
-from ravnest.engine.not_finite import Finding, find
-from ravnest.engine.precision import Precision
+from ravnest.engine.finite_checks.origin import Finding, find
+from ravnest.engine.passes.precision import Precision
+from ravnest.engine.passes.split_backward import Gradients, SplitBackward
 from ravnest.engine.settings import StageSettings
-from ravnest.engine.split_backward import Gradients, SplitBackward
-from ravnest.engine.versions import Version, WeightVersions
+from ravnest.engine.weights.model_states import ModelStates
+from ravnest.engine.weights.versions import Version, WeightVersions
 from ravnest.errors import TrainingError
 from ravnest.graph.aliasing import Aliases, written_names
 from ravnest.graph.portable import PortableGraph

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.engine.not_finite import Finding, find, state_of, steep
+from ravnest.engine.finite_checks.origin import Finding, find, state_of, steep
 from ravnest.graph.capture.capture import capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split

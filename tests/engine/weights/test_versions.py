@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ravnest.engine.versions import WeightVersions
+from ravnest.engine.weights.versions import WeightVersions
 
 
 def some_versions() -> WeightVersions:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine import pieces as pieces_module
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
+from ravnest.engine.weights import buckets as pieces_module
 from ravnest.graph.capture.capture import capture
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches

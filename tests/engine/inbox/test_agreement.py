@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from ravnest.engine.agreement import MisfitError, backward_misfit
-from ravnest.engine.applied import Applied
-from ravnest.engine.inbox import Inbox
+from ravnest.engine.inbox.agreement import MisfitError, backward_misfit
+from ravnest.engine.inbox.applied import Applied
+from ravnest.engine.inbox.inbox import Inbox
 from ravnest.engine.messages import Message
 from ravnest.engine.schedule import ReadyCounts, Task
 from ravnest.engine.settings import StageSettings

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ravnest.engine.precision import FIRST_FACTOR, GROWS_AFTER, Precision
+from ravnest.engine.passes.precision import FIRST_FACTOR, GROWS_AFTER, Precision
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.graph.capture.capture import Captured, capture

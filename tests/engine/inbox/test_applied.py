@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.engine import applied
-from ravnest.engine.applied import REMEMBERED, Applied
+from ravnest.engine.inbox import applied
+from ravnest.engine.inbox.applied import REMEMBERED, Applied
 
 
 def test_the_newest_are_remembered_and_of_what_is_older_nothing_is_known() -> None:

@@ -13,12 +13,12 @@ import threading
 from collections import deque
 from typing import Final
 
-from ravnest.engine.activity import Missing, what_is_missing
-from ravnest.engine.agreement import MisfitError, Shapes, backward_misfit, feed_misfit, forward_misfit
-from ravnest.engine.applied import Applied
+from ravnest.engine.inbox.agreement import MisfitError, Shapes, backward_misfit, feed_misfit, forward_misfit
+from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.messages import Message
 from ravnest.engine.schedule import ReadyCounts, Task
 from ravnest.engine.settings import StageSettings
+from ravnest.engine.telemetry.activity import Missing, what_is_missing
 from ravnest.errors import PeerError
 from ravnest.graph.portable import PortableGraph
 
