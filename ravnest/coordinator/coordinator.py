@@ -494,12 +494,12 @@ class Coordinator:
     def _blocks(self, node_id: str) -> bool:
         """Whether others wait for this provider: it holds a stage of a cluster in which something is under way."""
         cluster = None if self._formation is None else self._formation.clusters.of(node_id)
-        return cluster is not None and bool(cluster.forming or cluster.open or cluster.again or cluster.evaluating)
+        return cluster is not None and bool(cluster.is_forming or cluster.open or cluster.again or cluster.evaluating)
 
     def _busy(self) -> list[list[str]]:
         if self._formation is None:
             return []
-        return [c.nodes for c in self._formation.clusters.whole if not c.forming and self._blocks(c.nodes[0])]
+        return [c.nodes for c in self._formation.clusters.whole if not c.is_forming and self._blocks(c.nodes[0])]
 
     def _replacement(self, node_id: str) -> Replacement:
         """Who could take its place."""
@@ -663,7 +663,7 @@ class Coordinator:
         if self._watch is not None:
             self._watch.reported(node_id, message.report)
         self._course.notify()
-        if self._items.evaluation is None and not cluster.forming:
+        if self._items.evaluation is None and not cluster.is_forming:
             formation.flights.reported(cluster, stage, message.report)
         self._slow_links.reported(node_id, message.report)
         if self._slow_stages is not None and self._items.evaluation is None:

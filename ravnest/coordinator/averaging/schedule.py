@@ -106,11 +106,11 @@ class AveragingRun:
 
     def _settled(self) -> bool:
         clusters = self._feeding.clusters.whole
-        return not self._ledger.outstanding and not any(cluster.forming or cluster.again for cluster in clusters)
+        return not self._ledger.outstanding and not any(cluster.is_forming or cluster.again for cluster in clusters)
 
     def _begin(self, fragment: int, reason: str) -> None:
         # One that is being formed anew has nothing to bring, and is not waited for.
-        clusters = [cluster for cluster in self._feeding.clusters.whole if not cluster.forming]
+        clusters = [cluster for cluster in self._feeding.clusters.whole if not cluster.is_forming]
         self._announced_at = self._feeding.fed_samples
         owners = {node: cluster.fed_samples for cluster in clusters for node in cluster.nodes}
         number = self.rounds.announce(fragment, owners, reason)

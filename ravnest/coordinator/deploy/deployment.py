@@ -189,7 +189,7 @@ class Deployment:
     def is_settled(self) -> bool:
         """Whether nothing is under way anywhere, and all stages have applied the same."""
         return not self._around.ledger.outstanding and not any(
-            cluster.forming or cluster.again for cluster in self.clusters.whole
+            cluster.is_forming or cluster.again for cluster in self.clusters.whole
         )
 
     def heard_fetching(self, node_id: str) -> None:
@@ -309,7 +309,7 @@ class Deployment:
         if state is None or self.over:
             return
         for cluster in self.clusters.whole:
-            if not cluster.forming and not cluster.again:
+            if not cluster.is_forming and not cluster.again:
                 cluster.taking.clear()
         standing = self.standing()
         with self._around.course.failing():
@@ -321,7 +321,7 @@ class Deployment:
     def standing(self) -> DeploymentRecord | None:
         """How it stands; None while there is no cluster of which every stage is held."""
         clusters, rounds = self.clusters.whole, None if self.averaging is None else self.averaging.rounds
-        if all(cluster.forming or cluster.again for cluster in clusters):
+        if all(cluster.is_forming or cluster.again for cluster in clusters):
             return None
         return DeploymentRecord(
             deployment=self.id,
@@ -368,7 +368,7 @@ class Deployment:
 
     def release(self, cluster: ClusterRun) -> None:
         """A cluster that has been formed anew is fed like the others from now on."""
-        cluster.forming = ""
+        cluster.resume()
         self._around.course.notify()
 
     def part_missing(self, node_id: str) -> str:
@@ -396,7 +396,7 @@ class Deployment:
             self.averaging.over = True
             self.averaging.rounds.close()
         for cluster in self.clusters.all:
-            cluster.lost = cluster.lost or "another formation has taken its place"
+            cluster.end("another deployment has taken its place")
 
     def _replace(self, cluster: ClusterRun, takers: Mapping[int, str], known: Mapping[str, Provider]) -> None:
         """From now on these have the stages, and nothing counts that comes of those who had them, or was under way."""
@@ -524,7 +524,7 @@ class Deployment:
     async def _tell_ring_peers(self, links: Sequence[LinkOrder], cluster: ClusterRun) -> None:
         """The other owners hear who averages with them from now on."""
         for other in self.clusters.whole:
-            if other is not cluster and not other.forming:
+            if other is not cluster and not other.is_forming:
                 for node_id in other.nodes:
                     peers = RingPeers(deployment=self.id, peers=ring_neighbours(node_id, links))
                     await self._around.course.tell(node_id, CoordinatorMessage(ring_peers=peers))

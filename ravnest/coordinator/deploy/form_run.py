@@ -271,7 +271,7 @@ class Forming:
         cluster = before.clusters.whole[0]
         for each in before.clusters.whole:
             # Whoever is lost from now on is not replaced there.
-            each.forming = each.forming or reason
+            each.begin_forming(reason)
         self._phase("forming anew")
         if saved is None:
             state = await self._state(before, cluster)
@@ -457,7 +457,7 @@ class Forming:
     ) -> Deployment:
         formation = Deployment(self._around, prepared, plan, self._store, before, donors, standing)
         for cluster in formation.clusters.all:
-            cluster.forming = "it is being deployed"
+            cluster.begin_forming("it is being deployed")
         take(formation)
         return formation
 

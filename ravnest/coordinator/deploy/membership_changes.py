@@ -184,12 +184,12 @@ class MembershipChanges:
         """Returns when another has its stage, when the run is formed anew, or when it waits for others."""
 
         def is_formed() -> bool:
-            return not cluster.forming or bool(cluster.lost) or self._waits()
+            return not cluster.is_forming or cluster.is_lost or self._waits()
 
         if len(formation.clusters.whole) == 1 and not formation.replicas.holder(cluster, cluster.nodes.index(node_id)):
             # Nobody has a copy of its stage: it is saved here.
             self._course.spawn(self._reform(formation, f"{node_id} leaves", None))
-            await self._course.until(lambda: bool(cluster.lost) or self._waits())
+            await self._course.until(lambda: cluster.is_lost or self._waits())
             return
         await formation.holders.wait_for_fresh(cluster)
         # Where it is just being formed, once that is done.

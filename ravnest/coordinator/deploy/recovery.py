@@ -112,10 +112,10 @@ class Recovery:
         if not self._swarm.members.is_present(node_id):
             # One that is still there has on its disk what it kept.
             formation.holders.remove(node_id)
-        if cluster.forming:
+        if cluster.is_forming:
             self._course.notify()
             return
-        cluster.forming = reason
+        cluster.begin_forming(reason)
         self._course.spawn(self._recover(formation, cluster))
 
     def lost_before(self, cluster: ClusterRun, stages: Mapping[int, str]) -> None:
@@ -132,12 +132,12 @@ class Recovery:
         """A provider that is well gives its stage up; it keeps it until it is told to stop."""
         formation = self._formation()
         cluster = formation.clusters.of(node_id)
-        if cluster is None or cluster.forming:
+        if cluster is None or cluster.is_forming:
             return
         now = time.monotonic()
         stage = cluster.nodes.index(node_id)
         self._lost.setdefault(cluster.id, {})[stage] = _Loss(node_id, reason, now, now)
-        cluster.forming = reason
+        cluster.begin_forming(reason)
         self._course.spawn(self._recover(formation, cluster))
 
     def link_lost(self, node_id: str, reason: str, generation: int) -> None:
@@ -145,8 +145,8 @@ class Recovery:
         has some of a later generation by now."""
         formation = self._formation()
         cluster = formation.clusters.of(node_id)
-        if cluster is not None and not cluster.forming and cluster.generation == generation:
-            cluster.forming = reason
+        if cluster is not None and not cluster.is_forming and cluster.generation == generation:
+            cluster.begin_forming(reason)
             self._course.spawn(self._recover(formation, cluster))
 
     def release(self, formation: Deployment) -> None:
@@ -168,7 +168,7 @@ class Recovery:
         """By stage, who took it, in all attempts."""
         for attempt in range(_TRIES):
             await self._until_noted(formation, cluster)
-            if formation is not self._formation() or cluster.lost:
+            if formation is not self._formation() or cluster.is_lost:
                 # Whatever it lacks, it is not needed any more.
                 return
             lost = self._lost.setdefault(cluster.id, {})
@@ -193,7 +193,7 @@ class Recovery:
                     why = "; ".join(dict.fromkeys(missing.values()))
                     self._course.emit("nobody_takes", why, cluster=cluster.id, stage=min(missing))
                     break
-            reason = "; ".join(taking.reason for taking in takings.values()) or cluster.forming
+            reason = "; ".join(taking.reason for taking in takings.values()) or cluster.reason
             self._tell_begun(cluster, takers, lost, replica, borrowed, reason)
             try:
                 formed = await formation.form_again(cluster, takers, replica, self._standbys(), borrowed)
@@ -251,7 +251,7 @@ class Recovery:
 
     async def _without_takers(self, formation: Deployment, cluster: ClusterRun, plan: Plan | None) -> None:
         lost = self._lost.pop(cluster.id, {})
-        why = "; ".join(loss.reason for loss in lost.values()) or cluster.forming
+        why = "; ".join(loss.reason for loss in lost.values()) or cluster.reason
         self._broken.pop(cluster.id, None)
         if len(formation.clusters.whole) > 1:
             self._give_up(cluster, why)

@@ -37,7 +37,7 @@ class SlowStageReplacement:
     def reported(self, formation: Deployment, cluster: ClusterRun, node_id: str, report: Report) -> None:
         """What a stage of a cluster that trains has done so far."""
         counts = counts_of(report)
-        if counts is None or cluster.forming:
+        if counts is None or cluster.is_forming:
             return
         which, now = (formation.id, cluster.nodes.index(node_id)), self._clock()
         known, pace = self._paces.get(node_id, (None, StagePace()))

@@ -49,7 +49,7 @@ class Standbys:
         found = {member.node_id: self._provider(member) for member in self.members()}
         formation = self._formation()
         for cluster in formation.clusters.whole if formation is not None else ():
-            if cluster.forming:
+            if cluster.is_forming:
                 for node_id in filter(self._around.swarm.members.is_present, cluster.returned):
                     found[node_id] = self._provider(self._around.swarm.members[node_id])
         return found

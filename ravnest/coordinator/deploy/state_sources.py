@@ -70,11 +70,11 @@ class StateSources:
     ) -> BorrowedState | None:
         """What these stages of the cluster can begin with; None where nobody has anything."""
         lacking = [cluster.plan.stages[stage].graph for stage in sorted(stages)]
-        well = [other for other in formation.clusters.whole if other is not cluster and not other.forming]
+        well = [other for other in formation.clusters.whole if other is not cluster and not other.is_forming]
         if well and all(formation.replicas.newest(other) is None for other in well):
             # They have begun, or were taken over, a moment ago: there will be one soon.
             await formation.holders.wait_for_fresh(well[0])
-        others = {other.id: (other, formation.replicas.newest(other)) for other in well if not other.lost}
+        others = {other.id: (other, formation.replicas.newest(other)) for other in well if not other.is_lost}
         present = {member.node_id for member in self._around.swarm.members.connected()}
         lost = self._lost(formation, cluster)
         for number, donors in lenders(formation.id, lacking, others, present).items():

@@ -2,10 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
 from ravnest.planner.plan import ClusterPlan
+
+
+class ClusterState(Enum):
+    """State of a cluster of a deployment. A lost cluster stays lost; a deployment that replaces it has clusters of its
+    own."""
+
+    FORMING = "forming"
+    """Its providers fetch and link their stages: for the first time, or again after one of them was replaced. The
+    cluster is not fed meanwhile."""
+    TRAINING = "training"
+    LOST = "lost"
+    """It does not train any more: a stage could not be replaced, or another deployment has taken over."""
 
 
 class RoundMark(NamedTuple):
@@ -50,11 +63,10 @@ class ClusterRun:
     """Who held a stage of it, was lost, and is back before another has taken it."""
     taking: set[int] = field(default_factory=set)
     """Stages that somebody has taken, or is to take, who may lack what the others have applied."""
-    forming: str = ""
-    """Why it is not fed for now: it is being formed anew."""
+    state: ClusterState = ClusterState.TRAINING
+    reason: str = ""
+    """Why the cluster is not training."""
     mark: RoundMark | None = None
-    lost: str = ""
-    """Why it does not train any more."""
     in_flight: int = field(init=False)
     """Microbatches between forward and backward at its root, at most: as planned, until something else was decided."""
     flight_reason: str = field(init=False)
@@ -69,6 +81,29 @@ class ClusterRun:
         return self.plan.id
 
     @property
+    def is_forming(self) -> bool:
+        return self.state is ClusterState.FORMING
+
+    @property
+    def is_lost(self) -> bool:
+        return self.state is ClusterState.LOST
+
+    def begin_forming(self, reason: str) -> None:
+        """The cluster is not fed until `resume`. The first reason stays."""
+        if self.state is ClusterState.TRAINING:
+            self.state, self.reason = ClusterState.FORMING, reason
+
+    def resume(self) -> None:
+        """All stages are linked: the cluster is fed again."""
+        if self.state is ClusterState.FORMING:
+            self.state, self.reason = ClusterState.TRAINING, ""
+
+    def end(self, reason: str) -> None:
+        """The cluster does not train any more. The first reason stays."""
+        if self.state is not ClusterState.LOST:
+            self.state, self.reason = ClusterState.LOST, reason
+
+    @property
     def nodes(self) -> list[str]:
         return [stage.node for stage in self.plan.stages]
 
@@ -81,7 +116,7 @@ class ClusterRun:
     @property
     def room(self) -> int:
         """Microbatches that it can be fed now."""
-        return 0 if self.forming else self.in_flight + self.ahead - len(self.open) - len(self.again)
+        return 0 if self.is_forming else self.in_flight + self.ahead - len(self.open) - len(self.again)
 
     @property
     def room_to_send(self) -> int:
@@ -100,7 +135,7 @@ class ClusterRun:
     @property
     def evaluation_room(self) -> int:
         # As planned: no stage takes many more at a time than it was told to begin with.
-        return 0 if self.forming else 2 * self.plan.in_flight + self.plan.ahead - len(self.evaluating)
+        return 0 if self.is_forming else 2 * self.plan.in_flight + self.plan.ahead - len(self.evaluating)
 
 
 class Clusters:
@@ -120,16 +155,17 @@ class Clusters:
     @property
     def whole(self) -> list[ClusterRun]:
         """Those that can train."""
-        return [cluster for cluster in self.all if not cluster.lost]
+        return [cluster for cluster in self.all if not cluster.is_lost]
 
     def of(self, node_id: str) -> ClusterRun | None:
         """The one that this provider has a stage in, unless it is lost."""
         cluster = self._by_node.get(node_id)
-        return None if cluster is None or cluster.lost else cluster
+        return None if cluster is None or cluster.is_lost else cluster
 
     def lose(self, cluster: ClusterRun, reason: str) -> tuple[list[TrainBatch], list[EvalBatch]]:
         """This one does not train any more; what it has not completed."""
-        cluster.lost, cluster.mark = reason, None
+        cluster.end(reason)
+        cluster.mark = None
         left, evaluations = list(cluster.open.values()), list(cluster.evaluating.values())
         cluster.open, cluster.evaluating, cluster.retained = {}, {}, {}
         cluster.sent, cluster.again = set(), set()

@@ -107,7 +107,7 @@ def cluster_now(cluster: ClusterRun, reports: Mapping[str, Report], silent_secon
     """A cluster as its stages last reported; `silent_seconds` is how long ago each did."""
     stages = (stage_now(node, reports.get(node), silent_seconds.get(node, 0.0)) for node in cluster.nodes)
     under_way = (*cluster.open, *sorted(cluster.again), *cluster.evaluating)
-    return ClusterNow(cluster.id, tuple(stages), under_way, cluster.forming)
+    return ClusterNow(cluster.id, tuple(stages), under_way, cluster.reason if cluster.is_forming else "")
 
 
 def stage_now(node: str, report: Report | None, silent_seconds: float) -> StageNow:

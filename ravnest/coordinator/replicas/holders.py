@@ -55,7 +55,7 @@ class ReplicaHolders:
     async def assign(self, warm: Mapping[str, Warm], others: Sequence[str]) -> None:
         """Gives every stage a holder: preferably the warm standby for it, then a neighbour, then one of the others."""
         for cluster in self._clusters.whole:
-            if cluster.forming:
+            if cluster.is_forming:
                 continue
             standbys: dict[int, list[str]] = {}
             for standby in warm.values():
@@ -89,7 +89,7 @@ class ReplicaHolders:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FRESH_REPLICA_SECONDS):
                 await self._around.course.until(
-                    lambda: self.replicas.newest(cluster) is not before or cluster.forming != "" or bool(cluster.lost)
+                    lambda: self.replicas.newest(cluster) is not before or cluster.is_forming or cluster.is_lost
                 )
         return self.replicas.newest(cluster) is not before
 

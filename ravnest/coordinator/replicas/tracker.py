@@ -193,7 +193,7 @@ class ReplicaTracker:
         state = self._by_cluster.get(cluster.id)
         size = sum(tensor.nbytes for tensor in item.tensors.values())
         _limit_retained(cluster, MAX_RETAINED if state is not None else 0, size)
-        if state is None or cluster.forming or item.microbatch < state.newest:
+        if state is None or cluster.is_forming or item.microbatch < state.newest:
             # It was left by a lost cluster, and is older than the newest fed here: providers keep the highest numbers.
             return 0
         now = time.monotonic()
@@ -238,7 +238,7 @@ class ReplicaTracker:
             found = state.pending.get(message.replica)
             if found is None:
                 continue
-            if cluster.forming:
+            if cluster.is_forming:
                 # The cluster restarts from the last complete replica: the microbatches since then stay retained.
                 return
             stage = state.keys.index(message.key)

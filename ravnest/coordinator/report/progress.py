@@ -179,7 +179,7 @@ class Progress:
                 id=seen.id,
                 samples=seen.samples,
                 samples_per_second=seen.samples_per_second,
-                lost=cluster.lost,
+                lost=cluster.reason if cluster.is_lost else "",
                 in_flight=cluster.in_flight,
             )
 

@@ -73,9 +73,9 @@ class Dispatcher:
         """Counts a microbatch that a cluster has applied, or feeds it again for those of its stages that have not.
         False where the cluster is lost: it is as if it had never come there."""
         if not whole:
-            await self._course.until(lambda: cluster.lost != "" or cluster.room > 0)
+            await self._course.until(lambda: cluster.is_lost or cluster.room > 0)
         self.claims.pop(item.microbatch, None)
-        if cluster.lost:
+        if cluster.is_lost:
             return False
         self._begin(item)
         self.clusters.group = None if item.completes_update else cluster
@@ -250,7 +250,7 @@ class Dispatcher:
                 tensors={name: tensors[name] for name in names},
                 sizes=sizes,
             )
-            if cluster.lost or cluster.generation != generation:
+            if cluster.is_lost or cluster.generation != generation:
                 # It is fed again, to others or once the cluster has been formed anew.
                 return
             with contextlib.suppress(PeerError):

@@ -82,7 +82,7 @@ def test_whoever_is_lost_while_microbatches_are_fed_again_is_replaced_too(play: 
         cluster = run.coordinator._now.clusters.all[0]
 
         def lose_another() -> None:
-            if cluster.forming and cluster.sent:
+            if cluster.is_forming and cluster.sent:
                 run.swarm.on_feed = lambda: None
                 run.swarm.kill(cluster.nodes[stage])
 

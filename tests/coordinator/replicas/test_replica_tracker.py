@@ -222,11 +222,11 @@ def test_one_that_becomes_complete_while_the_cluster_is_formed_anew_lets_nothing
     number = bench.feed(0)
     bench.feed(1)
     bench.says("a", 0, number, "b")
-    bench.cluster.forming = "b failed"
+    bench.cluster.begin_forming("b failed")
     bench.says("b", 1, number, "a")
     assert bench.replicas.newest(bench.cluster) is None and list(bench.cluster.retained) == [0, 1]
     bench.replicas.cancel_pending(bench.cluster)
-    bench.cluster.forming = ""
+    bench.cluster.resume()
     bench.says("b", 1, number, "a")
     assert bench.replicas.newest(bench.cluster) is None
     assert bench.feed(2) == 0, "it is not given up as one that failed: the next is due when it is"
