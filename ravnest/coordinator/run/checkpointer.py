@@ -138,7 +138,9 @@ class Checkpointer:
 
     async def now(self) -> CheckpointInfo:
         """Nothing is in flight: saves where the run stands. DiskFullError when there is no room for that."""
-        await self._course.until(lambda: not self.under_way and not self._cluster.is_forming and not self._cluster.again)
+        await self._course.until(
+            lambda: not self.under_way and not self._cluster.is_forming and not self._cluster.again
+        )
         saver = self._saver
         # A second try has another number: what was said of the first is not said of it.
         number = max(self._ledger.completed, self._last_number) + 1

@@ -122,7 +122,13 @@ def test_a_lost_cluster_gives_back_what_it_had_and_gets_nothing_more() -> None:
     lost.mark = RoundMark(4, 0)
     left, evaluations = clusters.lose(lost, "its root has left")
     assert [item.microbatch for item in left] == had and [item.microbatch for item in evaluations] == [-3]
-    assert lost.is_lost and lost.reason == "its root has left" and lost.mark is None and not lost.open and not lost.evaluating
+    assert (
+        lost.is_lost
+        and lost.reason == "its root has left"
+        and lost.mark is None
+        and not lost.open
+        and not lost.evaluating
+    )
     assert clusters.whole == [other] and clusters.of("c0s1") is None and clusters.of("c1s1") is other
     assert clusters.of("nobody") is None
     assert clusters.for_batch() is None
