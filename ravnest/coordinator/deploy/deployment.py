@@ -56,7 +56,7 @@ from ravnest.net.v1.control_pb2 import (
 from ravnest.planner.plan import ClusterPlan, Plan, StagePlan
 from ravnest.planner.problem import Provider
 from ravnest.planner.proposal import Proposal
-from ravnest.planner.search.fixed_layout import Layout
+from ravnest.planner.search.fixed_layout import ClusterLayout
 
 _READY_SECONDS: Final = 300.0
 """How long a provider may take for its stage without getting any more of it: it reads it from a disk, or builds it."""
@@ -329,7 +329,7 @@ class Deployment:
             ring_generation=self._ring_generation,
             clusters=tuple(
                 ClusterRecord(
-                    Layout(tuple(c.nodes), c.plan.places, c.in_flight),
+                    ClusterLayout(tuple(c.nodes), c.plan.places, c.in_flight),
                     0 if rounds is None else max(0, c.fed_samples - rounds.counted_samples(c.nodes)),
                     tuple(sorted(c.taking)),
                 )

@@ -22,7 +22,7 @@ from ravnest.coordinator.swarm.members import Held
 from ravnest.engine.inbox.applied import REMEMBERED
 from ravnest.errors import RunError
 from ravnest.planner.plan import RingPlan
-from ravnest.planner.search.fixed_layout import Layout
+from ravnest.planner.search.fixed_layout import ClusterLayout
 from ravnest.safe_json import read_json
 
 _MAX_GENERATIONS_SINCE: Final = 10_000
@@ -32,7 +32,7 @@ _MAX_GENERATIONS_SINCE: Final = 10_000
 class ClusterRecord:
     """How a cluster stood."""
 
-    layout: Layout
+    layout: ClusterLayout
     unaveraged: int
     """Its samples that no round had counted."""
     taking: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class DeploymentRecord:
             clusters = []
             for each in record["clusters"]:
                 lay = each["layout"]
-                layout = Layout(
+                layout = ClusterLayout(
                     tuple(map(str, lay["providers"])), tuple(map(int, lay["places"])), int(lay["in_flight"])
                 )
                 clusters.append(ClusterRecord(layout, int(each["unaveraged"]), tuple(map(int, each["taking"]))))
@@ -104,7 +104,7 @@ class DeploymentRecord:
         return [name for layout in self.layouts for name in layout.providers]
 
     @property
-    def layouts(self) -> tuple[Layout, ...]:
+    def layouts(self) -> tuple[ClusterLayout, ...]:
         return tuple(stood.layout for stood in self.clusters)
 
 

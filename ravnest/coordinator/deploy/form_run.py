@@ -40,7 +40,7 @@ from ravnest.monitor.display import Display
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal
-from ravnest.planner.search.fixed_layout import Layout, filled
+from ravnest.planner.search.fixed_layout import ClusterLayout, filled
 from ravnest.units import counted
 
 
@@ -138,7 +138,7 @@ class Forming:
         gathering = gather(around.swarm.members, asked.providers, fits, self._display.message)
         members, first_plan, why = await around.course.while_well(gathering)
         around.course.emit("gathered", f"{len(members)} providers: {why}")
-        layouts: Sequence[Layout] = ()
+        layouts: Sequence[ClusterLayout] = ()
         if (stood := await self._stood()) is not None:
             taken = await self._taken_over(prepared, goal, take, *stood)
             if taken is not None:
@@ -186,7 +186,7 @@ class Forming:
         await wait_for_those_of_before(around, standing)
         self._phase("taking over")
 
-        async def plan(layouts: Sequence[Layout]) -> Plan:
+        async def plan(layouts: Sequence[ClusterLayout]) -> Plan:
             named = [members[name] for layout in layouts for name in layout.providers]
             found = await self._plan(prepared, named, goal, layouts=layouts)
             tell_plan(course, self._display, found, prepared.job)
@@ -214,7 +214,7 @@ class Forming:
         self._release(taken.formation)
         return taken.formation
 
-    def _as_they_lay(self, standing: DeploymentRecord, goal: Goal) -> Sequence[Layout]:
+    def _as_they_lay(self, standing: DeploymentRecord, goal: Goal) -> Sequence[ClusterLayout]:
         """The clusters of before, with others in the place of those who are absent; none where they cannot be."""
         if len(standing.layouts) < goal.min_clusters:
             return ()
@@ -432,7 +432,7 @@ class Forming:
         members: list[Member],
         goal: Goal,
         *,
-        layouts: Sequence[Layout] = (),
+        layouts: Sequence[ClusterLayout] = (),
         begin: Plan | None = None,
         pays: Callable[[Plan], bool] = lambda plan: True,
         known: Sequence[Cluster] = (),

@@ -19,7 +19,7 @@ from ravnest.coordinator.swarm.members import Held
 from ravnest.errors import PlanError
 from ravnest.net.v1.control_pb2 import Ready
 from ravnest.planner.plan import Plan
-from ravnest.planner.search.fixed_layout import Layout, filled
+from ravnest.planner.search.fixed_layout import ClusterLayout, filled
 
 _BACK_SECONDS: Final = 1.5
 """How long those who held stages are waited for, once enough are there: all come back at about the same time."""
@@ -52,7 +52,7 @@ async def wait_for_those_of_before(around: Surroundings, standing: DeploymentRec
 async def take_over(
     around: Surroundings,
     standing: DeploymentRecord,
-    plan: Callable[[Sequence[Layout]], Awaitable[Plan]],
+    plan: Callable[[Sequence[ClusterLayout]], Awaitable[Plan]],
     make: Callable[[Plan], Deployment],
 ) -> Takeover | str:
     """Goes on with every cluster all of whose stages are held by those who are there; why not, where there is none.

@@ -30,7 +30,7 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Basis, ClusterPlan, Plan, RingStages, stages_of
 from ravnest.planner.problem import Goal, Line, Network, Pair, Provider
 from ravnest.planner.proposal import Proposal
-from ravnest.planner.search.fixed_layout import Layout, laid_out
+from ravnest.planner.search.fixed_layout import ClusterLayout, laid_out
 from ravnest.planner.search.search import form
 from ravnest.planner.search.split_choice import choose_split, split_reason
 from ravnest.planner.search.version_choice import choose_versions
@@ -98,7 +98,7 @@ def plan_members(
     providers: Sequence[Provider],
     network: Network,
     goal: Goal,
-    layouts: Sequence[Layout] = (),
+    layouts: Sequence[ClusterLayout] = (),
     *,
     seed: int = 0,
     seconds: float | None = None,
@@ -230,7 +230,7 @@ class RunPlanner:
         prepared: PreparedJob,
         members: Sequence[Member],
         goal: Goal,
-        layouts: Sequence[Layout] = (),
+        layouts: Sequence[ClusterLayout] = (),
         *,
         begin: Plan | None = None,
         pays: Callable[[Plan], bool] = lambda plan: True,

@@ -60,14 +60,14 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlanChange:
     """Clusters of a plan that others replace."""
 
     removed: tuple[Cluster, ...]
     added: tuple[Cluster, ...]
 
 
-def improvements(case: Case, plan: Proposal, free: Sequence[str], spare: Sequence[str]) -> Iterator[Step]:
+def improvements(case: Case, plan: Proposal, free: Sequence[str], spare: Sequence[str]) -> Iterator[PlanChange]:
     """Ways to use those of a plan who stand by: the free ones in a cluster that is there or a new one, the spare ones
     to make up the number of a new one."""
     for name in _unlike(case, free)[:HELPERS]:
@@ -80,7 +80,7 @@ def improvements(case: Case, plan: Proposal, free: Sequence[str], spare: Sequenc
                 case.cut_anew(instead) if len(instead) > 1 else None,
             ):
                 if found is not None:
-                    yield Step((cluster,), (found,))
+                    yield PlanChange((cluster,), (found,))
     if free and (case.goal.max_clusters is None or len(plan.clusters) < case.goal.max_clusters):
         yield from _new_clusters(case, free, spare)
 
@@ -105,7 +105,7 @@ def figures(provider: Provider) -> Figures:
 _LISTED = 8
 
 
-def _new_clusters(case: Case, free: Sequence[str], spare: Sequence[str]) -> Iterator[Step]:
+def _new_clusters(case: Case, free: Sequence[str], spare: Sequence[str]) -> Iterator[PlanChange]:
     """Clusters of those who are free, and of spare ones where these are too few: of the fewest of the best that can
     hold the model, and of some more."""
     in_turn = _best_first(case, free) + _best_first(case, spare)
@@ -114,7 +114,7 @@ def _new_clusters(case: Case, free: Sequence[str], spare: Sequence[str]) -> Iter
         members = in_turn[:count]
         cluster = case.in_any_order(case.named(members))
         if cluster is not None:
-            yield Step((), (cluster,))
+            yield PlanChange((), (cluster,))
             found += 1
         if found > MORE:
             return

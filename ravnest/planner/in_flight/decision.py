@@ -45,7 +45,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class FailedTrial:
     """A trial failed; what came of it counts until a moment, and while things are as they were."""
 
     until_seconds: float
@@ -63,8 +63,8 @@ class FlightMemory:
     delays: tuple[float, ...] = ()
     """Of each link, as far as is known without waiting for the line."""
     trial: Trial | None = None
-    fewer_cost: Finding | None = None
-    more_useless: Finding | None = None
+    fewer_cost: FailedTrial | None = None
+    more_useless: FailedTrial | None = None
     spare_since: float | None = None
     """The moment from which on there were always more than enough."""
 
@@ -109,7 +109,7 @@ def decide_flight(seen: FlightMeasures, memory: FlightMemory, most: int) -> Flig
 def when_planned(line_seconds: float) -> FlightMemory:
     """What is known when a run begins: where a line is the limit by the plan, and takes so long for a microbatch, more
     in flight will bring nothing. 0: a stage is the limit."""
-    return FlightMemory(more_useless=Finding(AGAIN_SECONDS, line_seconds) if line_seconds else None)
+    return FlightMemory(more_useless=FailedTrial(AGAIN_SECONDS, line_seconds) if line_seconds else None)
 
 
 def max_in_flight(model: ModelCosts, goal: Goal, providers: Mapping[str, Provider], cluster: Cluster) -> int:
@@ -237,20 +237,20 @@ def _more_tried(seen: FlightMeasures, memory: FlightMemory) -> FlightDecision | 
     return FlightDecision(before.limit, why, replace(memory, trial=None, more_useless=found))
 
 
-def _found(seen: FlightMeasures, before: Finding | None, like_seconds: float) -> Finding:
+def _found(seen: FlightMeasures, before: FailedTrial | None, like_seconds: float) -> FailedTrial:
     times = 1 if before is None else before.times + 1
     wait = AGAIN_SECONDS * 2 ** min(times - 1, _MAX_DOUBLINGS)
-    return Finding(seen.at_seconds + wait, like_seconds, times)
+    return FailedTrial(seen.at_seconds + wait, like_seconds, times)
 
 
-def _still(finding: Finding | None, like_seconds: float, noise: float) -> Finding | None:
+def _still(finding: FailedTrial | None, like_seconds: float, noise: float) -> FailedTrial | None:
     """A finding while that on which it hangs is as long as it was."""
     if finding is None or abs(like_seconds - finding.like_seconds) > (CHANGED + noise) * finding.like_seconds:
         return None
     return finding
 
 
-def _counts(seen: FlightMeasures, finding: Finding | None) -> bool:
+def _counts(seen: FlightMeasures, finding: FailedTrial | None) -> bool:
     return finding is not None and seen.at_seconds < finding.until_seconds
 
 

@@ -50,7 +50,7 @@ def rings_of(
 ) -> tuple[Ring, ...]:
     """The rings of a plan from the first place of the model to the last; every parameter, and every buffer that
     training changes, is in exactly one of them."""
-    lines = _Lines.of(network, [providers[name] for cluster in plan.clusters for name in cluster.providers])
+    lines = _RateArrays.of(network, [providers[name] for cluster in plan.clusters for name in cluster.providers])
     index = {place: i for i, place in enumerate(model.places)}
     rings: list[Ring] = []
     order: Order | None = None
@@ -126,7 +126,7 @@ def _segments(clusters: Sequence[Cluster]) -> Iterable[tuple[int, int, tuple[str
 
 
 @dataclass(frozen=True, slots=True)
-class _Lines:
+class _RateArrays:
     """What `Network.line` says of every two of these providers, as arrays: for a thousand owners it is a million."""
 
     number: dict[str, int]
@@ -140,7 +140,7 @@ class _Lines:
     """By sender: the receivers and the rates."""
 
     @classmethod
-    def of(cls, network: Network, providers: Sequence[Provider]) -> "_Lines":
+    def of(cls, network: Network, providers: Sequence[Provider]) -> "_RateArrays":
         number = {provider.name: k for k, provider in enumerate(providers)}
         machines = {name: k for k, name in enumerate(dict.fromkeys(p.machine for p in providers))}
         found: dict[int, list[tuple[int, float]]] = defaultdict(list)

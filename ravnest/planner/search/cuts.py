@@ -57,7 +57,7 @@ _ROUNDS = 4
 """Until the number in flight and the codecs fit each other, at most."""
 
 
-def _fits(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_Found", in_flight: int) -> bool:
+def _fits(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_CutsFound", in_flight: int) -> bool:
     """Whether every stage has memory for so many in flight."""
     held, bounds = memory_bytes(model, goal, in_flight), (0, *found.cuts, model.last)
     return all(held[bounds[k], bounds[k + 1]] <= provider.memory_bytes for k, provider in enumerate(order))
@@ -73,7 +73,7 @@ def _numbers(goal: Goal, stages: int) -> range:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _CutsFound:
     cuts: tuple[int, ...]
     slowest_seconds: float
     round_trip_seconds: float
@@ -110,7 +110,7 @@ class _Ways:
                 seconds[number] = np.where(owned <= averaging_seconds * line, seconds[number], np.inf)
         return cls(seconds, [t.trip for t in tables], model, goal, order)
 
-    def best_of_all(self, numbers: range, known: _Found) -> _Found:
+    def best_of_all(self, numbers: range, known: _CutsFound) -> _CutsFound:
         """The best rate, times what a sample is worth, over all numbers in flight; `known` is one to begin with."""
         best = known
         for in_flight in numbers:
@@ -130,7 +130,7 @@ class _Ways:
                 break
         return best
 
-    def fastest(self, numbers: range) -> _Found | None:
+    def fastest(self, numbers: range) -> _CutsFound | None:
         """The cuts of the fastest slowest stage, with as many in flight as that takes; None where nothing fits."""
         least = self.min_seconds(numbers[0])
         if not np.isfinite(least):
@@ -143,13 +143,13 @@ class _Ways:
         """The slowest stage or line of the cuts that make it fastest."""
         return _shortest(self._fitting(in_flight), np.maximum)[0]
 
-    def best(self, in_flight: int) -> _Found | None:
+    def best(self, in_flight: int) -> _CutsFound | None:
         """The cuts of the shortest period with this many in flight; None where no cuts fit into the memory."""
         seconds = self._fitting(in_flight)
         least, _ = _shortest(seconds, np.maximum)
         return self._best(seconds, least, in_flight, math.inf) if np.isfinite(least) else None
 
-    def _best(self, seconds: list[Table], least: float, in_flight: int, below: float) -> _Found:
+    def _best(self, seconds: list[Table], least: float, in_flight: int, below: float) -> _CutsFound:
         """The cuts of the shortest period, if that is below a bound; `seconds` are those of all stages that fit."""
         best = self._quickest(seconds, least, in_flight)
         if best.round_trip_seconds <= in_flight * best.slowest_seconds:
@@ -174,7 +174,7 @@ class _Ways:
         ways = [np.where(np.isfinite(table), trip, np.inf) for table, trip in zip(seconds, self.trips, strict=True)]
         return _shortest(ways, np.add)[0]
 
-    def _score(self, found: _Found) -> float:
+    def _score(self, found: _CutsFound) -> float:
         return self.goal.worth(found.in_flight) / found.period_seconds
 
     def _fitting(self, in_flight: int) -> list[Table]:
@@ -185,13 +185,13 @@ class _Ways:
             for provider, table in zip(self.order, self.seconds, strict=True)
         ]
 
-    def _quickest(self, seconds: list[Table], bound: float, in_flight: int) -> _Found:
+    def _quickest(self, seconds: list[Table], bound: float, in_flight: int) -> _CutsFound:
         """The cuts of the shortest round trip among those without a stage or line slower than the bound."""
         allowed = [np.where(table <= bound, trip, np.inf) for table, trip in zip(seconds, self.trips, strict=True)]
         way, cuts = _shortest(allowed, np.add)
         places = (0, *cuts, self.model.last)
         slowest = max(float(table[places[k], places[k + 1]]) for k, table in enumerate(seconds))
-        return _Found(cuts, slowest, way, in_flight)
+        return _CutsFound(cuts, slowest, way, in_flight)
 
 
 def _shortest(tables: Sequence[Table], combine: np.ufunc) -> tuple[float, tuple[int, ...]]:

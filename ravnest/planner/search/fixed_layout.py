@@ -11,7 +11,7 @@ from ravnest.planner.search.same_cuts import same_cuts
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ClusterLayout:
     """How a cluster lies."""
 
     providers: tuple[str, ...]
@@ -21,7 +21,7 @@ class Layout:
     in_flight: int
 
 
-def filled(layouts: Sequence[Layout], present: Collection[str]) -> tuple[Layout, ...] | None:
+def filled(layouts: Sequence[ClusterLayout], present: Collection[str]) -> tuple[ClusterLayout, ...] | None:
     """The same with somebody who has no stage in the place of each who is absent; None where there are too few."""
     holding = {name for layout in layouts for name in layout.providers}
     free = sorted(set(present) - holding)
@@ -33,7 +33,7 @@ def filled(layouts: Sequence[Layout], present: Collection[str]) -> tuple[Layout,
 
 
 def laid_out(
-    model: ModelCosts, goal: Goal, network: Network, providers: Mapping[str, Provider], layouts: Sequence[Layout]
+    model: ModelCosts, goal: Goal, network: Network, providers: Mapping[str, Provider], layouts: Sequence[ClusterLayout]
 ) -> Proposal:
     """The plan of clusters that lie so; PlanError where they cannot."""
     index = {place: number for number, place in enumerate(model.places)}

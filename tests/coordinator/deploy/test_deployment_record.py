@@ -9,10 +9,10 @@ from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.swarm.members import Held
 from ravnest.engine.inbox.applied import REMEMBERED
 from ravnest.errors import RunError
-from ravnest.planner.search.fixed_layout import Layout
+from ravnest.planner.search.fixed_layout import ClusterLayout
 
 PLACE = DataPosition(epoch=1, position=4, microbatches=20, updates=20, samples=160, data_state="x")
-PAIR, ONE = ClusterRecord(Layout(("a", "b"), (7,), 4), 64, (1,)), ClusterRecord(Layout(("c",), (), 1), 0)
+PAIR, ONE = ClusterRecord(ClusterLayout(("a", "b"), (7,), 4), 64, (1,)), ClusterRecord(ClusterLayout(("c",), (), 1), 0)
 STANDING = DeploymentRecord("f", 9, 3, (PAIR, ONE), 5, PLACE, "digest")
 HELD = {"a": Held("f", 0, 2), "b": Held("f", 1, 2), "c": Held("f", 0, 1), "d": None}
 

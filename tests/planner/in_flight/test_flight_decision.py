@@ -12,7 +12,7 @@ from ravnest.planner.in_flight.control import FlightControl, StageCounts
 from ravnest.planner.in_flight.decision import (
     AGAIN_SECONDS,
     PATIENCE_SECONDS,
-    Finding,
+    FailedTrial,
     FlightMemory,
     Trial,
     decide_flight,
@@ -224,7 +224,7 @@ def test_fewer_that_cost_something_are_taken_back_and_not_tried_again_for_minute
 
 
 def test_those_that_only_queue_at_a_line_are_taken_away() -> None:
-    memory = FlightMemory(delays=(0.2,) * 3, more_useless=Finding(60.0, 0.2))
+    memory = FlightMemory(delays=(0.2,) * 3, more_useless=FailedTrial(60.0, 0.2))
     queue = measures(limit=12, period_seconds=0.2, flying=11.5, delays=(0.2, 1.6, 0.2))
     decided = decide_flight(queue, memory, MOST)
     assert decided.limit == 9 and "7.0 of 12 wait for a line" in decided.reason
@@ -234,7 +234,7 @@ def test_those_that_only_queue_at_a_line_are_taken_away() -> None:
 
 
 def test_links_that_all_took_longer_at_once_have_no_queue() -> None:
-    memory = FlightMemory(delays=(0.2,) * 3, more_useless=Finding(60.0, 0.2))
+    memory = FlightMemory(delays=(0.2,) * 3, more_useless=FailedTrial(60.0, 0.2))
     assert decide_flight(measures(limit=8, delays=(0.35,) * 3, flying=7.6), memory, MOST).limit == 8
 
 
@@ -260,7 +260,7 @@ def test_more_that_brought_nothing_are_taken_back_and_not_tried_again_soon() -> 
 
 
 def test_nothing_is_concluded_of_fewer_while_something_has_become_faster() -> None:
-    memory = FlightMemory(delays=(0.2,) * 3, trial=Trial(8, 0.4, (0.2, 1.2, 0.2)), more_useless=Finding(60.0, 0.4))
+    memory = FlightMemory(delays=(0.2,) * 3, trial=Trial(8, 0.4, (0.2, 1.2, 0.2)), more_useless=FailedTrial(60.0, 0.4))
     decided = decide_flight(measures(limit=7, period_seconds=0.15, flying=6.6), memory, MOST)
     assert decided.limit == 7 and decided.memory.trial is None
     assert decide_flight(measures(limit=7, period_seconds=0.15, flying=6.6), decided.memory, MOST).limit == 12

@@ -4,10 +4,10 @@ import pytest
 
 from ravnest.errors import PlanError
 from ravnest.planner.problem import Goal, Network
-from ravnest.planner.search.fixed_layout import Layout, filled, laid_out
+from ravnest.planner.search.fixed_layout import ClusterLayout, filled, laid_out
 from tests.preview.planned import machines, model
 
-LAYOUTS = (Layout(("ben", "anna"), (20,), 4), Layout(("dora", "carl"), (45,), 6))
+LAYOUTS = (ClusterLayout(("ben", "anna"), (20,), 4), ClusterLayout(("dora", "carl"), (45,), 6))
 
 
 def test_clusters_lie_as_they_did() -> None:
@@ -30,7 +30,7 @@ def test_what_cannot_be_any_more_is_told() -> None:
     with pytest.raises(PlanError, match="dora held a stage and is not there"):
         laid_out(model(), Goal(), Network(), {n: p for n, p in providers.items() if n != "dora"}, LAYOUTS)
     with pytest.raises(PlanError, match="cannot be cut any more where it was"):
-        laid_out(model(), Goal(), Network(), providers, [Layout(("anna", "ben"), (1000,), 2)])
+        laid_out(model(), Goal(), Network(), providers, [ClusterLayout(("anna", "ben"), (1000,), 2)])
     small = {p.name: p for p in machines("anna", "ben")}
     tiny = {name: type(p)(name=name, memory_bytes=1) for name, p in small.items()}
     with pytest.raises(PlanError, match="do not fit into their memory"):
