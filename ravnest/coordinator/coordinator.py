@@ -183,9 +183,7 @@ class Coordinator:
             lambda cluster, stages: self._recovery.lost_before(cluster, stages) if self._recovery is not None else None,
         )
         leaving = self._forming.leaving
-        self._standing_by = Standbys(
-            around, machine, lambda: self._formation, leaving, self._came, self._believed, self._reliability
-        )
+        self._standing_by = Standbys(around, machine, lambda: self._formation, leaving, self._came, self._believed)
         self._recovery = Recovery(
             self._course,
             self._swarm,
@@ -310,8 +308,13 @@ class Coordinator:
     # What providers do.
 
     def joined(self, member: Member) -> None:
-        self._records[member.node_id].is_lost = False
+        record = self._records[member.node_id]
+        record.is_lost = False
+        record.presence.begin(member.session, time.monotonic())
+        reliability = self._swarm.members.reliability(member.node_id)
         what = f"{member.node_id} joined with {describe(member)}"
+        if reliability.value < 1:
+            what = f"{what}; {reliability.reason}"
         self._course.emit("joined", what, provider=member.node_id, **figures(member))
         if self._stage_failures is not None:
             self._stage_failures.joined(member.node_id)
@@ -388,7 +391,7 @@ class Coordinator:
             self._standstill.completed()
 
     def disconnected(self, node_id: str, reason: str) -> None:
-        self._records[node_id].interruptions += 1
+        self._records[node_id].presence.note_interruption()
         self._course.emit("disconnected", reason, provider=node_id)
         if self._formation is not None and self._formation.averaging is not None:
             # It may be back soon; whoever averages does not wait for it.
@@ -425,7 +428,10 @@ class Coordinator:
             # It has come back in the meantime, and there was nothing to lose.
             return
         record.is_lost = True
-        record.interruptions += 1
+        if self._forming is not None and node_id in self._forming.leaving:
+            record.presence.note_departure(time.monotonic())
+        else:
+            record.presence.note_loss(time.monotonic(), is_back=is_back)
         was_let_go = False
         if self._changing is not None and self._forming is not None:
             was_let_go = self._changing.gone(node_id)
@@ -486,10 +492,6 @@ class Coordinator:
         trace = formation.prepared.job.pipeline.trace
         if trace and self._recorder.tracing is None:
             self._recorder.tracing = Tracing(self._run.trace_path, trace, formation.plan.stages)
-
-    def _reliability(self) -> dict[str, float]:
-        """Of those who hold stages, as this run has seen them: less with every time that one was away."""
-        return {node: 1 / (1 + self._records[node].interruptions) for node in self._now.stage_of}
 
     def _blocks(self, node_id: str) -> bool:
         """Whether others wait for this provider: it holds a stage of a cluster in which something is under way."""

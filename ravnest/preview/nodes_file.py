@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ravnest.errors import PlanError
 from ravnest.planner.problem import NO_LIMIT, Line, Network, Pair, Provider, Requester
+from ravnest.planner.reliability import NEVER_SEEN, estimate_reliability
 from ravnest.preview.nodes_table import Table, Where
 
 MAX_BYTES: Final = 8 << 20
@@ -25,6 +26,8 @@ NODE_KEYS: Final = (
 )
 LINK_KEYS: Final = ("between", "from", "to", "mbps", "ping_ms")
 REQUESTER_KEYS: Final = ("up_mbps", "down_mbps", "gflops", "memory_gbs", "host")
+UNSEEN: Final = estimate_reliability(NEVER_SEEN).value
+"""Reliability of a node of which the file says none: the prior that a run has too."""
 _TABLES: Final = ("node", "link", "requester")
 
 BYTES_PER_MEGABIT: Final = 1e6 / 8
@@ -204,7 +207,7 @@ def _node(entry: Table, name: str) -> Node:
         down_bytes_per_second=_rate(entry, "down_mbps"),
         latency_seconds=_one_way(entry) or 0.0,
         reachable=entry.flag("reachable", default=True),
-        reliability=entry.number("reliability", least=1e-6, most=1.0, default=1.0),
+        reliability=entry.number("reliability", least=1e-6, most=1.0, default=UNSEEN),
         host=entry.text("host", default=""),
         cores=cores,
         threads=entry.whole("threads", least=1, most=4096, default=1),

@@ -22,9 +22,15 @@ from ravnest.planner.link_codecs import CHOICES, EXACT, FREE_SHARE, PACKED_BYTES
 from ravnest.planner.model_costs import MAX_PLACES, ModelCosts
 from ravnest.planner.problem import MAX_IN_FLIGHT, Goal, Line, Network, Provider, Requester
 from ravnest.planner.recovery.worth_it import DEPLOY_SECONDS, HORIZON_SECONDS
+from ravnest.planner.reliability import (
+    MIN_EXPECTED_ABSENT,
+    PRIOR_SECONDS,
+    Attendance,
+    estimate_reliability,
+    expected_absent,
+)
 from ravnest.planner.rings import order as ring_order
 from ravnest.planner.search import exhaustive, order
-from ravnest.planner.search.search import expected_absent
 from ravnest.planner.shared_limits import totals
 from ravnest.preview.dry_run import MAX_SEARCHED
 from ravnest.version_policy import POLICIES
@@ -358,6 +364,8 @@ NUMBERS = [
     ("For up to {} machines those questions", MAX_SEARCHED),
     ("within the next {:.0f} seconds", HORIZON_SECONDS),
     ("every cluster has made {} updates", MIN_UPDATES),
+    ("Less than {} of a machine", MIN_EXPECTED_ABSENT),
+    ("credited with {:.0f} hours", PRIOR_SECONDS / 3600),
     ("at least {} times as long as a round", ROUND_SHARE),
     ("takes `average_every` to be {}.", Goal().average_every),
     ("stands still for {:.0f} seconds", DEPLOY_SECONDS),
@@ -375,8 +383,14 @@ def test_the_bounds_on_the_page_are_the_code_s(sentence: str, number: float) -> 
 
 def test_as_many_stand_by_as_will_be_missing_on_average() -> None:
     reliabilities = (0.9, 0.8, 0.75, 0.99)
-    providers = [Provider(name=str(r), memory_bytes=1, reliability=r) for r in reliabilities]
-    assert expected_absent(providers) == math.ceil(sum(1 - r for r in reliabilities))
+    assert expected_absent(reliabilities) == math.ceil(sum(1 - r for r in reliabilities))
+
+
+@pytest.mark.parametrize("seen", [Attendance(3, 5000.0, 2, 1, 4), Attendance(1, 90_000.0, losses=1), Attendance()])
+def test_how_reliable_a_machine_is(seen: Attendance) -> None:
+    missing = formula("missing", losses=seen.losses, departures=seen.departures, interruptions=seen.interruptions)
+    reliability = formula("reliability", connected=seen.connected_seconds, missing=missing)
+    assert estimate_reliability(seen).value == round(reliability, 2)
 
 
 def test_every_formula_of_the_page_is_tested() -> None:

@@ -17,7 +17,7 @@ from ravnest.errors import DiskFullError, RunError
 IN_MEMORY: Final = Path(":memory:")
 """The store of a swarm that ends with its process."""
 
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 """Of the tables below: raised whenever an older program could misread what a newer one has written."""
 
 _BUSY_SECONDS: Final = 5.0
@@ -40,6 +40,11 @@ _TABLES: Final = (
     """CREATE TABLE IF NOT EXISTS members (
         node_id TEXT PRIMARY KEY, address TEXT NOT NULL, device TEXT NOT NULL, memory_bytes INTEGER NOT NULL,
         seen_at REAL NOT NULL, connected INTEGER NOT NULL
+    )""",
+    # What was seen of a provider's presence, as `planner.reliability.Attendance` has it.
+    """CREATE TABLE IF NOT EXISTS attendance (
+        node_id TEXT PRIMARY KEY, stays INTEGER NOT NULL, connected_seconds REAL NOT NULL, losses INTEGER NOT NULL,
+        departures INTEGER NOT NULL, interruptions INTEGER NOT NULL
     )""",
     # How many clusters the requester has asked for.
     "CREATE TABLE IF NOT EXISTS clusters (id INTEGER PRIMARY KEY, count INTEGER NOT NULL)",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ravnest.coordinator.access.store import Store
 from ravnest.planner.problem import Line, Pair
+from ravnest.planner.reliability import Attendance
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,23 @@ class SwarmState:
         with self._store.transaction() as connection:
             connection.execute("UPDATE members SET connected = 0, seen_at = ? WHERE connected = 1", (now,))
             connection.executemany("INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, 1)", rows)
+
+    def attended(self, seen: Mapping[str, Attendance]) -> None:
+        """Keeps what was seen of these providers, by node id."""
+        rows = [
+            (node_id, each.stays, each.connected_seconds, each.losses, each.departures, each.interruptions)
+            for node_id, each in seen.items()
+        ]
+        with self._store.transaction() as connection:
+            connection.executemany("INSERT OR REPLACE INTO attendance VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def attendances(self) -> dict[str, Attendance]:
+        """What was seen of every provider that has been there, by node id."""
+        with self._store.used() as connection:
+            rows = connection.execute(
+                "SELECT node_id, stays, connected_seconds, losses, departures, interruptions FROM attendance"
+            ).fetchall()
+        return {node_id: Attendance(*counts) for node_id, *counts in rows}
 
     def planned(self, nodes: Sequence[str]) -> None:
         """These providers hold the stages, in order."""

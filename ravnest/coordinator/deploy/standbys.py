@@ -1,6 +1,7 @@
 """Those without a stage: which one each is kept warm for, and who keeps the replicas of every stage."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.plan.observed_limits import ObservedLimits
@@ -23,7 +24,6 @@ class Standbys:
         leaving: Collection[str],
         came: Callable[[Sequence[Provider]], None],
         believed: ObservedLimits,
-        reliability: Callable[[], Mapping[str, float]],
     ) -> None:
         """Nothing is given to those who are `leaving`. `came` is told of standbys that were not there before."""
         self._around = around
@@ -31,7 +31,6 @@ class Standbys:
         self._formation = formation
         self._came = came
         self._believed = believed
-        self._reliability = reliability
         self._warm: dict[str, Warm] = {}
         self._ordering = False
         self._again = False
@@ -77,12 +76,16 @@ class Standbys:
         """Says which stage each is kept warm for from now on; those who were not there before."""
         basis = formation.plan.basis
         standbys = self.providers()
+        members = self._around.swarm.members
+        # The basis says how reliable the holders were when the plan was made.
+        holders = {
+            name: replace(each, reliability=members.reliability(name).value) for name, each in basis.providers.items()
+        }
         warm = assign_standbys(
             [formation.plan.clusters[cluster.id].cost for cluster in formation.clusters.whole],
             list(standbys.values()),
-            {**basis.providers, **standbys},
+            {**holders, **standbys},
             basis.network,
-            self._reliability(),
         )
         ids = [cluster.id for cluster in formation.clusters.whole]
         before, self._warm = self._warm, {name: _numbered(each, ids) for name, each in warm.items()}
@@ -110,7 +113,8 @@ class Standbys:
         formation = self._formation()
         assert formation is not None
         reach = member.reach or Reach("", "not known yet")
-        return provider_of(member, formation.prepared.costs, reach, self._machine, self._believed)
+        reliability = self._around.swarm.members.reliability(member.node_id).value
+        return provider_of(member, formation.prepared.costs, reach, self._machine, self._believed, reliability)
 
 
 def _numbered(warm: Warm, ids: list[int]) -> Warm:

@@ -104,6 +104,7 @@ class ServedSwarm:
                 state.asked_for(clusters)
             self._swarm = Swarm(admission)
             self._swarm.state = state
+            self._swarm.members.restore_presence(state.attendances())
             self._loop = stack.enter_context(NetworkLoop())
             host, port = self._listen(admission, listen, advertise, stack)
             self.invite: SwarmInvite = admission.invite(

@@ -30,6 +30,7 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Basis, ClusterPlan, Plan, RingStages, stages_of
 from ravnest.planner.problem import Goal, Line, Network, Pair, Provider
 from ravnest.planner.proposal import Proposal
+from ravnest.planner.reliability import expected_absent
 from ravnest.planner.search.fixed_layout import ClusterLayout, laid_out
 from ravnest.planner.search.search import form
 from ravnest.planner.search.split_choice import choose_split, split_reason
@@ -131,7 +132,7 @@ def plan_members(
     basis = Basis(model, goal, network, by_name, asked)
     plan = Plan(
         clusters=_cluster_plans(prepared, basis, found),
-        reason=_reason(found, slowed, "" if averaged is None else averaged.reason),
+        reason=_reason(found, slowed, "" if averaged is None else averaged.reason) + _kept_back(found, providers),
         basis=basis,
         steady_samples_per_second=found.predicted_samples_per_second,
         score=found.score,
@@ -179,6 +180,16 @@ def _reason(found: Proposal, slowed: float, averaging: str) -> str:
         f"{len(found.clusters)} clusters of {_and([str(len(c.stages)) for c in found.clusters])} stages; {rate} "
         f"together{', limited by ' if found.limit else ''}{found.limit}{fewer}; {averaging}"
     )
+
+
+def _kept_back(found: Proposal, providers: Sequence[Provider]) -> str:
+    """Why some providers stand by although they might hold a stage; empty where that is not the reason."""
+    absent = expected_absent(p.reliability for p in providers)
+    if not absent or not found.standbys:
+        return ""
+    missing = sum(1 - p.reliability for p in providers)
+    kept = counted(min(absent, len(found.standbys)), "standby", "standbys")
+    return f"; {kept} kept back, as {missing:.2g} of {counted(len(providers), 'provider')} are likely to be missing"
 
 
 def _cluster_plans(prepared: PreparedJob, basis: Basis, found: Proposal) -> tuple[ClusterPlan, ...]:
@@ -244,7 +255,14 @@ class RunPlanner:
         """
         reaches = await self._swarm.reaches(members)
         providers = [
-            provider_of(member, prepared.costs, reaches[member.node_id], self._machine, self._believed)
+            provider_of(
+                member,
+                prepared.costs,
+                reaches[member.node_id],
+                self._machine,
+                self._believed,
+                self._swarm.members.reliability(member.node_id).value,
+            )
             for member in members
         ]
         by_name = {p.name: p for p in providers}

@@ -52,9 +52,14 @@ def measured_lines(
 
 
 def provider_of(
-    member: Member, costs: CostProfile, reach: Reach, machine: Machine, believed: ObservedLimits | None = None
+    member: Member,
+    costs: CostProfile,
+    reach: Reach,
+    machine: Machine,
+    believed: ObservedLimits | None = None,
+    reliability: float = 1.0,
 ) -> Provider:
-    """A member as the planner sees it; where it says what is not so, as far as it is believed."""
+    """A member as the planner sees it, within the limits that the run has observed."""
     here, lent = _is_here(member.host), member.machine
     on_processor = lent.device.startswith("cpu")
     # One that was not measured is as fast as the machine that measured the model, or pretends not to be.
@@ -70,6 +75,7 @@ def provider_of(
         operator_seconds=0.0 if on_processor else slowness * OPERATOR_SECONDS,
         min_stage_seconds=slowness * min(lent.stage_seconds, MAX_STAGE_SECONDS),
         reachable=bool(reach.address),
+        reliability=reliability,
         host=machine.host if here else "",
         cores=machine.cores if here else lent.cores,
         # What it pretends to compute longer, it waits.

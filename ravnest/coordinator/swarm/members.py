@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import secrets
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 from ravnest import __version__
 from ravnest.coordinator.swarm.changes import Changes
 from ravnest.coordinator.swarm.link_measurements import PairAnswers, positive
+from ravnest.coordinator.swarm.presence import Presence
 from ravnest.coordinator.swarm.provider_record import ProviderRecord, ProviderRecords
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.coordinator.swarm.upload_activity import Uploads
@@ -21,6 +24,7 @@ from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, HeldStage, Hold, JoinRequest, ProviderMessage
 from ravnest.net.v1.control_pb2 import Speed as SpeedMessage
 from ravnest.net.version import PROTOCOL_VERSION
+from ravnest.planner.reliability import Attendance, Reliability, estimate_reliability
 
 if TYPE_CHECKING:
     from ravnest.coordinator.health.provider_health import ProviderHealth
@@ -225,10 +229,25 @@ class Members:
         return self._stay(node_id) is not None
 
     def begin_run(self) -> None:
-        """Forgets what a run before has learned of the providers; their stays go on."""
+        """Forgets what a run before has learned of the providers; their stays go on, and their presence is kept."""
         self.records = ProviderRecords(
-            (member.node_id, ProviderRecord(member.node_id, member)) for member in self._stays()
+            (node_id, ProviderRecord(node_id, record.stay, presence=record.presence))
+            for node_id, record in self.records.items()
         )
+
+    def restore_presence(self, seen: Mapping[str, Attendance]) -> None:
+        """Takes over what a coordinator before this one saw of the providers."""
+        for node_id, attendance in seen.items():
+            self.records[node_id].presence = Presence(attendance)
+
+    def attendances(self) -> dict[str, Attendance]:
+        """What was seen of every provider so far, by node id."""
+        now = time.monotonic()
+        return {node_id: record.presence.attendance(now) for node_id, record in self.records.items()}
+
+    def reliability(self, node_id: str) -> Reliability:
+        """How reliable a provider is, estimated from what was seen of it."""
+        return estimate_reliability(self.records[node_id].presence.attendance(time.monotonic()))
 
     def staying(self, node_id: str, session: str) -> Member:
         """The member, if this is still its stay; RefusedError when it is not."""

@@ -37,7 +37,7 @@ async def watch_for_kicks(swarm: Swarm) -> None:
 
 
 async def remember(swarm: Swarm, state: SwarmState) -> None:
-    """Keeps in the store who is connected, at each change and every few seconds, for ever."""
+    """Keeps in the store who is connected, and what was seen of each provider, at each change and every few seconds."""
     known: dict[str, Seen] = {}
 
     def present() -> dict[str, Seen]:
@@ -56,6 +56,7 @@ async def remember(swarm: Swarm, state: SwarmState) -> None:
         now = present()
         try:
             await asyncio.to_thread(state.connected, list(now.values()), time.time())
+            await asyncio.to_thread(state.attended, swarm.members.attendances())
         except RunError:
             # A disk that is full ends the run by what else cannot be written.
             log.exception("cannot keep who is connected")

@@ -1,7 +1,8 @@
 """Record of one provider: everything that the coordinator knows of it, in one object.
 
 `Members.records` has it. The provider's present stay is in `stay` and ends with it; the other fields outlive a stay,
-so that a provider which leaves and joins again does not get rid of them. They end with the run (`Members.begin_run`).
+so that a provider which leaves and joins again does not get rid of them. They end with the run (`Members.begin_run`),
+except for its presence, which the swarm remembers.
 Each value belongs to the room that decides by it; this record only holds them together.
 """
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ravnest.coordinator.swarm.event_quota import EventQuota
+from ravnest.coordinator.swarm.presence import Presence
 
 if TYPE_CHECKING:
     from ravnest.coordinator.swarm.members import Member
@@ -32,8 +34,8 @@ class ProviderRecord:
     """The present stay; None once it has ended for good."""
     events: EventQuota = field(default_factory=EventQuota)
     """Rate limit for events that the provider causes."""
-    interruptions: int = 0
-    """How often the provider was disconnected or lost: its reliability follows from that."""
+    presence: Presence = field(default_factory=Presence)
+    """Its stays, losses and departures: the provider's reliability follows from them."""
     is_lost: bool = False
     """Whether the provider was given up and has not joined again."""
     reported_at: float | None = None

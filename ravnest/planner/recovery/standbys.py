@@ -27,21 +27,18 @@ def assign_standbys(
     standbys: Sequence[Provider],
     providers: Mapping[str, Provider],
     network: Network,
-    reliability: Mapping[str, float] | None = None,
 ) -> dict[str, Warm]:
     """For each standby the stage it is kept warm for, by the standby's name.
 
     As many different stages as can be have a standby, the least reliable first, and of equally reliable ones the
     largest; only then does one have a second. Of those with enough memory a stage has the one with the best lines to
-    its neighbours. `reliability` is what was seen of those who hold stages, and counts before what `providers` says of
-    them. The same arguments always give the same answer.
+    its neighbours. The same arguments always give the same answer.
     """
-    seen = reliability or {}
     places = [_Place(k, n, cluster) for k, cluster in enumerate(clusters) for n in range(len(cluster.stages))]
 
     def trust(place: _Place) -> float:
         holder = place.cost.provider
-        return seen.get(holder, providers[holder].reliability if holder in providers else 1.0)
+        return providers[holder].reliability if holder in providers else 1.0
 
     places.sort(key=lambda place: (trust(place), -place.cost.parameter_bytes, place.cluster, place.stage))
     free = {standby.name: standby for standby in sorted(standbys, key=lambda standby: standby.name)}

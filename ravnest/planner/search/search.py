@@ -5,7 +5,6 @@ come together because that makes the fastest clusters; `likeness` says how alike
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.proposal import Proposal, proposal_of
+from ravnest.planner.reliability import expected_absent
 from ravnest.planner.search.cuts import best_cuts
 from ravnest.planner.search.exhaustive import MOST, FewProviders
 from ravnest.planner.search.heuristic import ManyProviders
@@ -73,7 +73,8 @@ def _formed(
     search = _search(model, goal, network, usable, seed, seconds)
     clusters: Sequence[Cluster] = ()
     standbys = 0
-    for standbys in range(min(expected_absent(usable), len(usable) - needed), -1, -1):
+    absent = expected_absent(p.reliability for p in usable)
+    for standbys in range(min(absent, len(usable) - needed), -1, -1):
         clusters = search(standbys)
         if clusters:
             break
@@ -91,17 +92,13 @@ def _formed(
     return max(plans, key=lambda plan: plan.score)
 
 
-def expected_absent(providers: Sequence[Provider]) -> int:
-    """How many of these will be missing, on average: so many stand by."""
-    return math.ceil(sum(1 - p.reliability for p in providers) - 1e-9)
-
-
 def enough_stand_by(providers: Sequence[Provider], clusters: Sequence[Cluster]) -> bool:
     """Whether as many as will be missing stand by with the memory to take over some stage; others do not count."""
     busy = {stage.provider for cluster in clusters for stage in cluster.stages}
     least = min(stage.memory_bytes for cluster in clusters for stage in cluster.stages)
     ready = [p for p in providers if p.name not in busy and p.memory_bytes >= least]
-    return len(ready) >= expected_absent([p for p in providers if p.name in busy] + ready)
+    counted = [*(p for p in providers if p.name in busy), *ready]
+    return len(ready) >= expected_absent(p.reliability for p in counted)
 
 
 def _search(

@@ -23,6 +23,7 @@ from ravnest.coordinator.swarm.membership_log import remember
 from ravnest.errors import RunError
 from ravnest.monitor.run_directory import RunDirectory
 from ravnest.planner.problem import NO_LIMIT, Line
+from ravnest.planner.reliability import Attendance
 
 NOW = 1_800_000_000.0
 ANNA = Seen("anna", "192.168.1.31:7701", "cuda:0", 8 << 30)
@@ -160,7 +161,7 @@ def test_a_store_of_a_newer_program_is_left_alone(tmp_path: Path) -> None:
     before = path.read_bytes()
     for opening in (Store, TokenStore, SwarmState):
         with pytest.raises(
-            RunError, match=r"was written by a newer Ravnest \(its schema is 5, this .*; update Ravnest"
+            RunError, match=r"was written by a newer Ravnest \(its schema is 6, this .*; update Ravnest"
         ):
             opening(path)
     assert path.read_bytes() == before
@@ -188,6 +189,9 @@ def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
         def connected(self) -> list[Member]:
             return self.there
 
+        def attendances(self) -> dict[str, Attendance]:
+            return {member.node_id: Attendance(stays=1) for member in self.there}
+
     class FakeSwarm:
         members = FakeMembers()
 
@@ -202,6 +206,10 @@ def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
         await written.wait()
         first = state.members()[0]
         assert first.connected
+        while not state.attendances():
+            written.clear()
+            await written.wait()
+        assert state.attendances() == {"anna": Attendance(stays=1)}
         while state.members()[0].seen_at == first.seen_at:
             written.clear()
             await written.wait()

@@ -1,8 +1,11 @@
 """What members said of themselves becomes what the planner takes; what it needs to know of lines is measured."""
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +14,9 @@ from torch import nn
 
 from ravnest import Averaging, Job, Pipeline
 from ravnest.coordinator.plan.feed_ahead import feed_ahead
+from ravnest.coordinator.plan.observed_limits import ObservedLimits
 from ravnest.coordinator.plan.plan_run import (
+    RunPlanner,
     check_stages,
     goal_of,
     lines_to_measure,
@@ -20,8 +25,9 @@ from ravnest.coordinator.plan.plan_run import (
 )
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
 from ravnest.coordinator.plan.provider_profiles import Machine, measured_lines, provider_of, requester_of
-from ravnest.coordinator.swarm.members import LentMachine, LinkMeasurement, Member
+from ravnest.coordinator.swarm.members import LentMachine, LinkMeasurement, Member, Members
 from ravnest.coordinator.swarm.reachability import Reach
+from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.engine.speed.device_speed import Speed
 from ravnest.errors import PeerError, PlanError
 from ravnest.graph.profile import CostProfile
@@ -31,7 +37,9 @@ from ravnest.planner.cluster import memory_bytes
 from ravnest.planner.in_flight.lr_bound import CAUTIOUS_STALENESS
 from ravnest.planner.plan import Plan, RingStages
 from ravnest.planner.problem import Goal, Line, Network, Provider
+from ravnest.planner.reliability import Attendance
 from ravnest.planner.rings.tensors import RingTensors
+from ravnest.preview.nodes_file import read_nodes
 from tests.builders import a_plan, cluster_plan, stage_plan
 
 SPEED_FIGURES = tuple(field.name for field in fields(Speed))
@@ -382,3 +390,34 @@ def test_more_is_fed_ahead_the_farther_the_coordinator_is(prepared: PreparedJob)
         ahead.append(feed_ahead(planned.clusters[0].cost, {p.name: p for p in providers}))
         assert planned.clusters[0].ahead == ahead[-1]
     assert ahead[0] < ahead[1] <= 34
+
+
+@pytest.mark.parametrize(
+    ("seen", "kept_back"), [({}, 0), ({"ben": Attendance(stays=4, connected_seconds=600.0, losses=3)}, 1)]
+)
+def test_a_run_and_a_dry_run_keep_the_same_standbys_for_the_same_reliabilities(
+    prepared: PreparedJob, seen: dict[str, Attendance], kept_back: int
+) -> None:
+    swarm_members = Members()
+    swarm_members.restore_presence(seen)
+    present = [member(name, address=f"10.0.0.{number}:7000") for number, name in enumerate(("anna", "ben", "carla"))]
+    for each in present:
+        swarm_members.put(each)
+
+    async def reaches(members: Sequence[Member]) -> dict[str, Reach]:
+        return {each.node_id: REACHED for each in members}
+
+    swarm = cast(Swarm, SimpleNamespace(members=swarm_members, reaches=reaches))
+    goal = goal_of(prepared.job, None, None)
+    planner = RunPlanner(swarm, HERE, ObservedLimits(), on_measuring=lambda phase: None)
+    run = asyncio.run(planner.plan(prepared, present, goal))
+    text = "".join(
+        f'[[node]]\nname = "{each.node_id}"\nmemory = "8GiB"\n'
+        f"reliability = {swarm_members.reliability(each.node_id).value}\n"
+        for each in present
+    )
+    nodes = read_nodes(text)
+    dry_run = plan_members(prepared, nodes.providers(0.0, 0.0), nodes.network, goal)
+    assert run.standbys == dry_run.standbys
+    assert len(run.standbys) == kept_back
+    assert run.reason == dry_run.reason and ("kept back" in run.reason) is bool(kept_back)

@@ -18,10 +18,12 @@ def assigned(
     network: Network = Network(),  # noqa: B008
     reliability: dict[str, float] | None = None,
 ) -> dict[str, Warm]:
-    nodes = named(*(machine(name) for name in ("ann", "bob", "cat")[: len(cuts) + 1]), *standbys)
+    trust = reliability or {}
+    stages = ("ann", "bob", "cat")[: len(cuts) + 1]
+    nodes = named(*(machine(name, reliability=trust.get(name, 1.0)) for name in stages), *standbys)
     holders = [name for name in ("ann", "bob", "cat") if name in nodes]
     plan = cut_at(COSTS, GOAL, network, nodes, (holders, cuts))
-    return assign_standbys(plan.clusters, standbys, nodes, network, reliability)
+    return assign_standbys(plan.clusters, standbys, nodes, network)
 
 
 def needed(number: int, cuts: tuple[int, ...] = (4, 8)) -> float:
@@ -33,14 +35,6 @@ def test_the_least_reliable_stage_has_the_first_standby() -> None:
     found = assigned(machine("gus"), reliability={"ann": 0.9, "bob": 0.4, "cat": 0.8})
     assert (found["gus"].cluster, found["gus"].stage, found["gus"].provider) == (0, 1, "bob")
     assert "reliability 0.40" in found["gus"].reason
-
-
-def test_what_was_seen_of_a_provider_counts_before_what_it_is_said_to_be() -> None:
-    nodes = named(machine("ann", reliability=0.1), machine("bob"), machine("gus"))
-    plan = cut_at(COSTS, GOAL, Network(), nodes, (["ann", "bob"], [6]))
-    said = assign_standbys(plan.clusters, [nodes["gus"]], nodes, Network())
-    seen = assign_standbys(plan.clusters, [nodes["gus"]], nodes, Network(), {"ann": 1.0, "bob": 0.5})
-    assert (said["gus"].provider, seen["gus"].provider) == ("ann", "bob")
 
 
 def test_of_equally_reliable_stages_the_largest_has_it() -> None:
