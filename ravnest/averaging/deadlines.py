@@ -17,7 +17,7 @@ _LONGEST_SECONDS: Final = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
-class Took:
+class PhaseTime:
     """How one round went, in one of its parts."""
 
     seconds: float
@@ -43,7 +43,7 @@ class Deadlines:
         self.joining = joining(join_estimate_seconds)
         self.reducing = reducing(reduce_estimate_seconds)
 
-    def learn(self, joins: Iterable[Took | None], reduces: Iterable[Took | None]) -> None:
+    def learn(self, joins: Iterable[PhaseTime | None], reduces: Iterable[PhaseTime | None]) -> None:
         """How one round went on all its rings; None where one did not come so far."""
         joined, reduced = _slowest(joins), _slowest(reduces)
         if joined is not None:
@@ -62,7 +62,7 @@ def reducing(estimate_seconds: float) -> Deadline:
     return _deadline(estimate_seconds, f"{estimate_seconds:.3g} s were expected", _SHORTEST_REDUCING_SECONDS)
 
 
-def after(deadline: Deadline, took: Took) -> Deadline:
+def after(deadline: Deadline, took: PhaseTime) -> Deadline:
     """The deadline of the next round."""
     if took.cut_off:
         usual = max(2 * deadline.seconds / _MARGIN, took.seconds)
@@ -77,11 +77,11 @@ def after(deadline: Deadline, took: Took) -> Deadline:
     )
 
 
-def _slowest(took: Iterable[Took | None]) -> Took | None:
+def _slowest(took: Iterable[PhaseTime | None]) -> PhaseTime | None:
     known = [each for each in took if each is not None]
     if not known:
         return None
-    return Took(max(each.seconds for each in known), max(each.cut_off for each in known))
+    return PhaseTime(max(each.seconds for each in known), max(each.cut_off for each in known))
 
 
 def _deadline(usual: float, why: str, shortest: float) -> Deadline:

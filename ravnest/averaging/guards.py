@@ -13,7 +13,7 @@ LEFT_OUT_TIMES: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Clipping:
     """What becomes of a member's difference."""
 
     scale: float
@@ -26,14 +26,16 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Usual:
+class TypicalContribution:
     """What members brought into a round that counted, in the median."""
 
     norm: float
     samples: float
 
 
-def usual(norms: Sequence[float], samples: Sequence[int], before: Usual | None = None) -> Usual | None:
+def typical_contribution(
+    norms: Sequence[float], samples: Sequence[int], before: TypicalContribution | None = None
+) -> TypicalContribution | None:
     """Of these members, all but those whose weight is 0 or who learned nothing; None where nobody did.
 
     Of two, of which either may lie, it is the one nearer to what was usual `before`, or that itself where it lies
@@ -45,12 +47,12 @@ def usual(norms: Sequence[float], samples: Sequence[int], before: Usual | None =
     lengths = [norms[i] for i in did]
     if len(did) == 2 and before is not None:
         lengths.append(before.norm)
-    return Usual(statistics.median_high(lengths), statistics.median(samples[i] for i in did))
+    return TypicalContribution(statistics.median_high(lengths), statistics.median(samples[i] for i in did))
 
 
-def judge(
-    norms: Sequence[float], samples: Sequence[int], outlier: float | None, before: Usual | None = None
-) -> list[Verdict]:
+def clip_outliers(
+    norms: Sequence[float], samples: Sequence[int], outlier: float | None, before: TypicalContribution | None = None
+) -> list[Clipping]:
     """Each member's norm against the median of the others', scaled up where it did more samples than they, never down.
 
     Beyond `outlier` times that it is clipped to it, beyond ten times as much left out. What others claim may be a lie,
@@ -73,18 +75,22 @@ def bounded(claimed: int, ledger: int) -> tuple[int, str | None]:
 
 
 def _judge_one(
-    index: int, norms: Sequence[float], samples: Sequence[int], outlier: float | None, before: Usual | None
-) -> Verdict:
+    index: int,
+    norms: Sequence[float],
+    samples: Sequence[int],
+    outlier: float | None,
+    before: TypicalContribution | None,
+) -> Clipping:
     if outlier is None:
-        return Verdict(1.0, "differences are not judged")
+        return Clipping(1.0, "differences are not judged")
     if samples[index] <= 0:
-        return Verdict(1.0, "it has no weight")
+        return Clipping(1.0, "it has no weight")
     others = [i for i in range(len(norms)) if i != index and samples[i] > 0 and norms[i] > 0.0]
-    found = usual([norms[i] for i in others], [samples[i] for i in others])
+    found = typical_contribution([norms[i] for i in others], [samples[i] for i in others])
     whose = "the median of the others'"
     if len(others) < 2:
         if before is None:
-            return Verdict(1.0, "there are no two others to compare it with, and nothing is known of earlier rounds")
+            return Clipping(1.0, "there are no two others to compare it with, and nothing is known of earlier rounds")
         if found is None or _limit(found, samples[index]) < _limit(before, samples[index]):
             found, whose = before, "what was usual in the last round"
         else:
@@ -96,12 +102,12 @@ def _judge_one(
     if did > 1.0:
         compared += f" for {did:.3g} times fewer samples"
     if norms[index] > LEFT_OUT_TIMES * limit:
-        return Verdict(0.0, f"{compared}: more than {LEFT_OUT_TIMES * outlier:g} times as much is left out")
+        return Clipping(0.0, f"{compared}: more than {LEFT_OUT_TIMES * outlier:g} times as much is left out")
     if norms[index] > limit:
-        return Verdict(limit / norms[index], f"{compared}: clipped to {limit:.4g}, {outlier:g} times as much")
-    return Verdict(1.0, compared)
+        return Clipping(limit / norms[index], f"{compared}: clipped to {limit:.4g}, {outlier:g} times as much")
+    return Clipping(1.0, compared)
 
 
-def _limit(found: Usual, samples: int) -> float:
+def _limit(found: TypicalContribution, samples: int) -> float:
     """How long a difference of so many samples is by this measure."""
     return found.norm * max(1.0, samples / found.samples)

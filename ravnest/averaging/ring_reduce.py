@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ravnest.averaging.norms import allowed_norm, codec_error, squared_norm
-from ravnest.averaging.segments import Segments, Span
+from ravnest.averaging.segments import PieceSpan, Segments
 from ravnest.codecs.codec import PLAIN, Codec
 from ravnest.errors import PeerError
 
@@ -184,7 +184,7 @@ class RingReduce:
     def _arriving(self, hop: int) -> int:
         return (self._index - 1 - hop) % self._members
 
-    def _place(self, hop: int, segment: int, chunk: int) -> Span:
+    def _place(self, hop: int, segment: int, chunk: int) -> PieceSpan:
         if not 0 <= hop < self._hops:
             raise PeerError(f"a piece says it is on hop {hop}, but this ring has {self._hops} hops")
         if segment != self._arriving(hop):
@@ -204,7 +204,7 @@ class RingReduce:
                 )
         return self._segments.span(segment, chunk)
 
-    def _decode(self, piece: Piece, span: Span) -> Tensor:
+    def _decode(self, piece: Piece, span: PieceSpan) -> Tensor:
         count = span.stop - span.start
         codec = self._codec if span.coded else PLAIN
         size = codec.size_bytes(count)
@@ -235,7 +235,7 @@ class RingReduce:
                 f"its contributors declared it is at most {allowed:.4g}"
             )
 
-    def _encode(self, here: Tensor, span: Span, final: bool = False) -> Tensor:
+    def _encode(self, here: Tensor, span: PieceSpan, final: bool = False) -> Tensor:
         """The values `here` as bytes. With `final`, `here` becomes what the others will decode."""
         if not span.coded:
             return PLAIN.encode(here)

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Literal
 
-from ravnest.averaging.blame import blame
-from ravnest.averaging.deadlines import Took
-from ravnest.averaging.guards import Usual, bounded, judge, usual
-from ravnest.averaging.round_messages import Abort, Action, Begin, CatchUp, Commit, Join, Member, Notice
+from ravnest.averaging.deadlines import PhaseTime
+from ravnest.averaging.guards import TypicalContribution, bounded, clip_outliers, typical_contribution
+from ravnest.averaging.round_messages import Abort, Action, Begin, CatchUp, Commit, Join, Notice, RoundMember
+from ravnest.averaging.stragglers import find_stragglers
 
-__all__ = ["Abort", "Action", "Begin", "CatchUp", "Commit", "Join", "Member", "Notice", "RingRound"]
+__all__ = ["Abort", "Action", "Begin", "CatchUp", "Commit", "Join", "Notice", "RingRound", "RoundMember"]
 
 SILENT_SECONDS: Final = 5.0
 """A member that is well says every second how far it is; one that has not for so long is silent."""
@@ -58,12 +58,12 @@ class RingRound:
         max_attempts: int = 5,
         counted: Mapping[str, int] | None = None,
         outlying: Mapping[str, int] | None = None,
-        usual_before: Usual | None = None,
+        typical_before: TypicalContribution | None = None,
     ) -> None:
         """`owners` in ring order; `samples`: what the ledger knows that each did since its anchor; `committed`: the
         newest round that this ring has committed; `counted`: the newest that counted for each, with what it had learned
         by then; `outlying`: in how many rounds in a row before this one each was left out as wildly beyond the others;
-        `usual_before`: what was usual in the last round that counted. Times are those of any clock that does not go
+        `typical_before`: what was usual in the last round that counted. Times are those of any clock that does not go
         back."""
         self.ring = ring
         self.round = round
@@ -76,9 +76,9 @@ class RingRound:
         """Those of them who were wildly beyond the others."""
         self.alike = False
         """Whether all owners joined, stand at the same round and have learned nothing since: there is nothing to do."""
-        self.join_took: Took | None = None
+        self.join_took: PhaseTime | None = None
         """How long the last one took to join, and how many were cut off; None while joining."""
-        self.reduce_took: Took | None = None
+        self.reduce_took: PhaseTime | None = None
         """How long the last attempt took, and how many were cut off in this round; None before one has ended."""
         self._owners = tuple(owners)
         self._ledger = samples
@@ -88,7 +88,7 @@ class RingRound:
         self._max_attempts = max_attempts
         self._counted = counted or {}
         self._outlying = outlying or {}
-        self.usual = usual_before
+        self.typical = typical_before
         """What members brought into this round, if it counted, or into the last one that did."""
         self._begun = now
         self._last_joined = now
@@ -157,9 +157,12 @@ class RingRound:
         if len(self._digests) < len(self._members):
             return []
         if len(set(self._digests.values())) == 1:
-            self.reduce_took = Took(now - self._attempt_begun, self._cut_off)
+            self.reduce_took = PhaseTime(now - self._attempt_begun, self._cut_off)
             brought = [self._joins[node].norm for node in self._members]
-            self.usual = usual(brought, [self._samples[node] for node in self._members], self.usual) or self.usual
+            self.typical = (
+                typical_contribution(brought, [self._samples[node] for node in self._members], self.typical)
+                or self.typical
+            )
             self._end("committed")
             return [Commit(self._attempt, self._members)]
         told = ", ".join(f"{node} {value:08x}" for node, value in self._digests.items())
@@ -243,7 +246,7 @@ class RingRound:
             if self._missing():
                 return []
             self._joining = False
-            self.join_took = Took(self._last_joined - self._begun, late)
+            self.join_took = PhaseTime(self._last_joined - self._begun, late)
             actions += self._settle_for_the_newest()
             self.deadline = now + self._reduce_seconds
         if self._attempt == 0 and not self._behind:
@@ -292,7 +295,7 @@ class RingRound:
         while True:
             nodes = [owner for owner in self._owners if owner in self._joins]
             norms, samples = [self._joins[node].norm for node in nodes], [self._samples[node] for node in nodes]
-            verdicts = judge(norms, samples, self._outlier, self.usual)
+            verdicts = clip_outliers(norms, samples, self._outlier, self.typical)
             outliers = [(node, v.reason) for node, v in zip(nodes, verdicts, strict=True) if v.left_out]
             if not outliers:
                 break
@@ -324,7 +327,7 @@ class RingRound:
         self._arrived = self._extensions = 0
         self.deadline = now + self._reduce_seconds
         members = tuple(
-            Member(node, shares[node] / total, self._joins[node].norm * verdict.scale)
+            RoundMember(node, shares[node] / total, self._joins[node].norm * verdict.scale)
             for node, verdict in zip(nodes, verdicts, strict=True)
         )
         counters = itertools.zip_longest(*(self._joins[node].counters for node in nodes), fillvalue=0)
@@ -350,10 +353,10 @@ class RingRound:
             self._extensions += 1
             self.deadline = now + max(self._reduce_seconds / 2, SILENT_SECONDS)
             return []
-        verdict = blame(self._members, self._digests, heard)
+        verdict = find_stragglers(self._members, self._digests, heard)
         took = now - self._attempt_begun
         self._cut_off += max(len(verdict.nodes), 1)
-        self.reduce_took = Took(took, self._cut_off)
+        self.reduce_took = PhaseTime(took, self._cut_off)
         reason = f"the reduce was not done after {took:.3g} s: {verdict.reason}"
         return self._without(verdict.nodes, reason, now) if verdict.nodes else self._abort(reason)
 

@@ -38,7 +38,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TensorUpdate:
     """What a commit, or catching up, does to the tensors of now. Apply it before the next snapshot is taken."""
 
     adds: dict[str, Tensor]
@@ -116,7 +116,7 @@ class RingState:
             memory=memory,
         )
 
-    def commit(self, round: int, contribution: Contribution, done: RingReduce) -> Change:
+    def commit(self, round: int, contribution: Contribution, done: RingReduce) -> TensorUpdate:
         """Takes the step of a reduced round. Uses up the contribution and the result; both were this ring's own."""
         assert done.done and not contribution.spent
         contribution.spent = True
@@ -134,7 +134,7 @@ class RingState:
         if self._keeps_memory:
             self._memory, plain = mean, plain.clone()
         becomes = {**self.vector.parameter_views(self.anchor), **self.vector.plain_views(plain)}
-        return Change(self.vector.views(own), becomes, kept)
+        return TensorUpdate(self.vector.views(own), becomes, kept)
 
     def donation(self) -> Tensor:
         """The anchor and, where there is one, the outer state: for a member that missed a commit."""
@@ -142,7 +142,7 @@ class RingState:
             return self.anchor.clone()
         return torch.cat((self.anchor, self.outer.state))
 
-    def catch_up(self, committed: int, donation: Tensor) -> Change:
+    def catch_up(self, committed: int, donation: Tensor) -> TensorUpdate:
         """Takes over where a current member stands; what was learned here stays on top of it, and so does a
         contribution that was made before. PeerError, and nothing changed: the donation does not fit or is not finite.
         """
@@ -159,7 +159,7 @@ class RingState:
         self.anchor.copy_(donation[:coded])
         self.outer.state = donation[coded:].clone() if donation.numel() > coded else None
         self.committed = committed
-        return Change(self.vector.parameter_views(moved))
+        return TensorUpdate(self.vector.parameter_views(moved))
 
     def _not_negative(self, own: Tensor, mean: Tensor) -> frozenset[str]:
         coded = self.vector.coded_values

@@ -20,7 +20,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class RoundMember:
     """One of those who reduce, in ring order."""
 
     node: str
@@ -35,7 +35,7 @@ class Begin:
     """Tell all members to reduce."""
 
     attempt: int
-    members: tuple[Member, ...]
+    members: tuple[RoundMember, ...]
     counters: tuple[int, ...]
     """The largest of anybody's, one by one."""
 

@@ -13,7 +13,7 @@ _MAX_VALUES: Final = 262_144
 """1 MiB of float32: what one operation leaves in the cache the next one finds there."""
 
 
-class Span(NamedTuple):
+class PieceSpan(NamedTuple):
     """Where a piece lies in the vector."""
 
     start: int
@@ -35,12 +35,12 @@ class Segments:
         """How many pieces a segment has; none where there are fewer values than members."""
         return len(self._spans[segment])
 
-    def span(self, segment: int, chunk: int) -> Span:
+    def span(self, segment: int, chunk: int) -> PieceSpan:
         return self._spans[segment][chunk]
 
-    def _spans_of(self, segment: int) -> list[Span]:
+    def _spans_of(self, segment: int) -> list[PieceSpan]:
         return [
-            Span(piece, min(piece + self.piece_values, stop), coded)
+            PieceSpan(piece, min(piece + self.piece_values, stop), coded)
             for begin, count, coded in self._sections
             for stop in [begin + (segment + 1) * count // self.members]
             for piece in range(begin + segment * count // self.members, stop, self.piece_values)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.averaging.deadlines import Deadlines, Took, after, joining, reducing
+from ravnest.averaging.deadlines import Deadlines, PhaseTime, after, joining, reducing
 
 
 def test_a_deadline_begins_with_the_estimate_and_says_why() -> None:
@@ -16,34 +16,34 @@ def test_a_deadline_begins_with_the_estimate_and_says_why() -> None:
 
 def test_it_follows_what_takes_longer_at_once_and_shrinks_slowly() -> None:
     deadline = joining(10.0)
-    longer = after(deadline, Took(100.0))
+    longer = after(deadline, PhaseTime(100.0))
     assert longer.seconds == pytest.approx(300.0)
-    shorter = after(longer, Took(1.0))
+    shorter = after(longer, PhaseTime(1.0))
     assert 0.8 * longer.seconds < shorter.seconds < longer.seconds
     for _ in range(100):
-        shorter = after(shorter, Took(10.0))
+        shorter = after(shorter, PhaseTime(10.0))
     assert shorter.seconds == pytest.approx(30.0)
 
 
 def test_it_grows_when_members_were_cut_off_and_comes_back_when_they_are_not() -> None:
     deadline = reducing(10.0)
-    grown = after(deadline, Took(5.0, cut_off=1))
+    grown = after(deadline, PhaseTime(5.0, cut_off=1))
     assert grown.seconds == pytest.approx(2 * deadline.seconds) and "1 did not make it" in grown.reason
     for _ in range(100):
-        grown = after(grown, Took(10.0))
+        grown = after(grown, PhaseTime(10.0))
     assert grown.seconds == pytest.approx(30.0)
 
 
 def test_the_dead_do_not_make_it_grow_for_ever() -> None:
     deadline = joining(10.0)
     for _ in range(50):
-        deadline = after(deadline, Took(5.0, cut_off=3))
+        deadline = after(deadline, PhaseTime(5.0, cut_off=3))
     assert deadline.seconds == 1800.0
-    assert after(deadline, Took(5.0)).seconds < 1800.0
+    assert after(deadline, PhaseTime(5.0)).seconds < 1800.0
 
 
-@given(st.floats(0.0, 1e5), st.lists(st.builds(Took, st.floats(0.0, 1e5), st.integers(0, 3)), max_size=30))
-def test_whatever_happened_there_is_always_time_and_never_too_much(estimate: float, history: list[Took]) -> None:
+@given(st.floats(0.0, 1e5), st.lists(st.builds(PhaseTime, st.floats(0.0, 1e5), st.integers(0, 3)), max_size=30))
+def test_whatever_happened_there_is_always_time_and_never_too_much(estimate: float, history: list[PhaseTime]) -> None:
     deadline = joining(estimate)
     for took in history:
         deadline = after(deadline, took)
@@ -55,11 +55,11 @@ def test_whatever_happened_there_is_always_time_and_never_too_much(estimate: flo
 def test_a_run_learns_from_the_slowest_ring_of_a_round() -> None:
     deadlines = Deadlines(10.0, 20.0)
     assert (deadlines.joining.seconds, deadlines.reducing.seconds) == (30.0, 60.0)
-    deadlines.learn([Took(11.0), Took(50.0), None], [Took(100.0), Took(3.0)])
+    deadlines.learn([PhaseTime(11.0), PhaseTime(50.0), None], [PhaseTime(100.0), PhaseTime(3.0)])
     assert deadlines.joining.seconds == pytest.approx(150.0)
     assert deadlines.reducing.seconds == pytest.approx(300.0)
     # One ring that cut somebody off is enough, though another took longer.
-    deadlines.learn([Took(1.0, cut_off=1), Took(2.0)], [Took(1.0)])
+    deadlines.learn([PhaseTime(1.0, cut_off=1), PhaseTime(2.0)], [PhaseTime(1.0)])
     assert deadlines.joining.seconds == pytest.approx(300.0) and "1 did not make it" in deadlines.joining.reason
     assert deadlines.reducing.seconds == pytest.approx(270.0)
 
@@ -69,15 +69,15 @@ def test_a_run_learns_nothing_from_what_did_not_come_so_far() -> None:
     before = deadlines.joining, deadlines.reducing
     deadlines.learn([None, None], [])
     assert (deadlines.joining, deadlines.reducing) == before
-    deadlines.learn([Took(20.0)], [None])
+    deadlines.learn([PhaseTime(20.0)], [None])
     assert deadlines.joining.seconds == pytest.approx(60.0) and deadlines.reducing == before[1]
 
 
 def test_deadlines_of_a_run_grow_with_slow_rounds_and_shrink_with_fast_ones() -> None:
     deadlines = Deadlines(1.0, 1.0)
-    deadlines.learn([Took(10.0)], [Took(40.0)])
+    deadlines.learn([PhaseTime(10.0)], [PhaseTime(40.0)])
     grown = deadlines.joining.seconds, deadlines.reducing.seconds
     assert grown == (pytest.approx(30.0), pytest.approx(120.0))
     for _ in range(100):
-        deadlines.learn([Took(2.0), Took(0.1)], [Took(5.0), Took(0.1)])
+        deadlines.learn([PhaseTime(2.0), PhaseTime(0.1)], [PhaseTime(5.0), PhaseTime(0.1)])
     assert deadlines.joining.seconds == pytest.approx(6.0) and deadlines.reducing.seconds == pytest.approx(15.0)

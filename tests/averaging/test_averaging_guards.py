@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.averaging.guards import Usual, bounded, judge, usual
+from ravnest.averaging.guards import TypicalContribution, bounded, clip_outliers, typical_contribution
 
 
 def scales(norms: list[float], samples: list[int] | None = None, outlier: float | None = 10.0) -> list[float]:
-    return [verdict.scale for verdict in judge(norms, samples or [1] * len(norms), outlier)]
+    return [verdict.scale for verdict in clip_outliers(norms, samples or [1] * len(norms), outlier)]
 
 
 def test_members_much_alike_are_left_alone() -> None:
@@ -16,10 +16,10 @@ def test_members_much_alike_are_left_alone() -> None:
 
 
 def test_a_difference_far_beyond_the_others_is_clipped_and_wildly_beyond_left_out() -> None:
-    verdicts = judge([1.0, 1.0, 50.0], [1, 1, 1], 10.0)
+    verdicts = clip_outliers([1.0, 1.0, 50.0], [1, 1, 1], 10.0)
     assert [v.scale for v in verdicts] == [1.0, 1.0, pytest.approx(0.2)]
     assert "clipped to 10" in verdicts[2].reason
-    verdicts = judge([1.0, 1.0, 101.0], [1, 1, 1], 10.0)
+    verdicts = clip_outliers([1.0, 1.0, 101.0], [1, 1, 1], 10.0)
     assert [v.left_out for v in verdicts] == [False, False, True]
     assert "101" in verdicts[2].reason and "left out" in verdicts[2].reason
 
@@ -39,28 +39,28 @@ def test_nobody_is_judged_without_others_that_did_something() -> None:
 def test_of_two_nobody_is_judged_before_anything_is_known_of_them() -> None:
     assert scales([1.0, 1e-9]) == [1.0, 1.0]
     assert scales([1.0, 1e9]) == [1.0, 1.0]
-    assert "nothing is known of earlier rounds" in judge([1.0, 1e9], [1, 1], 10.0)[1].reason
+    assert "nothing is known of earlier rounds" in clip_outliers([1.0, 1e9], [1, 1], 10.0)[1].reason
 
 
 def test_of_two_one_is_compared_with_what_was_usual_where_the_other_claims_less_than_that() -> None:
-    before = Usual(1.0, 1)
-    verdicts = judge([2.0, 1e-9], [1, 1], 10.0, before)
+    before = TypicalContribution(1.0, 1)
+    verdicts = clip_outliers([2.0, 1e-9], [1, 1], 10.0, before)
     assert [v.scale for v in verdicts] == [1.0, 1.0] and "what was usual in the last round is 1" in verdicts[0].reason
-    verdicts = judge([50.0, 1e-9], [1, 1], 10.0, before)
+    verdicts = clip_outliers([50.0, 1e-9], [1, 1], 10.0, before)
     assert [v.scale for v in verdicts] == [pytest.approx(0.2), 1.0]
-    verdicts = judge([2.0, 1000.0], [1, 1], 10.0, before)
+    verdicts = clip_outliers([2.0, 1000.0], [1, 1], 10.0, before)
     assert [v.left_out for v in verdicts] == [False, True] and "the other's is 2" in verdicts[1].reason
 
 
 def test_of_two_none_moves_alone_what_is_usual() -> None:
-    assert usual([3.0, 1e-9], [5, 5]) == Usual(3.0, 5)
-    before = Usual(1.0, 5)
-    assert usual([1.0, 9.0], [5, 5], before) == before
-    assert usual([2.0, 1e-9], [5, 5], before) == before
-    assert usual([3.0, 4.0], [5, 5], before) == Usual(3.0, 5)
-    assert usual([0.1, 0.2], [5, 5], before) == Usual(0.2, 5)
-    assert usual([4.0, 7.0], [0, 5], before) == Usual(7.0, 5)
-    assert usual([4.0, 0.0], [0, 5], before) is None
+    assert typical_contribution([3.0, 1e-9], [5, 5]) == TypicalContribution(3.0, 5)
+    before = TypicalContribution(1.0, 5)
+    assert typical_contribution([1.0, 9.0], [5, 5], before) == before
+    assert typical_contribution([2.0, 1e-9], [5, 5], before) == before
+    assert typical_contribution([3.0, 4.0], [5, 5], before) == TypicalContribution(3.0, 5)
+    assert typical_contribution([0.1, 0.2], [5, 5], before) == TypicalContribution(0.2, 5)
+    assert typical_contribution([4.0, 7.0], [0, 5], before) == TypicalContribution(7.0, 5)
+    assert typical_contribution([4.0, 0.0], [0, 5], before) is None
 
 
 @given(
@@ -69,16 +69,16 @@ def test_of_two_none_moves_alone_what_is_usual() -> None:
     claim=st.floats(0.0, 1e30),
     samples=st.integers(1, 10**6),
     weight=st.integers(0, 10**6),
-    before=st.none() | st.builds(Usual, st.floats(1e-9, 1e9), st.integers(1, 10**6)),
+    before=st.none() | st.builds(TypicalContribution, st.floats(1e-9, 1e9), st.integers(1, 10**6)),
 )
 def test_one_liar_among_three_or_more_harms_nobody_honest_and_is_held_to_their_length(
-    honest: list[float], place: int, claim: float, samples: int, weight: int, before: Usual | None
+    honest: list[float], place: int, claim: float, samples: int, weight: int, before: TypicalContribution | None
 ) -> None:
     place %= len(honest) + 1
     norms = [*honest[:place], claim, *honest[place:]]
     claimed = [samples] * len(norms)
     claimed[place] = weight
-    verdicts = judge(norms, claimed, 10.0, before)
+    verdicts = clip_outliers(norms, claimed, 10.0, before)
     assert all(verdict.scale == 1.0 for index, verdict in enumerate(verdicts) if index != place)
     if weight:
         counted = claim * verdicts[place].scale
@@ -94,7 +94,7 @@ def test_whatever_the_norms_somebody_is_left_and_nobody_stands_beyond_the_limit(
     members: list[tuple[float, int]], outlier: float
 ) -> None:
     norms, samples = [norm for norm, _ in members], [count for _, count in members]
-    verdicts = judge(norms, samples, outlier)
+    verdicts = clip_outliers(norms, samples, outlier)
     assert all(0.0 <= verdict.scale <= 1.0 and verdict.reason for verdict in verdicts)
     smallest = min(range(len(norms)), key=lambda i: norms[i])
     assert verdicts[smallest].scale == 1.0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ravnest.averaging.guards import Usual
+from ravnest.averaging.guards import TypicalContribution
 from ravnest.averaging.ring_reduce import Piece
 from ravnest.averaging.ring_round import (
     MAX_EXTENSIONS,
@@ -163,7 +163,7 @@ def test_one_that_is_an_outlier_again_and_again_takes_the_mean_of_the_others_ins
 
 
 def test_of_two_the_outlier_is_dropped_in_the_end_and_the_ring_goes_on() -> None:
-    two = {"owners": ("a", "b"), "samples": {"a": 100, "b": 100}, "usual_before": Usual(2.0, 100)}
+    two = {"owners": ("a", "b"), "samples": {"a": 100, "b": 100}, "typical_before": TypicalContribution(2.0, 100)}
     for before, outcome in ((0, "aborted"), (1, "aborted"), (2, None)):
         ring = a_round(**two, outlying={"b": before})
         ring.joined("a", join(norm=1.0), 1001.0)
@@ -182,7 +182,7 @@ def test_of_two_neither_is_an_outlier_in_the_first_round_and_what_is_usual_is_kn
     assert notices(actions) == [] and [m.norm for m in begin.members] == [1e-6, 1.0]
     for node in ("a", "b"):
         ring.reduced(node, begin.attempt, 7, 1002.0)
-    assert ring.outcome == "committed" and ring.usual is not None and ring.usual.norm == 1.0
+    assert ring.outcome == "committed" and ring.typical is not None and ring.typical.norm == 1.0
 
 
 def test_what_counted_once_does_not_count_again_when_its_owner_says_it_has_not_heard_of_it() -> None:
@@ -221,14 +221,14 @@ def test_one_that_is_alone_with_its_difference_is_compared_with_what_was_usual()
     begun(ring, join(100, 1.0), join(100, 2.0), join(100, 3.0))
     for node in OWNERS:
         ring.reduced(node, 1, 4, 1002.0)
-    assert ring.usual == Usual(2.0, 100)
+    assert ring.typical == TypicalContribution(2.0, 100)
     nothing = join(samples=0, norm=0.0)
-    again = a_round(usual_before=ring.usual)
+    again = a_round(typical_before=ring.typical)
     actions = all_join(again, join(norm=500.0), nothing, nothing)
     assert (
         notices(actions) == [("left_out", "a")] and "usual in the last round is 2:" in only(Notice, actions)[0].reason
     )
-    assert begun(a_round(usual_before=ring.usual), join(norm=3.0), nothing, nothing).members[0].weight == 1.0
+    assert begun(a_round(typical_before=ring.typical), join(norm=3.0), nothing, nothing).members[0].weight == 1.0
 
 
 def test_one_that_missed_a_commit_catches_up_first() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ravnest.averaging.outer.outer import outer_named
-from ravnest.averaging.ring_state import Change, RingState
+from ravnest.averaging.ring_state import RingState, TensorUpdate
 from ravnest.averaging.vector import Entry, RingVector
 from ravnest.codecs.codec import CODECS, Codec
 from ravnest.errors import PeerError
@@ -31,7 +31,7 @@ def states(count: int, outer: str = "mean", codec: Codec = FLOAT32) -> list[Ring
 
 def a_round(
     round: int, rings: list[RingState], snapshots: list[Tensor], weights: list[float], piece_values: int | None = None
-) -> list[Change]:
+) -> list[TensorUpdate]:
     contributions = [ring.contribute(snapshot.clone()) for ring, snapshot in zip(rings, snapshots, strict=True)]
     assert all(contribution.finite for contribution in contributions)
     norms = [contribution.norm for contribution in contributions]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ravnest.averaging.deadlines import Deadlines
-from ravnest.averaging.guards import Usual
+from ravnest.averaging.guards import TypicalContribution
 from ravnest.averaging.ring_round import Abort, Action, Begin, CatchUp, Commit, Join, RingRound
 from ravnest.errors import printable
 from ravnest.monitor.summary import AveragingSummary
@@ -49,7 +49,7 @@ class _Ring:
     """Of each owner, the last round that counted for it."""
     outlying: dict[str, int] = field(default_factory=dict)
     """In how many rounds in a row an owner has been left out as wildly beyond the others."""
-    usual: Usual | None = None
+    typical: TypicalContribution | None = None
     """What its owners brought into the last round that counted."""
     live: RingRound | None = None
     applying: set[str] = field(default_factory=set)
@@ -150,7 +150,7 @@ class Rounds:
                 reduce_seconds=self._deadlines.reducing.seconds,
                 counted=ring.counted,
                 outlying=ring.outlying,
-                usual_before=ring.usual,
+                typical_before=ring.typical,
             )
             ring.sent, ring.direct, ring.late = {}, set(), False
             self._under_way.append(ring)
@@ -329,7 +329,7 @@ class Rounds:
             ring.samples[node] = self._marked[node]
             ring.counted[node] = self._round
             ring.outlying.pop(node, None)
-        ring.committed, ring.usual = self._round, self._live(ring).usual
+        ring.committed, ring.typical = self._round, self._live(ring).typical
         ring.applying = set(action.nodes)
         self._apply_by = time.monotonic() + self._deadlines.reducing.seconds
         self._bytes += sum(ring.sent.get(node, 0) for node in action.nodes)

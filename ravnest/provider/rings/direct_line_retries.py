@@ -13,7 +13,7 @@ FIRST_PAUSE_SECONDS: Final = 10.0
 LAST_PAUSE_SECONDS: Final = 600.0
 
 
-class DirectTries:
+class DirectLineRetries:
     """Of one line to one owner. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -24,7 +24,7 @@ from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import Deploy, Neighbour
 from ravnest.provider.links.stage_link import StageLink
-from ravnest.provider.rings.direct_line_retries import DirectTries
+from ravnest.provider.rings.direct_line_retries import DirectLineRetries
 
 WINDOW_BYTES: Final = 16 << 20
 """What may be on its way over a link. Less than between stages: what is left of an attempt that was given up still
@@ -154,7 +154,7 @@ class _Line:
         self._loop = loop
         self._queue: queue.SimpleQueue[tuple[RingPlace, torch.Tensor] | None] = queue.SimpleQueue()
         self._direct: DirectLine | None = None
-        self._tries = DirectTries()
+        self._tries = DirectLineRetries()
         self._sending: Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._closed = False

@@ -9,7 +9,7 @@ import torch
 
 from ravnest.averaging.outer.outer import outer_named
 from ravnest.averaging.ring_reduce import RingReduce
-from ravnest.averaging.ring_state import Change, Contribution, RingState
+from ravnest.averaging.ring_state import Contribution, RingState, TensorUpdate
 from ravnest.averaging.settings import RingSettings
 from ravnest.averaging.vector import Entry, RingVector
 from ravnest.codecs.codec import codec_named
@@ -23,7 +23,7 @@ from ravnest.spec import OptimizerSpec
 
 
 @dataclass
-class Taken:
+class JoinedRound:
     """What this owner brings into a round."""
 
     round: int
@@ -39,7 +39,7 @@ class Taken:
 class Shift:
     """What a round that counted, or catching up, changes in the stage, beside an anchor that has moved already."""
 
-    change: Change
+    change: TensorUpdate
     counters: tuple[int, ...] = ()
     """What each counter was behind."""
 
@@ -52,7 +52,7 @@ class OwnedRing:
     state: RingState
     samples: int = 0
     """Trained on by this stage at the snapshot of the last round that counted."""
-    taken: Taken | None = None
+    joined: JoinedRound | None = None
     attempt: RingAttempt | None = None
     after: str = ""
     """Who this owner sends to in the attempt."""
@@ -125,14 +125,14 @@ class OwnedRing:
         """Whether this piece is of an attempt, or of a donation, that this owner has not been told of yet."""
         if place.round <= self.over:
             return False
-        if self.taken is None or place.round > self.taken.round:
+        if self.joined is None or place.round > self.joined.round:
             return True
         if place.donation:
             return not self.donor
         return self.attempt is None or place.attempt > self.attempt.number
 
     def awaits(self, place: RingPlace) -> bool:
-        if self.taken is None or place.round != self.taken.round or place.round <= self.over:
+        if self.joined is None or place.round != self.joined.round or place.round <= self.over:
             return False
         if place.donation:
             return bool(self.donor)
@@ -157,19 +157,19 @@ class OwnedRing:
     def forget(self, round: int) -> None:
         """Nothing more of rounds up to this one is awaited."""
         self.over = max(self.over, round)
-        if self.taken is None or self.taken.round <= self.over:
+        if self.joined is None or self.joined.round <= self.over:
             if self.attempt is not None:
                 self.attempt.close()
-            self.taken = self.attempt = None
+            self.joined = self.attempt = None
             self.after, self.agreed, self.donor, self._donated = "", (), "", []
             self.decided.set()
 
     # On the rings' own thread, like all that changes the state.
 
-    def commit(self, taken: Taken, reduce: RingReduce) -> Shift:
+    def commit(self, joined: JoinedRound, reduce: RingReduce) -> Shift:
         """An attempt counts: how the stage is to follow the anchor."""
-        behind = tuple(most - own for most, own in zip(self.agreed, taken.counters, strict=True))
-        return self._moved(Shift(self.state.commit(taken.round, taken.contribution, reduce), behind))
+        behind = tuple(most - own for most, own in zip(self.agreed, joined.counters, strict=True))
+        return self._moved(Shift(self.state.commit(joined.round, joined.contribution, reduce), behind))
 
     def catch_up(self, donated: torch.Tensor) -> Shift:
         """Takes over another owner's anchor: how the stage is to follow it. PeerError where it does not fit."""

@@ -42,7 +42,7 @@ from ravnest.net.v1.control_pb2 import (
 from ravnest.provider.replicas.format import Keep, Restored, RingStand, rings_in_words
 from ravnest.provider.rings.attempt import RingAttempt
 from ravnest.provider.rings.lines import RingLines, ring_generation
-from ravnest.provider.rings.owned_ring import OwnedRing, Shift, Taken, counted, counters_of, flat
+from ravnest.provider.rings.owned_ring import JoinedRound, OwnedRing, Shift, counted, counters_of, flat
 
 _DONATION_VALUES = 1 << 18
 """Of an anchor that is given to an owner that was left out, in one piece."""
@@ -159,9 +159,9 @@ class Rings:
     def progress(self) -> list[tuple[int, int, int, int]]:
         """Of every attempt under way: round, ring, attempt, and how many pieces have come."""
         return [
-            (owned.taken.round, number, owned.attempt.number, owned.attempt.reduce.progress)
+            (owned.joined.round, number, owned.attempt.number, owned.attempt.reduce.progress)
             for number, owned in self._owned.items()
-            if owned.taken is not None and owned.attempt is not None
+            if owned.joined is not None and owned.attempt is not None
         ]
 
     def standings(self) -> list[RingStanding]:
@@ -170,8 +170,8 @@ class Rings:
             RingStanding(
                 ring=number,
                 committed=owned.state.committed,
-                round=max(owned.over, 0 if owned.taken is None else owned.taken.round),
-                reduced=0 if owned.taken is None or owned.decided.is_set() else owned.taken.round,
+                round=max(owned.over, 0 if owned.joined is None else owned.joined.round),
+                reduced=0 if owned.joined is None or owned.decided.is_set() else owned.joined.round,
             )
             for number, owned in self._owned.items()
         ]
@@ -235,14 +235,14 @@ class Rings:
         owned = self._owned[place.ring]
         with self._changed:
             attempt = owned.attempt
-            if self._closed or owned.taken is None or owned.taken.round != place.round:
+            if self._closed or owned.joined is None or owned.joined.round != place.round:
                 return False
             return place.donation or (attempt is not None and attempt.number == place.attempt)
 
     def line_broke(self, peer: str, reason: str) -> None:
         """A line broke, or brought what breaks the rules: attempts that need it cannot go on."""
         for owned in self._owned.values():
-            if owned.taken is not None and owned.attempt is not None and peer in (owned.attempt.before, owned.after):
+            if owned.joined is not None and owned.attempt is not None and peer in (owned.attempt.before, owned.after):
                 owned.attempt.close()
                 self._fail(owned, owned.attempt.number, "", reason, again=True)
 
@@ -292,15 +292,15 @@ class Rings:
                 continue
             if kind == "ring_abort":
                 await self._over(owned, order.round)
-            elif owned.taken is None or owned.taken.round != order.round:
+            elif owned.joined is None or owned.joined.round != order.round:
                 # Of a round that this owner was left out of.
                 continue
             elif kind == "ring_begin":
-                await self._begin(owned, owned.taken, message.ring_begin)
+                await self._begin(owned, owned.joined, message.ring_begin)
             elif kind == "ring_catch_up":
                 await self._catch_up(owned, message.ring_catch_up)
             elif kind == "ring_commit":
-                await self._commit(owned, owned.taken, message.ring_commit.attempt)
+                await self._commit(owned, owned.joined, message.ring_commit.attempt)
 
     async def _join(
         self,
@@ -323,7 +323,7 @@ class Rings:
                 continue
             contribution = await self._in_thread(owned.contribute, snapshot, counters[number], shifted[number])
             with self._changed:
-                owned.taken = Taken(round, version, samples, contribution, counters[number])
+                owned.joined = JoinedRound(round, version, samples, contribution, counters[number])
                 self._changed.notify_all()
             joined.append(
                 RingJoined(
@@ -340,16 +340,16 @@ class Rings:
             self._let_go(owned)
         self._tell(ProviderMessage(round_joined=RoundJoined(deployment=self._deployment, round=round, rings=joined)))
 
-    async def _begin(self, owned: OwnedRing, taken: Taken, order: RingBegin) -> None:
+    async def _begin(self, owned: OwnedRing, joined: JoinedRound, order: RingBegin) -> None:
         assert self._lines is not None
         lines, number = self._lines, order.attempt
         nodes = [member.node for member in order.members]
         after, before = nodes[(order.index + 1) % len(nodes)], nodes[order.index - 1]
         weights, norms = [m.weight for m in order.members], [m.norm for m in order.members]
-        reduce = await self._in_thread(owned.state.reduce, taken.contribution, weights, order.index, norms)
+        reduce = await self._in_thread(owned.state.reduce, joined.contribution, weights, order.index, norms)
 
         def send(piece: Piece) -> None:
-            place = RingPlace(taken.round, order.ring, number, piece.hop, piece.segment, piece.chunk)
+            place = RingPlace(joined.round, order.ring, number, piece.hop, piece.segment, piece.chunk)
             lines.put(after, place, piece.data)
 
         def ended(error: Exception | None) -> None:
@@ -372,7 +372,7 @@ class Rings:
 
     def _ended(self, owned: OwnedRing, attempt: RingAttempt, error: Exception | None) -> None:
         """An attempt has the mean, or cannot have it."""
-        if owned.attempt is not attempt or owned.taken is None:
+        if owned.attempt is not attempt or owned.joined is None:
             return
         if error is not None:
             # What breaks the rules came from the owner before; whatever else it is, it happened here.
@@ -383,7 +383,7 @@ class Rings:
         owned.decided.clear()
         reduced = RingReduced(
             deployment=self._deployment,
-            round=owned.taken.round,
+            round=owned.joined.round,
             ring=owned.number,
             attempt=attempt.number,
             digest=attempt.reduce.digest,
@@ -392,22 +392,22 @@ class Rings:
         )
         self._tell(ProviderMessage(ring_reduced=reduced))
 
-    async def _commit(self, owned: OwnedRing, taken: Taken, number: int) -> None:
+    async def _commit(self, owned: OwnedRing, joined: JoinedRound, number: int) -> None:
         attempt = owned.attempt
         if attempt is None or attempt.number != number or not attempt.reduce.done:
             return
-        shift = await self._in_thread(owned.commit, taken, attempt.reduce)
-        owned.samples = taken.samples
-        await self._over(owned, taken.round)
-        self._apply(owned, taken, shift)
+        shift = await self._in_thread(owned.commit, joined, attempt.reduce)
+        owned.samples = joined.samples
+        await self._over(owned, joined.round)
+        self._apply(owned, joined, shift)
 
-    def _apply(self, owned: OwnedRing, taken: Taken, shift: Shift) -> None:
+    def _apply(self, owned: OwnedRing, joined: JoinedRound, shift: Shift) -> None:
         assert self._worker is not None
         stage, change = self._stage, shift.change
-        applied = RingApplied(deployment=self._deployment, round=taken.round, ring=owned.number)
+        applied = RingApplied(deployment=self._deployment, round=joined.round, ring=owned.number)
 
         def apply() -> None:
-            unchanged = stage.version == taken.version and stage.is_between_updates
+            unchanged = stage.version == joined.version and stage.is_between_updates
             counters = counted(owned.ring, stage.state_tensors(), shift.counters)
             stage.shift({**change.adds, **counters}, change.becomes if unchanged else None, change.not_negative)
             owned.shifted += 1
@@ -444,9 +444,9 @@ class Rings:
 
     async def _caught_up(self, owned: OwnedRing, donor: str, donated: torch.Tensor) -> None:
         assert self._worker is not None
-        if owned.taken is None:
+        if owned.joined is None:
             return
-        round = owned.taken.round
+        round = owned.joined.round
         try:
             shift = await self._in_thread(owned.catch_up, donated)
         except PeerError as error:
@@ -467,14 +467,14 @@ class Rings:
         with self._changed:
             owned.forget(round)
             self._changed.notify_all()
-        if self._lines is not None and all(each.taken is None for each in self._owned.values()):
+        if self._lines is not None and all(each.joined is None for each in self._owned.values()):
             await self._lines.rest()
 
     def _fail(self, owned: OwnedRing, attempt: int, blamed: str, reason: str, again: bool = False) -> None:
         """Tells the coordinator that this owner cannot go on with an attempt."""
         failed = RingFailed(
             deployment=self._deployment,
-            round=0 if owned.taken is None else owned.taken.round,
+            round=0 if owned.joined is None else owned.joined.round,
             ring=owned.number,
             attempt=attempt,
             blamed=blamed,

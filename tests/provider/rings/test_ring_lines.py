@@ -14,7 +14,7 @@ from ravnest.net.identity.identity import Identity
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.rings import direct_line_retries as direct_tries
-from ravnest.provider.rings.direct_line_retries import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, DirectTries
+from ravnest.provider.rings.direct_line_retries import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, DirectLineRetries
 from ravnest.provider.rings.lines import RingLines
 
 SECONDS = 20.0
@@ -30,7 +30,7 @@ class Clock:
 
 def test_a_line_that_failed_is_tried_again_in_a_later_round_after_a_pause_that_grows() -> None:
     clock = Clock()
-    tries = DirectTries(clock)
+    tries = DirectLineRetries(clock)
     assert tries.is_due(1)
     pauses, round = list[float](), 1
     for _ in range(10):
@@ -47,7 +47,7 @@ def test_a_line_that_failed_is_tried_again_in_a_later_round_after_a_pause_that_g
 
 def test_a_line_that_breaks_with_the_first_piece_of_a_round_is_not_tried_again_in_it() -> None:
     clock = Clock()
-    tries = DirectTries(clock)
+    tries = DirectLineRetries(clock)
     assert tries.is_due(1)
     tries.carried(1)
     tries.failed(2)
@@ -57,7 +57,7 @@ def test_a_line_that_breaks_with_the_first_piece_of_a_round_is_not_tried_again_i
 
 def test_a_line_that_outlives_a_round_has_its_failures_forgotten() -> None:
     clock = Clock()
-    tries = DirectTries(clock)
+    tries = DirectLineRetries(clock)
     for round in (1, 2, 3):
         clock.now += LAST_PAUSE_SECONDS
         assert tries.is_due(round)

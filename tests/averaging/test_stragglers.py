@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.averaging.blame import blame
+from ravnest.averaging.stragglers import find_stragglers
 
 ORDER = ("a", "b", "c", "d")
 
@@ -24,6 +24,6 @@ ORDER = ("a", "b", "c", "d")
 def test_silent_ones_come_first_and_then_the_sender_of_the_line_that_carried_least(
     reduced: set[str], progress: dict[str, int], nodes: tuple[str, ...], says: str
 ) -> None:
-    verdict = blame(ORDER, reduced, progress)
+    verdict = find_stragglers(ORDER, reduced, progress)
     assert verdict.nodes == nodes
     assert says in verdict.reason
