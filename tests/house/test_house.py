@@ -36,6 +36,7 @@ def test_words_that_are_not_plain_are_found(tmp_path: Path, text: str, told: str
         "almost_bytes = 3  # the most bytes at least\n",
         '"""A canew, hencefort; the besides."""\n',
         'x = """Of what is in a string that is no docstring."""\n',
+        'emit("nobody_takes")\n',
     ],
 )
 def test_plain_text_is_left_alone(tmp_path: Path, text: str) -> None:
