@@ -315,7 +315,7 @@ def test_clusters_that_share_nothing_lose_only_what_averaging_takes(every: int, 
             )
             for stage in cluster.stages
         ]
-        expected += formula("beside_rounds", rate=rate, line_load=max(loads))
+        expected += formula("rate_with_rounds", rate=rate, line_load=max(loads))
     assert (expected < 0.9 * together) is (every == 2)
     if blocking:
         expected = formula("waiting_for_rounds", together=together, between=between, round=seconds)
@@ -357,15 +357,15 @@ NUMBERS = [
     ("0.5 for bfloat16 and float16, {:.3f} for int8", share_of("int8")),
     ("on lines of at most {:.0f} Mbit/s", PACKED_BYTES_PER_SECOND / 125_000),
     ("all orders of up to {} machines", order.EXACT),
-    ("Of up to {} machines every set", exhaustive.MOST),
+    ("For up to {} machines every set", exhaustive.MOST),
     ("exactly for up to {} owners", ring_order.EXACT),
-    ("more than {} places are looked at", MAX_PLACES),
+    ("more than {} places are reduced", MAX_PLACES),
     ("and never more than {}, nor than", MAX_IN_FLIGHT),
     ("For up to {} machines those questions", MAX_SEARCHED),
     ("within the next {:.0f} seconds", HORIZON_SECONDS),
     ("every cluster has made {} updates", MIN_UPDATES),
     ("Less than {} of a machine", MIN_EXPECTED_ABSENT),
-    ("credited with {:.0f} hours", PRIOR_SECONDS / 3600),
+    ("starts with a credit of {:.0f} hours", PRIOR_SECONDS / 3600),
     ("at least {} times as long as a round", ROUND_SHARE),
     ("takes `average_every` to be {}.", Goal().average_every),
     ("stands still for {:.0f} seconds", DEPLOY_SECONDS),
