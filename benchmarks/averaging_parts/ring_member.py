@@ -16,6 +16,7 @@ from benchmarks.averaging_parts.member import base_values, check_mean, meet, my_
 from benchmarks.averaging_parts.nodes import node_name, open_node
 from benchmarks.averaging_parts.plaintext import PlaintextServer, use_plaintext
 from ravnest.averaging.ring_reduce import Piece, RingReduce
+from ravnest.averaging.segments import RingPosition
 from ravnest.codecs.codec import codec_named
 from ravnest.net.direct_line import DirectLine, DirectServer
 from ravnest.net.frames.frames import RingPlace
@@ -70,9 +71,8 @@ class RingMember:
             ended.set()
 
         memory, self._memory = self._memory, None
-        reduce = RingReduce(
-            self._own, self._own.numel(), weights, self._index, self._codec, norms=self._norms, memory=memory
-        )
+        position = RingPosition(self._index, weights, self._norms)
+        reduce = RingReduce(self._own, self._own.numel(), position, self._codec, memory=memory)
         attempt = RingAttempt(1, node_name(self._index - 1 % self._count), reduce, send, over)
         with self._changed:
             self._attempt, self._round = attempt, number

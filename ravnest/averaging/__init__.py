@@ -1,1 +1,4 @@
-"""Averaging between clusters: rings, the reduce, outer optimizers and the guards. No sockets, no clock."""
+"""Averaging between clusters: the arithmetic of rings, the decisions of a round, and checks of all that members send.
+
+Knows `codecs`, `errors` and `safe_json`. No sockets and no clock: callers pass messages and times in.
+"""

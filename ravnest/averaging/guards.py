@@ -1,6 +1,6 @@
-"""What a member may put into a round: no more weight than the ledger knows of, no difference wildly beyond the others'.
+"""Limits on a member's share in a round: a weight within the coordinator's ledger, and a difference near the others'.
 
-Pure functions; every verdict comes with its reason.
+Pure functions; every decision comes with its reason.
 """
 
 import statistics
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Final
 
 LEFT_OUT_TIMES: Final = 10.0
-"""Who is this many times beyond the length to which it would be clipped is left out."""
+"""A member is left out if its difference is this many times longer than the length to which it would be clipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """What becomes of a member's difference."""
+    """The decision about a member's difference."""
 
     scale: float
-    """In (0, 1]: what it is multiplied with; 0: the member is left out."""
+    """The factor in (0, 1] that the difference is multiplied by; 0: the member is left out."""
     reason: str
 
     @property
@@ -27,7 +27,7 @@ class Clipping:
 
 @dataclass(frozen=True, slots=True)
 class TypicalContribution:
-    """What members brought into a round that counted, in the median."""
+    """The medians of the members' contributions to a committed round."""
 
     norm: float
     samples: float
@@ -36,37 +36,41 @@ class TypicalContribution:
 def typical_contribution(
     norms: Sequence[float], samples: Sequence[int], before: TypicalContribution | None = None
 ) -> TypicalContribution | None:
-    """Of these members, all but those whose weight is 0 or who learned nothing; None where nobody did.
+    """The typical contribution of the members that have a weight and a difference; None where no member has both.
 
-    Of two, of which either may lie, it is the one nearer to what was usual `before`, or that itself where it lies
-    between them; with nothing known from before the longer one, so that nobody is made to look long by a claim.
+    Either of two members may lie. So of two, the typical length is the middle one of both lengths and the length
+    `before`; without `before` it is the longer one, so that no claim makes an honest member look long.
     """
-    did = [i for i in range(len(norms)) if samples[i] > 0 and norms[i] > 0.0]
-    if not did:
+    active = [i for i in range(len(norms)) if samples[i] > 0 and norms[i] > 0.0]
+    if not active:
         return None
-    lengths = [norms[i] for i in did]
-    if len(did) == 2 and before is not None:
+    lengths = [norms[i] for i in active]
+    if len(active) == 2 and before is not None:
         lengths.append(before.norm)
-    return TypicalContribution(statistics.median_high(lengths), statistics.median(samples[i] for i in did))
+    return TypicalContribution(statistics.median_high(lengths), statistics.median(samples[i] for i in active))
 
 
 def clip_outliers(
     norms: Sequence[float], samples: Sequence[int], outlier: float | None, before: TypicalContribution | None = None
 ) -> list[Clipping]:
-    """Each member's norm against the median of the others', scaled up where it did more samples than they, never down.
+    """Compare each member's norm with the median of the others', scaled up (never down) for a member that trained on
+    more samples than they did.
 
-    Beyond `outlier` times that it is clipped to it, beyond ten times as much left out. What others claim may be a lie,
-    and a short claim is as easily made as a long one. So of an even number of others the longer of the middle two
-    counts, which makes one liar among them harmless; and a single other counts only together with what was usual
-    `before`, the longer of both. Where no other did anything, what was usual counts alone: one that was left out of a
-    round must not be alone with its difference in the next. Nobody is judged with `outlier` None, without all that, or
-    whose weight is 0 anyway.
+    A difference longer than `outlier` times that is clipped to it; ten times longer, and the member is left out. The
+    other members' claims may be lies, and a short claim is as easily made as a long one:
+
+    - Of an even number of others, the longer of the middle two counts. One liar among them is then harmless.
+    - A single other counts only together with the typical contribution `before`, whichever is longer.
+    - Without any active other, the typical contribution `before` counts alone. Otherwise a member that was left out of
+      a round would be alone with its difference in the next one.
+
+    A member is not judged with `outlier` None, without anything to compare it with, or with weight 0.
     """
-    return [_judge_one(i, norms, samples, outlier, before) for i in range(len(norms))]
+    return [_clip_one(i, norms, samples, outlier, before) for i in range(len(norms))]
 
 
 def bounded(claimed: int, ledger: int) -> tuple[int, str | None]:
-    """The samples that count as a member's weight, and why they are not those that it claims, where they are not."""
+    """The samples that count as a member's weight, and the reason if they differ from its claim."""
     if claimed < 0:
         return 0, f"it claims {claimed} samples; 0 count"
     if claimed > ledger:
@@ -74,7 +78,7 @@ def bounded(claimed: int, ledger: int) -> tuple[int, str | None]:
     return claimed, None
 
 
-def _judge_one(
+def _clip_one(
     index: int,
     norms: Sequence[float],
     samples: Sequence[int],
@@ -91,16 +95,16 @@ def _judge_one(
     if len(others) < 2:
         if before is None:
             return Clipping(1.0, "there are no two others to compare it with, and nothing is known of earlier rounds")
-        if found is None or _limit(found, samples[index]) < _limit(before, samples[index]):
-            found, whose = before, "what was usual in the last round"
+        if found is None or _expected_norm(found, samples[index]) < _expected_norm(before, samples[index]):
+            found, whose = before, "the usual norm in the last round"
         else:
             whose = "the other's"
     assert found is not None
-    did = samples[index] / found.samples
-    limit = outlier * _limit(found, samples[index])
+    times_samples = samples[index] / found.samples
+    limit = outlier * _expected_norm(found, samples[index])
     compared = f"its norm is {norms[index]:.4g}, {whose} is {found.norm:.4g}"
-    if did > 1.0:
-        compared += f" for {did:.3g} times fewer samples"
+    if times_samples > 1.0:
+        compared += f" for {times_samples:.3g} times fewer samples"
     if norms[index] > LEFT_OUT_TIMES * limit:
         return Clipping(0.0, f"{compared}: more than {LEFT_OUT_TIMES * outlier:g} times as much is left out")
     if norms[index] > limit:
@@ -108,6 +112,5 @@ def _judge_one(
     return Clipping(1.0, compared)
 
 
-def _limit(found: TypicalContribution, samples: int) -> float:
-    """How long a difference of so many samples is by this measure."""
-    return found.norm * max(1.0, samples / found.samples)
+def _expected_norm(typical: TypicalContribution, samples: int) -> float:
+    return typical.norm * max(1.0, samples / typical.samples)

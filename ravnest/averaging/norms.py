@@ -1,8 +1,8 @@
-"""Norms: of what a member contributes, of the pieces that arrive, and how large those may be.
+"""Norms of contributions and of arriving pieces, and upper bounds for them.
 
-A partial sum of vectors is no longer than their norms together, so a receiver who knows the norms that everybody
-declared can tell a sender who puts in more. Codecs blur that: what they may add is allowed for, generously, because a
-refused honest member costs the round and a small excess costs next to nothing.
+A partial sum of vectors is no longer than the sum of their norms. A receiver that knows the norms that all members
+declared can therefore detect a sender that adds more. Lossy codecs blur the comparison. The bounds allow generously for
+their errors, because refusing an honest member costs the round while a small excess costs next to nothing.
 """
 
 import math
@@ -12,14 +12,20 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ravnest.averaging.segments import RingPosition
 from ravnest.codecs.codec import Codec
+from ravnest.errors import PeerError
 
 _ROUNDING: Final = 1.01
-"""For sums and norms in float32."""
+"""Allowance for rounding in float32 sums and norms."""
 _SLACK: Final = 1e-12
 _BLOCK: Final = 64
-"""Values that share a scale in the coarsest codec. int8 has 256, which doubles its share; see `codec_error`."""
+"""Values that share a scale in the coarsest codec. int8 shares one among 256, which doubles its error; see
+`codec_error`."""
 _PART_VALUES: Final = 1 << 18
+_PER_HOP: Final = 1.001
+"""Growth of the bound from hop to hop. Machines sum squares in different orders, and a piece that one member accepts
+must be accepted by the next one too."""
 
 
 def squared_norm(values: Tensor) -> float:
@@ -39,11 +45,12 @@ def norm(values: Tensor) -> float:
 
 
 def codec_error(codec: Codec) -> float:
-    """How long the error of encoding a vector once may be, as a part of the vector's length.
+    """The largest error of encoding a vector once, as a fraction of the vector's length.
 
-    The worst case: every block holds one value as large as its scale, and all others are off by the most that can be.
-    Then a block of b values errs by sqrt(b) times the error of one, relative to its largest value and hence to the
-    block's length. The factor 2 where the error is fed back into nothing covers blocks four times as large.
+    In the worst case every block holds one value as large as its scale, and all other values are rounded by the
+    maximum. The error of a block of b values is then sqrt(b) times the error of one value, relative to the block's
+    largest value and so to the block's length. The factor 2 for codecs without feedback covers blocks four times as
+    large.
     """
     if not codec.lossy:
         return 0.0
@@ -51,21 +58,53 @@ def codec_error(codec: Codec) -> float:
     return worst if codec.feedback else 2 * worst
 
 
-def allowed_norm(codec: Codec, shares: Sequence[float], carried: float, values: int) -> float:
-    """How long a sum of contributions with the lengths `shares` may be when it arrives.
+def allowed_norm(codec: Codec, shares: Sequence[float], residual_norm: float, values: int) -> float:
+    """The largest length at which a sum of contributions with the lengths `shares` may arrive.
 
-    Every contributor encoded the sum once. `carried`: how long the residual may be that each of them had left from
-    earlier rounds, for a codec with feedback; `values`: in all of the coded section.
+    Every contributor encoded the sum once. `residual_norm`: the largest residual that each of them may have kept from
+    earlier rounds, for a codec with feedback; `values`: the size of the whole coded section.
     """
     total = math.fsum(shares)
     once = codec_error(codec) * total + (codec.error(0.0) * math.sqrt(values) if codec.lossy else 0.0)
     lost = len(shares) * once
-    return _ROUNDING * total + lost + len(shares) * carried + _SLACK
+    return _ROUNDING * total + lost + len(shares) * residual_norm + _SLACK
 
 
-def carried_norm(codec: Codec, before: float, total: float) -> float:
-    """How long a member's residual may be after a round whose contributions were `total` long together.
+def next_residual_norm(codec: Codec, before: float, total: float) -> float:
+    """The largest residual of a member after a round whose contributions had the length `total` together.
 
-    What is lost is an error of what came plus the residual before, so an old residual fades.
+    Encoding loses a fraction of what arrived plus the residual before, so an old residual fades.
     """
     return codec_error(codec) * (total + before) if codec.feedback else 0.0
+
+
+class NormBounds:
+    """The lengths that a member accepts in one attempt: for each hop, the coded pieces together may not be longer.
+
+    The pieces of different hops are not added up. The next hop brings the work of other members, and a piece that one
+    member accepts must not make the next member blame it.
+    """
+
+    def __init__(self, position: RingPosition, codec: Codec, residual_norm: float, coded_values: int) -> None:
+        """`residual_norm`: see `allowed_norm`."""
+        shares = position.declared_lengths
+        if codec.feedback:
+            # A member that has just joined cannot know the others' residuals: at least what this round may leave them.
+            residual_norm = max(residual_norm, 2 * codec_error(codec) * position.declared_length)
+        bounds = []
+        for hop in range(position.hops):
+            contributors = min(hop + 1, position.members)
+            arriving = [shares[(position.index - 1 - back) % position.members] for back in range(contributors)]
+            bounds.append(allowed_norm(codec, arriving, residual_norm, coded_values) * _PER_HOP**hop)
+        self.by_hop: Sequence[float] = tuple(bounds)
+        self._squares = [0.0] * len(bounds)
+
+    def add(self, hop: int, square: float) -> None:
+        """Count the squared length of one more piece; PeerError when the hop exceeds its bound."""
+        self._squares[hop] += square
+        length, bound = math.sqrt(self._squares[hop]), self.by_hop[hop]
+        if length > bound:
+            raise PeerError(
+                f"the sum that came on hop {hop} has a norm of at least {length:.4g}, but by the norms that "
+                f"its contributors declared it is at most {bound:.4g}"
+            )

@@ -1,4 +1,4 @@
-"""What the owners of a ring tell the coordinator about a round, and what it is to do then. Values only."""
+"""Messages between the owners of a ring and the coordinator's decisions about a round: values only."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,28 +6,28 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """What an owner says when its snapshot is taken."""
+    """An owner's report when it has taken its snapshot."""
 
     samples: int
     norm: float
-    """Of the coded section of its contribution."""
+    """The length of the coded section of its contribution."""
     finite: bool
     committed: int
     """The round of its anchor."""
     counters: tuple[int, ...] = ()
     refusal: str = ""
-    """Why it does not take part."""
+    """The reason why it does not take part; empty if it does."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundMember:
-    """One of those who reduce, in ring order."""
+    """One of the members of an attempt, in ring order."""
 
     node: str
     weight: float
-    """Its share; all of them sum to 1."""
+    """Its share; the shares of all members sum to 1."""
     norm: float
-    """How long its difference is, after clipping: a member that has more clips itself to this."""
+    """The length of its difference after clipping. A member whose difference is longer clips itself to this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Begin:
     attempt: int
     members: tuple[RoundMember, ...]
     counters: tuple[int, ...]
-    """The largest of anybody's, one by one."""
+    """For each counter the largest value of all members."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Tell `donor` to send where it stands to `node`."""
+    """Tell `donor` to send its anchor and outer state to `node`."""
 
     node: str
     donor: str
@@ -66,7 +66,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """For the events of the run."""
+    """An event for the log of the run."""
 
     kind: Literal["left_out", "dropped", "bounded", "clipped", "retry", "disagreed", "behind"]
     reason: str

@@ -1,20 +1,66 @@
-"""How a ring cuts its vector: a segment for each member, each segment in pieces that travel one by one.
+"""Geometry of a reduce: a member's position in the ring, and the cut of the vector into segments and pieces.
 
-Both sections are cut into as many segments as there are members, by count; a segment is its part of the coded section
-and its part of the plain one. A piece lies within one section. Every member computes the same cut from the same sizes.
+The vector has a coded and a plain section. Both are cut into as many segments as there are members, so a segment is a
+part of each section. Segments are cut into pieces, which travel one by one; a piece lies within one section. Every
+member computes the same cut from the same sizes.
 """
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 _PIECES_PER_SEGMENT: Final = 16
-"""So that sending, adding and receiving overlap, while there is something to overlap."""
-_FEWEST_VALUES: Final = 4_096
+"""Enough pieces for sending, adding and receiving to overlap."""
+_MIN_VALUES: Final = 4_096
 _MAX_VALUES: Final = 262_144
-"""1 MiB of float32: what one operation leaves in the cache the next one finds there."""
+"""1 MiB of float32, which stays in the cache from one operation to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingPosition:
+    """A member's place in the ring, and the weights and norms of all members in ring order."""
+
+    index: int
+    weights: Sequence[float]
+    """The shares of the members, which sum to 1."""
+    norms: Sequence[float] | None
+    """The declared length of each member's coded section, after clipping; None: lengths are not checked."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.index < len(self.weights)
+        assert self.norms is None or len(self.norms) == len(self.weights)
+
+    @property
+    def members(self) -> int:
+        return len(self.weights)
+
+    @property
+    def hops(self) -> int:
+        """The number of times that a member sends on a segment."""
+        return 2 * (self.members - 1)
+
+    @property
+    def weight(self) -> float:
+        return self.weights[self.index]
+
+    @property
+    def declared_lengths(self) -> list[float]:
+        """The length that each member adds to the sum by its declaration; empty without norms."""
+        return [] if self.norms is None else [w * length for w, length in zip(self.weights, self.norms, strict=True)]
+
+    @property
+    def declared_length(self) -> float:
+        """The largest length of the sum by what the members declared; 0 without norms."""
+        return math.fsum(self.declared_lengths)
+
+    def arriving(self, hop: int) -> int:
+        """The segment that this member receives on a hop."""
+        return (self.index - 1 - hop) % self.members
 
 
 class PieceSpan(NamedTuple):
-    """Where a piece lies in the vector."""
+    """The place of a piece in the vector."""
 
     start: int
     stop: int
@@ -32,7 +78,7 @@ class Segments:
         self._spans = tuple(tuple(self._spans_of(segment)) for segment in range(members))
 
     def pieces(self, segment: int) -> int:
-        """How many pieces a segment has; none where there are fewer values than members."""
+        """The number of pieces of a segment; 0 where there are fewer values than members."""
         return len(self._spans[segment])
 
     def span(self, segment: int, chunk: int) -> PieceSpan:
@@ -48,7 +94,7 @@ class Segments:
 
 
 def default_piece_values(values: int, members: int) -> int:
-    """A sixteenth of a segment, within limits, and a multiple of the smallest piece: codecs work in blocks."""
+    """A sixteenth of a segment, within limits, and a multiple of the smallest piece, because codecs work in blocks."""
     per_segment = -(-values // members)
-    pieces = -(-per_segment // (_PIECES_PER_SEGMENT * _FEWEST_VALUES))
-    return min(max(pieces, 1) * _FEWEST_VALUES, _MAX_VALUES)
+    pieces = -(-per_segment // (_PIECES_PER_SEGMENT * _MIN_VALUES))
+    return min(max(pieces, 1) * _MIN_VALUES, _MAX_VALUES)

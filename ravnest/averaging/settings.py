@@ -1,4 +1,4 @@
-"""How the owners of a ring average: the part of a job that travels to them, as plain data."""
+"""Averaging settings that travel from a job to the owners of its rings, as plain data."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from ravnest.safe_json import read_json
 
 @dataclass(frozen=True, kw_only=True)
 class RingSettings:
-    """What every owner of every ring of a run must do alike; `from_json` refuses what is not exactly that."""
+    """The settings that all owners of all rings of a run share."""
 
     outer: str = "mean"
     outer_rate: float | None = None
@@ -23,7 +23,8 @@ class RingSettings:
 
     @classmethod
     def from_json(cls, text: str) -> "RingSettings":
-        """GraphError for anything that `to_json` did not write; whether names are known shows when they are used."""
+        """The settings from JSON. GraphError for anything that `to_json` cannot have written; an unknown name fails
+        later, when it is used."""
         try:
             data = read_json(text)
         except ValueError as error:

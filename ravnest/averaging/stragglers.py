@@ -1,4 +1,5 @@
-"""Who is to blame when a reduce does not end in time. A pure function: the decision and its reason."""
+"""Choice of the members to leave out when a reduce misses its deadline: a pure function of what the members
+reported."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,33 +7,37 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
+    """The members that hold a reduce up."""
+
     nodes: tuple[str, ...]
-    """Who is left out of the next attempt; nobody: another attempt would end the same way."""
+    """The members to leave out of the next attempt. Empty: no single member is slow, and another attempt would end the
+    same way."""
     reason: str
 
 
 def find_stragglers(order: Sequence[str], reduced: Collection[str], progress: Mapping[str, int]) -> Stragglers:
-    """Whom to leave out when time is up.
+    """The members to leave out of the next attempt, and why.
 
-    `order`: the ring, each sends to the next; `reduced`: who has finished; `progress`: how many pieces the others have
-    received, of those who said so of late. Silent ones come first: a healthy member says how far it is. Else it is the
-    sender of the line that has carried least; downstream of a line that is stuck everybody has more.
+    `order`: the members, each of which sends to the next; `reduced`: those that have finished; `progress`: pieces
+    received, by the other members that reported recently. Silent members come first, because a healthy member reports
+    all the time. Otherwise the straggler is the sender on the line that carried the fewest pieces: all members further
+    down the ring have received more.
     """
     silent = tuple(node for node in order if node not in reduced and node not in progress)
     if len(silent) == len(order):
-        return Stragglers((), "nobody finished, and nobody said how far it is")
+        return Stragglers((), "no member finished or reported its progress")
     if silent:
-        return Stragglers(silent, f"{', '.join(silent)} neither finished nor said how far it is")
+        return Stragglers(silent, f"{', '.join(silent)} neither finished nor reported progress")
     waiting = {node: progress[node] for node in order if node not in reduced}
-    assert waiting, "a reduce that everybody finished has not stalled"
-    least = min(waiting.values())
-    starved = [node for node in order if waiting.get(node) == least]
+    assert waiting, "a reduce that all members finished has not stalled"
+    fewest = min(waiting.values())
+    starved = [node for node in order if waiting.get(node) == fewest]
     if len(starved) == len(order):
-        return Stragglers((), f"all members were equally slow: {least} pieces each")
-    # Of several, the one behind whom somebody has more: there the line is stuck, not further up.
-    after = next(node for node in starved if _before(order, node) not in starved)
-    sender = _before(order, after)
-    return Stragglers((sender,), f"{after} has received {least} pieces from {sender}, fewer than anybody else")
+        return Stragglers((), f"all members were equally slow: {fewest} pieces each")
+    # A starved member whose predecessor is starved too only passes the shortage on: the line is stuck further up.
+    receiver = next(node for node in starved if _before(order, node) not in starved)
+    sender = _before(order, receiver)
+    return Stragglers((sender,), f"{receiver} has received {fewest} pieces from {sender}, fewer than any other member")
 
 
 def _before(order: Sequence[str], node: str) -> str:

@@ -1,7 +1,7 @@
-"""How the tensors of a ring lie in one flat float32 vector: parameters first (the coded section), plain values after.
+"""Layout of a ring's tensors in one flat float32 vector: the coded section, then the plain section.
 
-The coded section travels in the codec of the run; the plain one (float buffers, moments of the inner optimizer) always
-as float32.
+The coded section holds the parameters and travels in the codec of the run. The plain section holds float buffers and
+moments of the inner optimizer, and always travels as float32.
 """
 
 import math
@@ -25,7 +25,7 @@ class Entry:
 
 
 class RingVector:
-    """The order of a ring's tensors, the same in every cluster, whatever device or element type they have there."""
+    """The order of a ring's tensors, which is the same in every cluster for any device and element type."""
 
     def __init__(self, parameters: Sequence[Entry], plain: Sequence[Entry] = ()) -> None:
         self.parameters = tuple(parameters)
@@ -33,10 +33,10 @@ class RingVector:
         self.coded_values = sum(entry.values for entry in self.parameters)
         self.values = self.coded_values + sum(entry.values for entry in self.plain)
         names = [entry.name for entry in (*self.parameters, *self.plain)]
-        assert len(set(names)) == len(names), "a tensor is in a ring once"
+        assert len(set(names)) == len(names), "a tensor is in a ring only once"
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The tensors as one fresh vector on the CPU; they may be on any device and of any float type."""
+        """The tensors copied into one new vector on the CPU; they may be on any device and of any float type."""
         vector = torch.empty(self.values)
         for name, view in self.views(vector).items():
             tensor = tensors[name].detach()

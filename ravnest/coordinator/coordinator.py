@@ -265,7 +265,7 @@ class Coordinator:
         """What the swarm reported of the model that was saved last, and on what. Once `finish` is over."""
         witness, formation = self._items.witness, self._now
         found = witness.current
-        if formation.averaging is not None and not formation.averaging.alike:
+        if formation.averaging is not None and not formation.averaging.is_averaged:
             # Another cluster's model is another one.
             found = [each for each in found if each.provider in formation.checkpointing.nodes]
         return found, witness.source

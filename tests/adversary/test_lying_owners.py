@@ -98,7 +98,7 @@ def test_a_liar_is_named_and_the_others_learn_as_if_it_were_not_there(liars: Lyi
 def test_one_whose_line_is_slow_takes_the_mean_late_and_goes_on_with_the_others(
     liars: LyingSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deadlines, "_SHORTEST_REDUCING_SECONDS", 0.4)
+    monkeypatch.setattr(deadlines, "MIN_REDUCING_SECONDS", 0.4)
     run, ended = tmp_path / "run", threading.Event()
 
     def watch() -> None:

@@ -13,15 +13,19 @@ import torch
 from torch import Tensor
 
 from ravnest.averaging.outer.outer import outer_named
+from ravnest.averaging.participants import RingHistory
 from ravnest.averaging.ring_reduce import Piece, RingReduce
-from ravnest.averaging.ring_round import Abort, Begin, CatchUp, Commit, Join, Notice, RingRound
+from ravnest.averaging.ring_round import RingRound, RoundLimits
 from ravnest.averaging.ring_state import Contribution, RingState
+from ravnest.averaging.round_messages import Abort, Begin, CatchUp, Commit, Join, Notice
+from ravnest.averaging.segments import RingPosition
 from ravnest.averaging.vector import Entry, RingVector
 from ravnest.codecs.codec import Codec
 from ravnest.errors import PeerError
 
 VECTOR = RingVector([Entry("weight", (5,)), Entry("bias", (2,))], [Entry("mean", (3,))])
 COORDINATOR = "coordinator"
+LIMITS = RoundLimits(join_seconds=10.0, reduce_seconds=20.0, outlier=None)
 
 
 def drawn(seed: int) -> Tensor:
@@ -78,17 +82,7 @@ class RingSwarm:
         """Everybody alive takes its snapshot and joins."""
         samples = samples or {name: 10 * (i + 1) for i, name in enumerate(self.nodes)}
         self.commit = None
-        self.ring = RingRound(
-            ring=0,
-            round=round,
-            owners=list(self.nodes),
-            samples=samples,
-            committed=self.newest,
-            outlier=None,
-            now=self.now,
-            join_seconds=10.0,
-            reduce_seconds=20.0,
-        )
+        self.ring = RingRound(round, samples, RingHistory(self.newest), LIMITS, self.now)
         for node in self.survivors:
             node.contribution = node.state.contribute(node.now.clone())
             node.reduce, node.attempt, node.moved_on = None, 0, False
@@ -210,9 +204,11 @@ class RingSwarm:
         node.order = tuple(member.node for member in begin.members)
         node.reduce = node.state.reduce(
             node.contribution,
-            [member.weight for member in begin.members],
-            node.order.index(node.name),
-            [member.norm for member in begin.members],
+            RingPosition(
+                node.order.index(node.name),
+                [member.weight for member in begin.members],
+                [member.norm for member in begin.members],
+            ),
         )
         for piece in node.reduce.start():
             self.send(node.name, node.after, (node.attempt, piece))

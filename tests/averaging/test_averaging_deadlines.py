@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 from ravnest.averaging.deadlines import Deadlines, PhaseTime, after, joining, reducing
 
 
-def test_a_deadline_begins_with_the_estimate_and_says_why() -> None:
+def test_a_deadline_begins_with_the_estimate() -> None:
     deadline = reducing(40.0)
     assert deadline.seconds == pytest.approx(120.0)
-    assert "40 s" in deadline.reason and "expected" in deadline.reason
     assert 1.0 < joining(0.001).seconds < 60.0
 
 
@@ -28,7 +27,7 @@ def test_it_follows_what_takes_longer_at_once_and_shrinks_slowly() -> None:
 def test_it_grows_when_members_were_cut_off_and_comes_back_when_they_are_not() -> None:
     deadline = reducing(10.0)
     grown = after(deadline, PhaseTime(5.0, cut_off=1))
-    assert grown.seconds == pytest.approx(2 * deadline.seconds) and "1 did not make it" in grown.reason
+    assert grown.seconds == pytest.approx(2 * deadline.seconds)
     for _ in range(100):
         grown = after(grown, PhaseTime(10.0))
     assert grown.seconds == pytest.approx(30.0)
@@ -47,7 +46,7 @@ def test_whatever_happened_there_is_always_time_and_never_too_much(estimate: flo
     deadline = joining(estimate)
     for took in history:
         deadline = after(deadline, took)
-        assert 5.0 <= deadline.seconds <= 1800.0 and deadline.reason
+        assert 5.0 <= deadline.seconds <= 1800.0
         if not took.cut_off:
             assert deadline.seconds >= min(took.seconds, 1800.0)
 
@@ -60,7 +59,7 @@ def test_a_run_learns_from_the_slowest_ring_of_a_round() -> None:
     assert deadlines.reducing.seconds == pytest.approx(300.0)
     # One ring that cut somebody off is enough, though another took longer.
     deadlines.learn([PhaseTime(1.0, cut_off=1), PhaseTime(2.0)], [PhaseTime(1.0)])
-    assert deadlines.joining.seconds == pytest.approx(300.0) and "1 did not make it" in deadlines.joining.reason
+    assert deadlines.joining.seconds == pytest.approx(300.0)
     assert deadlines.reducing.seconds == pytest.approx(270.0)
 
 

@@ -45,7 +45,7 @@ def test_of_two_nobody_is_judged_before_anything_is_known_of_them() -> None:
 def test_of_two_one_is_compared_with_what_was_usual_where_the_other_claims_less_than_that() -> None:
     before = TypicalContribution(1.0, 1)
     verdicts = clip_outliers([2.0, 1e-9], [1, 1], 10.0, before)
-    assert [v.scale for v in verdicts] == [1.0, 1.0] and "what was usual in the last round is 1" in verdicts[0].reason
+    assert [v.scale for v in verdicts] == [1.0, 1.0] and "the usual norm in the last round is 1" in verdicts[0].reason
     verdicts = clip_outliers([50.0, 1e-9], [1, 1], 10.0, before)
     assert [v.scale for v in verdicts] == [pytest.approx(0.2), 1.0]
     verdicts = clip_outliers([2.0, 1000.0], [1, 1], 10.0, before)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ravnest.averaging.norms import codec_error, norm
-from ravnest.averaging.ring_reduce import Piece, RingReduce
+from ravnest.averaging.norms import NormBounds, codec_error, norm
+from ravnest.averaging.ring_reduce import ErrorFeedback, Piece, RingReduce
+from ravnest.averaging.segments import RingPosition
 from ravnest.codecs.codec import CODECS, Codec
 from ravnest.errors import PeerError
 from tests.averaging.ring_drive import run_ring
@@ -31,18 +32,18 @@ def ring(
     codec: Codec,
     piece_values: int | None = None,
     residuals: Sequence[Tensor | None] | None = None,
+    scale_of_first: float = 1.0,
 ) -> list[RingReduce]:
     norms = [norm(vector[:coded]) for vector in vectors]
     return [
         RingReduce(
             vector,
             coded,
-            weights,
-            i,
+            RingPosition(i, weights, norms),
             codec,
-            norms=norms,
             piece_values=piece_values,
-            residual=residuals[i] if residuals else None,
+            feedback=ErrorFeedback(residuals[i] if residuals else None),
+            scale=1.0 if i else scale_of_first,
         )
         for i, vector in enumerate(vectors)
     ]
@@ -142,21 +143,22 @@ def test_each_member_sends_no_more_than_a_ring_has_to() -> None:
 
 
 def test_one_member_is_done_at_once() -> None:
-    alone = RingReduce(torch.tensor([1.0, 2.0]), 1, [0.5], 0, FLOAT32, norms=[1.0])
+    alone = RingReduce(torch.tensor([1.0, 2.0]), 1, RingPosition(0, [0.5], [1.0]), FLOAT32)
     assert alone.done and list(alone.start()) == []
     assert alone.result.tolist() == [0.5, 1.0]
 
 
 def test_a_clipped_member_scales_its_coded_section_and_not_its_plain_values() -> None:
-    clipped = RingReduce(torch.tensor([8.0, 3.0]), 1, [0.5, 0.5], 0, FLOAT32, norms=[2.0, 1.0], scale=0.25)
-    other = RingReduce(torch.tensor([1.0, 1.0]), 1, [0.5, 0.5], 1, FLOAT32, norms=[2.0, 1.0])
+    weights, norms = [0.5, 0.5], [2.0, 1.0]
+    clipped = RingReduce(torch.tensor([8.0, 3.0]), 1, RingPosition(0, weights, norms), FLOAT32, scale=0.25)
+    other = RingReduce(torch.tensor([1.0, 1.0]), 1, RingPosition(1, weights, norms), FLOAT32)
     run_ring([clipped, other])
     assert other.result.tolist() == [1.5, 2.0]
 
 
 def test_digests_differ_where_results_do() -> None:
     def digest(values: list[float]) -> int:
-        return RingReduce(torch.tensor(values), 2, [1.0], 0, FLOAT32, norms=None).digest
+        return RingReduce(torch.tensor(values), 2, RingPosition(0, [1.0], None), FLOAT32).digest
 
     assert digest([1.0, 2.0, 3.0]) == digest([1.0, 2.0, 3.0])
     assert len({digest([1.0, 2.0, 3.0]), digest([1.0, 2.0, 4.0]), digest([1.0, 2.0]), digest([0.0, 0.0, 0.0])}) == 4
@@ -168,7 +170,7 @@ def test_digests_differ_where_results_do() -> None:
 def pair(norms: Sequence[float] | None = (2.0, 2.0)) -> tuple[RingReduce, RingReduce]:
     """Two members with 4 coded values and 2 plain ones, whose segments are 2 and 1: two pieces each."""
     own = torch.tensor([1.0, 1.0, 1.0, 1.0, 5.0, 5.0])
-    first, second = (RingReduce(own.clone(), 4, [0.5, 0.5], i, FLOAT32, norms=norms) for i in range(2))
+    first, second = (RingReduce(own.clone(), 4, RingPosition(i, [0.5, 0.5], norms), FLOAT32) for i in range(2))
     return first, second
 
 
@@ -208,7 +210,7 @@ def test_a_piece_that_comes_twice_is_refused() -> None:
 
 
 def test_a_sum_before_its_share_was_added_is_refused_also_of_a_foreign_segment() -> None:
-    reduce = RingReduce(torch.ones(3), 3, [1 / 3] * 3, 0, FLOAT32, norms=None)
+    reduce = RingReduce(torch.ones(3), 3, RingPosition(0, [1 / 3] * 3, None), FLOAT32)
     list(reduce.start())
     with pytest.raises(PeerError, match="before this member's share"):
         reduce.receive(Piece(3, 2, 0, encoded(1)))
@@ -217,7 +219,7 @@ def test_a_sum_before_its_share_was_added_is_refused_also_of_a_foreign_segment()
 def test_lengths_add_up_over_pieces() -> None:
     """A sender that stays below what is allowed in each piece, and not in all of them together, is found out."""
     own = torch.ones(64)
-    reduce = RingReduce(own, 64, [0.5, 0.5], 1, FLOAT32, norms=[8.0, 8.0], piece_values=4)
+    reduce = RingReduce(own, 64, RingPosition(1, [0.5, 0.5], [8.0, 8.0]), FLOAT32, piece_values=4)
     with pytest.raises(PeerError, match="norm"):
         for chunk in range(8):
             reduce.receive(Piece(0, 0, chunk, encoded(1.5, 1.5, 1.5, 1.5)))
@@ -225,7 +227,7 @@ def test_lengths_add_up_over_pieces() -> None:
 
 def test_plain_values_that_make_the_sum_overflow_are_their_senders_fault() -> None:
     own = torch.tensor([1.0, 3e38, 3e38, 3e38])
-    reduce = RingReduce(own, 1, [0.3, 0.3, 0.4], 1, FLOAT32, norms=None)
+    reduce = RingReduce(own, 1, RingPosition(1, [0.3, 0.3, 0.4], None), FLOAT32)
     with pytest.raises(PeerError, match="overflow"):
         reduce.receive(Piece(0, 0, 0, encoded(3e38)))
 
@@ -237,9 +239,8 @@ def test_what_an_honest_member_lets_pass_is_never_held_against_it(codec: Codec) 
     vectors = [torch.randn(count, generator=torch.Generator().manual_seed(i)) for i in range(members)]
     weights = [0.3, 0.0, 0.2, 0.4, 0.1]
     for factor in torch.linspace(0.5, 4.0, 36).tolist():
-        reduces = ring(vectors, count, weights, codec, 128)
-        # The first one says it has what it has, and sends more.
-        reduces[0]._shares = (reduces[0]._shares[0], reduces[0]._shares[1] * factor)
+        # The first member declares the true length of its vector and sends more or less.
+        reduces = ring(vectors, count, weights, codec, 128, scale_of_first=factor)
         lines = [(1, piece) for piece in reduces[0].start()]
         for i in range(1, members):
             lines += [((i + 1) % members, piece) for piece in reduces[i].start()]
@@ -256,8 +257,8 @@ def test_what_an_honest_member_lets_pass_is_never_held_against_it(codec: Codec) 
 
 def test_limits_grow_from_hop_to_hop_also_where_nothing_is_added() -> None:
     """Two machines may disagree about the last bits of a norm; the one further on must be the more tolerant."""
-    limits = RingReduce(torch.ones(9), 9, [0.5, 0.0, 0.5, 0.0], 3, FLOAT32, norms=[3.0] * 4)._allowed
-    assert limits is not None and len(limits) == 6
+    limits = NormBounds(RingPosition(3, [0.5, 0.0, 0.5, 0.0], [3.0] * 4), FLOAT32, 0.0, 9).by_hop
+    assert len(limits) == 6
     assert all(limit < later for limit, later in itertools.pairwise(limits))
 
 
@@ -299,7 +300,7 @@ def test_whatever_a_member_is_sent_it_is_refused_or_harmless(
     codec: Codec, sent: list[tuple[int, int, int, bytes | None]], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    reduce = RingReduce(torch.ones(17), 11, [0.3, 0.3, 0.4], 1, codec, norms=[3.4] * 3, piece_values=2)
+    reduce = RingReduce(torch.ones(17), 11, RingPosition(1, [0.3, 0.3, 0.4], [3.4] * 3), codec, piece_values=2)
     list(reduce.start())
     for hop, segment, chunk, data in sent:
         # None stands for bytes of a size that fits, whatever is in them.

@@ -1,45 +1,27 @@
 """The coordinator's side of a round: who takes part, with which weight, and whether it commits."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from ravnest.averaging.guards import TypicalContribution
+from ravnest.averaging.participants import OUTLYING_ROUNDS, RingHistory
+from ravnest.averaging.reduce_attempt import MAX_EXTENSIONS, SILENT_SECONDS
 from ravnest.averaging.ring_reduce import Piece
-from ravnest.averaging.ring_round import (
-    MAX_EXTENSIONS,
-    OUTLYING_ROUNDS,
-    SILENT_SECONDS,
-    Abort,
-    Action,
-    Begin,
-    CatchUp,
-    Commit,
-    Join,
-    Notice,
-    RingRound,
-)
+from ravnest.averaging.ring_round import RingRound, RoundLimits
+from ravnest.averaging.round_messages import Abort, Action, Begin, CatchUp, Commit, Join, Notice
 from ravnest.codecs.codec import CODECS
 from tests.averaging.ring_swarm import RingSwarm
 
 OWNERS = ("a", "b", "c")
 
 
-def a_round(**changes: Any) -> RingRound:
-    arguments: dict[str, Any] = {
-        "ring": 3,
-        "round": 8,
-        "owners": OWNERS,
-        "samples": dict.fromkeys(OWNERS, 100),
-        "committed": 7,
-        "outlier": 10.0,
-        "now": 1000.0,
-        "join_seconds": 10.0,
-        "reduce_seconds": 20.0,
-    }
-    return RingRound(**{**arguments, **changes})
+def a_round(owners: Sequence[str] = OWNERS, max_attempts: int = 5, **history: Any) -> RingRound:
+    limits = RoundLimits(join_seconds=10.0, reduce_seconds=20.0, outlier=10.0, max_attempts=max_attempts)
+    return RingRound(8, dict.fromkeys(owners, 100), RingHistory(**{"committed": 7, **history}), limits, now=1000.0)
 
 
 def join(samples: int = 100, norm: float = 1.0, committed: int = 7, **changes: Any) -> Join:
@@ -163,9 +145,9 @@ def test_one_that_is_an_outlier_again_and_again_takes_the_mean_of_the_others_ins
 
 
 def test_of_two_the_outlier_is_dropped_in_the_end_and_the_ring_goes_on() -> None:
-    two = {"owners": ("a", "b"), "samples": {"a": 100, "b": 100}, "typical_before": TypicalContribution(2.0, 100)}
+    typical = TypicalContribution(2.0, 100)
     for before, outcome in ((0, "aborted"), (1, "aborted"), (2, None)):
-        ring = a_round(**two, outlying={"b": before})
+        ring = a_round(("a", "b"), outlying={"b": before}, typical=typical)
         ring.joined("a", join(norm=1.0), 1001.0)
         actions = ring.joined("b", join(norm=1000.0), 1001.0)
         assert ring.outcome == outcome
@@ -174,8 +156,7 @@ def test_of_two_the_outlier_is_dropped_in_the_end_and_the_ring_goes_on() -> None
 
 
 def test_of_two_neither_is_an_outlier_in_the_first_round_and_what_is_usual_is_known_from_then_on() -> None:
-    two = {"owners": ("a", "b"), "samples": {"a": 100, "b": 100}}
-    ring = a_round(**two)
+    ring = a_round(("a", "b"))
     ring.joined("a", join(norm=1e-6), 1001.0)
     actions = ring.joined("b", join(norm=1.0), 1001.0)
     [begin] = only(Begin, actions)
@@ -191,7 +172,7 @@ def test_what_counted_once_does_not_count_again_when_its_owner_says_it_has_not_h
     actions = ring.joined("b", join(committed=6), 1001.0)
     assert notices(actions) == [("dropped", "b")] and only(CatchUp, actions) == [CatchUp("b", "a")]
     [notice] = only(Notice, actions)
-    assert "stands at round 6, but round 7 counted for it" in notice.reason
+    assert "it has round 6, but round 7 counted for it" in notice.reason
     # Who was left out of the rounds since is behind, and that is all.
     assert notices(ring.joined("c", join(committed=5), 1001.0)) == []
     ring.caught_up("b", 1002.0)
@@ -203,17 +184,17 @@ def test_where_nobody_has_learnt_anything_all_are_alike_unless_one_is_missing() 
     nothing = join(samples=0, norm=0.0)
     ring = a_round()
     all_join(ring, nothing, nothing, nothing)
-    assert ring.outcome == "aborted" and ring.alike
+    assert ring.outcome == "aborted" and ring.has_nothing_new
     ring = a_round()
     ring.gone("c", "x", 1000.0)
     ring.joined("a", nothing, 1001.0)
     ring.joined("b", nothing, 1001.0)
-    assert ring.outcome == "aborted" and not ring.alike
+    assert ring.outcome == "aborted" and not ring.has_nothing_new
     ring = a_round(counted={"a": 7})
     all_join(ring, join(samples=3, committed=6), nothing, nothing)
     [begin] = only(Begin, ring.caught_up("a", 1002.0))
     assert [m.weight for m in begin.members] == [0.0, 0.5, 0.5], "what is dropped is in one of them until it commits"
-    assert not ring.alike
+    assert not ring.has_nothing_new
 
 
 def test_one_that_is_alone_with_its_difference_is_compared_with_what_was_usual() -> None:
@@ -223,12 +204,13 @@ def test_one_that_is_alone_with_its_difference_is_compared_with_what_was_usual()
         ring.reduced(node, 1, 4, 1002.0)
     assert ring.typical == TypicalContribution(2.0, 100)
     nothing = join(samples=0, norm=0.0)
-    again = a_round(typical_before=ring.typical)
+    again = a_round(typical=ring.typical)
     actions = all_join(again, join(norm=500.0), nothing, nothing)
     assert (
-        notices(actions) == [("left_out", "a")] and "usual in the last round is 2:" in only(Notice, actions)[0].reason
+        notices(actions) == [("left_out", "a")]
+        and "the usual norm in the last round is 2:" in only(Notice, actions)[0].reason
     )
-    assert begun(a_round(typical_before=ring.typical), join(norm=3.0), nothing, nothing).members[0].weight == 1.0
+    assert begun(a_round(typical=ring.typical), join(norm=3.0), nothing, nothing).members[0].weight == 1.0
 
 
 def test_one_that_missed_a_commit_catches_up_first() -> None:
@@ -331,10 +313,10 @@ def test_fewer_than_two_or_no_samples_at_all_is_the_end_of_it() -> None:
 
     ring = a_round()
     [abort] = only(Abort, all_join(ring, join(0), join(0), join(0)))
-    assert abort.nodes == OWNERS and "nobody has learned" in abort.reason
+    assert abort.nodes == OWNERS and "no owner has learned" in abort.reason
 
     ring = a_round()
-    assert only(Abort, ring.tick(1010.0)) == [Abort((), "of 3 owners nobody is left to average with")]
+    assert only(Abort, ring.tick(1010.0)) == [Abort((), "of 3 owners none is left to average with")]
     assert ring.outcome == "aborted"
 
 
@@ -363,7 +345,7 @@ def test_the_one_that_is_blamed_is_left_out() -> None:
 
 def test_who_blames_one_after_another_is_left_out_itself() -> None:
     owners = ("a", "b", "c", "d")
-    ring = a_round(owners=owners, samples=dict.fromkeys(owners, 100))
+    ring = a_round(owners=owners)
     for node in owners:
         ring.joined(node, join(), 1001.0)
     assert ("left_out", "b") in notices(ring.failed("c", 1, "b", "bad", 1002.0))
@@ -516,7 +498,7 @@ def test_when_nobody_in_particular_is_to_blame_the_round_ends() -> None:
 
 def test_attempts_end() -> None:
     owners = tuple(f"n{i}" for i in range(9))
-    ring = a_round(owners=owners, samples=dict.fromkeys(owners, 100), max_attempts=3)
+    ring = a_round(owners=owners, max_attempts=3)
     for node in owners:
         ring.joined(node, join(), 1001.0)
     for node in owners[:3]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ravnest.averaging.outer.outer import outer_named
 from ravnest.averaging.ring_state import RingState, TensorUpdate
+from ravnest.averaging.segments import RingPosition
 from ravnest.averaging.vector import Entry, RingVector
 from ravnest.codecs.codec import CODECS, Codec
 from ravnest.errors import PeerError
@@ -36,7 +37,7 @@ def a_round(
     assert all(contribution.finite for contribution in contributions)
     norms = [contribution.norm for contribution in contributions]
     reduces = [
-        ring.reduce(contribution, weights, i, norms, piece_values)
+        ring.reduce(contribution, RingPosition(i, weights, norms), piece_values)
         for i, (ring, contribution) in enumerate(zip(rings, contributions, strict=True))
     ]
     run_ring(reduces)
@@ -79,13 +80,13 @@ def test_a_commit_moves_everybody_to_the_same_anchor_and_keeps_progress_since_th
 
 def test_a_mean_is_made_in_the_memory_of_the_last_one_that_counted_and_of_no_other() -> None:
     def memory(ring: RingState) -> int:
-        made = ring.reduce(ring.contribute(drawn(9)), [1.0], 0, None)
+        made = ring.reduce(ring.contribute(drawn(9)), RingPosition(0, [1.0], None))
         return made.result.data_ptr()
 
     ring, other = (RingState(VECTOR, drawn(0), outer_named("mean"), FLOAT32, keeps_memory=True) for _ in range(2))
     contributions = [each.contribute(drawn(i + 1)) for i, each in enumerate((ring, other))]
     reduces = [
-        each.reduce(own, [0.5, 0.5], i, None)
+        each.reduce(own, RingPosition(i, [0.5, 0.5], None))
         for i, (each, own) in enumerate(zip((ring, other), contributions, strict=True))
     ]
     run_ring(reduces)
@@ -105,7 +106,7 @@ def test_a_round_that_fails_leaves_no_trace_and_the_next_one_holds_what_was_lear
     contributions = [ring.contribute(drawn(i + 1)) for i, ring in enumerate(rings)]
     kept = [contribution.values.clone() for contribution in contributions]
     norms = [contribution.norm for contribution in contributions]
-    run_ring([ring.reduce(contributions[i], [0.5, 0.5], i, norms) for i, ring in enumerate(rings)])
+    run_ring([ring.reduce(contributions[i], RingPosition(i, [0.5, 0.5], norms)) for i, ring in enumerate(rings)])
     for ring, contribution, values in zip(rings, contributions, kept, strict=True):
         assert torch.equal(ring.anchor, anchor) and ring.committed == 0 and ring.outer.state is None
         assert torch.equal(contribution.values, values)
@@ -117,9 +118,9 @@ def test_an_attempt_after_a_failed_one_gives_the_same_as_if_it_were_the_first() 
     rings = states(3)
     contributions = [ring.contribute(drawn(i + 1)) for i, ring in enumerate(rings)]
     norms = [contribution.norm for contribution in contributions]
-    begun = rings[0].reduce(contributions[0], [0.2, 0.3, 0.5], 0, norms)
+    begun = rings[0].reduce(contributions[0], RingPosition(0, [0.2, 0.3, 0.5], norms))
     list(begun.start())
-    done = [ring.reduce(contributions[i], [0.4, 0.6], i, norms[:2]) for i, ring in enumerate(rings[:2])]
+    done = [ring.reduce(contributions[i], RingPosition(i, [0.4, 0.6], norms[:2])) for i, ring in enumerate(rings[:2])]
     run_ring(done)
     want = 0.4 * contributions[0].values + 0.6 * contributions[1].values
     assert torch.allclose(done[0].result, want, atol=1e-6)
@@ -183,7 +184,11 @@ def test_a_difference_longer_than_granted_is_clipped_to_what_is_granted() -> Non
     far[13:] = 8.0
     contributions = [rings[0].contribute(far), rings[1].contribute(drawn(0))]
     granted = contributions[0].norm / 50
-    run_ring(done := [ring.reduce(contributions[i], [0.5, 0.5], i, [granted, 0.0]) for i, ring in enumerate(rings)])
+    run_ring(
+        done := [
+            ring.reduce(contributions[i], RingPosition(i, [0.5, 0.5], [granted, 0.0])) for i, ring in enumerate(rings)
+        ]
+    )
     assert torch.allclose(done[1].result[:13], torch.tensor(1.0))
     assert torch.allclose(done[1].result[13:], (drawn(0)[13:] + 8.0) / 2)
 

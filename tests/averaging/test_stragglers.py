@@ -12,7 +12,7 @@ ORDER = ("a", "b", "c", "d")
     [
         ({"a", "b"}, {"d": 3}, ("c",), "c neither finished"),
         (set(), {"d": 3, "a": 0}, ("b", "c"), "b, c neither"),
-        (set(), {}, (), "nobody finished"),
+        (set(), {}, (), "no member finished"),
         (set(), {"a": 5, "b": 4, "c": 0, "d": 3}, ("b",), "c has received 0 pieces from b"),
         (set(), {"a": 0, "b": 3, "c": 4, "d": 5}, ("d",), "a has received 0 pieces from d"),
         ({"a", "c", "d"}, {"b": 9}, ("a",), "b has received 9 pieces from a"),

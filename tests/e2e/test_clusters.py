@@ -165,8 +165,8 @@ def test_a_provider_that_stops_is_left_out_and_catches_up_when_it_goes_on(
 ) -> None:
     # A round waits for it no longer than this, however late others were on a busy machine. Until then it is not lost,
     # although the swarm has a provider that could take its place.
-    usual = deadlines._LONGEST_SECONDS
-    monkeypatch.setattr(deadlines, "_LONGEST_SECONDS", 1.0)
+    usual = deadlines.MAX_SECONDS
+    monkeypatch.setattr(deadlines, "MAX_SECONDS", 1.0)
     monkeypatch.setitem(leases.SILENT_SECONDS, "standby", leases.SILENCE_SECONDS)
     run, ended = tmp_path / "run", threading.Event()
     process = psutil.Process(swarm._processes.pids[1])
@@ -179,7 +179,7 @@ def test_a_provider_that_stops_is_left_out_and_catches_up_when_it_goes_on(
             process.send_signal(signal.SIGSTOP)
             wait_for(run, "left_out", already + 1)
             process.send_signal(signal.SIGCONT)
-            monkeypatch.setattr(deadlines, "_LONGEST_SECONDS", usual)
+            monkeypatch.setattr(deadlines, "MAX_SECONDS", usual)
             behind = kinds(run).count("round")
             wait_for(run, "round", behind + 6)
         finally:

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 
 from ravnest.averaging.ring_reduce import Piece, RingReduce
+from ravnest.averaging.segments import RingPosition
 from ravnest.codecs.codec import CODECS
 from ravnest.net.direct_line import PIECE_BYTES, DirectLine
 from ravnest.net.frames.frames import RingPlace
@@ -48,8 +49,8 @@ def _own() -> torch.Tensor:
 
 
 def _member(index: int) -> RingReduce:
-    norms = [10.0] * 3
-    return RingReduce(_own(), _CODED, [0.2, 0.3, 0.5], index, CODECS["int8"], norms=norms, piece_values=8)
+    position = RingPosition(index, [0.2, 0.3, 0.5], [10.0] * 3)
+    return RingReduce(_own(), _CODED, position, CODECS["int8"], piece_values=8)
 
 
 def _reduce(data: bytes) -> None:

@@ -1,10 +1,10 @@
-"""The plain mean, as in the paper: all take the mean of what they learned."""
+"""Plain mean, as in the paper: every member's parameters become the weighted mean."""
 
 from torch import Tensor
 
 
 class Mean:
-    """Steps by the mean difference, times a rate that is 1 unless asked otherwise."""
+    """Steps by the mean difference times a rate, which is 1 by default."""
 
     name = "mean"
     keeps_state = False

@@ -1,7 +1,8 @@
 """Nesterov momentum on the mean difference, as in DiLoCo: rounds that agree on a direction go further along it.
 
-DiLoCo's own values, 0.7 and 0.9, are for rounds after hundreds of updates. Rounds here come after a few tens, and with
-them those values end higher than the plain mean: see benchmarks/RESULTS.md, convergence.
+DiLoCo's rate 0.7 and momentum 0.9 are meant for rounds that are hundreds of updates apart. Rounds here are a few tens
+of updates apart, and with DiLoCo's values they end at a higher loss than the plain mean: see benchmarks/RESULTS.md,
+convergence.
 """
 
 import math
@@ -12,16 +13,16 @@ from torch import Tensor
 
 RATE: Final = 1.0
 MOMENTUM: Final = 0.5
-"""For four clusters."""
+"""The default, which suits four clusters; see `momentum_for`."""
 
 _PART_VALUES: Final = 1 << 18
 
 
 def momentum_for(clusters: int) -> float:
-    """With which momentum so many clusters average, where nobody says.
+    """The default momentum for this number of clusters.
 
-    A steady difference is multiplied with 1 / (1 - momentum) in the end: here with the root of their number. So much
-    less noise there is in a mean of so many, and so much further it bears to go.
+    In the long run, a constant difference is multiplied by 1 / (1 - momentum). This momentum makes that factor the
+    square root of the number of clusters, because a mean over n clusters has sqrt(n) times less noise.
     """
     return 1 - 1 / math.sqrt(clusters)
 
@@ -42,8 +43,8 @@ class Nesterov:
         if self.state is None:
             self.state = torch.zeros_like(difference)
         self.state.mul_(self.momentum).add_(difference)
-        # A product and a sum, each rounded by itself: in one operation some machines round once, others twice, and all
-        # members must get the same bits.
+        # Two operations instead of a fused multiply-add: whether that rounds once or twice depends on the machine, and
+        # all members must get the same bits.
         for start in range(0, difference.numel(), _PART_VALUES):
             part = slice(start, start + _PART_VALUES)
             difference[part].add_(self.state[part] * self.momentum)

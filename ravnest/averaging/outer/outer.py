@@ -1,4 +1,4 @@
-"""What an outer optimizer is, and all of them by name."""
+"""Interface of the outer optimizers, and their construction by name."""
 
 from typing import Final, Protocol
 
@@ -14,12 +14,12 @@ OUTERS: Final = ("mean", "nesterov")
 class Outer(Protocol):
     """Turns the mean difference of a ring's members into the step that all of them take.
 
-    Every member computes it for itself, from bit for bit the same input with elementwise float32 arithmetic: all get
-    the same step.
+    Each member computes the step itself. The input is the same to the bit at all members and the arithmetic is
+    elementwise float32, so the step is the same too.
     """
 
     state: Tensor | None
-    """What it remembers between rounds, as long as the difference; None: nothing (yet)."""
+    """Memory between rounds, of the length of the difference; None before the first step or without any memory."""
 
     @property
     def name(self) -> str: ...
@@ -30,12 +30,13 @@ class Outer(Protocol):
         ...
 
     def step(self, difference: Tensor) -> Tensor:
-        """The step for a mean difference, whose memory it takes over. Changes `state`: once for a committed round."""
+        """The step for a mean difference, computed in the difference's memory. Call it once per committed round, since
+        it changes `state`."""
         ...
 
 
 def outer_named(name: str, rate: float | None = None, momentum: float | None = None) -> Outer:
-    """A fresh outer optimizer; None stands for its default. RavnestError: no such name, or a value it cannot use."""
+    """A new outer optimizer; None stands for its default. RavnestError for an unknown name or a setting it lacks."""
     if name == "mean":
         if momentum is not None:
             raise RavnestError("the outer optimizer 'mean' has no momentum; leave it out or use 'nesterov'")

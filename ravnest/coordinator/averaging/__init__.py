@@ -1,4 +1,4 @@
 """Averaging: when a round begins, and the coordinator's messages with the owners of the rings.
 
-May import `run` and below. The decisions of a round are in `ravnest.averaging`.
+May know `run` and the rooms below it. The decisions of a round are made in `ravnest.averaging`.
 """

@@ -1,18 +1,19 @@
-"""Rounds of averaging: announces them, hears the owners of the rings, and tells them what each `RingRound` decides.
+"""Rounds of averaging: the coordinator announces them, hears the owners of the rings and sends each ring's decisions.
 
-What happens on failure: an owner that is late, gone or breaks the rules is left out and named in an event; a ring that
-cannot be closed without it is given up for this round, and everything learned goes into the next one.
+`RingRound` makes the decisions. An owner that is late, gone or breaks the rules is left out and named in an event. A
+ring that cannot finish without it is aborted for this round, and everything learned goes into the next one.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any
 
 from ravnest.averaging.deadlines import Deadlines
-from ravnest.averaging.guards import TypicalContribution
-from ravnest.averaging.ring_round import Abort, Action, Begin, CatchUp, Commit, Join, RingRound
+from ravnest.averaging.ring_round import RingRound, RoundLimits
+from ravnest.averaging.round_messages import Abort, Action, Begin, CatchUp, Commit, Join, Notice
+from ravnest.coordinator.averaging.ring_records import LiveRing, RingRecord
 from ravnest.errors import printable
 from ravnest.monitor.summary import AveragingSummary
 from ravnest.net.v1.control_pb2 import (
@@ -20,46 +21,31 @@ from ravnest.net.v1.control_pb2 import (
     ProviderMessage,
     Report,
     RingAbort,
+    RingApplied,
     RingBegin,
     RingCatchUp,
     RingCommit,
+    RingFailed,
     RingMember,
     RingReduced,
     RingStanding,
+    RoundJoined,
 )
 from ravnest.planner.plan import RingPlan
 from ravnest.units import counted
 
-_MESSAGES: Final = frozenset({"round_joined", "ring_reduced", "ring_failed", "ring_applied"})
-
 Emit = Callable[..., None]
-"""Writes an event: its kind, its reason, and what belongs to it."""
+"""Writes an event, given its kind, its reason and its fields."""
 
 
 @dataclass
-class _Ring:
-    """A ring through all rounds."""
+class _Totals:
+    """Sums over all rounds."""
 
-    plan: RingPlan
     committed: int = 0
-    """The newest round that counted here."""
-    samples: dict[str, int] = field(default_factory=dict)
-    """Of each owner's cluster, trained on by the last round that counted for it."""
-    counted: dict[str, int] = field(default_factory=dict)
-    """Of each owner, the last round that counted for it."""
-    outlying: dict[str, int] = field(default_factory=dict)
-    """In how many rounds in a row an owner has been left out as wildly beyond the others."""
-    typical: TypicalContribution | None = None
-    """What its owners brought into the last round that counted."""
-    live: RingRound | None = None
-    applying: set[str] = field(default_factory=set)
-    """Owners that have not said yet that the mean is in their parameters."""
-    late: bool = False
-    """Whether one of them was not waited for: it takes the mean when it hears of it, before it joins another round."""
-    sent: dict[str, int] = field(default_factory=dict)
-    """Bytes of the attempt at hand, by owner."""
-    direct: set[str] = field(default_factory=set)
-    """Owners that sent over direct lines."""
+    skipped: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
 
 
 class Rounds:
@@ -73,39 +59,44 @@ class Rounds:
         deadlines: Deadlines,
         tell: Callable[[str, CoordinatorMessage], None],
         emit: Emit,
-        changed: Callable[[], None],
+        on_over: Callable[[], None],
     ) -> None:
-        """`tell` says something to a provider; `changed` is called whenever a round may be over."""
-        self._deployment = deployment
+        """`tell` sends a message to a provider; `on_over` is called when a round is over."""
+        self.deployment = deployment
         self._outlier = outlier
         self._deadlines = deadlines
         self._tell = tell
         self._emit = emit
-        self._changed = changed
-        self._rings = [_Ring(ring) for ring in rings]
+        self._on_over = on_over
+        self._handlers: Mapping[str, Callable[[str, Any], None]] = {
+            "round_joined": self._on_joined,
+            "ring_reduced": self._on_reduced,
+            "ring_failed": self._on_failed,
+            "ring_applied": self._on_applied,
+        }
+        self._rings = [RingRecord(ring) for ring in rings]
+        self._live: dict[int, LiveRing] = {}
+        """The rings of the current round by number; empty between rounds."""
         self._round = 0
+        self._fed: Mapping[str, int] = {}
+        """The samples that the cluster of each owner had been fed when the current round was announced."""
         self._began = 0.0
         self._apply_by = 0.0
-        """Until when owners are waited for to say that the mean is in their parameters."""
-        self._marked: Mapping[str, int] = {}
-        self._under_way: list[_Ring] = []
+        """The deadline for reports that the mean is in the parameters."""
         self._timer: asyncio.TimerHandle | None = None
-        self._seconds = 0.0
-        self._bytes = 0
-        self._counted = 0
-        self._skipped = 0
+        self._totals = _Totals()
         self.complete = False
-        """Whether the last round counted on every ring it was for, for every owner."""
+        """Whether the last round counted on all its rings and for all their owners."""
         self.last = ""
-        """What came of the last round, in words."""
+        """The outcome of the last round, as a sentence for the user."""
 
     @property
     def under_way(self) -> bool:
-        return bool(self._under_way)
+        return bool(self._live)
 
     @property
     def begun(self) -> int:
-        """How many rounds have begun so far: the number of the newest."""
+        """The number of rounds announced so far, which is the number of the newest round."""
         return self._round
 
     @property
@@ -113,83 +104,108 @@ class Rounds:
         return max((ring.plan.fragment for ring in self._rings), default=0) + 1
 
     def counted_samples(self, nodes: Collection[str]) -> int:
-        """How many samples of the cluster of these owners are in what all rings have averaged."""
+        """The samples of these owners' cluster that the averages of all rings contain."""
         return min(
             (ring.samples.get(node, 0) for ring in self._rings for node in nodes if node in ring.plan.owners), default=0
         )
 
     def summary(self) -> AveragingSummary:
+        totals = self._totals
         return AveragingSummary(
-            rounds=self._counted,
+            rounds=totals.committed,
             rings=len(self._rings),
-            seconds_mean=self._seconds / self._counted if self._counted else None,
-            bytes=self._bytes,
-            skipped=self._skipped,
+            seconds_mean=totals.seconds / totals.committed if totals.committed else None,
+            bytes=totals.bytes,
+            skipped=totals.skipped,
         )
 
     def announce(self, fragment: int, owners: Mapping[str, int], reason: str) -> int:
-        """Begins a round for the rings of a fragment (0: all) and these owners, each with the samples that its cluster
-        has been fed by now; the number of the round. They are to be told of it."""
-        assert not self._under_way, "one round after the other"
+        """Begin a round for the rings of a fragment (0: all rings) and return its number.
+
+        `owners`: the nodes that take part, each with the samples that its cluster has been fed. The caller tells them
+        of the round.
+        """
+        assert not self.under_way, "one round after the other"
         self._round += 1
-        self._began, self._marked = time.monotonic(), owners
+        self._began, self._fed = time.monotonic(), owners
         self._emit("round_begun", reason, round=self._round, fragment=fragment)
+        deadlines = self._deadlines
+        limits = RoundLimits(deadlines.joining.seconds, deadlines.reducing.seconds, self._outlier)
         for ring in self._rings:
-            if fragment not in (0, ring.plan.fragment + 1):
-                continue
-            present = [node for node in ring.plan.owners if node in owners]
-            ring.live = RingRound(
-                ring=ring.plan.ring,
-                round=self._round,
-                owners=present,
-                samples={node: owners[node] - ring.samples.get(node, 0) for node in present},
-                committed=ring.committed,
-                outlier=self._outlier,
-                now=self._began,
-                join_seconds=self._deadlines.joining.seconds,
-                reduce_seconds=self._deadlines.reducing.seconds,
-                counted=ring.counted,
-                outlying=ring.outlying,
-                typical_before=ring.typical,
-            )
-            ring.sent, ring.direct, ring.late = {}, set(), False
-            self._under_way.append(ring)
-        for ring in list(self._under_way):
-            self._do(ring, self._live(ring).tick(self._began))
+            if fragment in (0, ring.plan.fragment + 1):
+                ring_round = RingRound(self._round, ring.owners_in(owners), ring.history, limits, self._began)
+                self._live[ring.plan.ring] = LiveRing(ring, ring_round)
         self._settle()
         return self._round
 
     def take_over(self, stands: Mapping[str, Collection[RingStanding]], unaveraged: Mapping[str, int]) -> None:
-        """Goes on after rounds that another coordinator has held, by where the owners say they stand; no more samples
-        are believed to be in no round yet than are known to be. What was under way then is over."""
+        """Continue after the rounds of a previous coordinator, from what the owners report; its last round is over.
+
+        `unaveraged`: for each owner the known samples that no round contains yet. They bound the weight of its next
+        contribution.
+        """
         self._round = max((stand.round for each in stands.values() for stand in each), default=0)
         for ring in self._rings:
-            of_ring = {node: stand for node, each in stands.items() for stand in each if stand.ring == ring.plan.ring}
+            number = ring.plan.ring
+            of_ring = {node: stand for node, each in stands.items() for stand in each if stand.ring == number}
             ring.committed = max((stand.committed for stand in of_ring.values()), default=0)
             for node in ring.plan.owners:
                 ring.samples[node] = -unaveraged[node]
             for node, stand in of_ring.items():
-                # Whoever has the mean of the round that counted for others has brought into it what it had learned.
+                # An owner that reduced a round which counted for the others has contributed to it, too.
                 ring.counted[node] = ring.committed if stand.reduced == ring.committed else stand.committed
-                abort = RingAbort(
-                    deployment=self._deployment,
-                    round=self._round,
-                    ring=ring.plan.ring,
-                    reason="the coordinator was started again",
-                )
-                self._tell(node, CoordinatorMessage(ring_abort=abort))
+                self._abort(number, [node], "the coordinator was started again")
 
-    def heard(self, node_id: str, message: ProviderMessage) -> bool:
-        """Whether this was about a round; what follows from it has been done then."""
-        kind = message.WhichOneof("body")
-        if kind not in _MESSAGES:
-            return False
-        body = getattr(message, str(kind))
-        if body.deployment != self._deployment or body.round != self._round:
-            return True
+    def heard(self, node_id: str, message: ProviderMessage) -> None:
+        """A provider has sent a message. Does nothing for messages that are not about the current round."""
+        kind = str(message.WhichOneof("body"))
+        if kind not in self._handlers:
+            return
+        body = getattr(message, kind)
+        if body.deployment == self.deployment and body.round == self._round:
+            self._handlers[kind](node_id, body)
+            self._settle()
+
+    def reported(self, node_id: str, report: Report) -> None:
+        """A provider has reported the progress of its attempts."""
         now = time.monotonic()
-        if kind == "round_joined":
-            for joined in message.round_joined.rings:
+        for progress in report.rings:
+            live = self._live.get(progress.ring)
+            if live is not None and progress.round == self._round:
+                live.round.progressed(node_id, progress.attempt, progress.pieces, now)
+
+    def gone(self, node_id: str, reason: str) -> None:
+        """This owner takes no part in the current round any more."""
+        for live in list(self._live.values()):
+            live.applying.discard(node_id)
+            if node_id in live.record.plan.owners:
+                self._do(live, live.round.gone(node_id, reason, time.monotonic()))
+        self._settle()
+
+    def replace_owner(self, before: str, after: str) -> None:
+        """Another provider has taken an owner's stage. It has no anchor of a round yet and catches up before its next
+        one."""
+        self.gone(before, f"{after} has its stage now")
+        for ring in self._rings:
+            if before in ring.plan.owners:
+                ring.replace_owner(before, after)
+
+    def drop_owners(self, nodes: Collection[str], reason: str) -> None:
+        """These owners' stages are given up. The nodes may own something else later."""
+        for node in nodes:
+            self.gone(node, reason)
+        for ring in self._rings:
+            ring.drop_owners(nodes)
+
+    def close(self) -> None:
+        """End the current round and ignore all later reports."""
+        self._stop_timer()
+        self._live = {}
+
+    def _on_joined(self, node_id: str, message: RoundJoined) -> None:
+        for joined in message.rings:
+            live = self._live.get(joined.ring)
+            if live is not None:
                 join = Join(
                     samples=joined.samples,
                     norm=joined.norm,
@@ -198,119 +214,60 @@ class Rounds:
                     counters=tuple(joined.counters),
                     refusal=printable(joined.refusal),
                 )
-                self._hear(joined.ring, RingRound.joined, node_id, join, now)
-        elif kind == "ring_reduced" and message.ring_reduced.caught_up:
-            self._hear(message.ring_reduced.ring, RingRound.caught_up, node_id, now)
-        elif kind == "ring_reduced":
-            reduced = message.ring_reduced
-            if reduced.ring < len(self._rings):
-                self._note_sent(self._rings[reduced.ring], node_id, reduced)
-            self._hear(reduced.ring, RingRound.reduced, node_id, reduced.attempt, reduced.digest, now)
-        elif kind == "ring_failed":
-            failed = message.ring_failed
-            why = printable(failed.reason)
-            if failed.again:
-                self._hear(failed.ring, RingRound.broke, node_id, failed.attempt, why, now)
-            else:
-                # Who blames nobody has itself to blame.
-                blamed = printable(failed.blamed) or node_id
-                self._hear(failed.ring, RingRound.failed, node_id, failed.attempt, blamed, why, now)
-        elif message.ring_applied.ring < len(self._rings):
-            self._rings[message.ring_applied.ring].applying.discard(node_id)
-        self._settle()
-        return True
+                self._do(live, live.round.joined(node_id, join, time.monotonic()))
 
-    def reported(self, node_id: str, report: Report) -> None:
-        """How far a provider's attempts are."""
-        now = time.monotonic()
-        for progress in report.rings:
-            ring = self._rings[progress.ring] if progress.ring < len(self._rings) else None
-            if ring is not None and ring.live is not None and progress.round == self._round:
-                ring.live.progressed(node_id, progress.attempt, progress.pieces, now)
+    def _on_reduced(self, node_id: str, message: RingReduced) -> None:
+        live, now = self._live.get(message.ring), time.monotonic()
+        if live is None:
+            return
+        if message.caught_up:
+            self._do(live, live.round.caught_up(node_id, now))
+            return
+        live.bytes_sent[node_id] = message.bytes_sent
+        if message.direct:
+            live.direct.add(node_id)
+        else:
+            live.direct.discard(node_id)
+        self._do(live, live.round.reduced(node_id, message.attempt, message.digest, now))
 
-    def gone(self, node_id: str, reason: str) -> None:
-        """This owner takes no part any more in what is under way."""
-        for ring in list(self._under_way):
-            ring.applying.discard(node_id)
-            if ring.live is not None and node_id in ring.plan.owners:
-                self._do(ring, ring.live.gone(node_id, reason, time.monotonic()))
-        self._settle()
+    def _on_failed(self, node_id: str, message: RingFailed) -> None:
+        live, now = self._live.get(message.ring), time.monotonic()
+        if live is None:
+            return
+        why = printable(message.reason)
+        if message.again:
+            self._do(live, live.round.broke(node_id, message.attempt, why, now))
+        else:
+            # A member that names no other member blames itself.
+            blamed = printable(message.blamed) or node_id
+            self._do(live, live.round.failed(node_id, message.attempt, blamed, why, now))
 
-    def replace_owner(self, before: str, after: str) -> None:
-        """Somebody has taken the stage of an owner. It has no anchor of a round yet, and catches up before its next."""
-        self.gone(before, f"{after} has its stage now")
-        for ring in self._rings:
-            if before not in ring.plan.owners:
-                continue
-            owners = tuple(after if owner == before else owner for owner in ring.plan.owners)
-            ring.plan = replace(ring.plan, owners=owners)
-            ring.samples[after] = ring.samples.pop(before, 0)
-            ring.outlying.pop(before, None)
-            ring.counted.pop(before, None)
+    def _on_applied(self, node_id: str, message: RingApplied) -> None:
+        live = self._live.get(message.ring)
+        if live is not None:
+            live.applying.discard(node_id)
 
-    def drop_owners(self, nodes: Collection[str], reason: str) -> None:
-        """Nobody has the stages of these any more: they may own something else, and this not."""
-        for node in nodes:
-            self.gone(node, reason)
-        for ring in self._rings:
-            owners = tuple(owner for owner in ring.plan.owners if owner not in nodes)
-            ring.plan = replace(ring.plan, owners=owners)
-            for kept in (ring.samples, ring.outlying, ring.counted):
-                for node in nodes:
-                    kept.pop(node, None)
-
-    def close(self) -> None:
-        """Nothing more is heard of rounds; the one under way is over."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._under_way = []
-
-    def _all_alike(self, ring: _Ring) -> bool:
-        """Whether every owner that the round was announced to has what came of it, or there was nothing to average."""
-        live = self._live(ring)
-        if live.outcome != "committed":
-            return live.alike
-        return not ring.late and set(live.members) >= {node for node in ring.plan.owners if node in self._marked}
-
-    def _live(self, ring: _Ring) -> RingRound:
-        assert ring.live is not None
-        return ring.live
-
-    def _hear(self, number: int, hear: Callable[..., list[Action]], *what: Any) -> None:
-        ring = self._rings[number] if number < len(self._rings) else None
-        if ring is not None and ring in self._under_way and ring.live is not None:
-            self._do(ring, hear(ring.live, *what))
-
-    def _do(self, ring: _Ring, actions: Collection[Action]) -> None:
-        number = ring.plan.ring
+    def _do(self, live: LiveRing, actions: Collection[Action]) -> None:
+        number = live.record.plan.ring
         for action in actions:
-            if isinstance(action, Begin):
-                self._begin(number, action)
-            elif isinstance(action, CatchUp):
-                for node, other in ((action.donor, action.node), (action.node, action.donor)):
-                    order = RingCatchUp(
-                        deployment=self._deployment,
-                        round=self._round,
-                        ring=number,
-                        node=other,
-                        donate=node == action.donor,
-                        committed=ring.committed,
-                    )
-                    self._tell(node, CoordinatorMessage(ring_catch_up=order))
-            elif isinstance(action, Commit):
-                self._commit(ring, action)
-            elif isinstance(action, Abort):
-                abort = RingAbort(deployment=self._deployment, round=self._round, ring=number, reason=action.reason)
-                for node in action.nodes:
-                    self._tell(node, CoordinatorMessage(ring_abort=abort))
-            else:
-                self._emit(action.kind, action.reason, provider=action.node, round=self._round, ring=number)
+            match action:
+                case Begin():
+                    self._begin(number, action)
+                case CatchUp():
+                    self._catch_up(live.record, action.donor, action.node, donate=True)
+                    self._catch_up(live.record, action.node, action.donor, donate=False)
+                case Commit():
+                    self._commit(live, action)
+                case Abort():
+                    self._abort(number, action.nodes, action.reason)
+                case Notice():
+                    self._emit(action.kind, action.reason, provider=action.node, round=self._round, ring=number)
 
     def _begin(self, ring: int, action: Begin) -> None:
         members = [RingMember(node=m.node, weight=m.weight, norm=m.norm) for m in action.members]
         for index, member in enumerate(action.members):
             begin = RingBegin(
-                deployment=self._deployment,
+                deployment=self.deployment,
                 round=self._round,
                 ring=ring,
                 attempt=action.attempt,
@@ -320,83 +277,93 @@ class Rounds:
             )
             self._tell(member.node, CoordinatorMessage(ring_begin=begin))
 
-    def _commit(self, ring: _Ring, action: Commit) -> None:
-        for node in action.nodes:
-            commit = RingCommit(
-                deployment=self._deployment, round=self._round, ring=ring.plan.ring, attempt=action.attempt
-            )
-            self._tell(node, CoordinatorMessage(ring_commit=commit))
-            ring.samples[node] = self._marked[node]
-            ring.counted[node] = self._round
-            ring.outlying.pop(node, None)
-        ring.committed, ring.typical = self._round, self._live(ring).typical
-        ring.applying = set(action.nodes)
-        self._apply_by = time.monotonic() + self._deadlines.reducing.seconds
-        self._bytes += sum(ring.sent.get(node, 0) for node in action.nodes)
+    def _catch_up(self, ring: RingRecord, node: str, other: str, donate: bool) -> None:
+        order = RingCatchUp(
+            deployment=self.deployment,
+            round=self._round,
+            ring=ring.plan.ring,
+            node=other,
+            donate=donate,
+            committed=ring.committed,
+        )
+        self._tell(node, CoordinatorMessage(ring_catch_up=order))
 
-    def _note_sent(self, ring: _Ring, node_id: str, reduced: RingReduced) -> None:
-        ring.sent[node_id] = reduced.bytes_sent
-        if reduced.direct:
-            ring.direct.add(node_id)
-        else:
-            ring.direct.discard(node_id)
+    def _abort(self, ring: int, nodes: Collection[str], reason: str) -> None:
+        abort = RingAbort(deployment=self.deployment, round=self._round, ring=ring, reason=reason)
+        for node in nodes:
+            self._tell(node, CoordinatorMessage(ring_abort=abort))
+
+    def _commit(self, live: LiveRing, action: Commit) -> None:
+        ring = live.record
+        commit = RingCommit(deployment=self.deployment, round=self._round, ring=ring.plan.ring, attempt=action.attempt)
+        for node in action.nodes:
+            self._tell(node, CoordinatorMessage(ring_commit=commit))
+        ring.commit(action.nodes, self._round, self._fed)
+        ring.typical = live.round.typical
+        live.applying = set(action.nodes)
+        self._apply_by = time.monotonic() + self._deadlines.reducing.seconds
+        self._totals.bytes += sum(live.bytes_sent.get(node, 0) for node in action.nodes)
 
     def _tick(self) -> None:
-        self._timer = None
         now = time.monotonic()
-        for ring in list(self._under_way):
-            if ring.live is not None and ring.live.outcome is None:
-                self._do(ring, ring.live.tick(now))
-            elif ring.applying and now >= self._apply_by:
-                for node in sorted(ring.applying):
-                    reason = f"{node} has not said that it took the mean of round {self._round}; nobody waits for it"
-                    self._emit("late", reason, provider=node, round=self._round, ring=ring.plan.ring)
-                ring.applying.clear()
-                ring.late = True
+        for number, live in list(self._live.items()):
+            if live.round.outcome is None:
+                self._do(live, live.round.tick(now))
+            elif live.applying and now >= self._apply_by:
+                for node in sorted(live.applying):
+                    reason = (
+                        f"{node} has not said that it took the mean of round {self._round}; "
+                        "the other clusters do not wait for it"
+                    )
+                    self._emit("late", reason, provider=node, round=self._round, ring=number)
+                live.applying.clear()
+                live.is_late = True
         self._settle()
 
     def _settle(self) -> None:
-        """Notes a round that is over, and when to look next at one that is not."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._under_way:
+        """End the round if all its rings are done; otherwise set the timer for the next deadline."""
+        self._stop_timer()
+        if not self._live:
             return
-        lives = [ring.live for ring in self._under_way if ring.live is not None]
-        if all(live.outcome is not None for live in lives) and not any(ring.applying for ring in self._under_way):
-            self._end(lives)
+        rings = self._live.values()
+        if all(live.is_over for live in rings):
+            self._end()
             return
-        deadlines = [live.deadline for live in lives if live.outcome is None and live.deadline is not None]
-        if any(ring.applying for ring in self._under_way):
+        deadlines = [live.round.deadline for live in rings if live.round.deadline is not None]
+        if any(live.applying for live in rings):
             deadlines.append(self._apply_by)
         if deadlines:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(0.0, min(deadlines) - time.monotonic()), self._tick)
 
-    def _end(self, lives: list[RingRound]) -> None:
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
         seconds = time.monotonic() - self._began
-        committed = [live for live in lives if live.outcome == "committed"]
-        self._deadlines.learn([live.join_took for live in lives], [live.reduce_took for live in lives])
-        self.complete = all(self._all_alike(ring) for ring in self._under_way)
-        for ring in self._under_way:
-            for node in self._live(ring).outliers:
-                ring.outlying[node] = ring.outlying.get(node, 0) + 1
-        owners = max((len(live.members) for live in committed), default=0)
-        what = f"{counted(len(committed), 'ring')} of {counted(len(lives), 'ring')}"
-        self.last = f"round {self._round}: {what} averaged by {counted(owners, 'cluster')} in {seconds:.2f} s"
+        rings, self._live = list(self._live.values()), {}
+        committed = [live for live in rings if live.round.outcome == "committed"]
+        self._deadlines.learn([live.round.join_took for live in rings], [live.round.reduce_took for live in rings])
+        self.complete = all(live.is_complete(self._fed) for live in rings)
+        for live in rings:
+            for node in live.round.outliers:
+                live.record.outlying[node] = live.record.outlying.get(node, 0) + 1
         if committed:
-            self._counted += 1
-            self._seconds += seconds
-            rings = [ring for ring in self._under_way if ring.live in committed]
-            lines, direct = sum(len(live.members) for live in committed), sum(len(ring.direct) for ring in rings)
-            self._emit(
-                "round", self.last, round=self._round, rings=len(committed), seconds=seconds, lines=lines, direct=direct
+            self._totals.committed += 1
+            self._totals.seconds += seconds
+            owners = max(len(live.round.members) for live in committed)
+            what = f"{counted(len(committed), 'ring')} of {counted(len(rings), 'ring')}"
+            self.last = f"round {self._round}: {what} averaged by {counted(owners, 'cluster')} in {seconds:.2f} s"
+            lines, direct = (
+                sum(len(live.round.members) for live in committed),
+                sum(len(live.direct) for live in committed),
             )
+            numbers = {"rings": len(committed), "seconds": seconds, "lines": lines, "direct": direct}
+            self._emit("round", self.last, round=self._round, **numbers)
         else:
-            self._skipped += 1
+            self._totals.skipped += 1
             self.last = f"round {self._round}: nothing was averaged"
             self._emit("round_skipped", self.last, round=self._round, seconds=seconds)
-        for ring in self._under_way:
-            ring.live = None
-        self._under_way = []
-        self._changed()
+        self._on_over()

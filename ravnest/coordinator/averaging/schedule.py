@@ -1,5 +1,8 @@
-"""When the clusters of a run average: in the background every so many samples, and with nothing in flight where all of
-them are to be alike."""
+"""Schedule of the averaging rounds of a deployment with several clusters.
+
+Rounds run in the background every few samples. Before an evaluation, for a checkpoint and at the end, a round runs with
+nothing in flight, so that all clusters have the same model afterwards.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,123 +20,121 @@ from ravnest.net.v1.control_pb2 import Average, CoordinatorMessage
 _TRIES: Final = 3
 
 
-class AveragingRun:
-    """The rounds of a run with several clusters."""
+class AveragingSchedule:
+    """Begins the rounds of one deployment, until it is closed."""
 
     def __init__(
         self,
         course: Course,
-        feeding: Dispatcher,
-        checkpointing: Checkpointer,
+        dispatcher: Dispatcher,
+        checkpointer: Checkpointer,
         rounds: Rounds,
         ledger: Ledger,
-        deployment: str,
         every_samples: int,
         blocking: bool,
         say: Callable[[str], None],
     ) -> None:
-        """`say` tells the user something."""
+        """`say` shows the user a message."""
         self.rounds = rounds
         self._course = course
-        self._feeding = feeding
-        self._checkpointing = checkpointing
+        self._dispatcher = dispatcher
+        self._checkpointer = checkpointer
         self._ledger = ledger
-        self._deployment = deployment
-        self._every = every_samples
+        self._every_samples = every_samples
         self._blocking = blocking
         self._say = say
-        self.over = False
-        """Whether another formation has taken the place of this one."""
-        self._announced_at = feeding.fed_samples
-        """Samples that had been fed at the last round."""
-        self._alike_at = 0
-        """Samples that had been fed when all clusters were alike."""
+        self._is_closed = False
+        self._announced_at = dispatcher.fed_samples
+        """Samples that had been fed when the last round was announced."""
+        self._averaged_at = 0
+        """Samples that had been fed when all clusters last had the same model."""
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether all clusters have the same model and have been fed nothing since."""
+        return self._averaged_at == self._dispatcher.fed_samples
 
     async def before_batch(self) -> None:
-        """Begins a round with the next microbatch, where one is due: what was fed before goes into it, it does not."""
-        feeding, rounds = self._feeding, self.rounds
-        # Only between two updates: what goes into a round has been applied as a whole.
-        if self.over or feeding.clusters.group is not None or rounds.under_way or self._checkpointing.under_way:
+        """Begin a round with the next microbatch, if one is due. The round covers everything fed before it."""
+        dispatcher, rounds = self._dispatcher, self.rounds
+        # A round begins only between two updates, because an update belongs to a round as a whole.
+        if self._is_closed or dispatcher.clusters.group is not None or dispatcher.claims:
             return
-        if feeding.claims:
+        if rounds.under_way or self._checkpointer.under_way or len(dispatcher.clusters.whole) < 2:
             return
-        if len(feeding.clusters.whole) < 2:
-            return
-        since = feeding.fed_samples - self._announced_at
-        checkpoint = None if feeding.replaying else self._checkpointing.due(feeding.fed_place)
-        if since < self._every and checkpoint is None:
+        since = dispatcher.fed_samples - self._announced_at
+        checkpoint = None if dispatcher.replaying else self._checkpointer.due(dispatcher.fed_place)
+        if since < self._every_samples and checkpoint is None:
             return
         reason = checkpoint or f"{since} samples since the last one"
         if self._blocking:
             await self.now(reason)
             if checkpoint is not None:
-                # One for which the disk has no room has been told of, and the next may find some.
+                # A full disk has been reported; the next checkpoint may find room again.
                 with suppress(DiskFullError):
-                    await self._checkpointing.now()
+                    await self._checkpointer.now()
             return
-        number = rounds.begun + 1
         all_rings = checkpoint is not None or rounds.fragments == 1
-        self._begin(0 if all_rings else (number - 1) % rounds.fragments + 1, reason)
+        self._begin(0 if all_rings else rounds.begun % rounds.fragments + 1, reason)
         if checkpoint is not None:
-            self._checkpointing.expected = True
-            self._course.spawn(self._save(feeding.fed_place, checkpoint))
-
-    @property
-    def alike(self) -> bool:
-        """Whether all clusters have the same model, and have trained on nothing since."""
-        return self._alike_at == self._feeding.fed_samples
+            self._checkpointer.expected = True
+            self._course.spawn(self._save(dispatcher.fed_place, checkpoint))
 
     async def now(self, reason: str) -> None:
-        """Averages everything learned so far in all rings, with nothing in flight; all clusters are then equal."""
-        feeding, rounds = self._feeding, self.rounds
+        """Average everything learned so far in all rings, with nothing in flight. All clusters have the same model
+        afterwards; if that fails three times, the user is told."""
+        dispatcher, rounds = self._dispatcher, self.rounds
         for _ in range(_TRIES):
-            while not self.over and (rounds.under_way or not self._settled()):
-                await self._course.until(lambda: self.over or self._settled())
-                if rounds.under_way and not self.over:
-                    await self._order()
+            while not self._is_closed and (rounds.under_way or not self._is_drained()):
+                await self._course.until(lambda: self._is_closed or self._is_drained())
+                if rounds.under_way and not self._is_closed:
+                    await self._send_marks()
                     await self._course.until(lambda: not rounds.under_way)
-            if self.over:
-                return
-            if len(feeding.clusters.whole) < 2 or self._alike_at == feeding.fed_samples:
+            if self._is_closed or len(dispatcher.clusters.whole) < 2 or self.is_averaged:
                 return
             self._begin(0, reason)
-            await self._order()
+            await self._send_marks()
             await self._course.until(lambda: not rounds.under_way)
             if rounds.complete:
-                self._alike_at = feeding.fed_samples
+                self._averaged_at = dispatcher.fed_samples
                 return
         self._say(f"the clusters could not all be averaged {reason}: {rounds.last}")
 
-    def _settled(self) -> bool:
-        clusters = self._feeding.clusters.whole
+    def close(self) -> None:
+        """End the current round and begin no other one: another deployment replaces this one."""
+        self._is_closed = True
+        self.rounds.close()
+
+    def _is_drained(self) -> bool:
+        clusters = self._dispatcher.clusters.whole
         return not self._ledger.outstanding and not any(cluster.is_forming or cluster.again for cluster in clusters)
 
     def _begin(self, fragment: int, reason: str) -> None:
-        # One that is being formed anew has nothing to bring, and is not waited for.
-        clusters = [cluster for cluster in self._feeding.clusters.whole if not cluster.is_forming]
-        self._announced_at = self._feeding.fed_samples
+        # A cluster that is being redeployed has nothing to contribute.
+        clusters = [cluster for cluster in self._dispatcher.clusters.whole if not cluster.is_forming]
+        self._announced_at = self._dispatcher.fed_samples
         owners = {node: cluster.fed_samples for cluster in clusters for node in cluster.nodes}
         number = self.rounds.announce(fragment, owners, reason)
         for cluster in clusters:
             cluster.mark = RoundMark(number, fragment)
 
-    async def _order(self) -> None:
-        """Tells those of the round who have not heard of it with a microbatch; none is in flight there."""
-        for cluster in self._feeding.clusters.whole:
+    async def _send_marks(self) -> None:
+        """Tell the owners that have not heard of the round with a microbatch; nothing is in flight there."""
+        for cluster in self._dispatcher.clusters.whole:
             mark, cluster.mark = cluster.mark, None
             if mark is None:
                 continue
             for node_id in cluster.nodes:
-                order = Average(deployment=self._deployment, round=mark.round, fragment=mark.fragment)
+                order = Average(deployment=self.rounds.deployment, round=mark.round, fragment=mark.fragment)
                 await self._course.tell(node_id, CoordinatorMessage(average=order))
 
     async def _save(self, place: DataPosition, why: str) -> None:
-        """Once the round under way counts for all, saves what they have since: the data up to this place."""
+        """Save a checkpoint of the data up to this place, once the current round has counted for all owners."""
         try:
             await self._course.until(lambda: not self.rounds.under_way)
-            if self.rounds.complete and not self.over:
-                await self._checkpointing.after_round(place, why)
+            if self.rounds.complete and not self._is_closed:
+                await self._checkpointer.after_round(place, why)
         finally:
-            if not self.over:
-                self._checkpointing.expected = False
+            if not self._is_closed:
+                self._checkpointer.expected = False
                 self._course.notify()

@@ -15,7 +15,7 @@ from typing import Final
 
 from ravnest.averaging.deadlines import Deadlines
 from ravnest.coordinator.averaging.rounds import Rounds
-from ravnest.coordinator.averaging.schedule import AveragingRun
+from ravnest.coordinator.averaging.schedule import AveragingSchedule
 from ravnest.coordinator.checkpoints.saver import Saver
 from ravnest.coordinator.checkpoints.store import CheckpointStore
 from ravnest.coordinator.deploy.deployment_record import ClusterRecord, DeploymentRecord, digest_of
@@ -151,16 +151,15 @@ class Deployment:
             self.feeding.clusters = self.clusters
             self.checkpointing.formed(self.clusters.all[0], deployment, make_saver)
         self.feeding.replica = self.replicas.announce_with
-        self.averaging: AveragingRun | None = None
+        self.averaging: AveragingSchedule | None = None
         """Where there are several clusters."""
         if plan.rings:
-            self.averaging = AveragingRun(
+            self.averaging = AveragingSchedule(
                 course,
                 self.feeding,
                 self.checkpointing,
                 self._rounds(),
                 around.ledger,
-                deployment,
                 plan.average_every,
                 job.averaging.blocking,
                 around.say,
@@ -393,8 +392,7 @@ class Deployment:
         self.over = True
         self.checkpointing.abort()
         if self.averaging is not None:
-            self.averaging.over = True
-            self.averaging.rounds.close()
+            self.averaging.close()
         for cluster in self.clusters.all:
             cluster.end("another deployment has taken its place")
 

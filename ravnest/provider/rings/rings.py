@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ravnest.averaging.ring_reduce import Piece
+from ravnest.averaging.segments import RingPosition
 from ravnest.averaging.settings import RingSettings
 from ravnest.background import BackgroundTasks
 from ravnest.engine.messages import Snapshot
@@ -346,7 +347,8 @@ class Rings:
         nodes = [member.node for member in order.members]
         after, before = nodes[(order.index + 1) % len(nodes)], nodes[order.index - 1]
         weights, norms = [m.weight for m in order.members], [m.norm for m in order.members]
-        reduce = await self._in_thread(owned.state.reduce, joined.contribution, weights, order.index, norms)
+        position = RingPosition(order.index, weights, norms)
+        reduce = await self._in_thread(owned.state.reduce, joined.contribution, position)
 
         def send(piece: Piece) -> None:
             place = RingPlace(joined.round, order.ring, number, piece.hop, piece.segment, piece.chunk)

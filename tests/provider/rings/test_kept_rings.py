@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -26,9 +27,17 @@ Part = tuple[int, dict[str, Tensor], dict[str, str]]
 NESTEROV = RingSettings(outer="nesterov", outer_rate=0.7, outer_momentum=0.9)
 
 
-async def until_it_has_something_to_do(worker: StageWorker) -> None:
-    while not worker._between:
-        await asyncio.sleep(0.001)
+def calls_of(worker: StageWorker) -> "asyncio.Queue[None]":
+    """Has an entry for each call that the worker is asked to make from now on."""
+    calls: asyncio.Queue[None] = asyncio.Queue()
+    between = worker.between
+
+    def note(call: Callable[[], None]) -> None:
+        between(call)
+        calls.put_nowait(None)
+
+    worker.between = note  # type: ignore[method-assign]
+    return calls
 
 
 def renew(owner: Owner) -> None:
@@ -64,10 +73,11 @@ def test_what_counted_while_the_stage_had_no_worker_is_in_it_afterwards_and_roun
                 begin(joins)(owner)
             await reduced(owners)
             await asyncio.to_thread(a.worker.stop)
+            calls = calls_of(a.worker)
             for owner in owners:
                 commit(owner)
             await b.hears("ring_applied")
-            await until_it_has_something_to_do(a.worker)
+            await calls.get()
             renew(a)
             await a.hears("ring_applied")
             assert same(a.state(), b.state())
@@ -97,10 +107,11 @@ def test_a_part_that_is_kept_while_a_round_is_on_its_way_into_the_stage_goes_wit
                 begin(joins)(owner)
             await reduced(owners)
             await asyncio.to_thread(a.worker.stop)
+            calls = calls_of(a.worker)
             for owner in owners:
                 commit(owner)
             await b.hears("ring_applied")
-            await until_it_has_something_to_do(a.worker)
+            await calls.get()
             late = await part_of(a)
             renew(a)
             await a.hears("ring_applied")

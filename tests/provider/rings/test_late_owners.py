@@ -16,7 +16,7 @@ from tests.provider.rings.averaged_swarm import AveragedSwarm, check, direct_mea
 from tests.provider.rings.joined_rings import run
 
 A, B = "c0s0", "c1s0"
-SOON = Deadline(seconds=0.2, reason="a test", usual_seconds=0.05, shortest_seconds=0.2)
+SOON = Deadline(seconds=0.2, usual_seconds=0.05, min_seconds=0.2)
 
 
 async def learn(swarm: AveragedSwarm, seed: int, *counts: int) -> None:
@@ -64,7 +64,7 @@ def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learnt_once
             mean = direct_mean(first, [16, 8])
             await late_round(swarm)
             [late] = [reason for kind, reason in swarm.events if kind == "late"]
-            assert late == f"{B} has not said that it took the mean of round 1; nobody waits for it"
+            assert late.startswith(f"{B} has not said that it took the mean of round 1")
             assert swarm.kinds()[-1] == "round", "it counts all the same"
             check(swarm.clusters[0].state(), mean)
             check(swarm.clusters[1].state(), first[1])
@@ -178,12 +178,12 @@ def test_one_that_was_disconnected_when_a_round_ended_joins_the_next_one() -> No
             await learn(swarm, 1, 1, 1, 1)
             heard = swarm.rounds.heard
 
-            def until_reduced(node: str, message: ProviderMessage) -> bool:
+            def until_reduced(node: str, message: ProviderMessage) -> None:
                 # C has the mean, and is gone before the coordinator hears of it: the ring begins anew without it.
                 if node == "c2s0" and message.WhichOneof("body") == "ring_reduced":
                     swarm.rounds.gone(node, "its line broke")
-                    return True
-                return heard(node, message)
+                else:
+                    heard(node, message)
 
             swarm.rounds.heard = until_reduced  # type: ignore[method-assign]
             await swarm.average_now(complete=False)
