@@ -1,7 +1,7 @@
-"""What goes into and out of a stage's worker, and who takes it: the engine's side of every link.
+"""Messages into and out of a stage's worker, and the Outbox that takes them: the engine's side of every link.
 
-The engine knows nothing of sockets. A provider turns frames into calls of the worker, and an `Outbox` turns what comes
-out into frames. Every method of an Outbox is called on the worker's thread.
+The engine knows nothing of sockets. The provider turns frames into calls of the worker, and its implementation of
+`Outbox` turns results into frames.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Message:
     values: Mapping[str, Any]
     marks: Marks = UNMARKED
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """The free sizes of the microbatch by symbol, where it comes from the coordinator."""
+    """The free sizes of the microbatch by symbol, if the message comes from the coordinator."""
 
     def with_values(self, values: Mapping[str, Any]) -> "Message":
         """The same microbatch with other values."""
@@ -32,15 +32,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A stage between two updates, as it goes into a round of averaging."""
+    """The state of a stage between two updates, for a round of averaging."""
 
     round: int
     fragment: int
     version: int
     samples: int
-    """That the stage has applied since it was built."""
+    """Number of samples that the stage has applied since it was built."""
     tensors: Mapping[str, torch.Tensor]
-    """As `Stage.state` names them. The stage's own memory: they change once the snapshot has been taken."""
+    """Named as in `Stage.state`. They share the stage's memory and change once the call has returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +51,45 @@ class LossRecord:
 
 
 class Outbox(Protocol):
-    """Where a worker's results go. Called on the worker's thread; must not block for long, `save` excepted."""
+    """Destination of a worker's results.
+
+    Every method is called on the worker's thread, and only `save` may block for long. Tensors passed to `save`, `keep`
+    and `snapshot` share the stage's memory and change once the call has returned.
+    """
 
     def forward(self, message: Message) -> None:
-        """To the stage after this one."""
+        """Send these activations to the stage after this one."""
 
     def backward(self, message: Message) -> None:
-        """To the stage before this one."""
+        """Send these gradients to the stage before this one."""
 
     def trained(self, loss: LossRecord) -> None:
-        """A leaf has computed the loss of a training microbatch."""
+        """The leaf has computed the loss of a training microbatch."""
 
     def updated(self, update: Update) -> None:
         """The stage has applied an update."""
 
     def worked(self, span: Span) -> None:
-        """A piece of work is done."""
+        """A piece of work or a wait has ended."""
 
     def done(self, message: Message) -> None:
-        """The root has finished a training microbatch: every stage has seen its backward."""
+        """The root has finished a training microbatch: every stage has computed its backward."""
 
     def evaluated(self, message: Message) -> None:
-        """A leaf has evaluated a microbatch; values are the loss and the metrics as plain numbers."""
+        """The leaf has evaluated a microbatch; the values are the loss and the metrics as plain numbers."""
 
     def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        """Take the stage's state away; the tensors are the stage's own memory and change once this returns."""
+        """Save the stage's state as its part of this checkpoint."""
 
     def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        """Take the stage's state as its part of this replica: what `Stage.state` gives, and in the metadata `applied`,
-        a JSON list of the microbatches that are in it, and `samples`, how many this stage has applied.
+        """Copy the stage's state as its part of this replica; the worker waits only for the copy.
 
-        The tensors are the stage's own memory and change once this returns, and the worker waits: take a copy, and do
-        the rest elsewhere.
+        The metadata is that of `Stage.state` with `applied`, a JSON list of the applied microbatches, and `samples`,
+        the number of samples that this stage has applied.
         """
 
     def snapshot(self, snapshot: Snapshot) -> None:
-        """Take from the stage what a round averages."""
+        """Copy the tensors of the stage that a round averages."""
 
     def failed(self, kind: str, text: str, microbatch: int | None) -> None:
-        """The worker cannot go on, and stops."""
+        """The worker has failed and stops."""

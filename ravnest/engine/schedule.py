@@ -1,17 +1,16 @@
-"""Which task a stage takes next. Pure functions: the decision and its reason.
+"""Schedule: decides which task a stage runs next. Pure functions that return the decision and its reason.
 
-A backward and a forward in turn, where both are ready. Backwards always first would free memory a little sooner, but a
-pipeline that a line once held up would never be even again: gradients that come one behind the other keep every stage
-from its forwards, and these then come one behind the other too, so that all microbatches travel as one convoy, and the
-other stages wait for it.
+If both a backward and a forward are ready, they alternate. Running backwards first would free memory slightly sooner,
+but would never recover from one slow transfer: gradients that arrive in a burst would delay the forwards of every
+stage, the forwards would then arrive in a burst too, and all microbatches would move as one convoy while most stages
+wait.
 
-A root holds forwards back when as many microbatches as it is told to have are between forward and backward. Every stage
-holds a forward back that would break the bound on staleness: its microbatch would see more updates until its backward
-than may be.
+A root holds forwards back while the number of microbatches in flight is at its limit. Every stage holds a forward back
+that would exceed the bound on staleness, because too many updates would happen before its backward.
 
-Nothing waits for ever, whatever the limits are. A backward is never held back, and a forward only while the stage has
-other microbatches between forward and backward. Microbatches come in the same order everywhere, so the oldest of all
-that are under way finds none before it at any stage: it goes through, and then it is the next one's turn.
+No limit can cause a deadlock. A backward is never held back, and a forward only while the stage has other microbatches
+in flight. Microbatches arrive in the same order at every stage, so nothing holds back the oldest one in flight: it
+completes, and the next one becomes the oldest.
 """
 
 import enum
@@ -32,7 +31,7 @@ class Decision(NamedTuple):
 
 
 class ReadyCounts(NamedTuple):
-    """What lies ready at a stage."""
+    """Number of messages ready for each task."""
 
     backwards: int
     forwards: int
@@ -40,44 +39,46 @@ class ReadyCounts(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """How stale the next forward would become, and may become at most."""
+    """Staleness that the next forward would have at its backward, and the maximum allowed."""
 
     staleness: int = 0
-    most: int | None = None
+    max_staleness: int | None = None
 
     @property
     def holds(self) -> bool:
-        return self.most is None or self.staleness <= self.most
+        return self.max_staleness is None or self.staleness <= self.max_staleness
 
 
 def next_task(
     waiting: ReadyCounts, in_flight: int, limit: int | None, bound: Bound | None = None, after: Task = Task.FORWARD
 ) -> Decision:
-    """The next task, given what is ready, how many microbatches this stage has between forward and backward, its limit
-    on these, the bound on staleness, and what of both it did last."""
+    """The next task of a stage with `in_flight` microbatches between forward and backward and this limit on them;
+    `after` is its last training task."""
     room = limit is None or in_flight < limit
     forward = waiting.forwards and room and (bound is None or bound.holds)
     if waiting.backwards and not (forward and after is Task.BACKWARD):
-        return Decision(Task.BACKWARD, "a gradient is here")
+        return Decision(Task.BACKWARD, "a gradient is ready")
     if forward:
-        turn = ", and the last was a backward" if waiting.backwards else ""
+        turn = ", and the last task was a backward" if waiting.backwards else ""
         return Decision(
             Task.FORWARD, f"{in_flight} in flight, {'no limit here' if limit is None else f'limit {limit}'}{turn}"
         )
     if waiting.evaluations:
         return Decision(Task.EVALUATE, "nothing to train on is ready")
     if waiting.forwards and bound is not None and room:
-        return Decision(Task.WAIT, f"it would see {bound.staleness} updates, and {bound.most} is the bound")
+        return Decision(
+            Task.WAIT, f"{bound.staleness} updates of staleness would exceed the bound of {bound.max_staleness}"
+        )
     if waiting.forwards:
         return Decision(Task.WAIT, f"{in_flight} in flight is the limit; waiting for a gradient")
     return Decision(Task.WAIT, "nothing is ready")
 
 
 def updates_before(summed: int, accumulate: int, flushes: Iterable[bool]) -> int:
-    """How many updates a stage makes before the backward of a microbatch whose forward comes now.
+    """Number of updates that a stage makes before the backward of a microbatch whose forward is next.
 
-    `summed` gradients wait to be applied, which takes `accumulate` of them; `flushes` says of each microbatch between
-    forward and backward, in order, whether it is applied at once with what is summed by then.
+    `summed` gradients are not yet applied, and an update takes `accumulate` of them. `flushes` tells for each
+    microbatch in flight, in order, whether its backward applies the sum immediately.
     """
     updates = 0
     for flush in flushes:

@@ -1,4 +1,4 @@
-"""How a stage trains: the part of a job that travels to its provider, as plain data."""
+"""Settings of a stage's training: the part of a job that travels to the provider, as plain data."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from ravnest.version_policy import DEFAULT_POLICY, POLICIES
 
 @dataclass(frozen=True, kw_only=True)
 class StageSettings:
-    """Everything a stage needs besides its graph and weights; `from_json` refuses what is not exactly that."""
+    """Everything that a stage needs besides its graph and weights. `from_json` raises GraphError for anything else."""
 
     optimizer: str
     """An OptimizerSpec as JSON."""
@@ -27,20 +27,20 @@ class StageSettings:
     clip_norm: float | None = None
     clip_value: float | None = None
     in_flight: int = 1
-    """Microbatches between forward and backward here, to begin with; the coordinator may say another number later."""
+    """Initial limit of microbatches in flight; the coordinator may change it later."""
     max_in_flight: int | None = None
-    """Never more than so many at any stage, whatever is said later. None: there is no such bound."""
+    """Upper bound of that limit, at every stage; None: no bound."""
     max_staleness: int | None = None
-    """No more updates than so many between a microbatch's forward and its backward. None: as many as there are."""
+    """Maximum number of updates between a microbatch's forward and its backward; None: no maximum."""
     versions: str = DEFAULT_POLICY
     correction: str = "none"
     warm_up_updates: int = WARM_UP_UPDATES
-    """Of a correction that is careful at first: over so many updates it ceases to be."""
+    """Number of updates over which the discount of the learning rate ends (corrections/discount.py)."""
     precision: str = "float32"
     compiled: bool = False
     split_backward: bool = False
     trace: int = 0
-    """Microbatches whose spans are recorded."""
+    """Number of microbatches to trace."""
     record_updates: bool = False
 
     def optimizer_spec(self) -> OptimizerSpec:
@@ -60,17 +60,19 @@ class StageSettings:
             raise GraphError(f"the stage's settings are not valid JSON: {error}") from None
         fields = cls.__dataclass_fields__
         if not isinstance(data, dict) or set(data) != set(fields):
-            raise GraphError("the stage's settings do not have the fields this version knows; update the older machine")
+            raise GraphError(
+                "the stage's settings do not have the fields that this version knows; update the older machine"
+            )
         for name, kinds in _KINDS.items():
             if not isinstance(data[name], kinds) or (isinstance(data[name], bool) and bool not in kinds):
-                raise GraphError(f"the stage's setting {name} is {str(data[name])[:80]!r}, which it cannot be")
+                raise GraphError(f"the stage's setting {name} is {str(data[name])[:80]!r}, which has the wrong type")
         if not 0 <= data["stage"] < data["stages"] or min(data["accumulate"], data["in_flight"]) < 1:
             raise GraphError("the stage's settings contradict one another (stage, stages, accumulate, in_flight)")
         for name, known in _NAMES.items():
             if data[name] not in known:
                 raise GraphError(f"the stage's setting {name} is {data[name][:80]!r}, which this version does not know")
-        least = {"max_in_flight": 1, "max_staleness": 0, "warm_up_updates": 1, "trace": 0}
-        for name, number in least.items():
+        minima = {"max_in_flight": 1, "max_staleness": 0, "warm_up_updates": 1, "trace": 0}
+        for name, number in minima.items():
             if data[name] is not None and data[name] < number:
                 raise GraphError(f"the stage's setting {name} is {data[name]}, and cannot be below {number}")
         if POLICIES[data["versions"]].within_accumulate and data["in_flight"] > data["accumulate"]:

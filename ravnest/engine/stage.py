@@ -1,8 +1,11 @@
-"""One stage: forward, backward and update of its part of the model. No threads and no sockets here.
+"""Stage: forward, backward and update of one part of the model, without threads or sockets.
 
-What a backward sees is up to the version policy (passes.py, versions.py). The update comes at once after each
-backward, or after `accumulate` of them, with the mean of their gradients. Everything a stage knows can be taken out
-(`state`) and put back (`restore`).
+The version policy decides which weights a backward uses (passes/, weights/versions.py). An update follows each backward
+immediately, or every `accumulate` backwards with the mean of their gradients. `state` returns the whole state of a
+stage, and `restore` sets it.
+
+On failure: weights that do not fit the graph and a state that cannot be read raise GraphError; a pass that would take
+more memory than allowed raises LentMemoryError and leaves the stage usable.
 """
 
 import json
@@ -13,10 +16,10 @@ from typing import Any
 import torch
 
 from ravnest.engine.corrections.correction import correction_named
-from ravnest.engine.finite_checks.origin import Finding
+from ravnest.engine.finite_checks.origin import ForwardDiagnosis
 from ravnest.engine.passes.passes import Passes
 from ravnest.engine.settings import StageSettings
-from ravnest.engine.weights.buckets import pieces
+from ravnest.engine.weights.buckets import update_buckets
 from ravnest.engine.weights.versions import WeightVersions
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
@@ -24,25 +27,28 @@ from ravnest.safe_json import read_json
 
 _MAX_STATE_VALUES = 4_000_000
 _MAX_SCHEDULE_STEPS = 10_000
-"""Of a schedule at one update. More clusters than that do not train one model."""
+"""Maximum number of schedule steps at one update; a run never has that many clusters."""
 
-# What reading a state of the wrong form raises, here and in torch.
+# Exceptions that a malformed state raises, here and in torch.
 _RESTORE_ERRORS = (AttributeError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update did: `forward_version` is the version the forward used, `version` the one the update made."""
+    """Record of one update."""
 
     microbatch: int
+    """The last microbatch of the update."""
     forward_version: int
+    """The version that its forward used."""
     version: int
+    """The version that the update made."""
     oldest_version: int | None = None
-    """Which the forward of the first microbatch of the update used, where several make one; None: the same."""
+    """The version that the forward of the update's first microbatch used; None: the same as `forward_version`."""
 
     @property
     def staleness(self) -> int:
-        """Updates applied between the forward and this one; of several microbatches, those of the stalest."""
+        """Number of updates between the forward and this update; the maximum if the update has several microbatches."""
         oldest = self.forward_version if self.oldest_version is None else self.oldest_version
         return self.version - 1 - oldest
 
@@ -58,10 +64,9 @@ class Stage:
         device: torch.device | str = "cpu",
         memory_bytes: int | None = None,
     ) -> None:
-        """`weights` holds every weight of the graph by key; they are taken over, not copied. GraphError if they do not
-        fit.
+        """`weights` holds every weight of the graph by key. The stage uses them without a copy.
 
-        `memory_bytes`: what the stage may use; a microbatch for which that does not do ends with a LentMemoryError.
+        `memory_bytes`: the memory that the stage may use.
         """
         self.graph = graph
         self.settings = settings
@@ -80,15 +85,15 @@ class Stage:
         self._schedule = None if schedule is None else schedule.build(self.optimizer)
         left = None if memory_bytes is None else memory_bytes - sum(w.nbytes for w in weights.values())
         self._passes = Passes(graph, self.device, self._versions, self._fixed, settings, left)
-        self._pieces = pieces(self._versions.masters)
+        self._update_buckets = update_buckets(self._versions.masters)
         self._sent: list[torch.Tensor] | None = None
-        """What the last backward found for the stage before, until its gradients of weights are added up."""
+        """Gradients that the last backward returned for the stage before, until its weight gradients are summed."""
         self._sums: dict[str, torch.Tensor] = {}
         self._summed = 0
         self._forward_version = 0
         self._oldest_version = 0
         self._versions_sum = 0
-        """Of the forwards whose gradients are summed."""
+        """Sum of the versions that the forwards of the summed gradients used."""
 
     @property
     def in_flight(self) -> int:
@@ -106,44 +111,44 @@ class Stage:
 
     @property
     def versions_alive(self) -> int:
-        """Copies of the weights: those that microbatches in flight hold, and the newest."""
+        """Number of copies of the weights: those held by microbatches in flight, and the latest."""
         return self._passes.versions_alive
 
     @property
     def splits_backward(self) -> bool:
-        """Whether `finish_backward` has something left to compute after `backward`."""
+        """Whether `backward` leaves the weight gradients to `finish_backward`."""
         return self._passes.splits
 
-    def recompute_from_now_on(self) -> bool:
-        """Keeps no activations of microbatches that come; whether that changes anything. The gradients stay the same,
-        bit for bit."""
-        return self._passes.recompute_from_now_on()
+    def start_recomputing(self) -> bool:
+        """Stops keeping activations of later microbatches; returns whether that changes anything. The gradients stay
+        the same, bit for bit."""
+        return self._passes.start_recomputing()
 
     @property
     def keeps_activations(self) -> bool:
-        """Whether activations of microbatches are kept that could be computed again."""
+        """Whether the stage keeps activations that it could recompute."""
         return self._passes.keeps_activations
 
     def forward(self, microbatch: int, values: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
-        """Training forward: what to send on, by name (on a leaf: the loss). Its backward must follow.
+        """Training forward: returns the values to send on by name, on a leaf the loss. Its backward must follow.
 
-        One that comes `again` has been applied before: nothing of it stays in the stage, and no `update` may follow for
-        it.
+        `again`: the microbatch was applied before. It changes nothing in the stage, and no `update` may follow for it.
         """
-        given = {name: self._here(value) for name, value in values.items()}
+        given = {name: self._to_device(value) for name, value in values.items()}
         return self._passes.forward(microbatch, given, self.correction.forward_weights(), again)
 
     def evaluate(self, values: Mapping[str, Any], microbatch: int = 0) -> dict[str, Any]:
-        """Evaluation forward: what to send on; on a leaf the loss and the metrics, by value name. Nothing is kept."""
-        return self._passes.evaluate({name: self._here(value) for name, value in values.items()}, microbatch)
+        """Evaluation forward: returns the values to send on by name, on a leaf the loss and the metrics. The stage does
+        not change."""
+        return self._passes.evaluate({name: self._to_device(value) for name, value in values.items()}, microbatch)
 
     def backward(self, microbatch: int, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """Gradients for what was received; those of the weights are kept for `update`, which must follow.
+        """Returns the gradients of the received values; the weight gradients are kept for `update`, which must follow.
 
-        `gradients` are those of what was sent (None on a leaf: the loss is its own). Where the backward is split, those
-        of the weights are computed by `finish_backward`.
+        `gradients` are those of the sent values; None on a leaf, which has the loss. With a split backward, the weight
+        gradients are computed by `finish_backward`.
         """
-        given = None if gradients is None else {name: self._here(value) for name, value in gradients.items()}
+        given = None if gradients is None else {name: self._to_device(value) for name, value in gradients.items()}
         back = self._passes.backward(microbatch, given)
         if not self._passes.is_unfinished:
             return back
@@ -153,7 +158,7 @@ class Stage:
         return back
 
     def finish_backward(self) -> None:
-        """Computes what is left of the last backward, if anything is; `update` does so too."""
+        """Computes and sums the weight gradients that the last backward left, if any; `update` calls it too."""
         if self._sent is None:
             return
         sent, self._sent = self._sent, None
@@ -164,11 +169,10 @@ class Stage:
         self._add(gradients, sent)
 
     def update(self, microbatch: int, *, flush: bool = False, updates: int = 0) -> Update | None:
-        """Applies the gradients of the last backward, where they complete an update; `flush` applies what is summed so
-        far.
+        """Applies the summed gradients if `accumulate` of them are summed or `flush` is set; None if they are not.
 
-        `updates` is how many the run has made by then, those of other clusters included: the schedule follows it.
-        Without it the schedule goes one step on.
+        `updates`: the number of updates that the run has made by then, over all clusters. The schedule follows it;
+        without it, the schedule advances by one step.
         """
         self.finish_backward()
         if self._summed < self.settings.accumulate and not flush:
@@ -178,25 +182,27 @@ class Stage:
         oldest = None if self._oldest_version == self._forward_version else self._oldest_version
         return Update(microbatch, self._forward_version, self.version, oldest)
 
-    def find_not_finite(self, microbatch: int) -> Finding | None:
-        """Where values of this microbatch that are not finite arose; None where that is not known any more."""
-        return self._passes.find_not_finite(microbatch)
+    def diagnose_forward(self, microbatch: int) -> ForwardDiagnosis | None:
+        """The origin of values of this microbatch that are not finite; None if its inputs are no longer here."""
+        return self._passes.diagnose_forward(microbatch)
 
     def drop(self, microbatch: int) -> None:
-        """Forgets a microbatch whose backward will never come."""
+        """Discards a microbatch whose backward will never come."""
         self._passes.drop(microbatch)
 
     def forget(self) -> None:
-        """Forgets all microbatches that have not been applied: those between forward and backward, and gradients that
-        wait for others. The stage goes on as if it had never seen them."""
+        """Discards all microbatches that have not been applied: those between forward and backward, and summed
+        gradients. The stage continues as if it had never seen them."""
         self._passes.forget()
         self._sent = None
         self._sums.clear()
         self._summed = 0
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Parameters, states and optimizer state as named tensors, and the plain values as text. Shares the stage's
-        memory. What microbatches that have not been applied did to states is not in it."""
+        """The parameters, model states and optimizer state as named tensors, and the other values as JSON text.
+
+        The tensors share the stage's memory. The model states exclude the effect of microbatches not yet applied.
+        """
         plain: dict[str, Any] = {}
         for spec in self.graph.parameters:
             for name, value in self.optimizer.state.get(self._versions.masters[spec.name], {}).items():
@@ -213,7 +219,7 @@ class Stage:
         }
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of `state` alone, states as they are now."""
+        """The tensors of `state`, with the current model states."""
         tensors: dict[str, torch.Tensor] = {}
         for spec in self.graph.parameters:
             master = self._versions.masters[spec.name]
@@ -231,14 +237,14 @@ class Stage:
         becomes: Mapping[str, torch.Tensor] | None = None,
         not_negative: Collection[str] = (),
     ) -> None:
-        """Adds to parameters, states and optimizer state, named as in `state`; with `becomes`, that is what they are
-        from now on. No update: the version stays. What the optimizer does not keep yet is left out.
+        """Adds `adds` to parameters, model states and optimizer state, named as in `state`; the version stays.
 
-        Of `not_negative`, no value is below zero afterwards.
+        Tensors named in `becomes` are set to that value instead. Optimizer state that does not exist yet is skipped.
+        Tensors named in `not_negative` are clamped to at least zero.
         """
 
         def write(name: str, tensor: torch.Tensor) -> None:
-            # Past the counter by which autograd notices writes, as for versions: what is in flight has its own memory.
+            # `.data` bypasses autograd's check for in-place writes: microbatches in flight have memory of their own.
             tensor = tensor.data
             if becomes is not None and name in becomes:
                 tensor.copy_(becomes[name])
@@ -250,7 +256,7 @@ class Stage:
         self._versions.begin_update()
         names = {spec.name: f"buffer:{spec.key}" for spec in self.graph.states if f"buffer:{spec.key}" in adds}
         for name in names:
-            # In memory of its own: what it was may be part of a microbatch in flight.
+            # In new memory: a microbatch in flight may use the old tensor.
             self._fixed[name] = self._fixed[name].clone()
         own = self.state_tensors()
         for name in adds:
@@ -262,7 +268,7 @@ class Stage:
         self.correction.moved()
 
     def restore(self, optimizer: Mapping[str, Mapping[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
-        """Takes up optimizer state (by parameter key) and counters as `state` gave them; GraphError if they do not
+        """Sets the optimizer state (by parameter key) and the metadata that `state` returned; GraphError if they do not
         fit."""
         try:
             self._restore(optimizer, metadata)
@@ -286,19 +292,19 @@ class Stage:
                 saved[index] = entries
         current = self.optimizer.state_dict()
         for group, stored in zip(current["param_groups"], groups, strict=True):
-            # What this torch does not know is left out, and which parameters there are is the graph's to say.
+            # Options that this version of torch lacks are skipped; the parameters are those of the graph.
             known = {k: v for k, v in stored.items() if k in group and k != "params"}
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
         self.optimizer.load_state_dict({"state": saved, "param_groups": current["param_groups"]})
         if self._schedule is not None and schedule is not None:
-            # Torch makes each entry an attribute, whatever its name is: only those that a schedule saves are taken.
+            # Torch sets an attribute for each entry, whatever its name: accept only the names that a schedule saves.
             own = self._schedule.state_dict()
             self._schedule.load_state_dict({k: v for k, v in schedule.items() if k in own})
         self._versions.current.number = version
 
     def _add(self, gradients: Mapping[str, torch.Tensor | None], sent: Iterable[torch.Tensor]) -> None:
-        # autograd may hand out one tensor as the gradient of two values, or one that repeats a single number: what is
-        # summed or clipped in place must be memory of its own, and not what is on its way to the stage before.
+        # Autograd may return one tensor as the gradient of two values, or an expanded tensor of a single number. A sum
+        # that is changed in place needs memory of its own, apart from the gradients sent to the stage before.
         taken = {g.untyped_storage().data_ptr() for g in sent}
         for name, gradient in gradients.items():
             if gradient is None:
@@ -320,13 +326,13 @@ class Stage:
                 gradient.div_(self._summed)
         if self.settings.clip_value is not None or self.settings.clip_norm is not None:
             self._clip(masters)
-        # A mean of gradients is as stale as they are on average.
+        # The staleness of a mean of gradients is their mean staleness.
         self.correction.begin_update(self.version - self._versions_sum / self._summed, self.version)
-        for piece in self._pieces:
-            for name in piece:
+        for bucket in self._update_buckets:
+            for name in bucket:
                 masters[name].grad = self._sums.pop(name, None)
             self.correction.step()
-            for name in piece:
+            for name in bucket:
                 masters[name].grad = None
         self._summed = 0
         self._passes.applied()
@@ -340,7 +346,7 @@ class Stage:
             self._schedule.step()
 
     def _clip(self, masters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Clips the summed gradients in place, all together: a norm is over all of them."""
+        """Clips the summed gradients in place; the norm is over all of them."""
         for name, master in masters.items():
             master.grad = self._sums.get(name)
         if self.settings.clip_value is not None:
@@ -349,7 +355,7 @@ class Stage:
             torch.nn.utils.clip_grad_norm_(masters.values(), self.settings.clip_norm)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _here(self, value: Any) -> Any:
+    def _to_device(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device != self.device:
             return value.to(self.device, non_blocking=True)
         return value

@@ -1,9 +1,9 @@
 """Tasks of one stage: forward, backward, update and evaluation of a microbatch, from its message to its results.
 
-A microbatch that the stage has applied before (another stage was lost, and needs it again) is computed, and leaves
-nothing behind here: no update, no loss, no snapshot.
+A microbatch that this stage has applied before is replayed when another stage was lost and needs it. It is computed
+again, but causes no update, loss or snapshot here.
 
-On failure a task raises, nothing of its microbatch is applied, and the stage must not be used any further.
+On failure a task raises, nothing of its microbatch is applied, and the stage must not be used any more.
 """
 
 import json
@@ -26,7 +26,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class StageTasks:
-    """Used on the worker's thread alone."""
+    """The tasks of one worker; used on its thread only."""
 
     def __init__(
         self, stage: Stage, outbox: Outbox, inbox: Inbox, applied: Applied, measurements: Measurements
@@ -43,7 +43,7 @@ class StageTasks:
         self._in_flight: dict[int, Message] = {}
         """Training microbatches between forward and backward, without their values."""
         self._summed: list[Message] = []
-        """Microbatches whose gradients wait for others, to make one update with them."""
+        """Microbatches whose gradients are summed but not yet applied, without their values."""
 
     def run(self, task: Task, message: Message) -> None:
         if task is Task.FORWARD:
@@ -51,13 +51,13 @@ class StageTasks:
         elif task is Task.BACKWARD:
             origin = self._in_flight.pop(message.microbatch, message)
             self._measurements.count_in_flight(len(self._in_flight))
-            # The marks are those of the forward: the stage after might have changed them.
+            # Use the marks of the forward: the stage after may have changed its own.
             self._backward(origin.with_values(message.values), message.values)
         elif task is Task.EVALUATE:
             self._evaluate(message)
 
     def bound(self) -> Bound:
-        """How stale the next forward would become, if the stage has a bound on that."""
+        """The staleness that the next forward would have at its backward, and the maximum allowed."""
         settings = self._stage.settings
         if settings.max_staleness is None:
             return Bound()
@@ -65,7 +65,8 @@ class StageTasks:
         return Bound(updates_before(len(self._summed), settings.accumulate, flushes), settings.max_staleness)
 
     def save(self, checkpoint: int, when: str, instead: Tensors | None = None) -> None:
-        """Saves the stage's state under this number; the tensors of `instead` replace or complete its own."""
+        """Saves the stage's state for this checkpoint; tensors of `instead` replace or complete its own. `when` names
+        the last step before it, for error messages."""
         tensors, metadata = self._stage.state()
         tensors |= instead or {}
         self.finite.check_saved(tensors, when)
@@ -73,7 +74,7 @@ class StageTasks:
             self._outbox.save(checkpoint, tensors, metadata)
 
     def snapshot(self, round: int, fragment: int) -> None:
-        """Hands the stage's tensors to a round of averaging."""
+        """Passes the stage's tensors to a round of averaging."""
         stage = self._stage
         self._outbox.snapshot(Snapshot(round, fragment, stage.version, self._counters.samples, stage.state_tensors()))
 
@@ -96,13 +97,13 @@ class StageTasks:
         with self._measurements.work("backward", number):
             are_finite = self.finite.start(gradients)
             found = self._stage.backward(number, gradients)
-            # The answers are read only now: the GPU has the backward to do in the meantime.
+            # The results are read only now, while the GPU computes the backward.
             self.finite.check_gradients(number, are_finite)
             if loss is not None:
                 self._report_loss(message, loss())
         self._counters.backwards += 1
         if not self._is_root:
-            # Before the update: the stage before works on these gradients while this stage updates its weights.
+            # Before the update, so that the stage before can work on these gradients during the update.
             self.finite.note_sent(number, found)
             self._outbox.backward(message.with_values(found))
         if number not in self._applied:
@@ -118,7 +119,7 @@ class StageTasks:
             self._outbox.trained(LossRecord(message.microbatch, loss, message.marks.samples))
 
     def _apply(self, message: Message) -> None:
-        """Everything that is done only once with a microbatch, after its backward."""
+        """Applies a microbatch after its backward: everything that must happen only once for a microbatch."""
         marks = message.marks
         if self._stage.splits_backward:
             with self._measurements.work("weights", message.microbatch):

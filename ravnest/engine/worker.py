@@ -1,19 +1,19 @@
-"""Worker of one stage: the thread that owns torch, and the loop that decides what it does next.
+"""Worker of one stage: the thread that owns torch, and the loop that picks its next task.
 
-A pipeline without bubbles is asynchronous: a stage never waits for the other stages to finish a step. Its worker takes
-whatever the schedule picks from what has arrived (schedule.py): usually a backward and a forward in turn. Each backward
-is followed by an update at once, so a microbatch's gradient may be applied to newer weights than its forward used. How
-many updates lie between is the microbatch's staleness; the limit on microbatches in flight keeps it low, and the
-version policy (passes.py) makes the gradient exact for the weights that the forward saw.
+A pipeline without bubbles is asynchronous: a stage never waits for other stages to finish a step. Its worker runs the
+task that the schedule picks from the messages that have arrived (schedule.py), usually backward and forward in turn.
+An update follows each backward immediately, so a microbatch's gradient may be applied to newer weights than its forward
+used. The number of updates between them is the microbatch's staleness. The limit on microbatches in flight keeps it
+low, and the version policy (passes/passes.py) makes the gradient exact for the weights that the backward uses.
 
     any thread:     feed, receive_forward, receive_backward  ->  Inbox
     worker thread:  Inbox  ->  next_task  ->  StageTasks  ->  Outbox
 
-Work that needs the stage between two tasks (averaging, a save) is queued and comes first.
+Work that needs the stage between two tasks (averaging, a save) is queued and has priority.
 
-On failure (a loss that is not finite, any error in torch) the worker reports once through the outbox, with the number
-of the microbatch, and stops. Nothing of that microbatch is applied. When a stage goes on after another machine was
-lost, it gets a new worker that inherits `applied` and `counters`.
+On failure (a loss that is not finite, any error in torch) the worker calls `Outbox.failed` once, with the number of the
+microbatch, and stops. Nothing of that microbatch is applied. A stage that continues after the loss of another machine
+gets a new worker with the same `applied` and `counters`.
 """
 
 import threading
@@ -26,11 +26,11 @@ from typing import NamedTuple
 import torch
 
 from ravnest.engine.finite_checks.checks import NotFiniteError
-from ravnest.engine.finite_checks.origin import Testimony
+from ravnest.engine.finite_checks.origin import StageDiagnosis
 from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.inbox.inbox import Inbox
 from ravnest.engine.messages import Message, Outbox
-from ravnest.engine.out_of_memory import is_out_of_memory, told
+from ravnest.engine.out_of_memory import is_out_of_memory, out_of_memory_text
 from ravnest.engine.schedule import Task, next_task
 from ravnest.engine.speed.pace import NO_PRETENCE, Pace, Pretence
 from ravnest.engine.stage import Stage
@@ -46,7 +46,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class StageWorker:
-    """Runs one stage. Every public method may be called from any thread, and only `stop` blocks."""
+    """Runs one stage. Every public method may be called from any thread; only `stop` blocks."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class StageWorker:
         counters: Counters | None = None,
         announced: bool = False,
     ) -> None:
-        """`pretence`: all work takes as long as on the machine that is simulated. `applied` and `counters` are those of
-        the stage's last worker, which has ended. `announced`: see `Inbox`."""
+        """`pretence`: the simulated machine, if any. `applied` and `counters`: those of the stage's previous worker,
+        which has ended. `announced`: see `Inbox`."""
         self.stage = stage
         self.applied = Applied() if applied is None else applied
-        """The microbatches that are in the stage's weights. Written by the worker's thread while it runs."""
+        """The microbatches that the stage has applied. Written by the worker's thread while it runs."""
         self.counters = counters or Counters(training=TrainingTime(warm_up_for(stage.settings.in_flight)))
         self.broken = False
-        """Whether the worker has failed in a way that leaves the stage's state unknown."""
+        """Whether the worker has failed and left the stage in an unknown state."""
         self._outbox = outbox
         self._inbox = Inbox(stage.graph, stage.settings, self.applied, announced)
         self._changed = self._inbox.changed
@@ -74,10 +74,10 @@ class StageWorker:
         self._tasks = StageTasks(stage, outbox, self._inbox, self.applied, self._measurements)
         self._limit = _first_limit(stage)
         self._after = Task.FORWARD
-        """Which of forward and backward came last."""
+        """Whether the last training task was a forward or a backward."""
         self._saves: deque[_Save] = deque()
         self._calls: deque[Callable[[], None]] = deque()
-        """Work for between two tasks."""
+        """Calls to make between two tasks."""
         self._is_idle = True
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="ravnest-torch", daemon=True)
@@ -103,7 +103,7 @@ class StageWorker:
                 self._measurements.count_turn(turn.task, is_pause=is_pause, waited=waited, worked=worked)
 
     def _next_turn(self) -> "_Turn | None":
-        """Waits until there is something to do; None once the worker is to stop."""
+        """Waits for work; None if the worker has to stop."""
         waits: list[tuple[str, float]] = []
         with self._changed:
             while not self._is_stopping:
@@ -123,7 +123,7 @@ class StageWorker:
 
     def _next_task(self) -> Task:
         if self._saves:
-            # Saves come first: a stage that is never idle would never save.
+            # Saves have priority: a stage that is never idle would never save otherwise.
             return Task.WAIT
         ready = self._inbox.ready()
         return next_task(ready, self.stage.in_flight, self._limit, self._tasks.bound(), self._after).task
@@ -148,19 +148,19 @@ class StageWorker:
         self._is_idle = True
 
     def _recompute(self) -> None:
-        self.stage.recompute_from_now_on()
+        self.stage.start_recomputing()
 
     def _fail(self, turn: "_Turn", error: Exception) -> None:
-        # A cancelled upload leaves the stage as it is.
+        # A cancelled upload does not affect the stage.
         self.broken = not isinstance(error, CancelledError)
         kind = "not_finite" if isinstance(error, NotFiniteError) else "error"
         text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
-            kind, text = "memory", f"{told(error)} ({text})"
+            kind, text = "memory", f"{out_of_memory_text(error)} ({text})"
         self._outbox.failed(kind, text, -1 if turn.message is None else turn.message.microbatch)
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
-        """Ends the thread after its current task."""
+        """Stops the thread after its current task."""
         self.pace.end()
         with self._changed:
             self._is_stopping = True
@@ -172,96 +172,96 @@ class StageWorker:
 
     @property
     def runs(self) -> bool:
-        """Whether the worker's thread is alive: until it has ended, no other thread may touch the stage."""
+        """Whether the worker's thread is alive; no other thread may use the stage before it has ended."""
         return self._thread.is_alive()
 
     def feed(self, message: Message) -> None:
-        """Inputs or targets of a microbatch, from the coordinator. PeerError if the message cannot be right;
-        MisfitError if the activations of the microbatch cannot."""
+        """Inputs or targets of a microbatch, from the coordinator. PeerError if the message is invalid; MisfitError if
+        the activations of the microbatch are."""
         self._inbox.feed(message)
 
     def receive_forward(self, message: Message) -> None:
-        """Activations of a microbatch, from the stage before. PeerError if they cannot be right."""
+        """Activations of a microbatch, from the stage before. PeerError if they are invalid."""
         self._inbox.receive_forward(message)
 
     def receive_backward(self, message: Message) -> None:
-        """Gradients of a microbatch, from the stage after. PeerError if the microbatch waits for none."""
+        """Gradients of a microbatch, from the stage after. PeerError if they are invalid or not awaited."""
         self._inbox.receive_backward(message)
 
-    def between(self, call: Callable[[], None]) -> None:
-        """Calls this on the worker's thread before the next task. If it raises, the stage has failed."""
+    def call_between_tasks(self, call: Callable[[], None]) -> None:
+        """Makes this call on the worker's thread before the next task. An exception in it is a failure of the stage."""
         with self._changed:
             self._calls.append(call)
             self._changed.notify()
 
-    def take_left(self) -> list[Callable[[], None]]:
-        """The calls that a worker that has ended has not made."""
+    def take_pending_calls(self) -> list[Callable[[], None]]:
+        """Removes and returns the calls that the worker, which has ended, did not make."""
         with self._changed:
-            left = list(self._calls)
+            calls = list(self._calls)
             self._calls.clear()
-        return left
+        return calls
 
     def save(self, checkpoint: int, instead: Tensors | None = None) -> None:
-        """Saves the stage's state under this number before the next task; the tensors of `instead` replace those of the
-        same name, or are saved with them."""
+        """Saves the stage's state for this checkpoint before the next task; tensors of `instead` replace or complete
+        its own."""
         with self._changed:
             self._saves.append(_Save(checkpoint, instead))
             self._changed.notify()
 
     def snapshot(self, round: int, fragment: int) -> None:
-        """Takes part in a round of averaging while no microbatch is in flight."""
-        self.between(lambda: self._tasks.snapshot(round, fragment))
+        """Passes the stage's tensors to a round of averaging before the next task."""
+        self.call_between_tasks(lambda: self._tasks.snapshot(round, fragment))
 
-    def recompute_from_now_on(self) -> None:
-        """From the next microbatch on, keeps no activations between forward and backward."""
-        self.between(self._recompute)
+    def start_recomputing(self) -> None:
+        """Stops keeping activations between forward and backward, from the next microbatch on."""
+        self.call_between_tasks(self._recompute)
 
     @property
     def limit(self) -> int | None:
-        """How many microbatches may be between forward and backward here; None: no limit."""
+        """Maximum number of microbatches in flight here; None: no limit."""
         return self._limit
 
     def set_limit(self, in_flight: int) -> None:
-        """Sets the limit of a root, within its settings; other stages take whatever comes. Microbatches beyond a lower
-        limit are finished first."""
+        """Sets the limit of a root, within its settings; no effect on other stages. Microbatches in flight beyond a
+        lower limit are finished first."""
         largest = self.stage.settings.max_in_flight
         with self._changed:
             if not self.stage.graph.receives:
                 self._limit = max(1, in_flight if largest is None else min(in_flight, largest))
                 self._changed.notify()
 
-    def testify(self, microbatch: int) -> Testimony:
-        """What the stage knows of a microbatch whose loss or gradients are not finite. Call it between two tasks, or
-        after the worker has ended."""
-        testimony = self._tasks.finite.testify(self.stage.graph, microbatch, self.stage.find_not_finite(microbatch))
-        if testimony.forward.received == "nan" or testimony.gradients_received == "nan":
-            # Nothing of that microbatch was applied, and this stage's state is not at fault.
+    def diagnose(self, microbatch: int) -> StageDiagnosis:
+        """The stage's report about a microbatch whose loss or gradients are not finite. To be called between two tasks
+        or after the worker has ended."""
+        diagnosis = self._tasks.finite.diagnose(self.stage.graph, microbatch, self.stage.diagnose_forward(microbatch))
+        if diagnosis.forward.received == "nan" or diagnosis.gradients_received == "nan":
+            # The value arose at another stage, and nothing of the microbatch was applied: the state is valid.
             self.broken = False
-        return testimony
+        return diagnosis
 
     def activity(self) -> Activity:
-        """What the worker does, or what it waits for; also while its thread is stuck."""
+        """The worker's current work, or the messages that it waits for; also available while its thread is stuck."""
         kind, microbatch, since = self._measurements.doing
         seconds = time.perf_counter() - since
         return Activity(kind, microbatch, seconds, self._inbox.missing() if kind == "wait" else ())
 
     @property
     def ready(self) -> int:
-        """Tasks here, the current one included; 0 while the worker waits. Takes no lock."""
+        """Number of tasks that are ready, including the current one; 0 while the worker waits. Takes no lock."""
         return 0 if self._is_idle else 1 + sum(self._inbox.ready())
 
     @property
     def flight_seconds(self) -> float:
-        """Time that all microbatches so far have been between forward and backward here, summed."""
+        """Time that microbatches have spent between forward and backward here, summed over all so far."""
         return self._measurements.flight_seconds
 
     @property
     def overruns(self) -> int:
-        """Pieces of work that took longer than the machine that is simulated would have taken."""
+        """Number of pieces of work that took longer than on the simulated machine."""
         return self.pace.overruns
 
     def max_held(self) -> int:
-        """The largest number of training microbatches that were here at once since the last call."""
+        """Maximum number of training microbatches held here at once since the last call."""
         return self._inbox.take_max_held()
 
 
@@ -271,20 +271,20 @@ class _Save(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """What the worker does before it looks for the next task again."""
+    """Work of one pass of the worker's loop."""
 
     task: Task
     message: Message | None
     save: _Save | None
     calls: list[Callable[[], None]]
     waits: list[tuple[str, float]]
-    """Why the worker waited before this turn, and since when."""
+    """Reason and start of each wait before this turn."""
 
 
 def _first_limit(stage: Stage) -> int | None:
     settings = stage.settings
     largest = settings.max_in_flight
     if stage.graph.receives:
-        # The stages after a root take whatever comes, up to the bound on staleness.
+        # Stages after the root accept all microbatches, up to the bound on staleness.
         return largest
     return settings.in_flight if largest is None else min(settings.in_flight, largest)

@@ -210,9 +210,9 @@ def marked(**marks: Any) -> Callable[[Frame], Frame]:
     ("change", "words"),
     [
         (lambda f: with_values(f, lambda t: t[:-1]), r"\(7, .*\), whose dimension 0 \(s\d+\) is 8 in this microbatch"),
-        (marked(samples=SAMPLES + 1), "came with samples 9, and its feed says 8"),
-        (marked(checkpoint=7), "came with checkpoint 7, and its feed says 0"),
-        (marked(train=False), "came for training from one side and not from the other"),
+        (marked(samples=SAMPLES + 1), "have samples 9, but its feed has 8"),
+        (marked(checkpoint=7), "have checkpoint 7, but its feed has 0"),
+        (marked(train=False), "have train False, but its feed has True"),
     ],
     ids=["another batch", "another number of samples", "a checkpoint that nobody asked for", "for evaluation"],
 )
@@ -240,7 +240,10 @@ def test_a_leaf_whose_neighbour_sends_another_microbatch_than_was_fed(
 
 TO_A_ROOT: dict[str, tuple[Any, str]] = {
     "FORWARD for BACKWARD": (lambda f: replace(f, kind=FrameKind.FORWARD), "a FORWARD frame came where only BACKWARD"),
-    "gradients that nobody waits for": (lambda f: f, "gradients of microbatch 7 came, which no stage here waits for"),
+    "gradients that nobody waits for": (
+        lambda f: f,
+        "gradients of microbatch 7 arrived, but this stage does not wait for any",
+    ),
     "gradients of another type": (lambda f: with_values(f, Tensor.half), "has type torch.float16"),
     "gradients of another shape": (lambda f: with_values(f, lambda t: t[:, :-1]), "which does not fit the stage's"),
     "gradients of an old generation": (lambda f: replace(f, generation=1), "a frame of generation 1 came"),

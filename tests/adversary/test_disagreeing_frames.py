@@ -60,7 +60,7 @@ def a_job(count: int = 24) -> Job:
     [
         ("provider-0", "activations of a smaller batch", "do not fit its feed"),
         ("provider-1", "activations of a smaller batch", "do not fit its feed"),
-        ("provider-1", "another number of samples", "came with samples"),
+        ("provider-1", "another number of samples", "have samples"),
         ("provider-2", "gradients of a smaller batch", "the gradient of"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ravnest.engine.out_of_memory import asked_bytes, is_out_of_memory, told
+from ravnest.engine.out_of_memory import is_out_of_memory, out_of_memory_text, requested_bytes
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import LentMemoryError
@@ -28,15 +28,15 @@ from ravnest.spec import OptimizerSpec
     ],
 )
 def test_an_error_for_want_of_memory_is_told_as_such(error: Exception, asked: int | None) -> None:
-    assert is_out_of_memory(error) and asked_bytes(error) == asked
-    assert told(error).startswith("memory ran out")
+    assert is_out_of_memory(error) and requested_bytes(error) == asked
+    assert out_of_memory_text(error).startswith("memory ran out")
 
 
 def test_torch_says_so_itself_when_it_cannot_have_what_it_asks_for() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 55)
     assert is_out_of_memory(raised.value)
-    assert asked_bytes(raised.value) == 1 << 57
+    assert requested_bytes(raised.value) == 1 << 57
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("out of memory"), OSError(2, "no")])
@@ -61,5 +61,5 @@ def test_a_stage_that_would_take_more_than_is_lent_has_no_memory_and_goes_on() -
     with pytest.raises(LentMemoryError, match=r"node 'n\d+' \(aten.cat.default\) would take the stage to") as raised:
         stage.forward(0, {"x": torch.ones(2, 4)})
     assert is_out_of_memory(raised.value)
-    assert told(raised.value) == "memory ran out"
+    assert out_of_memory_text(raised.value) == "memory ran out"
     assert stage.in_flight == 0

@@ -317,11 +317,11 @@ def test_what_was_to_be_done_between_two_tasks_is_left_for_the_next_worker() -> 
     pipeline = Pipeline(stages(1))
     pipeline.stop()
     did: list[int] = []
-    pipeline.workers[0].between(lambda: did.append(1))
-    left = pipeline.workers[0].take_left()
+    pipeline.workers[0].call_between_tasks(lambda: did.append(1))
+    left = pipeline.workers[0].take_pending_calls()
     pipeline.renew()
     for work in left:
-        pipeline.workers[0].between(work)
+        pipeline.workers[0].call_between_tasks(work)
     try:
         pipeline.train([message(0)])
     finally:

@@ -29,7 +29,7 @@ def test_a_forward_has_its_turn_after_a_backward() -> None:
     both = ReadyCounts(3, 3, 3)
     assert next_task(both, 2, 4, after=Task.FORWARD).task is Task.BACKWARD
     turn = next_task(both, 2, 4, after=Task.BACKWARD)
-    assert turn == Decision(Task.FORWARD, "2 in flight, limit 4, and the last was a backward")
+    assert turn == Decision(Task.FORWARD, "2 in flight, limit 4, and the last task was a backward")
     assert next_task(both, 4, 4, after=Task.BACKWARD).task is Task.BACKWARD, "there is no room for a forward"
     assert next_task(both, 2, 4, Bound(2, 1), Task.BACKWARD).task is Task.BACKWARD, "it would become too stale"
     assert next_task(ReadyCounts(3, 0, 3), 2, 4, after=Task.BACKWARD).task is Task.BACKWARD

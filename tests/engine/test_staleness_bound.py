@@ -254,6 +254,6 @@ def test_a_stage_with_nothing_in_flight_never_holds_a_forward_back(
 
 def test_a_stage_at_its_bound_says_so() -> None:
     held = next_task(ReadyCounts(0, 1, 0), 2, None, Bound(2, 1))
-    assert (held.task, held.reason) == (Task.WAIT, "it would see 2 updates, and 1 is the bound")
+    assert (held.task, held.reason) == (Task.WAIT, "2 updates of staleness would exceed the bound of 1")
     assert next_task(ReadyCounts(0, 1, 1), 2, None, Bound(2, 1)).task is Task.EVALUATE
     assert next_task(ReadyCounts(1, 1, 1), 2, None, Bound(2, 1)).task is Task.BACKWARD

@@ -352,7 +352,7 @@ def test_a_loss_that_is_not_finite_stops_the_worker_and_applies_nothing(make: Ma
 def test_a_stage_that_is_never_idle_saves_before_its_next_task(make: Make) -> None:
     [(worker, box)] = make(1)
     held = threading.Event()
-    worker.between(lambda: held.wait(PATIENCE_SECONDS) and None)
+    worker.call_between_tasks(lambda: held.wait(PATIENCE_SECONDS) and None)
     for number, batch in enumerate(batches([8] * 4)):
         worker.feed(message(number, batch))
     worker.save(7)
@@ -409,10 +409,10 @@ def test_gradients_that_nobody_waits_for_are_refused(make: Make) -> None:
     feed([(root, root_box), (leaf, leaf_box)], 0, batches([8])[0])
     leaf.receive_forward(root_box.next("forward"))
     gradient = leaf_box.next("backward")
-    with pytest.raises(PeerError, match="gradients of microbatch 7 came, which no stage here waits for"):
+    with pytest.raises(PeerError, match="gradients of microbatch 7 arrived, but this stage does not wait for any"):
         root.receive_backward(replace(gradient, microbatch=7))
     root.receive_backward(gradient)
-    with pytest.raises(PeerError, match="gradients of microbatch 0 came"):
+    with pytest.raises(PeerError, match="gradients of microbatch 0 arrived"):
         root.receive_backward(gradient)
     assert root_box.next("done").microbatch == 0
 
@@ -462,7 +462,7 @@ def test_a_round_that_is_ordered_takes_the_stage_as_it_is_and_a_change_is_kept(m
     taken, values = box.next("snapshot")
     assert (taken.version, taken.samples) == (1, 8)
     name = next(name for name in values if name.startswith("param:"))
-    worker.between(lambda: stage.shift({name: torch.ones_like(values[name])}))
+    worker.call_between_tasks(lambda: stage.shift({name: torch.ones_like(values[name])}))
     worker.save(7, {name: torch.zeros_like(values[name]), "outer:more": torch.ones(2)})
     box.next("saved")
     worker.save(8)
@@ -479,7 +479,7 @@ def test_halves_of_one_side_never_make_a_microbatch(make: Make) -> None:
     leaf.receive_forward(activations)
     with pytest.raises(PeerError, match="microbatch 0 came again"):
         leaf.receive_forward(activations)
-    with pytest.raises(PeerError, match="came for training from one side and not from the other"):
+    with pytest.raises(PeerError, match="have train True, but its feed has False"):
         leaf.feed(message(0, batches([8])[0], inputs_of(leaf), train=False))
 
 

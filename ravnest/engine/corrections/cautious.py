@@ -1,8 +1,8 @@
-"""Foresight with short steps in the beginning: predictions and stale gradients are worst while the weights change most.
+"""Correction "cautious": foresight with a discounted learning rate during the first updates.
 
-The step and the prediction are those of foresight.py, both with the learning rate that discount.py lowers over the
-first updates. Each makes up for what the other leaves: a prediction over many updates is far off while every gradient
-points elsewhere, which is early in training; and once the discount is lifted, the prediction goes on.
+The step and the prediction are those of foresight.py, both with the learning rate of discount.py. The two complement
+each other: predictions over many updates are inaccurate early in training, when gradients change direction quickly, and
+that is when the discount reduces the harm of staleness. The prediction remains after the discount has ended.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from ravnest.engine.corrections import discount, foresight
 
 
 class Cautious:
-    """Steps and predicts as `Foresight`, at the rate of `Discount`."""
+    """Steps and predicts like `Foresight`, at the learning rate of `Discount`."""
 
     def __init__(
         self, optimizer: Optimizer, parameters: Mapping[str, Tensor], warm_up_updates: int = discount.WARM_UP_UPDATES
@@ -23,7 +23,7 @@ class Cautious:
         self._discount = discount.Discount(optimizer, warm_up_updates)
 
     def forward_weights(self) -> dict[str, Tensor] | None:
-        # The updates until the gradient comes are as short as those of now.
+        # The updates until the gradient arrives have the current discount too.
         with self._discount.applied():
             return self._foresight.forward_weights()
 

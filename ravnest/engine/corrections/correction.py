@@ -1,9 +1,9 @@
-"""What a correction of staleness is, and all of them by name.
+"""Interface of the corrections of staleness, and their registry by name.
 
-A correction stands between a stage and its optimizer: it may say which weights a forward uses, and it steps the
-optimizer. Where nothing is stale it does exactly what the optimizer does alone, bit for bit. What it remembers of a
-parameter lies in the optimizer's own state, and is saved, restored and handed on with the parameter; how stale updates
-are is measured anew wherever a stage is deployed.
+A correction sits between a stage and its optimizer: it steps the optimizer, and it may choose the weights that a
+forward uses. Without staleness the result equals that of the optimizer alone, bit for bit. A correction stores its
+per-parameter values in the optimizer's state, so they are saved, restored and moved with the parameter. The staleness
+is measured again after each deployment.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,31 +19,31 @@ from ravnest.settings import CORRECTIONS
 from ravnest.spec import OptimizerSpec
 
 CAUTIOUS: Final = "cautious"
-"""The one that is careful in other ways too: with it, the number in flight follows the learning rate
+"""With this correction, the number of microbatches in flight also follows the learning rate
 (planner/in_flight/lr_bound.py)."""
 
 DEFAULT: Final = CAUTIOUS
-"""What learns best, by `python -m benchmarks.quality`."""
+"""The correction with the best result in `python -m benchmarks.quality`."""
 
 PREDICTING: Final = ("predict", "foresight", "cautious")
-"""Those that give forwards weights of their own: a stage takes memory for them."""
+"""Corrections that compute predicted weights for forwards, which take memory at a stage."""
 
 
 class Correction(Protocol):
-    """The correction of one stage. Not thread-safe, as the stage is not."""
+    """The correction of one stage. Not thread-safe, like the stage."""
 
     def forward_weights(self) -> dict[str, Tensor] | None:
-        """The weights the next training forward uses, by name, in memory of their own that several forwards may
-        share; None: the current ones."""
+        """The weights for the next training forward by name, in separate memory that several forwards may share; None:
+        the current weights."""
 
     def moved(self) -> None:
-        """The weights have changed otherwise than by an update, as averaging changes them."""
+        """Called after the weights have changed without an update, such as by averaging."""
 
     def begin_update(self, staleness: float, version: int) -> None:
-        """An update begins, of gradients that are so stale on average; so many updates were made before it."""
+        """Called before an update with the mean staleness of its gradients; `version` updates were made before it."""
 
     def step(self) -> None:
-        """Steps the parameters that have gradients: an update is made of one or more of these."""
+        """Steps the parameters that have gradients; called one or more times in an update."""
 
 
 def correction_named(
@@ -52,10 +52,10 @@ def correction_named(
     parameters: Mapping[str, Tensor],
     warm_up_updates: int = discount.WARM_UP_UPDATES,
 ) -> Correction:
-    """The correction of a stage with this optimizer of these parameters, as they are called in its graph; over the
-    first `warm_up_updates`, those that discount the rate do so less and less.
+    """The correction of this name for a stage's optimizer and its parameters, named as in the graph.
 
-    Where it has no meaning for the optimizer, that is none (`correction_refusal` says why). GraphError: no such name.
+    `warm_up_updates`: number of updates over which a discount of the learning rate ends. For an optimizer that the
+    correction does not support, the result is `Plain`; `correction_refusal` gives the reason. GraphError: unknown name.
     """
     if name not in CORRECTIONS:
         raise GraphError(f"there is no correction of staleness {name[:80]!r}; use one of {', '.join(CORRECTIONS)}")
@@ -66,14 +66,14 @@ def correction_named(
     if name == "predict":
         return predict.Predict(optimizer, parameters)
     if name == "nesterov":
-        return nesterov.Nesterov(optimizer)
+        return nesterov.NesterovCorrection(optimizer)
     if name == "foresight":
         return foresight.Foresight(optimizer, parameters)
     return cautious.Cautious(optimizer, parameters, warm_up_updates)
 
 
 def correction_refusal(name: str, spec: OptimizerSpec) -> str | None:
-    """Why this correction is not applied to such an optimizer; None where it is."""
+    """The reason why this correction does not support such an optimizer; None if it does."""
     return _refusal(name, spec.build([Tensor(1, 1).zero_().requires_grad_()]))
 
 

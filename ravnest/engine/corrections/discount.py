@@ -1,9 +1,9 @@
-"""A lower learning rate the staler an update is, which is lifted as training goes on.
+"""Correction "discount": a lower learning rate for stale updates, during the first updates of a run.
 
-As PipeMare's first technique (Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training", 2021): the rate is
-divided by delay**p, where p falls from 1 to 0 over the first updates. A delay is here one more than the staleness, so
-that nothing changes where nothing is stale. Early gradients change most from update to update, hence it is then that
-staleness does harm.
+This is PipeMare's first technique (Yang et al., "PipeMare: Asynchronous Pipeline Parallel DNN Training", 2021): the
+learning rate is divided by delay**p, and p falls from 1 to 0 over the first updates. The delay is the staleness plus
+one, so updates without staleness are unchanged. Staleness does the most harm early, when gradients change most from
+update to update.
 """
 
 import contextlib
@@ -14,18 +14,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 WARM_UP_UPDATES: Final = 500
-"""Over so many updates the discount is lifted, at most;"""
-WARM_UP_PART: Final = 6
-"""and over this part of a run whose length is known: one that ends before it is lifted has learned too little."""
+"""Maximum number of updates over which the discount ends."""
+WARM_UP_DIVISOR: Final = 6
+"""Divisor of a run's length: the discount ends within a sixth of the run, because a run that ends earlier learns too
+little."""
 
 
 def warm_up_updates(run_updates: int | None) -> int:
-    """Over how many updates the discount is lifted in a run of so many; None: nobody knows."""
-    return WARM_UP_UPDATES if run_updates is None else max(1, min(WARM_UP_UPDATES, run_updates // WARM_UP_PART))
+    """Number of updates over which the discount ends in a run of this many updates; None: unknown."""
+    return WARM_UP_UPDATES if run_updates is None else max(1, min(WARM_UP_UPDATES, run_updates // WARM_UP_DIVISOR))
 
 
 class Discount:
-    """Steps the optimizer with a learning rate that is discounted for the time of the step."""
+    """Steps the optimizer with a discounted learning rate."""
 
     def __init__(self, optimizer: Optimizer, warm_up_updates: int = WARM_UP_UPDATES) -> None:
         self._optimizer = optimizer
@@ -48,7 +49,7 @@ class Discount:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The optimizer's rates are discounted meanwhile."""
+        """Context in which the optimizer's learning rates are discounted."""
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         if self._factor != 1.0:
@@ -57,7 +58,7 @@ class Discount:
         try:
             yield
         finally:
-            # The very rates, and not what dividing again would give: schedules go on from them.
+            # Restore the exact values, because schedules continue from them; a division could round.
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 

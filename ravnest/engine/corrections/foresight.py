@@ -1,9 +1,9 @@
-"""Predicted weights and Nesterov's step together: forwards look ahead over the whole staleness, with a momentum that
-makes what is ahead predictable.
+"""Correction "foresight": predicted weights together with Nesterov's step.
 
-Nesterov's gradient is that of the point where the weights will be when it is applied. For a stale gradient that is as
-many updates ahead as it is stale (predict.py), and a prediction over several updates holds the better the less a single
-gradient can turn them: hence the momentum grows with staleness (nesterov.py), less than without a prediction.
+Nesterov's gradient is taken at the point where the weights will be when it is applied. For a stale gradient this point
+is as many updates ahead as the gradient is stale (predict.py). A prediction over several updates is more accurate the
+less a single gradient can change their direction, so the momentum grows with staleness (nesterov.py), but less than
+without a prediction.
 """
 
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from ravnest.engine.corrections import nesterov, predict
 
 GROWTH: Final = 0.15
-"""How fast the momentum grows: 1 - g = (1 - b) / (1 + GROWTH * staleness)."""
+"""Growth of the momentum with staleness: 1 - g = (1 - b) / (1 + GROWTH * staleness)."""
 
 
 class Foresight:
-    """Steps as `Nesterov` and predicts as `Predict`."""
+    """Steps like `NesterovCorrection` and predicts like `Predict`."""
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        self._step = nesterov.Nesterov(optimizer, GROWTH)
+        self._step = nesterov.NesterovCorrection(optimizer, GROWTH)
         self._ahead = predict.Predict(optimizer, parameters)
 
     def forward_weights(self) -> dict[str, Tensor] | None:

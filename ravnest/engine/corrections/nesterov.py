@@ -1,13 +1,13 @@
-"""A step with more momentum that looks ahead, the more so the staler gradients are.
+"""Correction "nesterov": Nesterov's step with a momentum that grows with staleness.
 
-After Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization" (2025): with a momentum near 1
-Nesterov's look-ahead makes up for the delay, because the direction hardly changes while a gradient is on its way; the
-stale gradient itself counts only 1 - momentum. In the form of NAdam the parameters are the look-ahead point already, so
-forwards need no weights of their own.
+After Ajanthan et al., "Nesterov Method for Asynchronous Pipeline Parallel Optimization" (2025): with a momentum near 1,
+Nesterov's look-ahead compensates for the delay, because the direction hardly changes while a gradient is in flight, and
+the stale gradient itself has a weight of only 1 - momentum. In the form of NAdam the parameters are already the
+look-ahead point, so forwards use the current weights.
 
-The momentum g of a stage follows from the momentum b that the job's optimizer has and the staleness s that is measured:
-1 - g = (1 - b) / (1 + s), at most MAX_MOMENTUM. Nothing stale, hence g = b, is the optimizer's own step; with b = 0.9
-and 7 updates of staleness g is 0.9875, about what the paper takes for 8 stages.
+The momentum g of a stage follows from the momentum b of the job's optimizer and the measured staleness s:
+1 - g = (1 - b) / (1 + s), with g at most MAX_MOMENTUM. Without staleness g = b, and the step is the optimizer's own.
+With b = 0.9 and 7 updates of staleness g is 0.9875, about the paper's value for 8 stages.
 """
 
 import math
@@ -19,19 +19,19 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
-from ravnest.engine.weights.buckets import batches
+from ravnest.engine.weights.buckets import foreach_buckets
 
 MAX_MOMENTUM: Final = 0.99
 PRODUCT: Final = "momentum_product"
-"""In the optimizer's state of a parameter: the product of all momenta so far, which is what is still missing of the
-mean. It is saved with the rest."""
+"""Key in the optimizer's state of a parameter: the product of all momenta so far, used for the bias correction of the
+mean. It is saved with the rest of the state."""
 
 
-class Nesterov:
-    """Steps Adam, AdamW and NAdam as NAdam, and SGD with Nesterov's momentum, all with the momentum of the moment."""
+class NesterovCorrection:
+    """Steps Adam, AdamW and NAdam as NAdam, and SGD with Nesterov's momentum, with the momentum for the staleness."""
 
     def __init__(self, optimizer: Optimizer, growth: float = 1.0) -> None:
-        """`growth` is how fast the momentum grows with staleness."""
+        """`growth`: factor of the staleness in the formula of the momentum."""
         self._optimizer = optimizer
         self._growth = growth
         self._staleness = ExpectedStaleness()
@@ -43,7 +43,7 @@ class Nesterov:
         pass
 
     def begin_update(self, staleness: float, version: int) -> None:
-        self._staleness.measured(staleness)
+        self._staleness.add(staleness)
 
     def step(self) -> None:
         staleness = self._growth * self._staleness.value
@@ -60,7 +60,7 @@ class Nesterov:
 
 
 def momentum(own: float, staleness: float) -> float:
-    """The momentum where the optimizer's own is `own`."""
+    """The momentum at this staleness if the optimizer's own is `own`."""
     return max(own, min(MAX_MOMENTUM, 1 - (1 - own) / (1 + staleness)))
 
 
@@ -70,21 +70,21 @@ def refusal(optimizer: Optimizer) -> str | None:
     if type(optimizer) is not SGD:
         return f"{type(optimizer).__name__} has no form with Nesterov's step; it works with Adam, AdamW, NAdam and SGD"
     if not optimizer.param_groups[0]["momentum"]:
-        return "SGD without momentum has nothing that could look ahead"
+        return "SGD without momentum has no direction to look ahead in"
     return None
 
 
 def _step_sgd(optimizer: Optimizer, group: dict[str, Any], staleness: float) -> None:
     own, dampening, nesterov = group["momentum"], group["dampening"], group["nesterov"]
     group["momentum"] = momentum(own, staleness)
-    # A mean over more gradients, each counting less: all of them together count as much as with the momentum of the
-    # job. Torch knows Nesterov's step without dampening alone.
+    # A mean over more gradients, each with a lower weight: the sum of the weights is that of the job's momentum. Torch
+    # supports Nesterov's step only without dampening.
     factor = (1 - dampening) * (1 - group["momentum"]) / (1 - own)
     group["dampening"], group["nesterov"] = 0, True
     for parameter in group["params"]:
         if parameter.grad is not None:
             if group["weight_decay"]:
-                # It is part of the gradient, and is discounted with it.
+                # Weight decay is part of the gradient and is scaled with it.
                 parameter.grad.add_(
                     parameter.detach(), alpha=-group["weight_decay"] if group["maximize"] else group["weight_decay"]
                 )
@@ -114,15 +114,14 @@ def _step_nadam(optimizer: Optimizer, group: dict[str, Any], staleness: float) -
 def _step_adam(optimizer: Optimizer, group: dict[str, Any], staleness: float) -> None:
     now = momentum(group["betas"][0], staleness)
     stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-    for batch in batches(stepped, lambda parameter: parameter):
-        _step_adam_of(batch, [_adam_state(optimizer, group, each) for each in batch], group, now)
+    for bucket in foreach_buckets(stepped, lambda parameter: parameter):
+        _step_adam_of(bucket, [_adam_state(optimizer, group, each) for each in bucket], group, now)
 
 
 def _adam_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     state: dict[str, Any] = optimizer.state[parameter]
     if not state:
-        # Torch makes the state of a parameter at its first step, which is a plain one except where a parameter had no
-        # gradient before.
+        # Torch creates a parameter's state at its first step. That is this one if the parameter had no gradient before.
         state["step"] = torch.tensor(0.0)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         if group["amsgrad"]:
@@ -131,8 +130,8 @@ def _adam_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tenso
 
 
 def _step_adam_of(parameters: list[Tensor], states: list[dict[str, Any]], group: Mapping[str, Any], now: float) -> None:
-    """The step of these parameters: each line is one call for all of them, which on a GPU is most of the time that
-    small ones take."""
+    """Steps these parameters with one call per line for all of them: on a GPU the calls dominate the time of small
+    parameters."""
     beta1, beta2 = group["betas"]
     rate, decay = group["lr"], group["weight_decay"]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,11 +1,11 @@
-"""No correction: the optimizer as it is, however stale its gradients are."""
+"""Correction "none": the optimizer unchanged, at any staleness."""
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 
 class Plain:
-    """Steps the optimizer and does nothing else."""
+    """Steps the optimizer, and nothing else."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

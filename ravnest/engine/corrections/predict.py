@@ -1,8 +1,8 @@
-"""A forward uses the weights as they are expected to be when its gradients are applied.
+"""Correction "predict": forwards use the weights predicted for the time at which their gradients are applied.
 
-As in SpecTrain (Chen et al., 2018) and XPipe (Guan et al., 2019): until then as many updates follow as gradients are
-stale, each of about the optimizer's present velocity. Weights that are saved, averaged and evaluated are never the
-predicted ones.
+As in SpecTrain (Chen et al., 2018) and XPipe (Guan et al., 2019), the prediction assumes as many updates as the
+gradients are stale, each with the optimizer's current velocity. Predicted weights are never saved, averaged or
+evaluated.
 """
 
 import math
@@ -15,20 +15,20 @@ from torch.optim import Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
 from ravnest.engine.corrections.nesterov import PRODUCT
-from ravnest.engine.weights.buckets import batches
+from ravnest.engine.weights.buckets import foreach_buckets
 
 _ADAMS: Final = ("Adam", "AdamW", "NAdam")
 
 
 class Predict:
-    """Steps the optimizer as it is, and predicts the weights for forwards."""
+    """Steps the optimizer unchanged, and predicts the weights for forwards."""
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
         self._optimizer = optimizer
         self._parameters = parameters
         self._staleness = ExpectedStaleness()
         self._predicted: dict[str, Tensor] | None = None
-        """For all forwards until the next update: they share the memory."""
+        """Shared by all forwards until the next update."""
 
     def forward_weights(self) -> dict[str, Tensor] | None:
         if self._staleness.value and self._predicted is None:
@@ -39,7 +39,7 @@ class Predict:
         self._predicted = None
 
     def begin_update(self, staleness: float, version: int) -> None:
-        self._staleness.measured(staleness)
+        self._staleness.add(staleness)
         self._predicted = None
 
     def step(self) -> None:
@@ -48,12 +48,12 @@ class Predict:
     @torch.no_grad()
     def _predict(self, staleness: float) -> dict[str, Tensor]:
         [group] = self._optimizer.param_groups
-        # A parameter that has never had a gradient does not move, and must not share memory with the master.
+        # A parameter that never had a gradient does not move, but must not share memory with the master.
         known = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
         found = {name: p.detach().clone() for name, p in self._parameters.items() if not _moves(known[name])}
         moving = [(name, p.detach()) for name, p in self._parameters.items() if name not in found]
-        for batch in batches(moving, lambda each: each[1]):
-            names, weights = [name for name, _ in batch], [weight for _, weight in batch]
+        for bucket in foreach_buckets(moving, lambda each: each[1]):
+            names, weights = [name for name, _ in bucket], [weight for _, weight in bucket]
             moved = _moved(self._optimizer, group, weights, [known[name] for name in names], staleness * group["lr"])
             found.update(zip(names, moved, strict=True))
         return {name: found[name].requires_grad_() for name in self._parameters}
@@ -64,7 +64,7 @@ def refusal(optimizer: Optimizer) -> str | None:
     if name == "SGD" and not optimizer.param_groups[0]["momentum"]:
         return "SGD without momentum keeps no velocity to predict weights from"
     if name not in (*_ADAMS, "SGD"):
-        return f"how {name} will move the weights is not known; predict works with {', '.join(_ADAMS)} and SGD"
+        return f"the updates of {name} cannot be predicted; predict works with {', '.join(_ADAMS)} and SGD"
     return None
 
 
@@ -79,13 +79,13 @@ def _moved(
     states: Sequence[Mapping[str, Any]],
     far: float,
 ) -> Sequence[Tensor]:
-    """The weights after updates of about the last velocity, at learning rates that are `far` together."""
+    """The weights after updates with the last velocity; `far` is the sum of their learning rates."""
     if type(optimizer).__name__ == "SGD":
         momenta = [state["momentum_buffer"] for state in states]
         return torch._foreach_add(weights, momenta, alpha=far if group["maximize"] else -far)
     beta1, beta2 = group["betas"]
     steps = [float(state["step"]) for state in states]
-    # What is missing of the mean, where the momentum was not always the same.
+    # The product of all momenta, for the bias correction of the mean; the momentum may have changed over time.
     left = [
         float(state.get("mu_product", state.get(PRODUCT, beta1**count)))
         for state, count in zip(states, steps, strict=True)

@@ -1,8 +1,8 @@
-"""Checks that keep values that are not finite out of a stage: losses, gradients that arrive, parameters to be saved.
+"""Checks that losses, gradients that arrive, and parameters to be saved are finite.
 
-A failed check raises NotFiniteError before anything is applied, sent or saved, and the worker stops with it. To find
-where such a value arose, the coordinator asks each stage for its `Testimony`; so a stage remembers of its latest
-microbatches whether the gradients that it received and sent were finite.
+A failed check raises NotFiniteError before anything is applied, sent or saved, and the worker stops. The coordinator
+then asks each stage for a `StageDiagnosis` to find the origin of the value. For this purpose a stage remembers whether
+the gradients that it received and sent for its latest microbatches were finite.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from ravnest.engine.finite_checks.device_read import start_reading
-from ravnest.engine.finite_checks.origin import Finding, Testimony, all_finite, steep
+from ravnest.engine.finite_checks.origin import ForwardDiagnosis, StageDiagnosis, State, all_finite, steep
 from ravnest.errors import RavnestError
 from ravnest.graph.portable import PortableGraph
 
@@ -27,20 +27,20 @@ class NotFiniteError(RavnestError):
 
 
 class FiniteChecks:
-    """One per worker; used on its thread."""
+    """The checks of one worker; used on its thread."""
 
     def __init__(self) -> None:
         self._sent: dict[int, list[Callable[[], float]]] = {}
-        """Reads, under way, of whether each gradient that was sent is finite; by microbatch."""
+        """Pending reads of whether each gradient that was sent is finite; by microbatch."""
         self._bad: set[int] = set()
-        """Microbatches whose gradients arrived and are not finite."""
+        """Microbatches for which gradients arrived that are not finite."""
 
     def start(self, gradients: Tensors | None) -> dict[str, Callable[[], float]]:
-        """Starts to look at the gradients that arrived; the GPU goes on meanwhile."""
+        """Starts the checks of gradients that arrived, without waiting for the device."""
         return {name: start_reading(all_finite(g)) for name, g in (gradients or {}).items()}
 
     def check_gradients(self, microbatch: int, are_finite: Mapping[str, Callable[[], float]]) -> None:
-        """Takes what `start` returned."""
+        """Waits for the checks that `start` returned."""
         for name, is_finite in are_finite.items():
             if not is_finite():
                 self._bad.add(microbatch)
@@ -57,7 +57,7 @@ class FiniteChecks:
             )
 
     def check_saved(self, tensors: Tensors, when: str) -> None:
-        """Parameters and the averaged ones; `when` says what was done last, for the message."""
+        """Checks the parameters in a state to be saved; `when` names the last step before it, for the message."""
         for name, tensor in tensors.items():
             if name.startswith(("param:", "outer:")) and not torch.isfinite(tensor).all():
                 raise NotFiniteError(
@@ -66,19 +66,20 @@ class FiniteChecks:
                 )
 
     def note_sent(self, microbatch: int, gradients: Tensors) -> None:
-        """Remembers whether the gradients that are about to be sent are finite, without waiting for the answer: the
-        question arises only after a loss or a gradient was not."""
+        """Starts checks of gradients that are about to be sent; their results are read only for a diagnosis."""
         self._sent[microbatch] = [start_reading(all_finite(g)) for g in gradients.values()]
         while len(self._sent) > _REMEMBERED:
             self._sent.pop(next(iter(self._sent)))
 
-    def testify(self, graph: PortableGraph, microbatch: int, forward: Finding | None) -> Testimony:
-        """What the stage knows of a microbatch whose loss or gradients are not finite."""
-        sent, received = "", ""
+    def diagnose(self, graph: PortableGraph, microbatch: int, forward: ForwardDiagnosis | None) -> StageDiagnosis:
+        """The stage's report about a microbatch whose loss or gradients are not finite; `forward` is None if the
+        inputs of its forward are gone."""
+        sent: State = ""
+        received: State = ""
         if microbatch in self._sent:
             # The gradients that arrived were checked before these were sent.
             received = "" if graph.loss is not None else "finite"
             sent = "finite" if all(is_finite() for is_finite in self._sent[microbatch]) else "nan"
         elif microbatch in self._bad:
             received = "nan"
-        return Testimony(forward or Finding(), received, sent, steep(graph))
+        return StageDiagnosis(forward or ForwardDiagnosis(), received, sent, steep(graph))

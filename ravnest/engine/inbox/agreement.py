@@ -1,9 +1,9 @@
-"""Agreement of what comes to a stage about one microbatch: from the coordinator and from the stages next to it.
+"""Agreement checks between the messages about one microbatch: its feed, its activations and its gradients.
 
-What the coordinator says of a microbatch is the truth: the data is the requester's own. The stage before must have sent
-values of the same free sizes, and must say the same of the microbatch; the stage after must send gradients of exactly
-what was sent to it. Checked before anything is computed: kernels that are given parts of different batches do not all
-check them.
+The coordinator's feed is authoritative, because the data is the requester's own. Activations must have the same marks
+and the same free sizes as the feed, and gradients the shapes of the activations that were sent. The stage checks this
+before it computes, because not all kernels detect arguments from different batches. Each check returns the first
+disagreement as text, or an empty string.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,34 +22,31 @@ Shapes = Mapping[str, torch.Size]
 
 
 class MisfitError(PeerError):
-    """What the stage before sent does not fit what the coordinator says of the microbatch."""
+    """The activations from the stage before do not fit the coordinator's feed of the microbatch."""
 
 
 def feed_misfit(graph: PortableGraph, fed: Message) -> str:
-    """What of a feed does not agree with the rest of it; empty where all does."""
+    """Checks the sizes within a feed."""
     sizes = {**sizes_of(graph.inputs, fed.values), **fed.sizes}
     found = misfit(graph.inputs, fed.values, sizes)
     return f"the feed of microbatch {fed.microbatch} does not agree with itself: {found}" if found else ""
 
 
 def forward_misfit(graph: PortableGraph, fed: Message, received: Message) -> str:
-    """What of the activations of a microbatch does not agree with its feed; empty where all does."""
+    """Checks the activations of a microbatch against its feed."""
     number = fed.microbatch
-    if received.marks.train != fed.marks.train:
-        return f"microbatch {number} came for training from one side and not from the other"
     if received.marks != fed.marks:
         for mark in fields(Marks):
-            name = mark.name
-            said, truth = getattr(received.marks, name), getattr(fed.marks, name)
-            if said != truth:
-                return f"the activations of microbatch {number} came with {name} {said}, and its feed says {truth}"
+            got, expected = getattr(received.marks, mark.name), getattr(fed.marks, mark.name)
+            if got != expected:
+                return f"the activations of microbatch {number} have {mark.name} {got}, but its feed has {expected}"
     sizes = {**sizes_of(graph.inputs, fed.values), **fed.sizes}
     found = misfit(graph.receives, received.values, sizes)
     return f"the activations of microbatch {number} do not fit its feed: {found}" if found else ""
 
 
 def backward_misfit(sent: Shapes, gradients: Message) -> str:
-    """Which gradient has not the shape of what it is for; empty where all have."""
+    """Checks the shapes of gradients against those of the activations that were sent."""
     for name, gradient in gradients.values.items():
         shape = sent.get(name)
         if shape is not None and isinstance(gradient, torch.Tensor) and gradient.shape != shape:
@@ -61,5 +58,5 @@ def backward_misfit(sent: Shapes, gradients: Message) -> str:
 
 
 def shapes_of(values: Mapping[str, Any], names: Iterable[str]) -> Shapes:
-    """The shapes of those of these values that are tensors."""
+    """The shapes of the named values that are tensors."""
     return {name: value.shape for name in names if isinstance(value := values.get(name), torch.Tensor)}

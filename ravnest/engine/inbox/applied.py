@@ -1,7 +1,7 @@
-"""Which microbatches a stage has applied: none of them is applied a second time, however often it comes.
+"""Record of the microbatches that a stage has applied, so that none is applied twice when it is replayed.
 
-A microbatch counts from the update on that its gradients went into. Where several make one update, those that are
-summed and wait for the others do not count yet: if the stage forgets what is under way, they come again.
+A microbatch is applied once an update includes its gradients. Microbatches whose gradients are only summed are not: if
+the stage discards its unapplied work, they are replayed.
 """
 
 import heapq
@@ -9,27 +9,27 @@ from collections.abc import Iterable
 from typing import Final
 
 REMEMBERED: Final = 4096
-"""So many numbers, the newest. What comes again are microbatches since the last replica, which are far fewer."""
+"""Number of microbatches remembered, the newest ones. Replays begin at the last replica, which is far more recent."""
 
 
 class Applied:
-    """The newest that were applied, by number. Not thread-safe, as the stage is not."""
+    """The newest applied microbatches by number. Not thread-safe, like the stage."""
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
         self._numbers: set[int] = set()
         self._order: list[int] = []
         self._forgotten = -1
-        """The newest of those that were applied and are not remembered any more."""
+        """The newest applied microbatch that is no longer remembered."""
         self.add(numbers)
         if len(self._order) >= REMEMBERED:
-            # Whoever told them has forgotten the others.
+            # A full list comes from a stage that has forgotten older ones.
             self._forgotten = max(self._forgotten, self._order[0] - 1)
 
     def __contains__(self, microbatch: int) -> bool:
         return microbatch in self._numbers
 
     def is_known(self, microbatch: int) -> bool:
-        """Whether it is known if this one was applied: not of one that is older than what is remembered."""
+        """Whether this record can tell if the microbatch was applied; False if it is older than those remembered."""
         return microbatch > self._forgotten
 
     def add(self, microbatches: Iterable[int]) -> None:
@@ -44,5 +44,5 @@ class Applied:
                 self._forgotten = max(self._forgotten, oldest)
 
     def numbers(self) -> list[int]:
-        """All that are remembered, the oldest first."""
+        """The remembered microbatches, oldest first."""
         return sorted(self._order)

@@ -4,9 +4,8 @@ A microbatch arrives in one or two halves: its feed from the coordinator, and th
 inbox checks the halves against each other, joins them, and queues the microbatch for its forward or its evaluation.
 Gradients are queued only for microbatches that this stage has sent on.
 
-On failure: a message that cannot be right (a duplicate, one long out of date, one beyond the limit, a gradient that no
-microbatch waits for, shapes that contradict each other) raises PeerError in the thread that hands it in, and nothing is
-queued.
+On failure: an invalid message (a duplicate, one far out of date, one beyond the limit, a gradient that no microbatch
+waits for, or contradicting shapes) raises PeerError in the thread that passes it in, and is not queued.
 """
 
 import threading
@@ -18,29 +17,29 @@ from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.messages import Message
 from ravnest.engine.schedule import ReadyCounts, Task
 from ravnest.engine.settings import StageSettings
-from ravnest.engine.telemetry.activity import Missing, what_is_missing
+from ravnest.engine.telemetry.activity import Missing, missing_messages
 from ravnest.errors import PeerError
 from ravnest.graph.portable import PortableGraph
 
 _SPARE_MICROBATCHES: Final = 64
-"""Microbatches that may wait here beyond four times those in flight: only a hostile peer sends more."""
+"""Microbatches that may wait here in addition to four times those in flight; only a hostile peer sends more."""
 _REMEMBERED: Final = 4096
-"""A microbatch this far behind the newest one is refused. Microbatches that a lost cluster left undone are fed again
-here, a little behind those that were fed in the meantime."""
+"""A microbatch this far behind the newest one is refused. Microbatches that a lost cluster did not finish are fed to
+this one out of order, slightly behind the newest."""
 
 
 class Inbox:
     """Every method may be called from any thread; none blocks for long."""
 
     def __init__(self, graph: PortableGraph, settings: StageSettings, applied: Applied, announced: bool) -> None:
-        """If every microbatch is `announced`, the coordinator feeds this stage even if the stage has no inputs, and
-        nothing is computed before the feed is here."""
+        """`announced`: the coordinator feeds every microbatch to this stage, even if the stage has no inputs, and the
+        stage computes nothing before the feed has arrived."""
         self.changed = threading.Condition()
         """Guards the inbox, and is notified when a message becomes ready."""
         self._graph = graph
         self._applied = applied
         self._needs_activations = bool(graph.receives)
-        # A root is fed even if it needs nothing of the batch: the empty frame says that there is a microbatch.
+        # A root is fed even if it has no inputs: the empty feed announces the microbatch.
         self._needs_feed = not graph.receives or announced or bool(graph.inputs)
         self._max_waiting = _SPARE_MICROBATCHES + 4 * settings.in_flight
         self._fed: dict[int, Message] = {}
@@ -48,7 +47,7 @@ class Inbox:
         self._received: dict[int, Message] = {}
         """Activations that wait for their feed."""
         self._awaited: dict[int, Shapes] = {}
-        """Microbatches whose gradients have not come yet, with the shapes that were sent on."""
+        """Microbatches whose gradients have not arrived yet, with the shapes of the activations that were sent."""
         self._accepted = {True: _RecentNumbers(), False: _RecentNumbers()}
         """Numbers of the microbatches that were queued, in training and in evaluation."""
         self._forwards: deque[Message] = deque()
@@ -71,7 +70,7 @@ class Inbox:
         number = message.microbatch
         with self.changed:
             if number not in self._awaited:
-                raise PeerError(f"gradients of microbatch {number} came, which no stage here waits for")
+                raise PeerError(f"gradients of microbatch {number} arrived, but this stage does not wait for any")
             if wrong := backward_misfit(self._awaited[number], message):
                 raise PeerError(wrong)
             del self._awaited[number]
@@ -79,7 +78,7 @@ class Inbox:
             self.changed.notify()
 
     def await_gradients(self, microbatch: int, sent: Shapes) -> None:
-        """The stage is about to send this microbatch on: its gradients are welcome from now on."""
+        """Accepts gradients of this microbatch from now on; to be called before its activations are sent."""
         with self.changed:
             self._awaited[microbatch] = sent
 
@@ -87,14 +86,14 @@ class Inbox:
         return ReadyCounts(len(self._backwards), len(self._forwards), len(self._evaluations))
 
     def take(self, task: Task) -> Message:
-        """The oldest message that is ready for this task; there must be one."""
+        """Removes and returns the oldest message that is ready for this task; there must be one."""
         queue = {Task.BACKWARD: self._backwards, Task.FORWARD: self._forwards, Task.EVALUATE: self._evaluations}
         return queue[task].popleft()
 
     def missing(self) -> tuple[Missing, ...]:
-        """What would make something ready."""
+        """The messages that would make a task ready."""
         with self.changed:
-            return what_is_missing(
+            return missing_messages(
                 fed=self._fed,
                 received=self._received,
                 awaited=self._awaited,
@@ -113,16 +112,16 @@ class Inbox:
         return len(self._forwards) + len(self._awaited) + len(self._backwards)
 
     def _join(self, message: Message, own: dict[int, Message], others: dict[int, Message] | None) -> None:
-        """Takes one half of a microbatch, or all of it if no other half is needed (`others` is None)."""
+        """Accepts one half of a microbatch, or the whole microbatch if there is no other half (`others` is None)."""
         number, train = message.microbatch, message.marks.train
         with self.changed:
-            # Training counts up from 0 and evaluation down from -1: no microbatch is ever queued twice.
+            # Training microbatches are numbered 0, 1, … and evaluations -1, -2, …; none is queued twice.
             known = not train or self._applied.is_known(number)
             if number in own or not known or not self._accepted[train].may_add(abs(number)):
                 raise PeerError(f"microbatch {number} came again, or long after one that was fed later")
             waiting = len(self._fed) + len(self._received) + len(self._forwards) + len(self._evaluations)
-            # Microbatches that were sent on and not answered count too: otherwise a stem would pass a flood on, and be
-            # blamed for it.
+            # Microbatches sent on without an answer count too: otherwise a stem would forward a flood and be blamed for
+            # it.
             waiting += len(self._awaited)
             if waiting >= self._max_waiting:
                 raise PeerError(f"{waiting} microbatches wait here already, more than can be in flight")
@@ -142,14 +141,14 @@ class Inbox:
 
 
 class _RecentNumbers:
-    """The newest numbers of a sequence that comes nearly in order."""
+    """The newest numbers of a sequence that arrives nearly in order."""
 
     def __init__(self) -> None:
         self._newest = -1
         self._numbers: set[int] = set()
 
     def may_add(self, number: int) -> bool:
-        """Whether the number is neither here already nor too old to know."""
+        """Whether the number is new, and not too old to tell."""
         return number not in self._numbers and number > self._newest - _REMEMBERED
 
     def add(self, number: int) -> None:

@@ -1,8 +1,9 @@
-"""A backward in two parts that compute nothing twice: first what the stage before waits for, then the stage's own.
+"""Split backward: first the gradients that the stage before waits for, then those of the stage's own weights.
 
-While the graph is run, each product or convolution gets a leaf of its own in place of a weight (graph/weight_uses.py).
-Asked for the gradients of what came in and of what came out of these operators, autograd leaves out the gradients of
-those leaves. What it gives for an operator's result is all that the gradient of its weight needs, later.
+Nothing is computed twice. During the forward, each product or convolution uses a leaf of its own in place of a weight
+(graph/weight_uses.py). The first part asks autograd only for the gradients of the stage's inputs and of the results of
+these operators, so autograd skips those leaves. The gradient of an operator's result is all that the second part needs
+for the gradient of its weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ Gradients = dict[str, torch.Tensor | None]
 
 
 class SplitBackward:
-    """The backward of one microbatch, whose uses of weights were set apart as its forward ran."""
+    """The backward of one microbatch, with the weight uses that its forward recorded."""
 
     def __init__(self, apart: Sequence[WeightUse]) -> None:
         self._waiting: list[tuple[WeightUse, torch.Tensor | None]] = [(use, None) for use in apart]
@@ -24,7 +25,7 @@ class SplitBackward:
     def first(
         self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """The gradients of `wanted`, without what reaches weights through the uses that were set apart."""
+        """The gradients of `wanted`, without the contributions to weights through the recorded uses."""
         uses = [use for use, _ in self._waiting]
         places: list[Any] = [*wanted, *(use.output for use in uses)]
         found = torch.autograd.grad(outputs, places, given, retain_graph=True, allow_unused=True)
@@ -32,17 +33,17 @@ class SplitBackward:
         return list(found[: len(wanted)])
 
     def rest(self, weights: Mapping[str, torch.Tensor], found: Gradients) -> Gradients:
-        """The gradients of the weights in full: those that `first` found, by name, and what the uses add to them."""
+        """The complete weight gradients by name: those that `first` returned, plus the contributions of the uses."""
         names = {id(weight): name for name, weight in weights.items()}
         sums = dict(found)
         chains: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # The last first: with each that is done, what nothing else needs of the graph can go.
+        # From last to first, so that the part of the graph that only this use needs is freed after each step.
         while self._waiting:
             use, arrived = self._waiting.pop()
             if arrived is None:
                 continue
             leaves = [leaf for _, leaf in use.weights]
-            # From its result, an operator's own leaves are reached through the operator alone.
+            # The only path from an operator's result to its own leaves is the operator.
             gradients = torch.autograd.grad([use.output], leaves, [arrived], allow_unused=True)
             for (weight, _), gradient in zip(use.weights, gradients, strict=True):
                 if gradient is None:
@@ -53,7 +54,7 @@ class SplitBackward:
                 else:
                     sums[name] = _sum(sums[name], gradient)
         if chains:
-            # What was computed from weights alone, such as a transposed or a normed one: on to the weights themselves.
+            # Values computed from weights alone, such as a transposed or normalized weight: continue to the weights.
             ends, arrived_there = zip(*chains, strict=True)
             more = torch.autograd.grad(ends, list(weights.values()), arrived_there, allow_unused=True)
             for name, gradient in zip(weights, more, strict=True):

@@ -1,12 +1,12 @@
-"""Makes a cost profile agree with what a stage really takes: real steps of the whole model, timed, and costs scaled.
+"""Calibration of a cost profile: times real steps of the whole model and scales the costs to match.
 
-A profile times each node alone. Within a model there is more to do: the interpreter between the nodes, memory that is
-handed out and taken back, a cache that holds what the node before needed. So a few microbatches are trained through
-the same stage that a provider runs, and the costs of nodes and updates are scaled until their sums are what that took.
+A profile times each node alone. A whole model also takes time for the interpreter between nodes and for memory
+allocation, and its cache holds other data. The calibration therefore trains a few microbatches through the same stage
+code that a provider runs, and scales the costs of nodes and updates until their sums equal the measured times.
 
-Those steps follow one another at once. In a swarm a stage's tasks are apart, and meanwhile the processor sends,
-receives, or computes for others: so a few more steps are timed with the cache emptied before each task. How much
-longer they take hardly depends on the model, and is the price of being a stage.
+These steps follow each other without a pause. In a swarm, a CPU sends, receives or computes for other processes between
+the tasks of a stage. Some more steps are therefore timed with the cache emptied before each task. The additional time
+hardly depends on the model and is the overhead of a stage.
 """
 
 import math
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -25,29 +26,36 @@ from ravnest.graph.portable import PortableGraph
 from ravnest.graph.profile import CostProfile
 
 BUDGET_SECONDS: Final = 3.0
-_WARM_PART: Final = 0.7
+WARM_SHARE: Final = 0.7
 _MIN_STEPS: Final = 2
 _MAX_STEPS: Final = 40
 _MAX_COLD_STEPS: Final = 8
 _CACHE_BYTES: Final = 32 << 20
-"""Copied from one place to another, this leaves nothing else in the cache of an ordinary processor."""
-_MAX_COLD_SECONDS: Final = 3e-3
-"""Filling the cache again takes no longer: more than that is how long steps differ from one to the next."""
+"""Copying this many bytes replaces everything in the cache of an ordinary CPU."""
+MAX_COLD_SECONDS: Final = 3e-3
+"""Upper bound of the time to fill the cache again; a larger difference is variation between steps."""
 _MAX_FASTER: Final = 20.0
-"""What mixed precision gains on a processor, at most: steps differ, and what is left of them may be next to nothing."""
+"""Upper bound of the gain of mixed precision on a CPU; because steps vary, the estimate could be unbounded."""
 _COPIES: Final = 4
-"""Of the parameters in a step: the stage's own, gradients, and the two moments that most optimizers keep."""
+"""Copies of the parameters during a step: the stage's own, gradients, and two moments, as most optimizers have."""
+
+
+TaskSeconds = tuple[float, float, float]
+"""Times of a forward, a backward and an update."""
+
+Step = Callable[[Callable[[], None]], TaskSeconds]
+"""Trains by one microbatch and returns the times; makes the given call before each task."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """What one microbatch takes in a stage that holds the whole model."""
+    """Times of one microbatch in a stage that holds the whole model."""
 
     forward: float
     backward: float
     update: float
     cold: float = 0.0
-    """How much longer all three take where each begins with an empty cache."""
+    """Additional time of all three together if each begins with an empty cache."""
 
 
 def calibrate(
@@ -59,10 +67,10 @@ def calibrate(
     available_bytes: int,
     budget_seconds: float = BUDGET_SECONDS,
 ) -> CostProfile:
-    """The profile as a stage of the whole model, trained for a moment, shows it to be.
+    """The profile scaled to the measured times of a stage with the whole model.
 
-    Where a step of the whole model does not fit into the memory that is available, the profile as it is. The weights
-    are copied, and neither they nor the state of the random numbers change.
+    The profile is unchanged if a step of the whole model does not fit into `available_bytes`. The weights are copied;
+    neither they nor the state of the random number generators change.
     """
     if step_bytes(costs, graph) > available_bytes:
         return costs
@@ -70,8 +78,11 @@ def calibrate(
 
 
 def products_speed(costs: CostProfile, measured: StepSeconds) -> float:
-    """How many times as fast as the calibrated costs say products are computed in the precision that was measured: by
-    the time that steps of the whole model take in it, less what is no product, which it does not change."""
+    """Speed of products in the measured precision, relative to the calibrated costs.
+
+    Computed from the time of steps of the whole model, minus the time of other operators, which is the same in each
+    precision.
+    """
     heavy = sum(cost.seconds for cost in costs.nodes.values() if cost.heavy)
     light = sum(cost.seconds for cost in costs.nodes.values() if not cost.heavy)
     left = measured.forward + measured.backward - light
@@ -79,7 +90,7 @@ def products_speed(costs: CostProfile, measured: StepSeconds) -> float:
 
 
 def step_bytes(costs: CostProfile, graph: PortableGraph) -> int:
-    """About what a step of the whole model takes beside the model itself."""
+    """Approximate memory of a step of the whole model, in addition to the model itself."""
     return sum(cost.saved_bytes for cost in costs.nodes.values()) + _COPIES * _parameter_bytes(graph)
 
 
@@ -90,24 +101,29 @@ def time_steps(
     settings: StageSettings,
     budget_seconds: float = BUDGET_SECONDS,
 ) -> StepSeconds:
-    """Trains copies of the weights on the sample until the budget is spent: at least two steps, the first not counted.
-
-    The median of each part. With gradients that are summed over several microbatches, each bears its part of the
-    update.
-    """
+    """Trains copies of the weights on the sample for about `budget_seconds`; see `measure`."""
     stage = Stage(graph, {spec.key: weights[spec.key].clone() for spec in graph.weights}, settings)
-    began = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
-        warm = _steps(stage, sample, lambda: None, _MAX_STEPS, began + _WARM_PART * budget_seconds)[1:]
-        cold = _steps(stage, sample, _empty_cache(), _MAX_COLD_STEPS, began + budget_seconds)
+        return measure(partial(_step, stage, sample), settings.accumulate, budget_seconds)
+
+
+def measure(step: Step, accumulate: int, budget_seconds: float, warm_share: float = WARM_SHARE) -> StepSeconds:
+    """Repeats the step until the budget is spent, but at least twice without and twice with an empty cache.
+
+    The result has the median of each time, without the first step. The update's time is divided by `accumulate`, the
+    number of microbatches that share one update. `warm_share` is the part of the budget for steps with a warm cache.
+    """
+    began = time.perf_counter()
+    warm = _repeat(step, _do_nothing, _MAX_STEPS, began + warm_share * budget_seconds)[1:]
+    cold = _repeat(step, _empty_cache(), _MAX_COLD_STEPS, began + budget_seconds)
     forward, backward, update = (statistics.median(part) for part in zip(*warm, strict=True))
     longer = sum(min(part) for part in zip(*cold, strict=True)) - sum(min(part) for part in zip(*warm, strict=True))
-    cold_seconds = min(max(0.0, longer), _MAX_COLD_SECONDS)
-    return StepSeconds(forward, backward, update / settings.accumulate, cold_seconds)
+    cold_seconds = min(max(0.0, longer), MAX_COLD_SECONDS)
+    return StepSeconds(forward, backward, update / accumulate, cold_seconds)
 
 
 def scaled(costs: CostProfile, graph: PortableGraph, measured: StepSeconds) -> CostProfile:
-    """The profile with every cost scaled so that forward, backward and update of the whole model take this long."""
+    """The profile with its costs scaled so that forward, backward and update of the whole model take these times."""
     forward = _factor(measured.forward, sum(cost.forward_seconds for cost in costs.nodes.values()))
     backward = _factor(measured.backward, sum(cost.backward_seconds for cost in costs.nodes.values()))
     update = _factor(measured.update, costs.update.seconds(len(graph.parameters), _parameter_bytes(graph)))
@@ -122,34 +138,38 @@ def scaled(costs: CostProfile, graph: PortableGraph, measured: StepSeconds) -> C
     return replace(costs, nodes=nodes, update=costs.update.scaled(update), stage_seconds=measured.cold)
 
 
-def _steps(
-    stage: Stage, sample: Mapping[str, torch.Tensor], between: Callable[[], None], most: int, deadline: float
-) -> list[tuple[float, float, float]]:
-    """Seconds of forward, backward and update, each after `between`: at least two steps, more until the deadline."""
-    steps: list[tuple[float, float, float]] = []
+def _repeat(step: Step, before_task: Callable[[], None], max_steps: int, deadline: float) -> list[TaskSeconds]:
+    """The times of at least two steps, and more until the deadline."""
+    steps: list[TaskSeconds] = []
     began = time.perf_counter()
-    while len(steps) < most:
-        # Fresh memory, as it comes from the network.
-        steps.append(_step(stage, {name: value.clone() for name, value in sample.items()}, between))
+    while len(steps) < max_steps:
+        steps.append(step(before_task))
         now = time.perf_counter()
         if len(steps) >= _MIN_STEPS and now + (now - began) / len(steps) > deadline:
             break
     return steps
 
 
-def _step(stage: Stage, values: Mapping[str, torch.Tensor], between: Callable[[], None]) -> tuple[float, float, float]:
+def _step(stage: Stage, sample: Mapping[str, torch.Tensor], before_task: Callable[[], None]) -> TaskSeconds:
+    # In new memory, like values that arrive from the network.
+    values = {name: value.clone() for name, value in sample.items()}
+
     def forward() -> None:
-        # A worker looks at the loss before it goes on.
+        # A worker reads the loss before it continues.
         float(stage.forward(0, values)[str(stage.graph.loss)])
 
     def timed(task: Callable[[], object]) -> float:
-        between()
+        before_task()
         began = clock()
         task()
         return clock() - began
 
     clock = work_clock()
-    return timed(forward), timed(lambda: stage.backward(0, None)), timed(lambda: stage.update(0, flush=True))
+    return timed(forward), timed(partial(stage.backward, 0, None)), timed(partial(stage.update, 0, flush=True))
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _empty_cache() -> Callable[[], None]:

@@ -1,13 +1,12 @@
-"""How fast a device computes: a block of a transformer trained for a moment, in floating-point operations per second.
+"""Device speed: floating-point operations per second, measured by training a transformer block for a moment.
 
-The block grows until a step takes long enough to be told from the overhead of starting it: an ordinary processor is
-measured with a small block, a large GPU with a large one. What is counted is the arithmetic of the matrix products;
-what is timed is the whole step, with the optimizer. So the figure is one that training reaches. On a processor the time
-is what the computing thread got of it, where there is one: others that are busy at that moment do not make the machine
-slow.
+The block grows until a step takes clearly longer than the overhead of launching it, so an ordinary CPU is measured with
+a small block and a large GPU with a large one. The operations are those of the matrix products; the time is that of the
+whole step including the optimizer, so the result is a speed that training reaches. On a CPU with one computing thread
+the time is that thread's CPU time, so other busy processes do not make the machine look slow.
 
-The same block in bfloat16 and float16, as stages compute it in mixed precision, tells what that gains: several times on
-a GPU, and on a processor that has no instructions for it the contrary. A small block is tried first there.
+The same block is measured in bfloat16 and float16, as a stage computes it in mixed precision: several times faster on a
+GPU, and slower on a CPU without instructions for it. These measurements begin with a small block.
 """
 
 import itertools
@@ -23,15 +22,17 @@ from ravnest.engine.passes.precision import Precision
 from ravnest.graph.clock import work_clock
 
 MEASUREMENT_VERSION: Final = 3
-"""Of what is measured here and how; figures of another version are not comparable."""
+"""Version of the method of measurement; figures of different versions are not comparable."""
 
 MAX_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """What a device does in a second: operations on float32, bytes read and written in its memory, and operations in
-    each mixed precision, which are those on float32 where it has none; 0: not measured."""
+    """Speed of a device: float32 operations, bytes read and written in memory, and operations in each mixed precision.
+
+    A mixed precision that the device does not support has the float32 figure; 0 means not measured.
+    """
 
     flops_per_second: float
     memory_bytes_per_second: float
@@ -39,18 +40,18 @@ class Speed:
     float16_flops_per_second: float = 0.0
 
     def divided(self, slower: float) -> "Speed":
-        """Of a device that is so many times slower."""
+        """The speed of a device that is `slower` times as slow."""
         return Speed(*(figure / slower for figure in astuple(self)))
 
     def flops_in(self, precision: str) -> float:
-        """Operations in one of settings.PRECISIONS; those on float32 where that was not measured."""
+        """Operations per second in one of settings.PRECISIONS; those in float32 if it was not measured."""
         halves = {"bfloat16": self.bfloat16_flops_per_second, "float16": self.float16_flops_per_second}
         return halves.get(precision, 0.0) or self.flops_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """A block of this width, with a batch of so many tokens."""
+    """Size of the block and of its batch."""
 
     width: int
     sequences: int
@@ -62,24 +63,24 @@ class BlockSize:
 
     @property
     def flops(self) -> int:
-        """Of one forward and backward: each product forward, and two of the same size backward."""
+        """Operations of one forward and backward: each product once forward, and two of the same size backward."""
         weights = 12 * self.width * self.width
         attention = 2 * self.length * self.width
         return 3 * 2 * self.tokens * (weights + attention)
 
     @property
     def memory_bytes(self) -> int:
-        """About what a step takes: weights, gradients, two moments, and what the backward needs."""
+        """Approximate memory of a step: weights, gradients, two moments, and saved activations."""
         return 4 * (4 * 12 * self.width * self.width + 32 * self.tokens * self.width)
 
 
 SIZES: Final = (BlockSize(384, 4, 128), BlockSize(768, 8, 128), BlockSize(1024, 16, 256), BlockSize(2048, 32, 256))
-"""All but large processors stay with the first: figures of different sizes of the block differ by up to a third."""
+"""Only large CPUs and GPUs go beyond the first size; figures of different sizes differ by up to a third."""
 
 HALVES: Final = ("bfloat16", "float16")
 
 SMALL: Final = BlockSize(192, 2, 64)
-"""In bfloat16 or float16, a step of a larger one can take seconds."""
+"""First size in bfloat16 and float16, in which a step with a larger block can take seconds."""
 
 
 def measure_speed(
@@ -89,10 +90,10 @@ def measure_speed(
     clock: Callable[[], float] | None = None,
     halves: Sequence[str] = HALVES,
 ) -> Speed:
-    """Measures for at most about `max_seconds`, and again in each of these mixed precisions; on a very slow machine
-    for as long as two steps take.
+    """Measures for about `max_seconds` at most, and again in each of the mixed precisions of `halves`; on a very slow
+    machine for the time of two steps.
 
-    The first step wakes the device up, and may take some seconds more. `clock` replaces every clock that is looked at.
+    The first step initializes the device, which may take some seconds more. `clock` replaces all clocks.
     """
     elapsed = clock or time.perf_counter
     worked = clock or (work_clock() if device.type == "cpu" else time.perf_counter)
@@ -110,7 +111,7 @@ def measure_speed(
 _LONG_ENOUGH_SECONDS: Final = 0.02
 _MAX_STEPS: Final = 7
 _HALF_STEPS: Final = 2
-"""In mixed precision: how much faster or slower it is tells, not a few hundredths."""
+"""Few steps suffice in mixed precision, where a factor is of interest and not a few per cent."""
 _HEADS: Final = 4
 _COPY_BYTES: Final = 64 << 20
 _COPIES: Final = 8
@@ -127,14 +128,14 @@ def _flops(
     worked: Callable[[], float],
     max_steps: int = _MAX_STEPS,
 ) -> tuple[float, BlockSize]:
-    """Operations in a second with a block that grows while there are memory and time for it, and its last size."""
+    """Operations per second with a block that grows while memory and time allow, and its last size."""
     deadline = float("inf")
     found, last = 0.0, sizes[0]
     for size, larger in itertools.pairwise((*sizes, sizes[-1])):
         if found and 2 * size.memory_bytes > memory_bytes:
             break
         steps, last = _steps(size, device, precision), size
-        # It builds what later ones use again, and does not count.
+        # The first step initializes and is not counted.
         next(steps)
         deadline = min(deadline, elapsed() + max_seconds)
         step_seconds = _fastest(steps, deadline, elapsed, worked, max_steps)
@@ -152,7 +153,7 @@ def _fastest(
     worked: Callable[[], float],
     max_steps: int = _MAX_STEPS,
 ) -> float:
-    """Seconds of the fastest of a few steps: what slows the others down is not the device."""
+    """Seconds of the fastest of a few steps; slower ones were delayed by something other than the device."""
     best = float("inf")
     for _ in range(max_steps):
         began, began_work = elapsed(), worked()
@@ -164,8 +165,8 @@ def _fastest(
 
 
 def _steps(size: BlockSize, device: torch.device, precision: str) -> Iterator[None]:
-    """Trains the block, a step at each turn."""
-    computing = Precision(precision, device).computing
+    """Trains the block by one step per item."""
+    autocast = Precision(precision, device).autocast
     generator = torch.Generator(device).manual_seed(0)
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -179,7 +180,7 @@ def _steps(size: BlockSize, device: torch.device, precision: str) -> Iterator[No
     optimizer = torch.optim.AdamW([project, merge, widen, narrow], lr=1e-4)
     inputs = tensor(size.sequences, size.length, width)
     while True:
-        with computing():
+        with autocast():
             parts = F.linear(inputs, project).view(size.sequences, size.length, 3, _HEADS, width // _HEADS)
             query, key, value = parts.permute(2, 0, 3, 1, 4).unbind()
             attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(inputs.shape)
@@ -201,12 +202,12 @@ def _memory_rate(device: torch.device, size_bytes: int, worked: Callable[[], flo
         target.copy_(source)
         wait_for(device)
         times.append(worked() - began)
-    # Each byte is read once and written once; the first copy also gets the memory from the system.
+    # Each byte is read once and written once. The first copy is not counted: it allocates the memory.
     return 2 * source.nbytes / max(min(times[1:]), _SHORTEST_SECONDS)
 
 
 def wait_for(device: torch.device) -> None:
-    """Returns when the device has done what it was given."""
+    """Waits until the device has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

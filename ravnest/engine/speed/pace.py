@@ -1,8 +1,7 @@
-"""Computing as another machine would: each piece of work is followed by a wait that makes it as long as it would be
-there.
+"""Simulated pace of another machine: a wait after each piece of work makes it take as long as on that machine.
 
-For trying out swarms of unequal machines, and long pipelines, on one machine. Waiting takes no processor time, and
-whatever comes out of a piece of work leaves after the wait, as it would on a machine that really is slower.
+Used to try out swarms of unequal machines, and long pipelines, on one machine. The wait takes no CPU time, and results
+are sent after it, as on a machine that is really slower.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ _REMEMBERED: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """How long a forward takes, and a backward with the update that follows it, whatever the stage."""
+    """Simulated time of a forward, and of a backward with its update, at any stage."""
 
     forward: float
     backward: float
@@ -33,10 +32,10 @@ class StageSeconds:
     def __post_init__(self) -> None:
         assert all(0 < each < math.inf for each in (self.forward, self.backward)), f"no stage can take {self}"
 
-    def of(self, kind: str, split_backward: bool = False) -> float:
-        """Of a piece of work of some kind; 0 for kinds that take what they take.
+    def of_kind(self, kind: str, split_backward: bool = False) -> float:
+        """The simulated time of this kind of work; 0 for a kind whose time is not simulated.
 
-        Where a backward is split, the gradients for the stage before and those for its own weights take half each.
+        With a split backward, the gradients for the stage before and the weight gradients take half of it each.
         """
         seconds = {"forward": self.forward, "evaluate": self.forward, "backward": self.backward}
         if split_backward:
@@ -46,22 +45,22 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class Pretence:
-    """What a machine pretends to be: so many times slower than it is, or one on which every stage takes so long."""
+    """Machine to simulate: one that is `slower` times as slow, or one on which every stage takes these `seconds`."""
 
     slower: float = 1.0
     seconds: StageSeconds | None = None
 
     def __post_init__(self) -> None:
-        assert 1 <= self.slower < math.inf, f"nothing can be {self.slower} times slower"
+        assert 1 <= self.slower < math.inf, f"no machine can be {self.slower} times slower"
 
     @property
     def stage_seconds(self) -> float:
-        """Of a forward and a backward, whatever the stage; 0 where that depends on it."""
+        """Simulated time of a forward and a backward together; 0 if it depends on the stage."""
         return 0.0 if self.seconds is None else self.seconds.forward + self.seconds.backward
 
     @property
     def in_words(self) -> str:
-        """For those who look at the machine; nothing where it does not pretend."""
+        """The simulation in words, for users; empty if nothing is simulated."""
         if self.seconds is not None:
             forward, backward = 1e3 * self.seconds.forward, 1e3 * self.seconds.backward
             return (
@@ -74,7 +73,7 @@ NO_PRETENCE: Final = Pretence()
 
 
 class Pace:
-    """Makes the pieces of one thread's work as long as they would be on the machine that is pretended."""
+    """Makes each piece of one thread's work take as long as on the simulated machine."""
 
     def __init__(
         self,
@@ -85,10 +84,10 @@ class Pace:
         sleep: Callable[[float], object] | None = None,
         max_late_seconds: float = MAX_LATE_SECONDS,
     ) -> None:
-        """`sleep` replaces the wait that `end` interrupts. A wait is shortened by how late the thread came back from
-        earlier ones, by `max_late_seconds` at most."""
+        """`sleep` replaces the wait that `end` interrupts. A wait is shortened by the delay with which the thread
+        returned from earlier waits, by at most `max_late_seconds`."""
         self.overruns = 0
-        """Pieces of work that took longer than `seconds` says, and so were not as long as they should be."""
+        """Number of pieces of work that took longer than the simulated time."""
         self._slower = pretence.slower
         self._seconds = pretence.seconds
         self._split_backward = split_backward
@@ -101,20 +100,19 @@ class Pace:
 
     @contextlib.contextmanager
     def work(self, kind: str) -> Iterator[None]:
-        """A piece of work of some kind. After it, unless it failed, waits as long as that machine would still work.
+        """Context of a piece of work; unless it fails, waits afterwards for the rest of its simulated time.
 
-        On a processor with one thread, what counts is the time that the thread got of it: a slower machine of one's own
-        would not have been shared with others.
+        On a CPU with one computing thread, the thread's CPU time counts: a real slower machine would not share its CPU.
         """
         if self._seconds is not None:
             began = time.perf_counter()
             yield
-            if wanted := self._seconds.of(kind, self._split_backward):
+            if wanted := self._seconds.of_kind(kind, self._split_backward):
                 wait_for(self._device)
                 self.overruns += time.perf_counter() - began > wanted
                 self.wait_until(began + wanted)
             elif kind == "update":
-                # A part of what a backward is to take: the gradients have left by then, and the next wait is shorter.
+                # Part of the simulated backward, whose gradients have been sent already: shorten the next wait.
                 self._late_seconds = min(self._late_seconds + time.perf_counter() - began, self._max_late_seconds)
             return
         if self._slower == 1.0:
@@ -127,22 +125,22 @@ class Pace:
         self.wait_until(began + self._slower * self._usual(kind, clock() - began_work))
 
     def end(self) -> None:
-        """Ends the wait under way, and all later ones before they begin. From any thread."""
+        """Ends the current wait and skips all later ones. May be called from any thread."""
         self._ended.set()
 
     def _usual(self, kind: str, seconds: float) -> float:
-        """What such work takes when nothing comes in between.
+        """The usual time of such work without interruptions.
 
-        Interrupts that are served meanwhile count as this thread's time, and on a machine that plays several they are
-        the others' too: they would be made so many times longer.
+        Interrupts count as the thread's CPU time, and on a machine that simulates several providers they are due to the
+        others too. Without this correction the simulation would multiply them.
         """
         past = self._past.setdefault(kind, deque(maxlen=_REMEMBERED))
         past.append(seconds)
-        alike = sorted(each for each in past if seconds / 2 <= each <= 2 * seconds)
-        return min(seconds, alike[len(alike) // 4])
+        similar = sorted(each for each in past if seconds / 2 <= each <= 2 * seconds)
+        return min(seconds, similar[len(similar) // 4])
 
     def wait_until(self, moment: float) -> None:
-        # A thread is woken a moment too late each time, or gets the processor late: the next wait is so much shorter.
+        # The operating system wakes a thread slightly late each time; shorten the next wait by this delay.
         moment -= self._late_seconds
         left = moment - time.perf_counter()
         if left > 0:

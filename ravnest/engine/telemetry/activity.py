@@ -1,44 +1,45 @@
-"""What a stage does at one moment, to explain why nothing is completed.
+"""Activity of a stage: its current work or wait, reported to explain why a pipeline does not progress.
 
-Pure values. The worker makes them on any thread while its own may be stuck; the provider reports them.
+Plain values, which any thread can create while the worker's own thread is stuck.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
-What = Literal["feed", "forward", "gradient"]
+MissingKind = Literal["feed", "forward", "gradient"]
 """Inputs or targets from the coordinator, activations from the stage before, gradients from the stage after."""
 
 ANY: Final = -1
-"""Instead of a microbatch's number: whichever comes next."""
+"""In place of a microbatch's number: any microbatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Microbatches that a stage has a part of, and waits for the rest."""
+    """Messages that a stage waits for to complete microbatches that it has a part of."""
 
-    what: What
+    what: MissingKind
     microbatch: int
-    """The oldest of them, or ANY."""
+    """The oldest of these microbatches, or ANY."""
     count: int
+    """Number of these microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What the torch thread of a stage does."""
+    """Current work or wait of a stage's worker thread."""
 
     kind: str
     """forward, backward, update, evaluate, save, average or wait."""
     microbatch: int
-    """Of the work; of a wait, the last that the stage worked on."""
+    """The microbatch of the work; for a wait, the last one worked on."""
     seconds: float
-    """Since that began."""
+    """Time since the start of the work or wait."""
     missing: tuple[Missing, ...] = ()
-    """Of a wait: what would end it."""
+    """For a wait: the messages that would end it."""
 
 
-def what_is_missing(
+def missing_messages(
     *,
     fed: Collection[int],
     received: Collection[int],
@@ -46,11 +47,11 @@ def what_is_missing(
     needs_feed: bool,
     needs_forward: bool,
 ) -> tuple[Missing, ...]:
-    """What a stage without work waits for.
+    """The messages that a stage without a ready task waits for.
 
-    `fed` and `received` are the microbatches of which one half has come, from the coordinator or from the stage before;
-    `awaited` are those that were sent on and whose gradients have not come. Where nothing has begun, the stage waits
-    for whichever microbatch comes next.
+    `fed` and `received` are the microbatches of which one half has arrived, from the coordinator or from the stage
+    before; `awaited` are those that were sent on and whose gradients have not arrived. A stage without any of these
+    waits for a new microbatch.
     """
     found = []
     if awaited:
@@ -65,5 +66,5 @@ def what_is_missing(
 
 
 def _oldest(microbatches: Collection[int]) -> int:
-    # Evaluation counts down from -1.
+    # Evaluations are numbered -1, -2, ….
     return min(microbatches, key=abs)

@@ -1,4 +1,4 @@
-"""Counters of a stage, kept from worker to worker."""
+"""Counters of a stage: totals that the provider reports and that survive a change of worker."""
 
 from dataclasses import dataclass, field
 
@@ -7,18 +7,19 @@ from ravnest.engine.telemetry.training_time import TrainingTime
 
 @dataclass(slots=True)
 class Counters:
-    """What a worker, and those of the same stage before it, have done; the provider reports it."""
+    """Totals over all workers that the stage has had."""
 
     forwards: int = 0
     backwards: int = 0
     busy_seconds: float = 0.0
     staleness: dict[int, int] = field(default_factory=dict)
+    """Number of updates by their staleness."""
     updates: int = 0
     samples: int = 0
-    """Of the microbatches that were applied, each once."""
+    """Samples of the microbatches that were applied, each counted once."""
     flight_seconds: float = 0.0
-    """What microbatches spent between forward and backward under workers that have ended."""
+    """Time that microbatches have spent between forward and backward, summed; only of workers that have ended."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By kind of work, how long it took in all; as `Span` names them."""
+    """Total time by kind of work, named as in `Span`."""
     training: TrainingTime = field(default_factory=TrainingTime)
-    """How much of its training the stage has worked, without start-up and evaluations."""
+    """Training time and busy time, without start-up and evaluations."""

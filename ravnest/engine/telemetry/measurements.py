@@ -1,7 +1,7 @@
-"""Measurements of a worker: how long each piece of work took, how busy the stage is, how stale its updates are.
+"""Measurements of a worker: time of each piece of work, busy time of the stage, staleness of its updates.
 
-All of it is written on the worker's thread. Other threads may read the counters, the activity and the flight time at
-any moment, even while the worker's thread is stuck.
+Only the worker's thread writes them. Other threads may read the counters, the activity and the flight time at any time,
+even while the worker's thread is stuck.
 """
 
 import contextlib
@@ -21,26 +21,24 @@ class Measurements:
         self.counters = counters
         self.pace = pace
         self.latest = -1
-        """The microbatch of the last task: work between two tasks is recorded under its number."""
+        """The microbatch of the last task; work between two tasks is recorded under its number."""
         self.doing = ("wait", -1, time.perf_counter())
-        """What the thread does, with which microbatch, and since when."""
+        """The kind of the current work, its microbatch, and its start."""
         self._record = record
         self._flight = (counters.flight_seconds, 0, time.perf_counter())
-        """Seconds that microbatches have been between forward and backward up to some moment, how many are there since,
-        and the moment."""
-        # The stage stands still until there is something to train on.
+        """Summed flight time up to some moment, the number of microbatches in flight since, and the moment."""
+        # Training stands still until the first microbatch.
         counters.training.stood_still()
 
     @contextlib.contextmanager
     def work(self, kind: str, microbatch: int) -> Iterator[None]:
-        """A piece of work: slowed down to the pace of the machine that is simulated, counted, and recorded."""
+        """Context of a piece of work that is slowed down to the pace of the simulated machine, timed and recorded."""
         with self.timed(kind, microbatch), self.pace.work(kind):
             yield
 
     @contextlib.contextmanager
     def timed(self, kind: str, microbatch: int | None = None) -> Iterator[None]:
-        """A piece of work that takes the time that it takes, counted and recorded; without a microbatch it belongs to
-        the latest one."""
+        """Context of a piece of work that is timed and recorded; without a microbatch it belongs to the latest one."""
         number = self.latest if microbatch is None else microbatch
         began = time.perf_counter()
         self.doing = (kind, number, began)
@@ -54,13 +52,13 @@ class Measurements:
         self.doing = ("wait", self.latest, time.perf_counter())
 
     def record_waits(self, waits: list[tuple[str, float]], until: float) -> None:
-        """`waits` holds the reason of each wait and when it began; each ends when the next one begins."""
+        """Records waits, given as reason and start; each ends at the start of the next one, the last at `until`."""
         for index, (reason, began) in enumerate(waits):
             ended = waits[index + 1][1] if index + 1 < len(waits) else until
             self._record(Span("wait", self.latest, began, ended, reason))
 
     def count_turn(self, task: Task, *, is_pause: bool, waited: float, worked: float) -> None:
-        """One turn of the worker is over. `is_pause`: it had no task of its own, only work between two tasks."""
+        """Counts one turn of the worker. `is_pause`: the turn had no task, only work between two tasks."""
         self.counters.busy_seconds += worked
         training = self.counters.training
         if task in (Task.FORWARD, Task.BACKWARD):
@@ -76,18 +74,18 @@ class Measurements:
         counts[staleness] = counts.get(staleness, 0) + 1
 
     def count_in_flight(self, microbatches: int) -> None:
-        """From now on this many microbatches are between forward and backward."""
+        """Sets the number of microbatches in flight from now on."""
         seconds, in_flight, since = self._flight
         now = time.perf_counter()
         self._flight = (seconds + in_flight * (now - since), microbatches, now)
 
     @property
     def flight_seconds(self) -> float:
-        """Time that all microbatches so far have been between forward and backward, summed."""
+        """Time that microbatches have spent between forward and backward, summed over all so far."""
         seconds, in_flight, since = self._flight
         return seconds + in_flight * (time.perf_counter() - since)
 
     def close(self) -> None:
-        """Leaves the flight time in the counters, for the next worker of the stage."""
+        """Stores the flight time in the counters, for the next worker of the stage."""
         self.counters.flight_seconds = self.flight_seconds
         self._flight = (self.counters.flight_seconds, 0, time.perf_counter())

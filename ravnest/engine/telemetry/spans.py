@@ -1,24 +1,24 @@
-"""Spans: pieces of work of a stage, with their times."""
+"""Spans: the timed pieces of work and waits of a stage."""
 
 from typing import Final, NamedTuple
 
 
 class Span(NamedTuple):
-    """A piece of work of a stage, on the clock `time.perf_counter`."""
+    """A piece of work or a wait of a stage, on the clock `time.perf_counter`."""
 
-    # A tuple, because some are made for every microbatch: the engine's thread has better things to do.
+    # A tuple, because it is fast to create: there are several for every microbatch.
 
     kind: str
     """forward, backward, weights, update, evaluate, average, save, send, receive or wait."""
     microbatch: int
-    """Of a wait, the one whose work ended it."""
+    """The microbatch of the work; for a wait, the one whose task ended it."""
     began: float
     ended: float
     detail: str = ""
-    """Of a send or a receive "forward" or "backward"; of a wait `WAIT_LIMIT` or `WAIT_NOTHING`."""
+    """"forward" or "backward" for a send or a receive; `WAIT_LIMIT` or `WAIT_NOTHING` for a wait."""
 
 
 WAIT_LIMIT: Final = "limit"
-"""As many microbatches are between forward and backward as may be: only a gradient helps."""
+"""The limit of microbatches in flight is reached: only a gradient can end the wait."""
 WAIT_NOTHING: Final = "nothing ready"
-"""Nothing has come that could be worked on."""
+"""No task is ready."""

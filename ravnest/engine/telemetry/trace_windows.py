@@ -1,18 +1,17 @@
-"""Which microbatches of a run are traced: a pure rule by their number, the same at every stage and the coordinator.
+"""Trace windows: the rule for which microbatches of a run are traced, the same at every stage and the coordinator.
 
-A window at the beginning, and windows that begin after 2, 4, 8, … times as many microbatches as a window has: a long
-run shows how it goes now as well as how it began, and is traced ever more seldom.
+With windows of n microbatches, the first begins at microbatch 0 and the next after 2n, 4n, 8n, … microbatches. The
+trace of a long run then shows both its beginning and its recent state, at a bounded cost.
 """
 
 
 def window_size(microbatches: int) -> int:
-    """How many microbatches a window has where so many are to be in the trace: the first window and the latest."""
+    """Length of a window if this many microbatches are to be in the trace, in the first and the latest window."""
     return (microbatches + 1) // 2
 
 
 def window_of(offset: int, size: int) -> int | None:
-    """Which window, counted from 0, has the microbatch that comes `offset` after the run's first; None: it is not
-    traced."""
+    """Index of the window with the microbatch at `offset` from the run's first; None if it is not traced."""
     if offset < size:
         return 0 if offset >= 0 else None
     sizes = offset // size

@@ -1,4 +1,4 @@
-"""What an optimizer keeps that is as large as its parameters: means of gradients, and of their squares."""
+"""Optimizer moments: the state tensors that are as large as their parameter, such as running means of gradients."""
 
 import torch
 
@@ -6,19 +6,20 @@ from ravnest.spec import OptimizerSpec
 
 
 def moment_names(spec: OptimizerSpec) -> tuple[str, ...]:
-    """The names of those, as a step of a small parameter shows them; GraphError where it cannot be built.
+    """The names of the optimizer's moments, found by one step on a small parameter. GraphError if the optimizer cannot
+    be built.
 
-    What is counted (the number of steps) is not among them: a mean of it means nothing.
+    Counters, such as the number of steps, are excluded: averaging them is meaningless.
     """
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     optimizer = spec.build([parameter])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    kept = optimizer.state.get(parameter, {})
+    state = optimizer.state.get(parameter, {})
     return tuple(
         sorted(
             name
-            for name, value in kept.items()
+            for name, value in state.items()
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.is_floating_point()
         )
     )

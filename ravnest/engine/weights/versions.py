@@ -1,9 +1,8 @@
-"""Weight versions of one stage: a backward always sees the weights its forward used.
+"""Weight versions of one stage, so that a backward can use the same weights as its forward.
 
-Between a microbatch's forward and its backward the stage may be updated by earlier microbatches. Each version is a set
-of leaf tensors over its own memory. An update writes in place as long as nobody holds the current version, and moves
-the weights to fresh memory first when somebody does: so the number of copies is the number of versions really in use,
-and no more.
+Earlier microbatches may update the stage between a microbatch's forward and its backward. Each version is a set of leaf
+tensors over memory of its own. An update writes in place while no microbatch holds the current version, and copies the
+weights to new memory first when one does. The number of copies is therefore the number of versions in use.
 """
 
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ import torch
 
 
 class Version:
-    """The weights after update `number`; `leaves` are what forward and backward work on, by name in the graph."""
+    """The weights after update `number`; forward and backward compute with `leaves`, by name in the graph."""
 
     __slots__ = ("leaves", "number", "users")
 
@@ -23,7 +22,7 @@ class Version:
 
 
 class WeightVersions:
-    """The master parameters that the optimizer steps, and the versions of them that are still in use."""
+    """The master parameters that the optimizer steps, and the versions of them that are in use."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], number: int = 0) -> None:
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in parameters.items()}
@@ -34,7 +33,7 @@ class WeightVersions:
         return self._current
 
     def acquire(self, instead: dict[str, torch.Tensor] | None = None) -> Version:
-        """The current version, held until `release`; with these leaves in place of its own, where there are some."""
+        """The current version, held until `release`. With `instead`, a version of the same number with those leaves."""
         if instead is not None:
             version = Version(self._current.number, instead)
             version.users = 1
@@ -47,13 +46,13 @@ class WeightVersions:
         version.users -= 1
 
     def begin_update(self) -> None:
-        """Makes the masters safe to write: fresh memory where the current version is held by a microbatch in flight."""
+        """Makes the masters safe to write: in new memory if a microbatch in flight holds the current version."""
         if self._current.users:
             for master in self.masters.values():
                 master.data = master.data.clone()
 
     def finish_update(self) -> None:
-        """The masters as written are the next version."""
+        """Makes the masters, as written, the next version."""
         number = self._current.number + 1
         if self._current.users:
             self._current = Version(number, self._leaves())
@@ -61,12 +60,11 @@ class WeightVersions:
             self._current.number = number
 
     def finish_change(self) -> None:
-        """The masters as written are what the current version is from now on; a change that is no update."""
+        """Makes the masters, as written, the current version, under the same number: the change was no update."""
         if self._current.users:
             self._current = Version(self._current.number, self._leaves())
 
     def _leaves(self) -> dict[str, torch.Tensor]:
-        # `.data` shares the memory but not the counter by which autograd notices in-place writes: a version that is
-        # held is
-        # never written (begin_update), and one that is not held has no graph that could notice.
+        # `.data` shares the memory but not the counter by which autograd detects in-place writes. This is safe: a
+        # version in use is never written (begin_update), and a version not in use is part of no autograd graph.
         return {name: master.data.requires_grad_() for name, master in self.masters.items()}

@@ -415,7 +415,7 @@ class Rings:
             owned.shifted += 1
             self._loop.call_soon_threadsafe(self._shifted, owned, ProviderMessage(ring_applied=applied))
 
-        self._worker.between(apply)
+        self._worker.call_between_tasks(apply)
 
     def _shifted(self, owned: OwnedRing, message: ProviderMessage | None) -> None:
         """A shift is in the stage."""
@@ -460,7 +460,7 @@ class Rings:
             owned.shifted += 1
             self._loop.call_soon_threadsafe(self._shifted, owned, None)
 
-        self._worker.between(apply)
+        self._worker.call_between_tasks(apply)
         caught_up = RingReduced(deployment=self._deployment, round=round, ring=owned.number, caught_up=True)
         self._tell(ProviderMessage(ring_reduced=caught_up))
 

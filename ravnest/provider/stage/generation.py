@@ -156,11 +156,11 @@ class Generation:
         loop = asyncio.get_running_loop()
 
         def find() -> None:
-            found = trace_of(deployment, microbatch, self.worker.testify(microbatch))
+            found = trace_of(deployment, microbatch, self.worker.diagnose(microbatch))
             loop.call_soon_threadsafe(self._records.tell, found)
 
         if self.worker.runs:
-            self.worker.between(find)
+            self.worker.call_between_tasks(find)
         else:
             self._tasks.spawn(asyncio.to_thread(find))
 
@@ -174,7 +174,7 @@ class Generation:
             self.fail("memory", step.reason)
             return None
         if step.kind == "recompute":
-            self.worker.recompute_from_now_on()
+            self.worker.start_recomputing()
         return Strained(
             deployment=deployment,
             in_flight=step.in_flight,

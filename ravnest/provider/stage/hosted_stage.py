@@ -119,8 +119,8 @@ class HostedStage:
         if self._membership is not None:
             self._membership.rings.open(self.generation.worker, self._membership.lines)
         # Averaging rounds may have left work for the stage when its worker had ended.
-        for work in before.worker.take_left():
-            self.generation.worker.between(work)
+        for work in before.worker.take_pending_calls():
+            self.generation.worker.call_between_tasks(work)
         self._records.news.set()
 
     @property
@@ -200,7 +200,7 @@ class HostedStage:
     def set_threads(self, threads: int) -> None:
         """Compute with this many threads, after the worker's current task."""
         # torch keeps the number for each thread that has computed, so the thread that computes has to set it.
-        self.generation.worker.between(lambda: torch.set_num_threads(threads))
+        self.generation.worker.call_between_tasks(lambda: torch.set_num_threads(threads))
 
     def save(self, checkpoint: int, anchored: bool = False) -> None:
         """Upload the stage's state to a checkpoint; `anchored`: with the parameters of the last averaging round."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ravnest.engine.finite_checks.origin import Testimony
+from ravnest.engine.finite_checks.origin import StageDiagnosis
 from ravnest.engine.messages import LossRecord as EngineLoss
 from ravnest.engine.stage import Update
 from ravnest.engine.telemetry.activity import Activity as EngineActivity
@@ -60,19 +60,19 @@ def update_records(updates: Sequence[Update]) -> list[UpdateRecord]:
     ]
 
 
-def trace_of(deployment: str, microbatch: int, testimony: Testimony) -> ProviderMessage:
+def trace_of(deployment: str, microbatch: int, diagnosis: StageDiagnosis) -> ProviderMessage:
     """The message about values of a microbatch that are not finite."""
     return ProviderMessage(
         traced=Traced(
             deployment=deployment,
             microbatch=microbatch,
-            received=testimony.forward.received,
-            sent=testimony.forward.sent,
-            kind=testimony.forward.kind,
-            where=testimony.forward.where,
-            gradients_received=testimony.gradients_received,
-            gradients_sent=testimony.gradients_sent,
-            steep=testimony.steep,
+            received=diagnosis.forward.received,
+            sent=diagnosis.forward.sent,
+            kind=diagnosis.forward.kind,
+            where=diagnosis.forward.where,
+            gradients_received=diagnosis.gradients_received,
+            gradients_sent=diagnosis.gradients_sent,
+            steep=diagnosis.steep,
         )
     )
 

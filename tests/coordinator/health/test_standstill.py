@@ -15,12 +15,12 @@ from ravnest.coordinator.health.standstill import (
     explain,
 )
 from ravnest.coordinator.health.standstill_watch import StandstillWatch, stage_now
-from ravnest.engine.telemetry.activity import ANY, Missing, What, what_is_missing
+from ravnest.engine.telemetry.activity import ANY, Missing, MissingKind, missing_messages
 from ravnest.net.v1 import control_pb2
 from ravnest.net.v1.control_pb2 import Report
 
 
-def waits(node: str, *missing: tuple[What, int], silent: float = 0.0) -> StageNow:
+def waits(node: str, *missing: tuple[MissingKind, int], silent: float = 0.0) -> StageNow:
     return StageNow(node, silent, missing=tuple(Missing(what, number, 1) for what, number in missing))
 
 
@@ -126,17 +126,17 @@ def test_a_while_is_many_times_as_long_as_a_microbatch_usually_takes() -> None:
 def test_what_a_stage_misses_is_what_it_has_half_of_or_has_sent_on() -> None:
     def of(**halves: tuple[int, ...]) -> tuple[Missing, ...]:
         empty = {"fed": (), "received": (), "awaited": (), **halves}
-        return what_is_missing(**empty, needs_feed=True, needs_forward=True)
+        return missing_messages(**empty, needs_feed=True, needs_forward=True)
 
     assert of(awaited=(18, 17), fed=(19,)) == (Missing("gradient", 17, 2), Missing("forward", 19, 1))
     assert of(received=(20,)) == (Missing("feed", 20, 1),)
     assert of(fed=(-2, -1)) == (Missing("forward", -1, 2),)
     assert of() == (Missing("forward", ANY, 0),)
-    root = what_is_missing(fed=(), received=(), awaited=(), needs_feed=True, needs_forward=False)
+    root = missing_messages(fed=(), received=(), awaited=(), needs_feed=True, needs_forward=False)
     assert root == (Missing("feed", ANY, 0),)
 
 
-whats: st.SearchStrategy[What] = st.sampled_from(["feed", "forward", "gradient"])
+whats: st.SearchStrategy[MissingKind] = st.sampled_from(["feed", "forward", "gradient"])
 missing = st.builds(Missing, whats, st.integers(-5, 20), st.integers(0, 9))
 stages = st.builds(
     StageNow,

@@ -11,7 +11,7 @@ from ravnest.engine.corrections import nesterov
 from ravnest.engine.corrections.cautious import Cautious
 from ravnest.engine.corrections.correction import correction_named, correction_refusal
 from ravnest.engine.corrections.discount import Discount
-from ravnest.engine.corrections.nesterov import Nesterov, momentum
+from ravnest.engine.corrections.nesterov import NesterovCorrection, momentum
 from ravnest.engine.corrections.plain import Plain
 from ravnest.engine.corrections.predict import Predict
 from ravnest.engine.settings import StageSettings
@@ -142,7 +142,7 @@ def test_what_nesterov_s_step_remembers_survives_being_saved(captured: Captured)
     assert same(stage, other) and other.state()[1] == metadata
     # How stale updates are is measured anew, so both must have seen the same to go on in the same way.
     for each in (stage, other):
-        each.correction = Nesterov(each.optimizer)
+        each.correction = NesterovCorrection(each.optimizer)
         train(each, captured, 8, 8, ahead=2)
     assert same(stage, other)
 
@@ -242,7 +242,7 @@ def test_adam_takes_the_step_of_nadam(monkeypatch: pytest.MonkeyPatch) -> None:
     # Torch lets the momentum rise to beta1, here at once.
     monkeypatch.setattr(nesterov, "momentum", lambda own, staleness: own)
     ours, theirs = (torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0])) for _ in range(2))
-    correction = Nesterov(torch.optim.Adam([ours], lr=0.1, betas=(0.9, 0.99)))
+    correction = NesterovCorrection(torch.optim.Adam([ours], lr=0.1, betas=(0.9, 0.99)))
     reference = torch.optim.NAdam([theirs], lr=0.1, betas=(0.9, 0.99), momentum_decay=1e6)
     for _ in range(40):
         correction.begin_update(2, 0)
@@ -255,7 +255,7 @@ def test_adam_takes_the_step_of_nadam(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_with_nesterov_s_momentum_sgd_goes_as_far_as_with_its_own() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     first, second = (torch.optim.SGD([p], lr=0.01, momentum=0.9) for p in parameters)
-    correction = Nesterov(first)
+    correction = NesterovCorrection(first)
     for _ in range(3000):
         correction.begin_update(3, 0)
         for parameter, step in zip(parameters, (correction.step, second.step), strict=True):

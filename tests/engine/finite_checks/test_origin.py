@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ravnest.engine.finite_checks.origin import Finding, find, state_of, steep
+from ravnest.engine.finite_checks.origin import ForwardDiagnosis, diagnose_forward, state_of, steep
 from ravnest.graph.capture.capture import capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
@@ -33,12 +33,12 @@ class Net(nn.Module):
         return self.last(h)
 
 
-def found(net: Net, inputs: torch.Tensor | None = None) -> Finding:
+def found(net: Net, inputs: torch.Tensor | None = None) -> ForwardDiagnosis:
     data = batches([8, 5])
     got = capture(net, F.cross_entropy, {}, data)
     weights = {w.name: got.weights[w.key] for w in got.graph.weights}
     given = {"inputs": data[0][0] if inputs is None else inputs, "targets": data[0][1]}
-    return find(got.graph, Program(got.graph), given, weights, 0, 3)
+    return diagnose_forward(got.graph, Program(got.graph), given, weights, 0, 3)
 
 
 def a_net(function: str = "relu") -> Net:
@@ -47,7 +47,7 @@ def a_net(function: str = "relu") -> Net:
 
 
 def test_infinities_of_a_mask_are_no_finding() -> None:
-    assert found(a_net()) == Finding("", "finite")
+    assert found(a_net()) == ForwardDiagnosis("", "finite")
 
 
 @pytest.mark.parametrize(("function", "operator"), [("log", "log"), ("log times zero", "log"), ("rsqrt", "rsqrt")])
@@ -55,7 +55,7 @@ def test_the_operator_that_left_its_domain_is_named_and_not_what_became_of_it(fu
     finding = found(a_net(function))
     assert finding.kind == "operator" and finding.sent == "nan"
     assert finding.where.startswith(f"the operator {operator} (behind middle.weight) yields values that are not finite")
-    assert "of numbers between 0 and" in finding.where and "learning rate" not in finding.where
+    assert "from numbers between 0 and" in finding.where and "learning rate" not in finding.where
 
 
 def test_nan_in_the_data_names_the_input_and_the_samples() -> None:
@@ -98,7 +98,7 @@ def test_what_arrives_as_nan_did_not_arise_here() -> None:
     weights = {w.name: got.weights[w.key] for w in leaf.weights}
     shapes = {v.name: [8 if isinstance(s, str) else s for s in v.shape] for v in leaf.receives}
     given = {"targets": data[0][1], **{name: torch.full(shape, torch.nan) for name, shape in shapes.items()}}
-    assert find(leaf, Program(leaf), given, weights, 0, 0) == Finding("nan", "nan")
+    assert diagnose_forward(leaf, Program(leaf), given, weights, 0, 0) == ForwardDiagnosis("nan", "nan")
 
 
 def test_operators_with_steep_gradients_are_told() -> None:

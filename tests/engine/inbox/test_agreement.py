@@ -57,14 +57,14 @@ def sent(size: int = 8, **more: Any) -> Message:
     ("wrong", "words"),
     [
         (sent(7), r"h has the shape \(7, 4\), whose dimension 0 \(s0\) is 8"),
-        (sent(samples=9), "came with samples 9, and its feed says 8"),
-        (sent(updates=4), "came with updates 4"),
-        (sent(checkpoint=7), "came with checkpoint 7"),
-        (sent(flush=True), "came with flush True"),
-        (sent(round=2), "came with round 2"),
-        (sent(fragment=2), "came with fragment 2"),
-        (sent(replica=2), "came with replica 2"),
-        (sent(train=False, updates=0, round=0), "for training from one side and not from the other"),
+        (sent(samples=9), "have samples 9, but its feed has 8"),
+        (sent(updates=4), "have updates 4"),
+        (sent(checkpoint=7), "have checkpoint 7"),
+        (sent(flush=True), "have flush True"),
+        (sent(round=2), "have round 2"),
+        (sent(fragment=2), "have fragment 2"),
+        (sent(replica=2), "have replica 2"),
+        (sent(train=False, updates=0, round=0), "have train False, but its feed has True"),
     ],
 )
 def test_activations_that_do_not_fit_the_feed_are_not_computed_with(

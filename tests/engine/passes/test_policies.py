@@ -53,8 +53,8 @@ def test_a_stage_that_begins_to_recompute_in_the_middle_goes_on_bitwise_the_same
     with kept_generator():
         have = [changed.forward(0), changed.forward(1), changed.forward(2)]
         changed.backward(0)
-        assert [stage.recompute_from_now_on() for stage in changed.stages[:-1]] == [True] * (len(changed.stages) - 1)
-        assert not changed.stages[-1].recompute_from_now_on(), "a leaf keeps nothing to compute again"
+        assert [stage.start_recomputing() for stage in changed.stages[:-1]] == [True] * (len(changed.stages) - 1)
+        assert not changed.stages[-1].start_recomputing(), "a leaf keeps nothing to compute again"
         for number in (3, 4, 5):
             have.append(changed.forward(number))
             changed.backward(number - 2)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from ravnest.engine.passes.precision import FIRST_FACTOR, GROWS_AFTER, Precision
+from ravnest.engine.passes.precision import FIRST_SCALE, GROWS_AFTER, Precision
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.graph.capture.capture import Captured, capture
@@ -76,7 +76,7 @@ def test_a_backward_that_overflows_is_done_again_with_a_smaller_factor() -> None
     weight, product = a_product(100.0)
     (found,) = precision.gradients([product], [weight], [torch.ones(4, 4)])
     torch.testing.assert_close(found, torch.full((4, 4), 400.0))
-    assert 1 < precision.factor < FIRST_FACTOR
+    assert 1 < precision.scale < FIRST_SCALE
 
 
 def test_small_gradients_do_not_vanish() -> None:
@@ -101,8 +101,8 @@ def test_the_factor_grows_again_after_many_backwards_without_an_overflow() -> No
     weight = torch.ones(1, requires_grad=True)
     for _ in range(GROWS_AFTER):
         precision.gradients([weight * 1.0], [weight], [torch.ones(1)])
-    assert precision.factor == 2 * FIRST_FACTOR
+    assert precision.scale == 2 * FIRST_SCALE
 
 
 def test_float32_and_bfloat16_scale_nothing() -> None:
-    assert [Precision(name, CPU).factor for name in ("float32", "bfloat16", "float16")] == [1, 1, FIRST_FACTOR]
+    assert [Precision(name, CPU).scale for name in ("float32", "bfloat16", "float16")] == [1, 1, FIRST_SCALE]

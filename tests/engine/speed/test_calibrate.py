@@ -10,8 +10,16 @@ import torch
 import ravnest
 from ravnest.coordinator.plan.prepared_job import prepare
 from ravnest.engine.settings import StageSettings
-from ravnest.engine.speed import calibrate as module
-from ravnest.engine.speed.calibrate import StepSeconds, calibrate, products_speed, scaled, step_bytes, time_steps
+from ravnest.engine.speed.calibrate import (
+    MAX_COLD_SECONDS,
+    StepSeconds,
+    calibrate,
+    measure,
+    products_speed,
+    scaled,
+    step_bytes,
+    time_steps,
+)
 from ravnest.graph.profile import CostProfile, NodeCost
 from ravnest.graph.update_cost import UpdateCost
 from ravnest.spec import OptimizerSpec
@@ -67,7 +75,7 @@ def test_costs_of_nothing_stay_nothing() -> None:
 def test_a_model_too_large_for_a_whole_step_keeps_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     found = example("cnn").captured
     costs = costs_of("cnn")
-    monkeypatch.setattr(module, "time_steps", lambda *_: StepSeconds(1.0, 1.0, 1.0))
+    monkeypatch.setattr("ravnest.engine.speed.calibrate.time_steps", lambda *_: StepSeconds(1.0, 1.0, 1.0))
     needed = step_bytes(costs, found.graph)
     parameters = sum(torch.Size(p.shape).numel() * 4 for p in found.graph.parameters)
     assert needed == 4 * parameters + 1000 * len(found.graph.nodes)
@@ -89,7 +97,6 @@ def test_products_are_as_fast_as_steps_without_the_rest_show(forward: float, bac
 
 
 def test_the_first_step_does_not_count_and_the_budget_ends_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = example("cnn").captured
     seconds = [10.0, 1.0, 1.0, 5.0, 1.001, 1.0005, 9.0]
     now = 0.0
 
@@ -99,10 +106,8 @@ def test_the_first_step_does_not_count_and_the_budget_ends_the_rest(monkeypatch:
         now += taken
         return taken, taken, taken
 
-    monkeypatch.setattr(module, "_step", step)
-    monkeypatch.setattr(module, "_WARM_PART", 1.0)
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    measured = time_steps(found.graph, found.weights, found.sample, replace(SETTINGS, accumulate=4), 18.0)
+    measured = measure(step, accumulate=4, budget_seconds=18.0, warm_share=1.0)
     # 10 + 1 + 1 seconds, and their mean for the next is in time. After 17 another is not, and two without the cache
     # come in any case.
     assert seconds == [9.0]
@@ -111,13 +116,11 @@ def test_the_first_step_does_not_count_and_the_budget_ends_the_rest(monkeypatch:
 
 
 def test_a_difference_that_no_cache_explains_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = example("cnn").captured
-    for first, then, cold in ((1.0, 1.5, module._MAX_COLD_SECONDS), (1.5, 1.0, 0.0)):
-        parts = iter([(first,) * 3] * 3 + [(then,) * 3] * 2)
+    for first, then, cold in ((1.0, 1.5, MAX_COLD_SECONDS), (1.5, 1.0, 0.0)):
+        parts = iter([(first, first, first)] * 3 + [(then, then, then)] * 2)
         clock = iter(range(100))
-        monkeypatch.setattr(module, "_step", lambda *_, parts=parts: next(parts))
         monkeypatch.setattr("time.perf_counter", lambda clock=clock: float(next(clock)))
-        assert time_steps(found.graph, found.weights, found.sample, SETTINGS, 6.0).cold == cold
+        assert measure(lambda _, parts=parts: next(parts), accumulate=1, budget_seconds=6.0).cold == cold
 
 
 def test_what_a_job_costs_comes_with_the_speed_of_the_machine_that_measured() -> None:

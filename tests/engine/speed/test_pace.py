@@ -151,8 +151,8 @@ def test_being_woken_late_does_not_add_up_over_many_pieces_of_work(monkeypatch: 
 
 def test_both_parts_of_a_split_backward_take_as_long_as_a_whole_one() -> None:
     seconds = StageSeconds(1.0, 2.0)
-    assert seconds.of("backward") == 2.0 and seconds.of("weights") == 0.0
-    assert seconds.of("backward", split_backward=True) + seconds.of("weights", split_backward=True) == 2.0
+    assert seconds.of_kind("backward") == 2.0 and seconds.of_kind("weights") == 0.0
+    assert seconds.of_kind("backward", split_backward=True) + seconds.of_kind("weights", split_backward=True) == 2.0
 
 
 def test_a_pretence_is_told_in_words() -> None:

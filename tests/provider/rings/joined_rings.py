@@ -254,7 +254,7 @@ class Cluster:
         for owner in self.owners:
             # A stage sends its gradients on before it updates: a later one may be at that still.
             between = threading.Event()
-            owner.worker.between(between.set)
+            owner.worker.call_between_tasks(between.set)
             assert await asyncio.to_thread(between.wait, SECONDS)
 
     def state(self) -> dict[str, Tensor]:

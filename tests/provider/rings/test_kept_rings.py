@@ -47,8 +47,8 @@ def renew(owner: Owner) -> None:
     before = owner.worker
     owner.worker = StageWorker(owner.stage, owner.pipe, applied=before.applied, counters=before.counters)
     owner.rings.open(owner.worker, cast(Any, owner.lines))
-    for work in before.take_left():
-        owner.worker.between(work)
+    for work in before.take_pending_calls():
+        owner.worker.call_between_tasks(work)
     owner.worker.start()
 
 

@@ -205,7 +205,7 @@ async def run_away(swarm: AveragedSwarm, node: str) -> None:
         stage.shift({n: torch.full_like(t, 1e4) for n, t in stage.state_tensors().items() if n.startswith("param:")})
         loop.call_soon_threadsafe(done.set)
 
-    swarm.owners[node].worker.between(shift)
+    swarm.owners[node].worker.call_between_tasks(shift)
     await done.wait()
 
 

@@ -167,7 +167,7 @@ class Line:
         loop = asyncio.get_running_loop()
         for machine in (self.root, self.leaf):
             between = asyncio.Event()
-            machine.hosted.generation.worker.between(partial(loop.call_soon_threadsafe, between.set))
+            machine.hosted.generation.worker.call_between_tasks(partial(loop.call_soon_threadsafe, between.set))
             await between.wait()
 
     async def close(self) -> None:
