@@ -9,14 +9,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-MIN_JOINING_SECONDS: Final = 5.0
-MIN_REDUCING_SECONDS: Final = 10.0
 MAX_SECONDS: Final = 1800.0
 
 _MARGIN: Final = 3.0
 """A deadline is this many times the usual time, because a deadline that is too short costs a round and one that is too
 long costs only time."""
 _SHRINK: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLimits:
+    """The shortest deadlines of a run."""
+
+    min_joining_seconds: float = 5.0
+    min_reducing_seconds: float = 10.0
+
+
+DEFAULT_LIMITS: Final = RoundLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +50,13 @@ class Deadline:
 class Deadlines:
     """The deadlines of a run, round after round."""
 
-    def __init__(self, join_estimate_seconds: float, reduce_estimate_seconds: float) -> None:
+    def __init__(
+        self, join_estimate_seconds: float, reduce_estimate_seconds: float, limits: RoundLimits = DEFAULT_LIMITS
+    ) -> None:
         """`join_estimate_seconds`: the expected time from the announcement of a round until all members have joined;
         `reduce_estimate_seconds`: the expected time of a reduce, from the bandwidth between the members."""
-        self.joining = joining(join_estimate_seconds)
-        self.reducing = reducing(reduce_estimate_seconds)
+        self.joining = joining(join_estimate_seconds, limits)
+        self.reducing = reducing(reduce_estimate_seconds, limits)
 
     def learn(self, joins: Iterable[PhaseTime | None], reduces: Iterable[PhaseTime | None]) -> None:
         """Adapt to one round, given its phases on all rings; None for a ring that did not reach the phase."""
@@ -56,14 +67,14 @@ class Deadlines:
             self.reducing = after(self.reducing, reduced)
 
 
-def joining(estimate_seconds: float) -> Deadline:
+def joining(estimate_seconds: float, limits: RoundLimits = DEFAULT_LIMITS) -> Deadline:
     """The deadline for joining the first round."""
-    return _deadline(estimate_seconds, MIN_JOINING_SECONDS)
+    return _deadline(estimate_seconds, limits.min_joining_seconds)
 
 
-def reducing(estimate_seconds: float) -> Deadline:
+def reducing(estimate_seconds: float, limits: RoundLimits = DEFAULT_LIMITS) -> Deadline:
     """The deadline for the first reduce."""
-    return _deadline(estimate_seconds, MIN_REDUCING_SECONDS)
+    return _deadline(estimate_seconds, limits.min_reducing_seconds)
 
 
 def after(deadline: Deadline, took: PhaseTime) -> Deadline:

@@ -43,6 +43,7 @@ from ravnest.coordinator.report.recorder import Recorder
 from ravnest.coordinator.report.trace_collector import Tracing
 from ravnest.coordinator.run.context import Course
 from ravnest.coordinator.run.surroundings import Surroundings
+from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from ravnest.coordinator.swarm.link_measurements import describe, figures
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.provider_record import ProviderRecords
@@ -89,6 +90,7 @@ class Coordinator:
         metrics: MetricLog,
         progress: Progress,
         display: Display,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         self.progress = progress
         self._swarm = swarm
@@ -96,7 +98,7 @@ class Coordinator:
         self._recorder = Recorder(progress, metrics)
         self._display = display
         self._ledger = progress.ledger
-        self._course = Course(swarm, events)
+        self._course = Course(swarm, events, timeouts)
         self._least = 1
         self._resumed = progress.ledger.updates > 0
         self._formation: Deployment | None = None
@@ -134,6 +136,11 @@ class Coordinator:
     @on_failure.setter
     def on_failure(self, call: Callable[[], None]) -> None:
         self._course.on_failure = call
+
+    @property
+    def formation(self) -> Formation | None:
+        """The current deployment; None before the first."""
+        return self._formation
 
     async def start(self, least: int = 1) -> None:
         """Begins to listen to the swarm and to show the run. Before it is deployed, so many providers must be there, or

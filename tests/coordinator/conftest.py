@@ -10,7 +10,8 @@ from ravnest import Pipeline
 from ravnest.coordinator.health import watchdog as watching
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
 from ravnest.coordinator.replicas import tracker as replicas
-from tests.coordinator.simulated import Play, Run
+from ravnest.coordinator.run.timeouts import Timeouts
+from tests.coordinator.simulated import TIMEOUTS, Play, Run
 from tests.e2e.jobs import a_job, every_updates
 
 
@@ -25,19 +26,24 @@ def prepared() -> PreparedJob:
 def play(prepared: PreparedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
     """Plays a scene with a run of its own."""
 
-    async def nobody_is_watched(watch: object) -> None:
-        # These providers have no links: they would all be taken for silent.
+    runs: list[Run] = []
+
+    async def watch_nothing(watch: object) -> None:
+        # Scripted providers have no links: each would count as silent.
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(watching.Watchdog, "run", nobody_is_watched)
-    monkeypatch.setattr(watching.Watchdog, "is_well", lambda watch, node_id: watch._swarm.members.is_present(node_id))
-    runs = 0
+    def is_well(watch: object, node_id: str) -> bool:
+        return runs[-1].swarm.members.is_present(node_id)
 
-    def play(scene: Callable[[Run], Awaitable[None]], seed: int = 0, of: PreparedJob = prepared) -> None:
+    monkeypatch.setattr(watching.Watchdog, "run", watch_nothing)
+    monkeypatch.setattr(watching.Watchdog, "is_well", is_well)
+
+    def play(
+        scene: Callable[[Run], Awaitable[None]], seed: int = 0, of: PreparedJob = prepared, timeouts: Timeouts = TIMEOUTS
+    ) -> None:
         async def played() -> None:
-            nonlocal runs
-            runs += 1
-            async with Run(of, tmp_path / f"run{runs}", seed) as run:
+            runs.append(Run(of, tmp_path / f"run{len(runs)}", seed, timeouts))
+            async with runs[-1] as run:
                 await scene(run)
 
         asyncio.run(played())

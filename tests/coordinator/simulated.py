@@ -20,11 +20,14 @@ from typing import Any, cast
 import torch
 
 from ravnest.coordinator.access.swarm_store import SwarmState
+from ravnest.coordinator.checkpoints.store import CheckpointInfo
 from ravnest.coordinator.coordinator import Coordinator, DataRewindError
+from ravnest.coordinator.deploy.deployment import Formation
 from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.run.timeouts import Timeouts
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.members import Held as HeldBefore
 from ravnest.coordinator.swarm.members import LentMachine, Member, Members
@@ -59,6 +62,9 @@ Play = Callable[..., None]
 
 PATIENCE_SECONDS = 20.0
 """Whatever takes longer hangs."""
+
+TIMEOUTS = Timeouts(replica_event_seconds=0.0)
+"""Every replica is an event."""
 
 
 class NoPartError(PeerError):
@@ -549,8 +555,11 @@ class SimulatedSwarm:
 class Run:
     """A run of a simulated swarm, and the requester that feeds it."""
 
-    def __init__(self, prepared: PreparedJob, folder: Path, seed: int = 0) -> None:
+    def __init__(self, prepared: PreparedJob, folder: Path, seed: int = 0, timeouts: Timeouts = TIMEOUTS) -> None:
         self.prepared = prepared
+        self.saved: CheckpointInfo | None = None
+        """The last checkpoint of a run that has finished."""
+        self._timeouts = timeouts
         self.swarm = SimulatedSwarm(seed)
         directory = RunDirectory.open(folder, job_name="simulated", resume=False)
         self.emitted: list[dict[str, Any]] = []
@@ -573,7 +582,9 @@ class Run:
         metrics, log, directory = self._opened
         self.ledger = Ledger()
         self.progress = Progress("simulated", 1, self.ledger)
-        self.coordinator = Coordinator(cast(Swarm, self.swarm), directory, log, metrics, self.progress, QuietDisplay())
+        self.coordinator = Coordinator(
+            cast(Swarm, self.swarm), directory, log, metrics, self.progress, QuietDisplay(), self._timeouts
+        )
 
     def remember(self) -> None:
         """From now on the coordinator leaves behind what the next one wants to know."""
@@ -581,7 +592,7 @@ class Run:
 
     def note(self) -> None:
         """Notes how the run stands, as is done every few seconds."""
-        self.coordinator._now.note()
+        self.formation.note()
 
     async def begin_again(self, providers: int, clusters: int = 1) -> None:
         """The coordinator is killed and started again, without a checkpoint; its providers stay as they are."""
@@ -605,20 +616,44 @@ class Run:
         self._opened[1].close()
         self._opened[2].close()
 
+    @property
+    def formation(self) -> Formation:
+        """The current deployment."""
+        assert self.coordinator.formation is not None
+        return self.coordinator.formation
+
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.emitted]
 
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The events of this kind, in order."""
+        return [event for event in self.emitted if event["kind"] == kind]
+
     def stages(self) -> list[str]:
         """Who holds the stages, in order."""
-        return list(self.coordinator._now.stage_of)
+        return list(self.formation.stage_of)
 
     async def deploy(self, providers: int | None, clusters: int | None = 1) -> None:
         await within(self.coordinator.deploy(self.prepared, providers, clusters, 1, 2))
 
     async def event(self, kind: str) -> None:
         """Returns when there has been such an event."""
-        while kind not in self.kinds():
-            await asyncio.sleep(0.01)
+        await self.until(lambda: kind in self.kinds())
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns when the condition holds; raises what made training impossible meanwhile."""
+
+        async def look() -> None:
+            while not condition():
+                await self.coordinator.check()
+                await asyncio.sleep(0.01)
+
+        await within(look())
+
+    async def replicas(self, clusters: int = 1) -> None:
+        """Returns when these clusters of the current deployment have a complete replica."""
+        of = self.formation
+        await self.until(lambda: all(of.replicas.newest(each) is not None for each in of.clusters.all[:clusters]))
 
     async def feed(self, total: int) -> None:
         """Feeds microbatches until there have been so many."""
@@ -650,7 +685,7 @@ class Run:
                     await self.coordinator.take(EvalEnd())
                 if work := self.at.pop(-1, None):
                     work()
-                await self.coordinator.finish()
+                self.saved = await self.coordinator.finish()
                 return
             except DataRewindError as back:
                 self.place = back.place
@@ -695,9 +730,3 @@ def _sha256(graph: PortableGraph, state: State) -> str:
 
 async def _chunks(data: bytes) -> AsyncIterator[bytes]:
     yield data
-
-
-async def a_replica(run: Run) -> None:
-    """Returns when all stages of the first cluster have been kept."""
-    formation = run.coordinator._now
-    await run.coordinator._course.until(lambda: formation.replicas.newest(formation.clusters.all[0]) is not None)

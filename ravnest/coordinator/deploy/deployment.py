@@ -58,8 +58,6 @@ from ravnest.planner.problem import Provider
 from ravnest.planner.proposal import Proposal
 from ravnest.planner.search.fixed_layout import ClusterLayout
 
-_READY_SECONDS: Final = 300.0
-"""How long a provider may take for its stage without getting any more of it: it reads it from a disk, or builds it."""
 _MAX_READY_SECONDS: Final = 3600.0
 _MIN_RATE: Final = 1e5
 """Bytes a second at which a part of a replica comes from another provider; of that nothing is heard meanwhile."""
@@ -499,7 +497,10 @@ class Deployment:
         def lacks() -> bool:
             return self.over or any(self._around.lacking(cluster) for cluster in clusters)
 
-        patience = max(_READY_SECONDS, min(_MAX_READY_SECONDS, self.replicas.largest_part_bytes / _MIN_RATE))
+        patience = max(
+            self._around.course.timeouts.stage_ready_seconds,
+            min(_MAX_READY_SECONDS, self.replicas.largest_part_bytes / _MIN_RATE),
+        )
         while unready() and not lacks():
             due = min(self._heard_at[node] for node in unready()) + patience
             with contextlib.suppress(TimeoutError):
@@ -549,7 +550,7 @@ class Deployment:
             plan.rings,
             self.id,
             self.prepared.job.averaging.outlier,
-            Deadlines(max(waits), plan.round_seconds),
+            Deadlines(max(waits), plan.round_seconds, course.timeouts.rounds),
             lambda node_id, message: course.spawn(course.tell(node_id, message)),
             course.emit,
             course.notify,

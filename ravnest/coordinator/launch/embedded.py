@@ -19,6 +19,7 @@ from ravnest.coordinator.launch.job_loading import load_shown_job
 from ravnest.coordinator.launch.network_loop import NetworkLoop
 from ravnest.coordinator.launch.provider_processes import ProviderProcesses
 from ravnest.coordinator.plan.cluster_count import check_clusters
+from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from ravnest.cores import fair_share, usable_cores
 from ravnest.errors import RefusedError, TrainingError
 from ravnest.monitor.run_directory import check_run
@@ -108,6 +109,7 @@ class EmbeddedSwarm:
         resume: bool = False,
         display: "bool | Display" = True,
         interrupts: Interrupts | None = None,
+        timeouts: Timeouts = DEFAULT_TIMEOUTS,
     ) -> "TrainResult":
         """Trains the job on the first `providers` of the swarm (None: all that are left), in this many clusters.
         Providers without a stage are standbys. RavnestError when the run fails."""
@@ -128,7 +130,7 @@ class EmbeddedSwarm:
             interrupts.hurry = self._processes.kill
             stack.callback(shown.close)
             swarm.most = left
-            request = RunRequest(job, name, path, resume, self._processes.take_start_time())
+            request = RunRequest(job, name, path, resume, self._processes.take_start_time(), timeouts)
             session = stack.enter_context(run_session(swarm, loop, request, shown, interrupts, count))
 
             def died(name: str, how: str) -> None:

@@ -21,6 +21,7 @@ from ravnest.coordinator.launch.network_loop import NetworkLoop
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare, static_tensors
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.training_clock import TrainingClock
+from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.coordinator.verification.final_check import NotAsReportedError, effort_for, first_tensors, shortening
 from ravnest.cores import usable_cores
@@ -68,6 +69,7 @@ class RunRequest:
     resume: bool
     started: float
     """When the command was given, on the clock `time.perf_counter`."""
+    timeouts: Timeouts = DEFAULT_TIMEOUTS
 
 
 @contextlib.contextmanager
@@ -122,7 +124,9 @@ class Session:
             self._start = DataPosition() if self._info is None else place_of(self._info)
             ledger = Ledger(self._start)
             self._progress = Progress(request.name, job.epochs, ledger, TrainingClock(ledger, request.started))
-            self.coordinator = Coordinator(swarm, self._run, self._events, metrics, self._progress, display)
+            self.coordinator = Coordinator(
+                swarm, self._run, self._events, metrics, self._progress, display, request.timeouts
+            )
             self.coordinator.on_failure = interrupts.wake
             self._model = FinalModel(self._run, job.checkpoint.keep, self._events)
             reason = "resumed from the start: nothing had been saved" if request.resume else "a new run"

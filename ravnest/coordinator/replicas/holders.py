@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters
 from ravnest.coordinator.feed.ledger import DataPosition
@@ -15,9 +14,6 @@ from ravnest.net.v1.control_pb2 import CoordinatorMessage, Forget, Hold, Replica
 from ravnest.planner.plan import StagePlan
 from ravnest.planner.recovery.holders import choose_holders
 from ravnest.planner.recovery.standbys import Warm
-
-_FRESH_REPLICA_SECONDS: Final = 15.0
-"""Timeout for a fresh replica, which saves replaying the microbatches since the last one."""
 
 
 class ReplicaHolders:
@@ -50,6 +46,7 @@ class ReplicaHolders:
             around.swarm.members.line_rate,
             self._note_announced,
             shared=not around.swarm.open_to_more,
+            event_seconds=around.course.timeouts.replica_event_seconds,
         )
 
     async def assign(self, warm: Mapping[str, Warm], others: Sequence[str]) -> None:
@@ -87,7 +84,7 @@ class ReplicaHolders:
         before = self.replicas.newest(cluster)
         self.replicas.request(cluster)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_FRESH_REPLICA_SECONDS):
+            async with asyncio.timeout(self._around.course.timeouts.fresh_replica_seconds):
                 await self._around.course.until(
                     lambda: self.replicas.newest(cluster) is not before or cluster.is_forming or cluster.is_lost
                 )

@@ -31,8 +31,6 @@ _MAX_PENDING: Final = 2
 """Providers keep the newest two replicas of each stage, and the last complete one."""
 _SPACING: Final = 1.1
 """Minimum time until the next announcement, as a multiple of the time that a stage took to send its part."""
-_EVENT_SECONDS: Final = 30.0
-"""Minimum time between events: a replica completes every few seconds, and an event for each would flood the log."""
 _SHARED_SPACING: Final = 20
 """Minimum time between replicas on a machine that all providers share, as a multiple of the last one's duration."""
 _COPY_RATE: Final = 2e9
@@ -113,10 +111,12 @@ class ReplicaTracker:
         line_bytes_per_second: Callable[[str], float | None],
         on_announced: Callable[[int, int, DataPosition], None] = lambda cluster, number, place: None,
         shared: bool = False,
+        event_seconds: float = 0.0,
     ) -> None:
         """`on_announced` gets the cluster, number and place of each replica before stages are told of it. With `shared`
-        all providers run on this machine, so that replicas take compute from training."""
-        self._shared = shared
+        all providers run on this machine, so that replicas take compute from training. `event_seconds` is the minimum
+        time between events: a replica completes every few seconds, and an event for each would flood the log."""
+        self._shared, self._event_seconds = shared, event_seconds
         self._emit = emit
         self._on_complete = on_complete
         self._line = line_bytes_per_second
@@ -279,7 +279,7 @@ class ReplicaTracker:
         state.pending = dict(list(state.pending.items())[later:])
         for other in state.pending.values():
             other.microbatches -= done.microbatches + 1
-        if time.monotonic() - state.event_at < _EVENT_SECONDS:
+        if time.monotonic() - state.event_at < self._event_seconds:
             self._on_complete()
             return
         state.event_at = time.monotonic()

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
+from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from ravnest.coordinator.swarm.changes import Changes
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import DiskFullError, PeerError, RavnestError, RunError, TrainingError
@@ -17,7 +18,8 @@ T = TypeVar("T")
 class Course:
     """What the parts of a coordinator share. Once the run has failed, every wait raises why."""
 
-    def __init__(self, swarm: Swarm, events: EventLog) -> None:
+    def __init__(self, swarm: Swarm, events: EventLog, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> None:
+        self.timeouts = timeouts
         self.failure: RavnestError | None = None
         self.on_failure: Callable[[], None] = lambda: None
         """Called when training cannot go on, for whoever is busy elsewhere and not waiting here."""

@@ -8,16 +8,14 @@ from functools import partial
 import pytest
 
 from ravnest import Pipeline
-from ravnest.coordinator.deploy import deployment as formation
 from ravnest.coordinator.deploy import membership_changes as changing
 from ravnest.coordinator.feed.feeder import EvalBatch, EvalEnd
 from ravnest.coordinator.plan.prepared_job import PreparedJob
-from ravnest.coordinator.replicas import holders as keeping
 from ravnest.errors import TrainingError
 from ravnest.net.frames.frames import Frame
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, Leave
 from ravnest.planner.recovery.worth_it import Judgement
-from tests.coordinator.simulated import Play, Provider, Run, State, a_replica, within
+from tests.coordinator.simulated import TIMEOUTS, Play, Provider, Run, State, within
 from tests.e2e.jobs import a_job, every_updates
 
 
@@ -60,7 +58,7 @@ def test_two_neighbours_that_are_lost_at_once_cost_no_update_that_is_not_made_ag
             run.swarm.join(name)
         await run.deploy(3)
         await run.feed(20)
-        await within(a_replica(run))
+        await run.replicas()
         # Standbys keep no parts of these.
         for name in "de":
             run.swarm.providers[name].parts.clear()
@@ -79,7 +77,7 @@ def test_whoever_is_lost_while_microbatches_are_fed_again_is_replaced_too(play: 
         for name in "abcdef":
             run.swarm.join(name)
         await run.deploy(3)
-        cluster = run.coordinator._now.clusters.all[0]
+        cluster = run.formation.clusters.all[0]
 
         def lose_another() -> None:
             if cluster.is_forming and cluster.sent:
@@ -114,7 +112,7 @@ def test_who_leaves_gives_its_part_to_whoever_takes_its_stage(play: Play) -> Non
             run.swarm.join(name)
         await run.deploy(3)
         await run.feed(20)
-        await within(a_replica(run))
+        await run.replicas()
         run.swarm.join("d")
         run.swarm.providers[run.stages()[1]].say(leave=Leave(reason="bye"))
         await run.train(50)
@@ -150,7 +148,7 @@ def test_a_run_that_goes_back_while_the_data_is_being_read_goes_on(play: Play) -
         await run.deploy(3)
         await run.feed(20)
         run.swarm.kill("b")
-        await within(run.event("reformed"))
+        await run.event("reformed")
         await run.train(50)
         run.check(50)
 
@@ -166,7 +164,7 @@ def test_an_evaluation_sees_the_weights_after_all_that_was_fed_again(play: Play)
 
         def lose_the_leaf() -> None:
             nonlocal lost
-            cluster = run.coordinator._now.clusters.all[0]
+            cluster = run.formation.clusters.all[0]
             if cluster.evaluating and not lost:
                 lost = True
                 run.swarm.kill(cluster.nodes[2])
@@ -191,7 +189,7 @@ def test_whoever_is_lost_while_the_end_is_saved_is_replaced_and_that_is_saved(pl
         run.swarm.on_tell = lambda node, kind: kind == "save" and run.swarm.kill(victim)
         await run.train(20)
         run.check(20)
-        assert run.coordinator._last_info is not None and run.coordinator._last_info.updates == 20
+        assert run.saved is not None and run.saved.updates == 20
 
     play(scene)
 
@@ -226,7 +224,7 @@ def test_one_that_is_back_before_it_was_missed_takes_its_own_stage_and_no_other(
         await run.deploy(3)
         await run.feed(20)
         run.swarm.kill("c")
-        await within(run.event("lost"))
+        await run.event("lost")
         # Nobody knows yet that it was away.
         run.swarm.kill("a")
         run.swarm.join("a")
@@ -363,12 +361,12 @@ def test_a_holder_that_gives_another_part_is_found_out_and_the_part_comes_from_e
             run.swarm.join(name)
         await run.deploy(3)
         await run.feed(20)
-        await within(a_replica(run))
+        await run.replicas()
         liar = run.swarm.providers["d"]
         liar.parts = {key: State(99) for key in liar.parts}
         lied = dict(liar.parts)
         assert lied
-        run.swarm.kill(next(node for node, stage in run.coordinator._now.stage_of.items() if kept_for(run, "d", stage)))
+        run.swarm.kill(next(node for node, stage in run.formation.stage_of.items() if kept_for(run, "d", stage)))
         await run.train(50)
         run.check(50)
         assert "part_missing" in run.kinds()
@@ -377,7 +375,7 @@ def test_a_holder_that_gives_another_part_is_found_out_and_the_part_comes_from_e
 
 
 def kept_for(run: Run, holder: str, stage: int) -> bool:
-    formation = run.coordinator._now
+    formation = run.formation
     return formation.replicas.holder(formation.clusters.all[0], stage) == holder
 
 
@@ -396,7 +394,7 @@ def test_nobody_begins_with_a_bad_part_and_the_next_who_has_it_is_asked(play: Pl
             run.swarm.join(name)
         await run.deploy(3)
         await run.feed(20)
-        await within(a_replica(run))
+        await run.replicas()
         # Nobody stands by: the run is formed anew, and what comes for that is checked.
         liar = run.swarm.providers["a"]
         liar.parts = Damaged(liar.parts)
@@ -417,9 +415,9 @@ def test_a_run_that_had_to_shrink_is_again_as_large_as_was_asked_once_enough_are
             run.swarm.join(name)
         await run.deploy(3)
         await run.feed(20)
-        await within(a_replica(run))
+        await run.replicas()
         run.swarm.kill(run.stages()[1])
-        await within(run.event("reformed"))
+        await run.event("reformed")
         assert len(run.stages()) == 2
         run.swarm.join("d")
         await within(run.train(60))
@@ -446,7 +444,7 @@ def test_only_the_links_of_now_are_relayed_however_often_a_cluster_was_formed(pl
         run.check(120)
         # Between the stages, to the holders, and for parts that were last given.
         assert run.kinds().count("failover") >= 5 and len(run.swarm.links) <= most + 3
-        generation = run.coordinator._now.clusters.all[0].generation
+        generation = run.formation.clusters.all[0].generation
         between = [name for name in run.swarm.links if "replica" not in name]
         assert all(name.split("-")[1] == str(generation) for name in between)
 
@@ -469,9 +467,9 @@ def test_what_a_lost_cluster_left_is_not_fed_to_a_run_that_has_gone_back_behind_
             if not feeding.done():
                 break
         run.swarm.kill("a")
-        await within(run.event("cluster_lost"))
+        await run.event("cluster_lost")
         run.swarm.kill("b")
-        await within(run.event("waiting"))
+        await run.event("waiting")
         run.swarm.join("c")
         run.swarm.in_order = True
         await feeding
@@ -482,11 +480,8 @@ def test_what_a_lost_cluster_left_is_not_fed_to_a_run_that_has_gone_back_behind_
 
 
 @pytest.mark.usefixtures("often")
-def test_who_never_says_that_its_stage_is_there_is_not_waited_for_without_end(
-    play: Play, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is connected, and speaks; it takes the first stage that is lost, and then nothing comes of it."""
-    monkeypatch.setattr(formation, "_READY_SECONDS", 0.3)
+def test_a_provider_that_never_reports_its_stage_ready_is_given_up(play: Play) -> None:
+    """It stays connected, takes the first stage that is lost, and never says that the stage is ready."""
 
     async def scene(run: Run) -> None:
         for name in "abcd":
@@ -499,9 +494,9 @@ def test_who_never_says_that_its_stage_is_there_is_not_waited_for_without_end(
         run.swarm.join("e")
         await run.train(50)
         run.check(50)
-        assert any("it was given a stage" in event["reason"] for event in run.emitted if event["kind"] == "lost")
+        assert "d" in [event["provider"] for event in run.events("lost")]
 
-    play(scene)
+    play(scene, timeouts=replace(TIMEOUTS, stage_ready_seconds=0.3))
 
 
 def test_who_is_left_of_a_lost_cluster_takes_a_stage_of_another(play: Play) -> None:
@@ -511,17 +506,17 @@ def test_who_is_left_of_a_lost_cluster_takes_a_stage_of_another(play: Play) -> N
             run.swarm.join(name)
         await run.deploy(4, 2)
         await run.feed(20)
-        kept, lost = run.coordinator._now.clusters.all
+        kept, lost = run.formation.clusters.all
         left = lost.nodes[1]
         run.swarm.kill(lost.nodes[0])
-        await within(run.event("cluster_lost"))
+        await run.event("cluster_lost")
         run.swarm.kill(kept.nodes[1])
-        await within(run.event("failover"))
+        await run.event("failover")
         await run.train(60)
         run.check(60)
         assert kept.nodes[1] == left
         # It averages in the place of the one whose stage it has, and not with itself.
-        assert all(len(set(ring.owners)) == len(ring.owners) == 1 for ring in run.coordinator._now.plan.rings)
+        assert all(len(set(ring.owners)) == len(ring.owners) == 1 for ring in run.formation.plan.rings)
 
     play(scene)
 
@@ -534,7 +529,7 @@ def test_a_run_is_formed_anew_between_two_updates(play: Play, accumulating: Prep
             run.swarm.join(name)
         await run.deploy(3)
         run.swarm.kill("c")
-        await within(run.event("reformed"))
+        await run.event("reformed")
         run.emitted.clear()
         await run.feed(42)
         run.swarm.join("d")
@@ -551,41 +546,32 @@ def test_a_run_is_formed_anew_between_two_updates(play: Play, accumulating: Prep
     play(scene, 0, accumulating)
 
 
-def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(
-    play: Play, accumulating: PreparedJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor does whoever waits for that end to form the run anew keep it waiting."""
-    # No replica comes here, however long it is waited for.
-    monkeypatch.setattr(keeping, "_FRESH_REPLICA_SECONDS", 0.3)
+def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(play: Play, accumulating: PreparedJob) -> None:
+    """Nor does it wait for a deployment that is due at the end of that update."""
 
     async def scene(run: Run) -> None:
         for name in "abc":
             run.swarm.join(name)
         await run.deploy(3)
         run.swarm.kill("c")
-        await within(run.event("reformed"))
+        await run.event("reformed")
         run.emitted.clear()
         await run.feed(42)
         run.swarm.join("d")
-        await within(run.coordinator._course.until(lambda: bool(run.coordinator._now.feeding.paused)))
+        await run.until(lambda: bool(run.formation.feeding.paused))
         await within(run.coordinator.take(EvalBatch(-1, run.prepared.captured.sample, 8)))
         await within(run.coordinator.take(EvalEnd()))
         await run.train(60)
         run.check(60)
         assert "evaluated" in run.kinds() and "reformed" in run.kinds()
 
-    play(scene, 0, accumulating)
-
-
-async def replicas_of_both(run: Run) -> None:
-    formation = run.coordinator._now
-    clusters = formation.clusters.all
-    await run.coordinator._course.until(lambda: all(formation.replicas.newest(each) is not None for each in clusters))
+    # No fresh replica comes.
+    play(scene, 0, accumulating, replace(TIMEOUTS, fresh_replica_seconds=0.3))
 
 
 def lose_owner_and_holders(run: Run, number: int, stage: int) -> str:
     """Kills whoever has a part of this stage of a cluster's newest replica; who had the stage."""
-    formation = run.coordinator._now
+    formation = run.formation
     cluster = formation.clusters.all[number]
     replica = formation.replicas.newest(cluster)
     assert replica is not None
@@ -607,10 +593,10 @@ def test_a_stage_that_nobody_has_kept_comes_from_the_owners_of_its_rings_in_anot
             run.swarm.join(name)
         await run.deploy(4, 2)
         await run.feed(40)
-        await within(replicas_of_both(run))
+        await run.replicas(2)
         run.emitted.clear()
         owner = lose_owner_and_holders(run, 0, stage)
-        await within(run.event("failover"))
+        await run.event("failover")
         await run.train(80)
         run.check(80)
         [begun] = [e for e in run.emitted if e["kind"] == "failover_begun" and e["lost"] == owner]
@@ -630,8 +616,8 @@ def test_where_no_other_cluster_has_it_either_it_comes_from_the_checkpoint(play:
             run.swarm.join(name)
         await run.deploy(4, 2)
         await run.feed(40)
-        await within(replicas_of_both(run))
-        await run.coordinator._now.checkpointing.now()
+        await run.replicas(2)
+        await run.formation.checkpointing.now()
         run.emitted.clear()
         for provider in run.swarm.providers.values():
             # Whoever is to take the stage has nothing of it, and whoever is asked to give it does not.
@@ -639,7 +625,7 @@ def test_where_no_other_cluster_has_it_either_it_comes_from_the_checkpoint(play:
             provider.holder = ""
             provider.obeys = lambda message: message.WhichOneof("body") not in ("give", "replicate")
         lose_owner_and_holders(run, 0, 1)
-        await within(run.event("failover"))
+        await run.event("failover")
         await run.train(80)
         run.check(80)
         begun = [e["source"] for e in run.emitted if e["kind"] == "failover_begun"]

@@ -9,7 +9,7 @@ import pytest
 from ravnest import Pipeline
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.net.v1.control_pb2 import CoordinatorMessage
-from tests.coordinator.simulated import Play, Run, a_replica, within
+from tests.coordinator.simulated import Play, Run
 from tests.e2e.jobs import a_job, every_updates
 
 Scene = Callable[[Run], Awaitable[None]]
@@ -66,15 +66,15 @@ def test_each_cluster_counts_what_it_has_applied(play: Play, prepared: PreparedJ
         run.at[10] = run.note
         await run.feed(31)
         await run.begin_again(4, 2)
-        assert len(run.coordinator._now.clusters.whole) == 2
+        assert len(run.formation.clusters.whole) == 2
         # Where rounds stand is not known before all that was applied has been counted.
-        assert run.coordinator._now.feeding.claims
+        assert run.formation.feeding.claims
         await run.train(60)
         run.check(60)
-        assert not run.coordinator._now.feeding.claims
+        assert not run.formation.feeding.claims
         applied = [
             [set(run.swarm.providers[node].held.state.applied) for node in cluster.nodes]  # type: ignore[union-attr]
-            for cluster in run.coordinator._now.clusters.all
+            for cluster in run.formation.clusters.all
         ]
         assert all(stages[0] == stages[1] for stages in applied)
         assert applied[0][0] | applied[1][0] == set(range(60)) and not applied[0][0] & applied[1][0]
@@ -114,7 +114,7 @@ def test_without_one_of_them_it_goes_on_as_it_lay_from_what_was_kept(play: Play,
         await run.feed(20)
         run.note()
         root, gone, leaf = run.stages()
-        await within(a_replica(run))
+        await run.replicas()
         run.swarm.kill(gone)
         await run.begin_again(3)
         [why] = [event["reason"] for event in run.emitted if event["kind"] == "not_taken_over"]
@@ -141,7 +141,7 @@ def test_a_cluster_that_lacks_a_stage_gets_it_while_the_others_go_on(
         await run.deploy(4, 2)
         await run.feed(30)
         run.note()
-        whole, broken = run.coordinator._now.clusters.all
+        whole, broken = run.formation.clusters.all
         kept, gone = broken.nodes[seed % 2], broken.nodes[1 - seed % 2]
         [spare] = set("abcde") - {*whole.nodes, *broken.nodes}
         run.swarm.kill(gone)
@@ -154,7 +154,7 @@ def test_a_cluster_that_lacks_a_stage_gets_it_while_the_others_go_on(
         [begun] = [event for event in run.emitted if event["kind"] == "failover_begun"]
         assert (begun["lost"], begun["taker"], begun["source"]) == (gone, spare, "rings")
         assert "failover" in run.kinds() and "cluster_lost" not in run.kinds()
-        now = {node for cluster in run.coordinator._now.clusters.whole for node in cluster.nodes}
+        now = {node for cluster in run.formation.clusters.whole for node in cluster.nodes}
         assert now == {*whole.nodes, kept, spare}
         assert run.swarm.violations == []
         assert run.ledger.counts()["fed"] == run.ledger.counts()["completed"] == 60

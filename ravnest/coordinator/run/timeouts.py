@@ -1,0 +1,23 @@
+"""Timeouts of a run that a caller may change: how long the coordinator waits for stages, replicas and rounds."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from ravnest.averaging.deadlines import DEFAULT_LIMITS, RoundLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Durations in seconds. The defaults suit every swarm; a test shortens what it waits for."""
+
+    stage_ready_seconds: float = 300.0
+    """Timeout for a provider that deploys a stage and receives no more of it: it reads a disk, or builds the stage."""
+    fresh_replica_seconds: float = 15.0
+    """Timeout for a fresh replica, which saves replaying the microbatches since the last one."""
+    replica_event_seconds: float = 30.0
+    """Minimum time between two events about a cluster's replicas: one completes every few seconds."""
+    rounds: RoundLimits = DEFAULT_LIMITS
+    """Limits of the deadlines of averaging."""
+
+
+DEFAULT_TIMEOUTS: Final = Timeouts()
