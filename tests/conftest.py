@@ -2,17 +2,14 @@
 
 import gc
 import signal
-import subprocess
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import settings
 
-from ravnest.coordinator.launch import provider_processes as processes
+from ravnest.coordinator.launch import provider_processes
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.plan import prepared_job as prepare
 from ravnest.coordinator.plan.cost_cache import key_of
@@ -22,11 +19,9 @@ from ravnest.graph.profile import CostProfile
 from ravnest.graph.update_cost import UpdateCost
 from ravnest.job import Job
 from ravnest.spec import OptimizerSpec
-from tests.embedded import providers_of
 from tests.order import waiting_first
-from tests.warm import started
-
-PROVIDERS = 4
+from tests.swarms.embedded import SharedSwarm
+from tests.warm import start_warm
 
 # Two test workers and their providers share two cores; torch's own threads would only stand in one another's way.
 torch.set_num_threads(1)
@@ -48,34 +43,6 @@ def pytest_collection_finish() -> None:
     # What was imported and collected stays to the end: to look through it again and again took a tenth of all the time.
     gc.collect()
     gc.freeze()
-
-
-class SharedSwarm:
-    """An embedded swarm that starts when it is first asked for, and is replaced when a test has lost a provider.
-
-    Providers end with the pipe to this process, so none is left behind even when the worker itself is killed.
-    """
-
-    def __init__(self) -> None:
-        self._swarm: EmbeddedSwarm | None = None
-        self._providers: list[psutil.Process] = []
-
-    def healthy(self) -> EmbeddedSwarm:
-        if self._swarm is not None and not all(_is_running(p) for p in self._providers):
-            self.close()
-        if self._swarm is None:
-            self._swarm = EmbeddedSwarm(PROVIDERS)
-            self._providers = providers_of(self._swarm)
-        return self._swarm
-
-    def close(self) -> None:
-        if self._swarm is not None:
-            self._swarm.__exit__(None, None, None)
-        left = [p for p in self._providers if _is_running(p)]
-        self._swarm, self._providers = None, []
-        for provider in left:
-            provider.kill()
-        assert not left, f"{len(left)} providers outlived their swarm"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -116,8 +83,7 @@ def one_machine() -> Iterator[None]:
 def warm_providers() -> Iterator[None]:
     """Providers of swarms that a test starts in its own process have their imports done (tests/warm.py)."""
     with pytest.MonkeyPatch.context() as patch:
-        parts = {"Popen": started, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-        patch.setattr(processes, "subprocess", SimpleNamespace(**parts))
+        patch.setattr(provider_processes, "start_process", start_warm)
         yield
 
 
@@ -134,7 +100,3 @@ def shared_swarm() -> Iterator[SharedSwarm]:
 def swarm(shared_swarm: SharedSwarm) -> EmbeddedSwarm:
     """Four providers that train one job after another: `swarm.train(job, providers=k, run=path, display=False)`."""
     return shared_swarm.healthy()
-
-
-def _is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -33,8 +33,8 @@ def test_a_machine_on_which_imports_start_threads_starts_processes_cold_and_says
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
     with pytest.raises(warm.NotWarmError, match="its imports have started 1 more thread") as reason:
-        warm._Mother(tmp_path)
-    monkeypatch.setitem(warm._mothers, os.getpid(), reason.value)
+        warm.Mother(tmp_path)
+    monkeypatch.setitem(warm.mothers, os.getpid(), reason.value)
     command = [sys.executable, "-m", "ravnest", "--version"]
     started = warm.started(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
     assert isinstance(started, subprocess.Popen)

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 from tests.warm_mother import WARM
 
@@ -132,7 +132,7 @@ class NotWarmError(Exception):
     """Nothing can be forked on this machine; the text says why."""
 
 
-class _Mother:
+class Mother:
     """The process that forks the others; one for each process of the tests. NotWarmError where it may not fork."""
 
     def __init__(self, path: Path = ROOT) -> None:
@@ -160,26 +160,34 @@ class _Mother:
         self._process.wait()
 
 
-_mothers: dict[int, _Mother | NotWarmError] = {}
+mothers: dict[int, Mother | NotWarmError] = {}
+"""By the process that asks: the process that forks for it, or why none can."""
 _making = threading.Lock()
 
 
-def _mother() -> _Mother:
+def _mother() -> Mother:
     with _making:
         # One that was inherited belongs to another process.
-        if os.getpid() not in _mothers:
+        if os.getpid() not in mothers:
             try:
-                _mothers[os.getpid()] = _Mother()
+                mothers[os.getpid()] = Mother()
             except NotWarmError as reason:
-                _mothers[os.getpid()] = reason
+                mothers[os.getpid()] = reason
                 warnings.warn(f"processes start cold here, which takes longer: {reason}", stacklevel=2)
-        found = _mothers[os.getpid()]
+        found = mothers[os.getpid()]
     if isinstance(found, NotWarmError):
         raise found
     return found
 
 
 Process = subprocess.Popen[Any] | WarmProcess
+
+
+def start_warm(command: list[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    """Starts a provider of an embedded swarm, warm if possible: takes the place of
+    `ravnest.coordinator.launch.provider_processes.start_process`."""
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+    return cast("subprocess.Popen[bytes]", started(command, env=environment, **options))
 
 
 def started(command: Sequence[str], **options: Any) -> Process:

@@ -11,11 +11,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ravnest.cli.main import main as ravnest_main
-from ravnest.coordinator.launch import provider_processes as processes
+from ravnest.coordinator.launch import provider_processes
 from tests.warm_mother import become
 
 
@@ -23,27 +22,16 @@ def children_are_forked() -> None:
     """From now on this process forks the providers of its swarm where it would have started them anew."""
     inherited = _open_files()
 
-    def forked(command: Sequence[str], **options: Any) -> "_Child":
-        return _Child(command, inherited, **options)
+    def fork(command: list[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+        return cast("subprocess.Popen[bytes]", _Child(command, environment, inherited))
 
-    parts = {"Popen": forked, "PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    processes.subprocess = SimpleNamespace(**parts)  # type: ignore[assignment, attr-defined]
+    provider_processes.start_process = fork
 
 
 class _Child:
     """As much of `subprocess.Popen` as ravnest/coordinator/launch/provider_processes.py uses."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        inherited: frozenset[int],
-        *,
-        env: Mapping[str, str],
-        stdin: int,
-        stdout: int,
-        start_new_session: bool,
-    ) -> None:
-        assert stdin == stdout == subprocess.PIPE
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], inherited: frozenset[int]) -> None:
         self.args = list(command)
         self.returncode: int | None = None
         self._lock = threading.Lock()
@@ -56,9 +44,9 @@ class _Child:
             order = {
                 "words": words,
                 "folder": str(Path.cwd()),
-                "environment": dict(env),
+                "environment": dict(environment),
                 "namespace": "",
-                "session": start_new_session,
+                "session": True,
                 "group": False,
                 "descriptors": descriptors,
             }

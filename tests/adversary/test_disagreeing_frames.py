@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ravnest import Job, Pipeline
-from tests.adversary.lying_swarm import LyingSwarm, events
+from tests.adversary.lying_swarm import events, lying_swarm
 from tests.e2e.watching import adds_up
 
 STEPS, FEATURES, CLASSES = 5, 6, 3
@@ -67,7 +67,7 @@ def a_job(count: int = 24) -> Job:
 def test_who_sends_what_does_not_fit_the_microbatch_is_named_and_the_run_goes_on(
     liar: str, lie: str, words: str, tmp_path: Path
 ) -> None:
-    with LyingSwarm(3, liar, lie, first=4) as swarm:
+    with lying_swarm(3, liar, lie, first=4) as swarm:
         result = swarm.train(a_job(), run=tmp_path / "run", display=False)
     assert result.summary.status == "finished" and adds_up(result, 24)
     broken = events(tmp_path / "run", "rules_broken")

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.verification.final_check import NotAsReportedError
 from ravnest.monitor.summary import Summary
-from tests.adversary.lying_swarm import LyingSwarm, events
+from tests.adversary.lying_swarm import events, lying_swarm
 from tests.e2e.jobs import a_job, accuracy, batches, every_updates
 
 BATCHES = batches([8] * 24)
 
 
-def refused(swarm: LyingSwarm, run: Path, **changes: Any) -> tuple[str, Summary]:
+def refused(swarm: EmbeddedSwarm, run: Path, **changes: Any) -> tuple[str, Summary]:
     job = a_job(BATCHES, metrics={"accuracy": accuracy}, **changes)
     with pytest.raises(NotAsReportedError) as caught:
         swarm.train(job, run=run, display=False)
@@ -28,7 +29,7 @@ def refused(swarm: LyingSwarm, run: Path, **changes: Any) -> tuple[str, Summary]
 @pytest.mark.parametrize("eval_data", [batches([8] * 4, seed=1), None], ids=["with eval_data", "without"])
 def test_a_stage_that_saves_noise_is_no_success(eval_data: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with LyingSwarm(3, "provider-1", "noise") as swarm:
+    with lying_swarm(3, "provider-1", "noise") as swarm:
         said, summary = refused(swarm, run, eval_data=eval_data, checkpoint=every_updates(10))
     check = summary.check
     assert (summary.status, summary.reason, check.status) == ("failed", said, "failed")
@@ -43,7 +44,7 @@ def test_a_stage_that_saves_noise_is_no_success(eval_data: Any, tmp_path: Path) 
 
 def test_a_leaf_that_reports_a_better_score_is_no_success(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with LyingSwarm(3, "provider-2", "a better score") as swarm:
+    with lying_swarm(3, "provider-2", "a better score") as swarm:
         said, summary = refused(swarm, run, eval_data=batches([8] * 4, seed=1))
     assert summary.check.reported == {"loss": 0.001, "accuracy": 1.0}
     assert "reported by provider-2" in said and summary.check.measured["loss"] != 0.001

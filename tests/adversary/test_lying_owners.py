@@ -1,7 +1,5 @@
 """One of three clusters belongs to a liar: real processes and lines. It is named, and the others' model stays right."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -13,54 +11,43 @@ import torch
 from safetensors.torch import load_file
 
 from ravnest import Averaging, Pipeline
-from ravnest.averaging import deadlines
-from ravnest.coordinator.launch import provider_processes as processes
+from ravnest.averaging.deadlines import RoundLimits
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.launch.session import TrainResult
-from ravnest.monitor.events import read_events
+from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
+from tests.adversary.lying_swarm import events
 from tests.e2e.jobs import a_job, a_net
 from tests.e2e.watching import PATIENCE_SECONDS, adds_up, endless, kinds, wait_for
+from tests.swarms.embedded import impostor
 
 LIAR = "provider-2"
-START, PROGRAM = subprocess.Popen, Path(__file__).with_name("lying_provider.py")
 
 
-class LyingSwarm(EmbeddedSwarm):
+class Liars:
     """Two honest providers and a liar, each a cluster of its own."""
 
     def __init__(self, late: Path) -> None:
         self.late = late
-        """While this file is there, the liar is honest and hears of its first commit late."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(processes.subprocess, "Popen", self._start)
-            super().__init__(3)
+        """While this file is there, the liar is honest, and its control line is slow once."""
+        program = Path(__file__).with_name("lying_provider.py")
+        self.swarm = EmbeddedSwarm(3, start=impostor(LIAR, program, RAVNEST_LATE=str(late)))
 
-    def learn(self, run: Path, data: Any) -> TrainResult:
+    def learn(self, run: Path, data: Any, timeouts: Timeouts = DEFAULT_TIMEOUTS) -> TrainResult:
         # Slow enough that nothing learned honestly is far from the beginning.
         slow = partial(torch.optim.SGD, lr=0.01)
         averaging = Averaging(every=64)
         job = a_job(data, optimizer=slow, pipeline=Pipeline(), averaging=averaging)
-        return self.train(job, clusters=3, run=run, display=False)
-
-    def _start(self, command: list[str], **more: Any) -> "subprocess.Popen[bytes]":
-        if LIAR in command:
-            # In place of `-m ravnest`.
-            command = [sys.executable, str(PROGRAM), *command[3:]]
-        environment = {**more.pop("env"), "RAVNEST_LATE": str(self.late), "PYTHONPATH": ":".join(sys.path)}
-        return START(command, env=environment, **more)
+        return self.swarm.train(job, clusters=3, run=run, display=False, timeouts=timeouts)
 
 
 @pytest.fixture(scope="module")
-def liars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LyingSwarm]:
-    with LyingSwarm(tmp_path_factory.mktemp("liar") / "late") as swarm:
-        yield swarm
+def liars(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liars]:
+    found = Liars(tmp_path_factory.mktemp("liar") / "late")
+    with found.swarm:
+        yield found
 
 
-def events(run: Path, *kinds: str) -> list[dict[str, Any]]:
-    return [event for event in read_events(run / "events.jsonl") if event["kind"] in kinds]
-
-
-def test_a_liar_is_named_and_the_others_learn_as_if_it_were_not_there(liars: LyingSwarm, tmp_path: Path) -> None:
+def test_a_liar_is_named_and_the_others_learn_as_if_it_were_not_there(liars: Liars, tmp_path: Path) -> None:
     run, ended = tmp_path / "run", threading.Event()
 
     def watch() -> None:
@@ -95,10 +82,8 @@ def test_a_liar_is_named_and_the_others_learn_as_if_it_were_not_there(liars: Lyi
     assert 0.0 < max(float((after[name] - before[name]).abs().max()) for name in before) < 10.0
 
 
-def test_one_whose_line_is_slow_takes_the_mean_late_and_goes_on_with_the_others(
-    liars: LyingSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deadlines, "MIN_REDUCING_SECONDS", 0.4)
+def test_one_whose_line_is_slow_takes_the_mean_late_and_goes_on_with_the_others(liars: Liars, tmp_path: Path) -> None:
+    soon = Timeouts(rounds=RoundLimits(min_reducing_seconds=0.4))
     run, ended = tmp_path / "run", threading.Event()
 
     def watch() -> None:
@@ -111,7 +96,7 @@ def test_one_whose_line_is_slow_takes_the_mean_late_and_goes_on_with_the_others(
     liars.late.touch()
     watching = threading.Thread(target=watch)
     watching.start()
-    result = liars.learn(run, endless(ended))
+    result = liars.learn(run, endless(ended), soon)
     watching.join(PATIENCE_SECONDS)
     assert adds_up(result, result.summary.ledger.fed)
     # On a busy machine an honest one may be, too.

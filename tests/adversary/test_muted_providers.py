@@ -1,7 +1,5 @@
 """A provider that only says that it does its part, over real processes: it is named, or given up for what it claims."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,36 +8,19 @@ from typing import Any
 import pytest
 
 from ravnest import Checkpoint, Pipeline
-from ravnest.coordinator.launch import provider_processes as processes
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.launch.session import TrainResult
 from ravnest.monitor.events import read_events
-from tests.e2e.disturbing import kill
 from tests.e2e.jobs import a_job, batches, every_updates
 from tests.e2e.watching import PATIENCE_SECONDS, adds_up, endless, wait_for
+from tests.swarms.embedded import impostor, kill
 
 pytestmark = pytest.mark.timeout(180)
 
-START, PROGRAM = subprocess.Popen, Path(__file__).with_name("muted_provider.py")
 
-
-class MutedSwarm(EmbeddedSwarm):
-    """Providers of which this one is muted."""
-
-    def __init__(self, count: int, muted: str, **how: str) -> None:
-        self._muted = muted
-        self._how = how
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(processes.subprocess, "Popen", self._start)
-            super().__init__(count)
-
-    def _start(self, command: list[str], **more: Any) -> "subprocess.Popen[bytes]":
-        environment = {**more.pop("env"), "PYTHONPATH": ":".join(sys.path)}
-        if self._muted in command:
-            # In place of `-m ravnest`.
-            command = [sys.executable, str(PROGRAM), *command[3:]]
-            environment |= self._how
-        return START(command, env=environment, **more)
+def muted_swarm(count: int, muted: str, **how: str) -> EmbeddedSwarm:
+    """A swarm in which this provider is muted."""
+    return EmbeddedSwarm(count, start=impostor(muted, Path(__file__).with_name("muted_provider.py"), **how))
 
 
 def trained(
@@ -75,7 +56,7 @@ def test_a_stage_that_claims_to_upload_and_uploads_nothing_is_given_up_for_that(
         for kind in ("lost", "failover"):
             wait_for(run, kind)
 
-    with MutedSwarm(3, "provider-0", RAVNEST_MUTE="upload", RAVNEST_FROM="20") as swarm:
+    with muted_swarm(3, "provider-0", RAVNEST_MUTE="upload", RAVNEST_FROM="20") as swarm:
         # So that all three are there: else the one that joins last stands by.
         swarm.train(a_job(batches()), providers=3, run=tmp_path / "before", display=False)
         checkpoint = Checkpoint(every_seconds=2.0, every_updates=None)
@@ -90,7 +71,7 @@ def test_a_stage_that_claims_to_upload_and_uploads_nothing_is_given_up_for_that(
 
 def test_a_stage_that_sends_nothing_on_is_named_with_the_one_that_waits_for_it(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with MutedSwarm(2, "provider-0", RAVNEST_MUTE="forward", RAVNEST_FROM="12") as swarm:
+    with muted_swarm(2, "provider-0", RAVNEST_MUTE="forward", RAVNEST_FROM="12") as swarm:
 
         def watch() -> None:
             wait_for(run, "standstill")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.adversary.lying_swarm import LyingSwarm, events
+from tests.adversary.lying_swarm import events, lying_swarm
 from tests.e2e.jobs import a_job, batches
 from tests.e2e.watching import adds_up
 
@@ -23,7 +23,7 @@ def test_who_sends_what_is_not_finite_is_named_and_the_run_goes_on(
     liar: str, lie: str, words: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    with LyingSwarm(3, liar, lie, first=4) as swarm:
+    with lying_swarm(3, liar, lie, first=4) as swarm:
         result = swarm.train(a_job(batches([8] * 16)), run=run, display=False)
     assert result.summary.status == "finished" and adds_up(result, 16)
     found = events(run, "not_finite")

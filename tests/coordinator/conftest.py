@@ -11,8 +11,8 @@ from ravnest.coordinator.health import watchdog as watching
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
 from ravnest.coordinator.replicas import tracker as replicas
 from ravnest.coordinator.run.timeouts import Timeouts
-from tests.coordinator.simulated import TIMEOUTS, Play, Run
 from tests.e2e.jobs import a_job, every_updates
+from tests.swarms.scripted import TIMEOUTS, Play, Run
 
 
 @pytest.fixture(scope="session")

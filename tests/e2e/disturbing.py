@@ -1,8 +1,6 @@
 """Runs of an embedded swarm that a test disturbs while they go on: who holds which stage, and what the run has told."""
 
 import itertools
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.launch.session import TrainResult
 from ravnest.monitor.events import Event, read_events
 from tests.e2e.jobs import Batch, Net, a_job, a_net, batches, samples
+from tests.swarms.embedded import kill
 
 PATIENCE_SECONDS = 120.0
 """How long anything may take on a busy machine."""
@@ -28,30 +27,6 @@ MIN_BATCHES = 400
 """Of a disturbed run: on a busy machine all that is done to it may be over while its loss still falls fast, and is far
 from that of any other run."""
 RATE = 0.05
-
-
-class Supply:
-    """A swarm with providers to spare, replaced once tests have used up too many of them."""
-
-    def __init__(self) -> None:
-        self._swarm: EmbeddedSwarm | None = None
-
-    def swarm(self, needed: int, *, exactly: bool = False, fresh: int = 6) -> EmbeddedSwarm:
-        """One that has so many providers left, or more unless it is to have them `exactly`; another one begins with
-        `fresh`."""
-        if self._swarm is not None and len(living(self._swarm)) < needed:
-            self.close()
-        if self._swarm is None:
-            self._swarm = EmbeddedSwarm(fresh)
-        names = sorted(living(self._swarm))
-        if exactly:
-            kill(self._swarm, *names[needed:])
-        return self._swarm
-
-    def close(self) -> None:
-        swarm, self._swarm = self._swarm, None
-        if swarm is not None:
-            swarm.__exit__(None, None, None)
 
 
 class Watched:
@@ -189,16 +164,3 @@ def loss_of(model: Net) -> float:
     features, labels = HELD_OUT
     with torch.no_grad():
         return float(F.cross_entropy(model(features), labels))
-
-
-def living(swarm: EmbeddedSwarm) -> dict[str, int]:
-    """The process of each provider that is left, by name."""
-    processes = swarm._processes._processes
-    return {f"provider-{number}": p.pid for number, p in enumerate(processes) if p.poll() is None}
-
-
-def kill(swarm: EmbeddedSwarm, *names: str) -> None:
-    """Ends these at once, with no time for anything."""
-    left = living(swarm)
-    for name in names:
-        os.kill(left[name], signal.SIGKILL)

@@ -17,18 +17,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ravnest import Averaging, Job, Pipeline
-from ravnest.averaging import deadlines
+from ravnest.averaging.deadlines import RoundLimits
 from ravnest.coordinator.health import lease as leases
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.launch.session import TrainResult
+from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from ravnest.errors import PlanError
 from ravnest.monitor.events import read_events
 from tests.e2e.jobs import CLASSES, FEATURES, Batch, a_job, accuracy, batches, every_updates, samples
 from tests.e2e.watching import PATIENCE_SECONDS, adds_up, endless, kinds, wait_for
 
 
-def learn(swarm: EmbeddedSwarm, run: Path, clusters: int, job: Job, providers: int = 4) -> TrainResult:
-    return swarm.train(job, providers=providers, clusters=clusters, run=run, display=False)
+def learn(
+    swarm: EmbeddedSwarm, run: Path, clusters: int, job: Job, providers: int = 4, timeouts: Timeouts = DEFAULT_TIMEOUTS
+) -> TrainResult:
+    return swarm.train(job, providers=providers, clusters=clusters, run=run, display=False, timeouts=timeouts)
 
 
 def check_clusters(result: TrainResult, stages: list[int], microbatches: int, before: dict[str, Tensor]) -> None:
@@ -143,7 +146,7 @@ def test_a_cluster_whose_stage_nobody_can_take_ends_and_the_others_do_its_work(t
     def kill() -> None:
         try:
             wait_for(run, "round", 2)
-            psutil.Process(own._processes.pids[0]).kill()
+            kill(own, "provider-0")
             wait_for(run, "cluster_lost")
         finally:
             ended.set()
@@ -163,13 +166,11 @@ def test_a_cluster_whose_stage_nobody_can_take_ends_and_the_others_do_its_work(t
 def test_a_provider_that_stops_is_left_out_and_catches_up_when_it_goes_on(
     swarm: EmbeddedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A round waits for it no longer than this, however late others were on a busy machine. Until then it is not lost,
-    # although the swarm has a provider that could take its place.
-    usual = deadlines.MAX_SECONDS
-    monkeypatch.setattr(deadlines, "MAX_SECONDS", 1.0)
+    # A round leaves it out this soon. Until then it is not lost, although a standby could take its place.
+    soon = Timeouts(rounds=RoundLimits(min_joining_seconds=1.0, min_reducing_seconds=1.0))
     monkeypatch.setitem(leases.SILENT_SECONDS, "standby", leases.SILENCE_SECONDS)
     run, ended = tmp_path / "run", threading.Event()
-    process = psutil.Process(swarm._processes.pids[1])
+    process = psutil.Process(swarm.processes["provider-1"])
 
     def stop() -> None:
         try:
@@ -179,7 +180,6 @@ def test_a_provider_that_stops_is_left_out_and_catches_up_when_it_goes_on(
             process.send_signal(signal.SIGSTOP)
             wait_for(run, "left_out", already + 1)
             process.send_signal(signal.SIGCONT)
-            monkeypatch.setattr(deadlines, "MAX_SECONDS", usual)
             behind = kinds(run).count("round")
             wait_for(run, "round", behind + 6)
         finally:
@@ -187,7 +187,7 @@ def test_a_provider_that_stops_is_left_out_and_catches_up_when_it_goes_on(
             ended.set()
 
     job = a_job(endless(ended), pipeline=Pipeline(), averaging=Averaging(every=128))
-    result = acting(stop, lambda: learn(swarm, run, 3, job, providers=3))
+    result = acting(stop, lambda: learn(swarm, run, 3, job, providers=3, timeouts=soon))
     assert adds_up(result, result.summary.ledger.fed)
     rounds = [event["reason"] for event in read_events(run / "events.jsonl") if event["kind"] == "round"]
     assert not kinds(run).count("lost"), "it was away for a while, and is the same again"

@@ -13,20 +13,20 @@ from safetensors.torch import load_file
 from ravnest import Averaging, Pipeline, TrainingError
 from ravnest.coordinator.launch.session import TrainResult
 from ravnest.coordinator.replicas import pace as replica_pace
-from ravnest.coordinator.replicas import tracker as replicas
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.json_lines import read_lines
 from ravnest.monitor.summary import Summary
-from tests.e2e.disturbing import HELD_OUT, POOL, RATE, Disturbed, Endless, Supply, disturbed, living, loss_of, plain
+from tests.e2e.disturbing import HELD_OUT, POOL, RATE, Disturbed, Endless, disturbed, loss_of, plain
 from tests.e2e.jobs import Batch, a_job, every_updates
 from tests.e2e.watching import adds_up
+from tests.swarms.embedded import SharedSwarm
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def supply() -> Iterator[Supply]:
-    found = Supply()
+def supply() -> Iterator[SharedSwarm]:
+    found = SharedSwarm(6)
     try:
         yield found
     finally:
@@ -35,9 +35,8 @@ def supply() -> Iterator[Supply]:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas are taken often, and each is told of."""
+    """Replicas are made often."""
     monkeypatch.setattr(replica_pace, "MIN_SECONDS", 0.3)
-    monkeypatch.setattr(replicas, "_EVENT_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -58,7 +57,7 @@ def taken(run: Disturbed, stage: int, source: str = "replica", cluster: int = 0)
     assert "it was killed" in run.wait("lost", provider=victim)["reason"]
     begun = run.wait("failover_begun", cluster=cluster, stage=stage)
     assert (begun["lost"], begun["source"], begun["updates_lost"]) == (victim, source, 0)
-    assert begun["taker"] in living(run.swarm) and begun["taker"] in begun["reason"]
+    assert begun["taker"] in run.swarm.processes and begun["taker"] in begun["reason"]
     done = run.wait("failover", cluster=cluster, stages=[stage], takers=[begun["taker"]])
     parts = [done[f"{part}_seconds"] for part in ("detect", "decide", "fetch", "resume")]
     assert min(parts) >= 0 and sum(parts) == pytest.approx(done["seconds"], abs=0.01)
@@ -103,7 +102,9 @@ def check_once(result: TrainResult, stages: list[int]) -> None:
     assert {key: count for key, count in applied.items() if key[0] in stages} == expected
 
 
-def test_standbys_take_the_stages_of_root_stem_and_leaf_and_nothing_is_lost(supply: Supply, tmp_path: Path) -> None:
+def test_standbys_take_the_stages_of_root_stem_and_leaf_and_nothing_is_lost(
+    supply: SharedSwarm, tmp_path: Path
+) -> None:
     done: list[Event] = []
     names: list[str] = []
 
@@ -116,7 +117,7 @@ def test_standbys_take_the_stages_of_root_stem_and_leaf_and_nothing_is_lost(supp
         names.extend(run.stages())
         run.wait("replica")
 
-    result = disturbed(supply.swarm(6), tmp_path / "run", kill_all, providers=3)
+    result = disturbed(supply.with_providers(6), tmp_path / "run", kill_all, providers=3)
     check(result, names[:3])
     check_near(result)
     assert len(set(names)) == 6, "three who began, and three who took their stages"
@@ -127,7 +128,7 @@ def test_standbys_take_the_stages_of_root_stem_and_leaf_and_nothing_is_lost(supp
     assert not told(result, "reform_begun")
 
 
-def test_without_a_standby_the_model_is_cut_anew_over_those_who_are_left(supply: Supply, tmp_path: Path) -> None:
+def test_without_a_standby_the_model_is_cut_anew_over_those_who_are_left(supply: SharedSwarm, tmp_path: Path) -> None:
     victims: list[str] = []
 
     def kill(run: Disturbed) -> None:
@@ -139,14 +140,14 @@ def test_without_a_standby_the_model_is_cut_anew_over_those_who_are_left(supply:
         assert "from a replica of" in reformed["reason"]
         run.wait("replica")
 
-    result = disturbed(supply.swarm(3, exactly=True), tmp_path / "run", kill, providers=3)
+    result = disturbed(supply.with_providers(3, exactly=True), tmp_path / "run", kill, providers=3)
     check(result, victims)
     # All stages went back to the same replica: what follows is as if nothing had happened.
     check_exact(result)
     assert victims[0] not in [stage.provider for stage in result.summary.clusters[0].stages]
 
 
-def test_the_last_two_go_one_after_the_other_and_the_run_can_be_resumed(supply: Supply, tmp_path: Path) -> None:
+def test_the_last_two_go_one_after_the_other_and_the_run_can_be_resumed(supply: SharedSwarm, tmp_path: Path) -> None:
     run, saved = tmp_path / "run", every_updates(20)
 
     def kill_all(run: Disturbed) -> None:
@@ -159,7 +160,7 @@ def test_the_last_two_go_one_after_the_other_and_the_run_can_be_resumed(supply: 
         run.wait("reform_begun")
 
     with pytest.raises(TrainingError) as raised:
-        disturbed(supply.swarm(2, exactly=True), run, kill_all, providers=2, checkpoint=saved)
+        disturbed(supply.with_providers(2, exactly=True), run, kill_all, providers=2, checkpoint=saved)
     text = str(raised.value)
     assert "which held stage 0, is gone: it was killed" in text and "nobody is there" in text and "\n" not in text
     assert text.endswith("the last good checkpoint is kept, continue from it with --resume")
@@ -173,13 +174,13 @@ def test_the_last_two_go_one_after_the_other_and_the_run_can_be_resumed(supply: 
         assert run.wait("started")["updates"] > 0
         run.wait("replica")
 
-    resumed = disturbed(supply.swarm(3), run, look, providers=3, checkpoint=saved, resume=True)
+    resumed = disturbed(supply.with_providers(3), run, look, providers=3, checkpoint=saved, resume=True)
     assert resumed.summary.status == "finished"
     assert adds_up(resumed, resumed.summary.ledger.fed)
     check_exact(resumed)
 
 
-def test_a_stage_of_one_of_two_clusters_is_taken_and_both_agree_at_the_end(supply: Supply, tmp_path: Path) -> None:
+def test_a_stage_of_one_of_two_clusters_is_taken_and_both_agree_at_the_end(supply: SharedSwarm, tmp_path: Path) -> None:
     victims: list[str] = []
 
     def kill(run: Disturbed) -> None:
@@ -193,7 +194,13 @@ def test_a_stage_of_one_of_two_clusters_is_taken_and_both_agree_at_the_end(suppl
 
     averaging = Averaging(every=128)
     result = disturbed(
-        supply.swarm(6), tmp_path / "run", kill, providers=4, clusters=2, pipeline=Pipeline(), averaging=averaging
+        supply.with_providers(6),
+        tmp_path / "run",
+        kill,
+        providers=4,
+        clusters=2,
+        pipeline=Pipeline(),
+        averaging=averaging,
     )
     check(result, victims)
     job = a_job(
@@ -203,7 +210,9 @@ def test_a_stage_of_one_of_two_clusters_is_taken_and_both_agree_at_the_end(suppl
         pipeline=Pipeline(),
         averaging=averaging,
     )
-    undisturbed = supply.swarm(4).train(job, providers=4, clusters=2, run=tmp_path / "undisturbed", display=False)
+    undisturbed = supply.with_providers(4).train(
+        job, providers=4, clusters=2, run=tmp_path / "undisturbed", display=False
+    )
     check_near(result, undisturbed.summary.eval["loss"])
     assert not told(result, "cluster_lost")
     assert len(result.summary.clusters) == 2 and all(len(cluster.stages) == 2 for cluster in result.summary.clusters)
@@ -212,9 +221,9 @@ def test_a_stage_of_one_of_two_clusters_is_taken_and_both_agree_at_the_end(suppl
     assert not left_out
 
 
-def test_a_provider_that_is_killed_in_the_midst_of_an_evaluation(supply: Supply, tmp_path: Path) -> None:
+def test_a_provider_that_is_killed_in_the_midst_of_an_evaluation(supply: SharedSwarm, tmp_path: Path) -> None:
     run, victims = tmp_path / "run", list[str]()
-    swarm = supply.swarm(4)
+    swarm = supply.with_providers(4)
     features, labels = HELD_OUT
     parts = list(zip(features.split(20), labels.split(20), strict=True))
 
@@ -237,7 +246,7 @@ def test_a_provider_that_is_killed_in_the_midst_of_an_evaluation(supply: Supply,
     assert told(result, "evaluated")[-1]["reason"] == "on 200 samples", "each of them once"
 
 
-def test_a_checkpoint_that_a_kill_interrupts_is_made_good_by_the_next(supply: Supply, tmp_path: Path) -> None:
+def test_a_checkpoint_that_a_kill_interrupts_is_made_good_by_the_next(supply: SharedSwarm, tmp_path: Path) -> None:
     victims: list[str] = []
 
     def kill(run: Disturbed) -> None:
@@ -249,13 +258,13 @@ def test_a_checkpoint_that_a_kill_interrupts_is_made_good_by_the_next(supply: Su
         run.wait("failover")
         run.wait("checkpoint")
 
-    result = disturbed(supply.swarm(3), tmp_path / "run", kill, providers=2, checkpoint=every_updates(5))
+    result = disturbed(supply.with_providers(3), tmp_path / "run", kill, providers=2, checkpoint=every_updates(5))
     check(result, victims)
     check_near(result)
     assert not told(result, "checkpoint_damaged") and not told(result, "upload_refused")
 
 
-def test_an_iterator_is_trained_on_to_its_end_where_a_replica_was_kept(supply: Supply, tmp_path: Path) -> None:
+def test_an_iterator_is_trained_on_to_its_end_where_a_replica_was_kept(supply: SharedSwarm, tmp_path: Path) -> None:
     victims: list[str] = []
 
     def kill(run: Disturbed) -> None:
@@ -264,12 +273,12 @@ def test_an_iterator_is_trained_on_to_its_end_where_a_replica_was_kept(supply: S
         run.kill(*victims)
         assert "from a replica of" in run.wait("reformed")["reason"]
 
-    result = disturbed(supply.swarm(2, exactly=True), tmp_path / "run", kill, providers=2, walked=iter)
+    result = disturbed(supply.with_providers(2, exactly=True), tmp_path / "run", kill, providers=2, walked=iter)
     check(result, victims)
     check_exact(result)
 
 
-def test_microbatches_of_one_update_stay_together_when_a_stage_is_taken(supply: Supply, tmp_path: Path) -> None:
+def test_microbatches_of_one_update_stay_together_when_a_stage_is_taken(supply: SharedSwarm, tmp_path: Path) -> None:
     victims: list[str] = []
 
     def kill(run: Disturbed) -> None:
@@ -279,14 +288,14 @@ def test_microbatches_of_one_update_stay_together_when_a_stage_is_taken(supply: 
         run.wait("replica")
 
     pipeline = Pipeline(in_flight=1, accumulate=3, record_updates=True)
-    result = disturbed(supply.swarm(3), tmp_path / "run", kill, providers=2, pipeline=pipeline)
+    result = disturbed(supply.with_providers(3), tmp_path / "run", kill, providers=2, pipeline=pipeline)
     check(result, victims)
     fed = result.summary.ledger.fed
     assert result.summary.updates == -(-fed // 3)
     assert result.summary.eval["loss"] == pytest.approx(loss_of(plain(fed, 3)), abs=0.05)
 
 
-def test_two_who_are_killed_at_once_are_both_replaced_by_standbys(supply: Supply, tmp_path: Path) -> None:
+def test_two_who_are_killed_at_once_are_both_replaced_by_standbys(supply: SharedSwarm, tmp_path: Path) -> None:
     names: list[str] = []
 
     def kill(run: Disturbed) -> None:
@@ -302,14 +311,14 @@ def test_two_who_are_killed_at_once_are_both_replaced_by_standbys(supply: Supply
             run.wait("failover")
         run.wait("replica")
 
-    result = disturbed(supply.swarm(5, exactly=True), tmp_path / "run", kill, providers=3)
+    result = disturbed(supply.with_providers(5, exactly=True), tmp_path / "run", kill, providers=3)
     check(result, sorted(names, key=[fault.provider for fault in result.summary.faults].index))
     check_near(result)
     assert len(result.summary.faults) == 2
 
 
 def test_two_neighbours_who_held_each_others_replicas_send_the_run_back_to_its_checkpoint(
-    supply: Supply, tmp_path: Path
+    supply: SharedSwarm, tmp_path: Path
 ) -> None:
     names: list[str] = []
 
@@ -323,7 +332,7 @@ def test_two_neighbours_who_held_each_others_replicas_send_the_run_back_to_its_c
         assert "from the checkpoint of" in reformed["reason"] and reformed["replayed"] > 0
         run.wait("checkpoint")
 
-    swarm = supply.swarm(3, exactly=True)
+    swarm = supply.with_providers(3, exactly=True)
     result = disturbed(swarm, tmp_path / "run", kill, providers=3, checkpoint=every_updates(10))
     assert {fault.provider for fault in result.summary.faults} == set(names)
     check(result, [fault.provider for fault in result.summary.faults])
@@ -331,7 +340,7 @@ def test_two_neighbours_who_held_each_others_replicas_send_the_run_back_to_its_c
 
 
 def test_before_there_is_a_replica_the_taker_begins_where_the_run_began(
-    supply: Supply, tmp_path: Path, no_replicas: None
+    supply: SharedSwarm, tmp_path: Path, no_replicas: None
 ) -> None:
     victims: list[str] = []
 
@@ -341,7 +350,7 @@ def test_before_there_is_a_replica_the_taker_begins_where_the_run_began(
         victims.append(run.stages()[1])
         taken(run, 1, source="start")
 
-    result = disturbed(supply.swarm(4, fresh=4), tmp_path / "run", kill, providers=3)
+    result = disturbed(supply.with_providers(4, fresh=4), tmp_path / "run", kill, providers=3)
     check(result, victims)
     check_near(result)
     # Whoever kept its stage has applied everything once.
@@ -349,10 +358,10 @@ def test_before_there_is_a_replica_the_taker_begins_where_the_run_began(
 
 
 def test_without_replica_and_standby_the_data_is_walked_again_from_the_start(
-    supply: Supply, tmp_path: Path, no_replicas: None
+    supply: SharedSwarm, tmp_path: Path, no_replicas: None
 ) -> None:
     run, victims = tmp_path / "run", list[str]()
-    swarm = supply.swarm(3, exactly=True)
+    swarm = supply.with_providers(3, exactly=True)
 
     def pausing(data: Endless) -> Callable[[], Iterator[Batch]]:
         def walk() -> Iterator[Batch]:
@@ -376,13 +385,15 @@ def test_without_replica_and_standby_the_data_is_walked_again_from_the_start(
     check_exact(result)
 
 
-def test_an_iterator_cannot_be_walked_twice_and_that_is_told(supply: Supply, tmp_path: Path, no_replicas: None) -> None:
+def test_an_iterator_cannot_be_walked_twice_and_that_is_told(
+    supply: SharedSwarm, tmp_path: Path, no_replicas: None
+) -> None:
     def kill(run: Disturbed) -> None:
         run.wait("first_update")
         run.kill(run.stages()[0])
         run.wait("reformed")
 
-    swarm = supply.swarm(2, exactly=True)
+    swarm = supply.with_providers(2, exactly=True)
     with pytest.raises(TrainingError, match="train_data is an iterator, which cannot be walked twice; give a list"):
         disturbed(swarm, tmp_path / "run", kill, providers=2, walked=iter)
     summary = Summary.read(tmp_path / "run/summary.json")

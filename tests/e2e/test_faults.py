@@ -22,7 +22,7 @@ from ravnest.monitor.events import read_events
 from ravnest.monitor.summary import Summary
 from tests.e2e.command import Running, ravnest, still_there, within
 from tests.e2e.jobs import Batch, a_job, a_job_file, batches, every_updates
-from tests.embedded import providers_of
+from tests.swarms.embedded import providers_of
 
 WITH_WORKERS = """
 class Endless(torch.utils.data.IterableDataset):

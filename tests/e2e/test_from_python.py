@@ -13,7 +13,7 @@ import pytest
 from ravnest import RunError, TrainResult
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from tests.e2e.jobs import Batch, a_job, batches
-from tests.embedded import providers_of
+from tests.swarms.embedded import providers_of
 
 
 def test_inside_a_running_event_loop_as_a_notebook_has_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

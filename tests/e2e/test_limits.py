@@ -17,7 +17,7 @@ from ravnest import Job, Pipeline, TrainingError
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from tests.e2e.jobs import Batch, a_job, batches, every_updates
-from tests.embedded import providers_of
+from tests.swarms.embedded import providers_of
 
 DAY_SECONDS = 86400.0
 

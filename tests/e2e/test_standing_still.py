@@ -14,7 +14,7 @@ from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.monitor.events import read_events
 from tests.e2e.command import ravnest
 from tests.e2e.jobs import Batch, a_job, batches, every_updates
-from tests.embedded import providers_of
+from tests.swarms.embedded import providers_of
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e_swarm.machines import Swarm
 from tests.known_speed import speed_is_known
+from tests.swarms.machines import Swarm
 
 
 @pytest.fixture

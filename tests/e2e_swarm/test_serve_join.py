@@ -16,7 +16,7 @@ from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.jobfile import load_job
 from tests.e2e.command import Running, ravnest, within
 from tests.e2e.jobs import a_job_file
-from tests.e2e_swarm.machines import Swarm, ended_well
+from tests.swarms.machines import Swarm, ended_well
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,7 +12,7 @@ from ravnest.cores import usable_cores
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from tests.e2e.command import Running, ravnest
 from tests.e2e.jobs import a_job_file
-from tests.e2e_swarm.machines import Swarm, ended_well
+from tests.swarms.machines import Swarm, ended_well
 
 pytestmark = pytest.mark.timeout(300)
 

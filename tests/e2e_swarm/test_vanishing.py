@@ -13,7 +13,7 @@ from ravnest.monitor.events import Event
 from tests.e2e.command import Running
 from tests.e2e.disturbing import Watched
 from tests.e2e.jobs import a_job_file
-from tests.e2e_swarm.machines import Swarm, ended_well
+from tests.swarms.machines import Swarm, ended_well
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -17,7 +17,7 @@ from ravnest.coordinator.launch.display import choose_display
 from ravnest.coordinator.launch.interrupts import Interrupts
 from ravnest.coordinator.launch.job_loading import load_shown_job
 from ravnest.coordinator.launch.network_loop import NetworkLoop
-from ravnest.coordinator.launch.provider_processes import ProviderProcesses
+from ravnest.coordinator.launch.provider_processes import ProviderProcesses, Start
 from ravnest.coordinator.plan.cluster_count import check_clusters
 from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from ravnest.cores import fair_share, usable_cores
@@ -82,13 +82,25 @@ def train_from_reference(
 class EmbeddedSwarm:
     """Providers on this machine that can train one job after another. However the block ends, none outlives it."""
 
-    def __init__(self, providers: int, devices: Sequence[str] = ("auto",), slower: Sequence[float] = (1.0,)) -> None:
+    def __init__(
+        self,
+        providers: int,
+        devices: Sequence[str] = ("auto",),
+        slower: Sequence[float] = (1.0,),
+        start: Start | None = None,
+    ) -> None:
         """Starts the providers, on the `devices` in turn. `slower` gives factors, also in turn: a provider with a
-        factor above 1 computes like a machine that is slower by that factor."""
+        factor above 1 computes like a machine that is slower by that factor. `start` starts one process (None: the
+        command itself)."""
         self._stack = ExitStack()
-        self._processes = self._stack.enter_context(ProviderProcesses(providers, devices, slower))
+        self._processes = self._stack.enter_context(ProviderProcesses(providers, devices, slower, start))
         self._loop: NetworkLoop | None = None
         self._swarm: Swarm | None = None
+
+    @property
+    def processes(self) -> dict[str, int]:
+        """The process id of every provider that is running, by name: provider-0, provider-1 and so on."""
+        return self._processes.running
 
     def __enter__(self) -> Self:
         return self

@@ -15,16 +15,32 @@ from typing import Self
 from ravnest.cores import fair_share, usable_cores
 from ravnest.errors import PlanError
 
+Start = Callable[[list[str], dict[str, str]], "subprocess.Popen[bytes]"]
+"""Starts a command with this environment, with pipes to its standard input and from its standard output."""
+
 _END_SECONDS = 1.5
+
+
+def start_process(command: list[str], environment: dict[str, str]) -> "subprocess.Popen[bytes]":
+    """Starts a provider in its own session: an interrupt typed at the terminal is for the coordinator to handle."""
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+    )
 
 
 class ProviderProcesses:
     """The processes of `count` providers. However the block ends, none of them outlives it, and they end when this
     process dies."""
 
-    def __init__(self, count: int, devices: Sequence[str] = ("auto",), slower: Sequence[float] = (1.0,)) -> None:
+    def __init__(
+        self,
+        count: int,
+        devices: Sequence[str] = ("auto",),
+        slower: Sequence[float] = (1.0,),
+        start: "Start | None" = None,
+    ) -> None:
         """Starts the processes on the devices in turn; `slower` gives the factors by which they compute slower, also in
-        turn.
+        turn. `start` starts one of them (None: `start_process`).
 
         PlanError for a count or a factor that is not possible here.
         """
@@ -58,14 +74,7 @@ class ProviderProcesses:
                 command = [sys.executable, "-m", "ravnest", "join", "-", "--embedded", "--name", _name(number)]
                 command += ["--device", devices[number % len(devices)]]
                 command += ["--pretend-slower", str(slower[number % len(slower)])]
-                # In its own session: an interrupt typed at the terminal is for the coordinator to handle.
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env=environment,
-                    start_new_session=True,
-                )
+                process = (start or start_process)(command, environment)
                 self._processes.append(process)
                 assert process.stdin is not None
                 _pipes.add(process.stdin.fileno())
@@ -83,8 +92,9 @@ class ProviderProcesses:
         self._end()
 
     @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+    def running(self) -> dict[str, int]:
+        """The process id of every provider that is running, by name."""
+        return {_name(number): each.pid for number, each in enumerate(self._processes) if each.poll() is None}
 
     def take_start_time(self) -> float:
         """When the run began: the first run begins with the start of the processes, a later one now."""

@@ -15,8 +15,8 @@ from ravnest.errors import TrainingError
 from ravnest.net.frames.frames import Frame
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, Leave
 from ravnest.planner.recovery.worth_it import Judgement
-from tests.coordinator.simulated import TIMEOUTS, Play, Provider, Run, State, within
 from tests.e2e.jobs import a_job, every_updates
+from tests.swarms.scripted import TIMEOUTS, Play, Provider, Run, State, within
 
 
 @pytest.fixture(scope="module")

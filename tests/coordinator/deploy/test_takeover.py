@@ -9,8 +9,8 @@ import pytest
 from ravnest import Pipeline
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.net.v1.control_pb2 import CoordinatorMessage
-from tests.coordinator.simulated import Play, Run
 from tests.e2e.jobs import a_job, every_updates
+from tests.swarms.scripted import Play, Run
 
 Scene = Callable[[Run], Awaitable[None]]
 
