@@ -138,7 +138,7 @@ class Coordinator:
         self._course.on_failure = call
 
     @property
-    def formation(self) -> Formation | None:
+    def deployment(self) -> Deployment | None:
         """The current deployment; None before the first."""
         return self._formation
 

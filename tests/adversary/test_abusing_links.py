@@ -24,7 +24,7 @@ from ravnest.net.streams.frame_stream import Link
 from ravnest.net.streams.resumable_link import WINDOW_BYTES, ResumableLink
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, ProviderMessage, Stop
 from ravnest.provider.membership.session import SwarmSession
-from tests.adversary.strangers import Joined, RawStream, SwarmUnderAttack, attacked, raw_stream, refusal, run
+from tests.swarms.in_process import Joined, LocalSwarm, RawStream, attacked, raw_stream, refusal, run
 
 MEGABYTE = 1 << 20
 
@@ -83,7 +83,7 @@ def test_a_peer_that(method: str, resume: int | None, messages: list[bytes], wor
     run(test())
 
 
-async def two_frames(swarm: SwarmUnderAttack, mallory: Joined, method: str) -> None:
+async def two_frames(swarm: LocalSwarm, mallory: Joined, method: str) -> None:
     """The coordinator has sent two frames on this link, and the node has not confirmed them."""
     link = its_link(swarm.swarm.members[mallory.id], method)
     # Not to be confirmed by the node's own, honest, end.
@@ -334,7 +334,7 @@ async def refused_at_the_relay(joined: Joined, link: str, words: str) -> None:
         await end.receive()
 
 
-async def come_and_speak(swarm: SwarmUnderAttack, one: Joined, other: Joined, link: str) -> tuple[Link, Link]:
+async def come_and_speak(swarm: LocalSwarm, one: Joined, other: Joined, link: str) -> tuple[Link, Link]:
     """Both ends meet at the relay, and each hears the other."""
     ends = await one.client.relay(link), await other.client.relay(link)
     for near, far in (ends, ends[::-1]):
@@ -411,7 +411,7 @@ class SlowStream:
     writer: asyncio.StreamWriter
 
     @classmethod
-    async def open(cls, swarm: SwarmUnderAttack, joined: Joined, method: str, folder: Path) -> "SlowStream":
+    async def open(cls, swarm: LocalSwarm, joined: Joined, method: str, folder: Path) -> "SlowStream":
         keys = joined.node.tls_keys()
         for name, pem in (("key", keys.key), ("certificate", keys.certificate), ("root", keys.roots)):
             (folder / name).write_bytes(pem)

@@ -22,8 +22,8 @@ from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSp
 from ravnest.graph.weights import stream_tensors
 from ravnest.net.v1.control_pb2 import ArtifactRef, CoordinatorMessage, Deploy, ProviderMessage
 from ravnest.spec import OptimizerSpec, ScheduleSpec
-from tests.adversary.strangers import A_PICKLE, SwarmUnderAttack, run
 from tests.e2e.command import Running
+from tests.swarms.in_process import A_PICKLE, LocalSwarm, run
 
 MEMORY_BYTES = 300 << 20
 """By this much a provider may grow while it refuses everything below."""
@@ -53,7 +53,7 @@ class Order:
         self.announced: dict[str, dict[str, Any]] = {"graph": {}, "weights": {}}
         """What the order says of an artifact, where that is not the truth."""
 
-    def deploy(self, swarm: SwarmUnderAttack, name: str) -> Deploy:
+    def deploy(self, swarm: LocalSwarm, name: str) -> Deploy:
         order = Deploy(deployment=name, stage=0, stages=1, settings_json=self.settings, generation=1)
         text = self.text if self.text is not None else json.dumps(self.graph).encode()
         weights = self.weights
@@ -71,7 +71,7 @@ class Order:
 class Victim:
     """A provider's process and the coordinator it has joined."""
 
-    def __init__(self, swarm: SwarmUnderAttack, process: Running) -> None:
+    def __init__(self, swarm: LocalSwarm, process: Running) -> None:
         self.swarm = swarm
         self.process = process
         self.orders = 0
@@ -107,7 +107,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
     folder = tmp_path_factory.mktemp("victim")
     kept = os.environ.get("XDG_DATA_HOME")
     os.environ["XDG_DATA_HOME"] = str(folder / "data")
-    swarm = SwarmUnderAttack()
+    swarm = LocalSwarm()
 
     async def start() -> None:
         swarm.port = await swarm.swarm.start()

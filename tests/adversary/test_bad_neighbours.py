@@ -31,9 +31,9 @@ from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, Deploy, Neighbour, ProviderMessage
 from ravnest.provider.stage.hosted_stage import HostedStage
 from ravnest.spec import OptimizerSpec
-from tests.adversary.strangers import run
 from tests.provider.stage.fake_client import FakeClient, captured
 from tests.provider.stage.stages import built, references
+from tests.swarms.in_process import run
 
 GENERATION = 4
 LINK = "d1-0"

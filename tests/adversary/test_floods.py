@@ -22,10 +22,10 @@ from ravnest.net.identity.tls import open_secure_channel
 from ravnest.net.rpc import call_server as calls
 from ravnest.net.rpc.call_server import LINK_KEY, MAX_STREAMS
 from tests.adversary.floods import FloodProcess, Place, Trickle, flooding, shake_hands
-from tests.adversary.strangers import RawStream, attacked, run
 from tests.e2e.command import Running
 from tests.e2e.jobs import a_job_file
 from tests.known_speed import speed_is_known
+from tests.swarms.in_process import RawStream, attacked, run
 
 CONNECTIONS = 1400
 DESCRIPTORS = 1024

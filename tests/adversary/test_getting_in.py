@@ -24,7 +24,7 @@ from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.identity.tls import TlsKeys, expecting, open_secure_channel
 from ravnest.net.rpc.call_server import REQUEST_KEY
 from ravnest.net.rpc.first_contact import pin_authority
-from tests.adversary.strangers import A_PICKLE, SwarmUnderAttack, a_request, attacked, run
+from tests.swarms.in_process import A_PICKLE, LocalSwarm, a_request, attacked, run
 
 REFUSED = "does not accept this: it has expired, was revoked, or is another swarm's; ask the requester for a new invite"
 
@@ -34,7 +34,7 @@ def keys(key: certificates.Key, certificate: certificates.Certificate, root: cer
     return TlsKeys(certificates.key_pem(key), pem(certificate), pem(root))
 
 
-async def nobody_came(swarm: SwarmUnderAttack) -> None:
+async def nobody_came(swarm: LocalSwarm) -> None:
     assert swarm.told.joined_ids == [] and swarm.swarm.members.node_ids() == []
     honest = await swarm.join("honest")
     await swarm.still_works(honest)
@@ -294,7 +294,7 @@ def test_a_machine_that_says_it_is_larger_than_any_is(absurd: dict[str, int], tm
     run(test())
 
 
-def joined_keys(swarm: SwarmUnderAttack, invite: SwarmInvite) -> TlsKeys:
+def joined_keys(swarm: LocalSwarm, invite: SwarmInvite) -> TlsKeys:
     key, shown = invite.token.sign_pass(swarm.clock())
     return keys(key, shown, swarm.admission.authority.certificate)
 

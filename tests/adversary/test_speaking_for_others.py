@@ -44,8 +44,8 @@ from ravnest.net.streams.frame_stream import CONTROL_BYTES, Link
 from ravnest.net.v1.control_pb2 import Chunk, CoordinatorMessage, Deploy, ProviderMessage, UploadHeader
 from ravnest.provider.links.upload import upload
 from ravnest.settings import Checkpoint
-from tests.adversary.strangers import A_PICKLE, Joined, SwarmUnderAttack, attacked, raw_stream, refusal, run
 from tests.builders import cluster_plan, stage_plan
+from tests.swarms.in_process import A_PICKLE, Joined, LocalSwarm, attacked, raw_stream, refusal, run
 
 MANY = 200_000
 MEMORY_BYTES = 150 << 20
@@ -63,7 +63,7 @@ async def pieces(*data: bytes) -> AsyncIterator[bytes]:
 
 
 @contextmanager
-def a_run(swarm: SwarmUnderAttack, folder: Path) -> Iterator[tuple[Coordinator, EventLog]]:
+def a_run(swarm: LocalSwarm, folder: Path) -> Iterator[tuple[Coordinator, EventLog]]:
     """A real run that listens to the swarm, and its events."""
     with RunDirectory.open(folder / "run", job_name="job", resume=False) as directory:
         events, metrics = EventLog(directory.events_path), MetricLog(directory.metrics_path)
@@ -75,7 +75,7 @@ def a_run(swarm: SwarmUnderAttack, folder: Path) -> Iterator[tuple[Coordinator, 
         metrics.close()
 
 
-def trains(coordinator: Coordinator, swarm: SwarmUnderAttack, folder: Path, *nodes: str) -> Saver:
+def trains(coordinator: Coordinator, swarm: LocalSwarm, folder: Path, *nodes: str) -> Saver:
     """Makes these nodes hold the stages of the run's cluster, a parameter each; what saves its checkpoints."""
     specs = [WeightSpec("w", f"layer{n}", torch.float32, (3,)) for n in range(len(nodes))]
     graphs = [PortableGraph((), parameters=(spec,)) for spec in specs]

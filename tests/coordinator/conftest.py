@@ -39,7 +39,10 @@ def play(prepared: PreparedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(watching.Watchdog, "is_well", is_well)
 
     def play(
-        scene: Callable[[Run], Awaitable[None]], seed: int = 0, of: PreparedJob = prepared, timeouts: Timeouts = TIMEOUTS
+        scene: Callable[[Run], Awaitable[None]],
+        seed: int = 0,
+        of: PreparedJob = prepared,
+        timeouts: Timeouts = TIMEOUTS,
     ) -> None:
         async def played() -> None:
             runs.append(Run(of, tmp_path / f"run{len(runs)}", seed, timeouts))

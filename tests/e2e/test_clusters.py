@@ -3,6 +3,7 @@ loss of one is not the end."""
 
 import itertools
 import json
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -146,7 +147,7 @@ def test_a_cluster_whose_stage_nobody_can_take_ends_and_the_others_do_its_work(t
     def kill() -> None:
         try:
             wait_for(run, "round", 2)
-            kill(own, "provider-0")
+            os.kill(own.processes["provider-0"], signal.SIGKILL)
             wait_for(run, "cluster_lost")
         finally:
             ended.set()

@@ -53,7 +53,7 @@ def test_providers_end_by_themselves_when_the_coordinator_is_killed(tmp_path: Pa
         assert running.left_behind(within_seconds=12) == []
     assert "Traceback" not in said and "error" not in said, said
     shown = ravnest("status", "run", folder=tmp_path).stdout
-    assert "interrupted  its process is gone; continue it with --resume" in shown
+    assert "interrupted  its process is gone; continue the run with --resume" in shown
 
 
 def test_a_run_that_loses_all_its_providers_ends_with_a_sentence_at_once(swarm: EmbeddedSwarm, tmp_path: Path) -> None:

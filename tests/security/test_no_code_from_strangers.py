@@ -144,7 +144,7 @@ def test_imports_are_followed_through_the_package(tmp_path: Path) -> None:
     files = {
         "__init__.py": "",
         "net/__init__.py": "",
-        "net/streams/wire.py": "def late():\n    from ..deep import well as w",
+        "net/wire.py": "def late():\n    from ..deep import well as w",
         "deep/__init__.py": "from . import side",
         "deep/side.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.typed\n",
         "deep/well.py": "import p.bottom",

@@ -22,7 +22,7 @@ import torch
 from ravnest.coordinator.access.swarm_store import SwarmState
 from ravnest.coordinator.checkpoints.store import CheckpointInfo
 from ravnest.coordinator.coordinator import Coordinator, DataRewindError
-from ravnest.coordinator.deploy.deployment import Formation
+from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.plan.prepared_job import PreparedJob
@@ -592,7 +592,7 @@ class Run:
 
     def note(self) -> None:
         """Notes how the run stands, as is done every few seconds."""
-        self.formation.note()
+        self.deployment.note()
 
     async def begin_again(self, providers: int, clusters: int = 1) -> None:
         """The coordinator is killed and started again, without a checkpoint; its providers stay as they are."""
@@ -617,10 +617,10 @@ class Run:
         self._opened[2].close()
 
     @property
-    def formation(self) -> Formation:
+    def deployment(self) -> Deployment:
         """The current deployment."""
-        assert self.coordinator.formation is not None
-        return self.coordinator.formation
+        assert self.coordinator.deployment is not None
+        return self.coordinator.deployment
 
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.emitted]
@@ -631,7 +631,7 @@ class Run:
 
     def stages(self) -> list[str]:
         """Who holds the stages, in order."""
-        return list(self.formation.stage_of)
+        return list(self.deployment.stage_of)
 
     async def deploy(self, providers: int | None, clusters: int | None = 1) -> None:
         await within(self.coordinator.deploy(self.prepared, providers, clusters, 1, 2))
@@ -652,7 +652,7 @@ class Run:
 
     async def replicas(self, clusters: int = 1) -> None:
         """Returns when these clusters of the current deployment have a complete replica."""
-        of = self.formation
+        of = self.deployment
         await self.until(lambda: all(of.replicas.newest(each) is not None for each in of.clusters.all[:clusters]))
 
     async def feed(self, total: int) -> None:

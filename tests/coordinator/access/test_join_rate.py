@@ -9,7 +9,7 @@ from ravnest.coordinator.access.join_rate import JoinPace, Rate
 from ravnest.errors import PeerError
 from ravnest.net.connection import JOIN_TIMEOUT_SECONDS
 from ravnest.net.identity.node_identity import NodeIdentity
-from tests.adversary.strangers import a_request, attacked, run
+from tests.swarms.in_process import a_request, attacked, run
 
 
 def test_a_hundred_machines_behind_one_router_that_start_at_once_are_in_within_the_time_they_wait() -> None:

@@ -77,7 +77,7 @@ def test_whoever_is_lost_while_microbatches_are_fed_again_is_replaced_too(play: 
         for name in "abcdef":
             run.swarm.join(name)
         await run.deploy(3)
-        cluster = run.formation.clusters.all[0]
+        cluster = run.deployment.clusters.all[0]
 
         def lose_another() -> None:
             if cluster.is_forming and cluster.sent:
@@ -164,7 +164,7 @@ def test_an_evaluation_sees_the_weights_after_all_that_was_fed_again(play: Play)
 
         def lose_the_leaf() -> None:
             nonlocal lost
-            cluster = run.formation.clusters.all[0]
+            cluster = run.deployment.clusters.all[0]
             if cluster.evaluating and not lost:
                 lost = True
                 run.swarm.kill(cluster.nodes[2])
@@ -366,7 +366,7 @@ def test_a_holder_that_gives_another_part_is_found_out_and_the_part_comes_from_e
         liar.parts = {key: State(99) for key in liar.parts}
         lied = dict(liar.parts)
         assert lied
-        run.swarm.kill(next(node for node, stage in run.formation.stage_of.items() if kept_for(run, "d", stage)))
+        run.swarm.kill(next(node for node, stage in run.deployment.stage_of.items() if kept_for(run, "d", stage)))
         await run.train(50)
         run.check(50)
         assert "part_missing" in run.kinds()
@@ -375,7 +375,7 @@ def test_a_holder_that_gives_another_part_is_found_out_and_the_part_comes_from_e
 
 
 def kept_for(run: Run, holder: str, stage: int) -> bool:
-    formation = run.formation
+    formation = run.deployment
     return formation.replicas.holder(formation.clusters.all[0], stage) == holder
 
 
@@ -444,7 +444,7 @@ def test_only_the_links_of_now_are_relayed_however_often_a_cluster_was_formed(pl
         run.check(120)
         # Between the stages, to the holders, and for parts that were last given.
         assert run.kinds().count("failover") >= 5 and len(run.swarm.links) <= most + 3
-        generation = run.formation.clusters.all[0].generation
+        generation = run.deployment.clusters.all[0].generation
         between = [name for name in run.swarm.links if "replica" not in name]
         assert all(name.split("-")[1] == str(generation) for name in between)
 
@@ -506,7 +506,7 @@ def test_who_is_left_of_a_lost_cluster_takes_a_stage_of_another(play: Play) -> N
             run.swarm.join(name)
         await run.deploy(4, 2)
         await run.feed(20)
-        kept, lost = run.formation.clusters.all
+        kept, lost = run.deployment.clusters.all
         left = lost.nodes[1]
         run.swarm.kill(lost.nodes[0])
         await run.event("cluster_lost")
@@ -516,7 +516,7 @@ def test_who_is_left_of_a_lost_cluster_takes_a_stage_of_another(play: Play) -> N
         run.check(60)
         assert kept.nodes[1] == left
         # It averages in the place of the one whose stage it has, and not with itself.
-        assert all(len(set(ring.owners)) == len(ring.owners) == 1 for ring in run.formation.plan.rings)
+        assert all(len(set(ring.owners)) == len(ring.owners) == 1 for ring in run.deployment.plan.rings)
 
     play(scene)
 
@@ -546,7 +546,9 @@ def test_a_run_is_formed_anew_between_two_updates(play: Play, accumulating: Prep
     play(scene, 0, accumulating)
 
 
-def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(play: Play, accumulating: PreparedJob) -> None:
+def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(
+    play: Play, accumulating: PreparedJob
+) -> None:
     """Nor does it wait for a deployment that is due at the end of that update."""
 
     async def scene(run: Run) -> None:
@@ -558,7 +560,7 @@ def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(play
         run.emitted.clear()
         await run.feed(42)
         run.swarm.join("d")
-        await run.until(lambda: bool(run.formation.feeding.paused))
+        await run.until(lambda: bool(run.deployment.feeding.paused))
         await within(run.coordinator.take(EvalBatch(-1, run.prepared.captured.sample, 8)))
         await within(run.coordinator.take(EvalEnd()))
         await run.train(60)
@@ -571,7 +573,7 @@ def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(play
 
 def lose_owner_and_holders(run: Run, number: int, stage: int) -> str:
     """Kills whoever has a part of this stage of a cluster's newest replica; who had the stage."""
-    formation = run.formation
+    formation = run.deployment
     cluster = formation.clusters.all[number]
     replica = formation.replicas.newest(cluster)
     assert replica is not None
@@ -617,7 +619,7 @@ def test_where_no_other_cluster_has_it_either_it_comes_from_the_checkpoint(play:
         await run.deploy(4, 2)
         await run.feed(40)
         await run.replicas(2)
-        await run.formation.checkpointing.now()
+        await run.deployment.checkpointing.now()
         run.emitted.clear()
         for provider in run.swarm.providers.values():
             # Whoever is to take the stage has nothing of it, and whoever is asked to give it does not.

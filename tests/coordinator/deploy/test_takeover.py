@@ -66,15 +66,15 @@ def test_each_cluster_counts_what_it_has_applied(play: Play, prepared: PreparedJ
         run.at[10] = run.note
         await run.feed(31)
         await run.begin_again(4, 2)
-        assert len(run.formation.clusters.whole) == 2
+        assert len(run.deployment.clusters.whole) == 2
         # Where rounds stand is not known before all that was applied has been counted.
-        assert run.formation.feeding.claims
+        assert run.deployment.feeding.claims
         await run.train(60)
         run.check(60)
-        assert not run.formation.feeding.claims
+        assert not run.deployment.feeding.claims
         applied = [
             [set(run.swarm.providers[node].held.state.applied) for node in cluster.nodes]  # type: ignore[union-attr]
-            for cluster in run.formation.clusters.all
+            for cluster in run.deployment.clusters.all
         ]
         assert all(stages[0] == stages[1] for stages in applied)
         assert applied[0][0] | applied[1][0] == set(range(60)) and not applied[0][0] & applied[1][0]
@@ -141,7 +141,7 @@ def test_a_cluster_that_lacks_a_stage_gets_it_while_the_others_go_on(
         await run.deploy(4, 2)
         await run.feed(30)
         run.note()
-        whole, broken = run.formation.clusters.all
+        whole, broken = run.deployment.clusters.all
         kept, gone = broken.nodes[seed % 2], broken.nodes[1 - seed % 2]
         [spare] = set("abcde") - {*whole.nodes, *broken.nodes}
         run.swarm.kill(gone)
@@ -154,7 +154,7 @@ def test_a_cluster_that_lacks_a_stage_gets_it_while_the_others_go_on(
         [begun] = [event for event in run.emitted if event["kind"] == "failover_begun"]
         assert (begun["lost"], begun["taker"], begun["source"]) == (gone, spare, "rings")
         assert "failover" in run.kinds() and "cluster_lost" not in run.kinds()
-        now = {node for cluster in run.formation.clusters.whole for node in cluster.nodes}
+        now = {node for cluster in run.deployment.clusters.whole for node in cluster.nodes}
         assert now == {*whole.nodes, kept, spare}
         assert run.swarm.violations == []
         assert run.ledger.counts()["fed"] == run.ledger.counts()["completed"] == 60

@@ -39,9 +39,9 @@ from ravnest.provider.replicas.files import PartFiles
 from ravnest.provider.replicas.links import PartLinks
 from ravnest.provider.replicas.transfer import PartArrivals, send_part
 from ravnest.spec import OptimizerSpec
-from tests.adversary.strangers import Joined, SwarmUnderAttack, run
 from tests.coordinator.checkpoints.part_states import GRAPH
 from tests.e2e.command import Running
+from tests.swarms.in_process import Joined, LocalSwarm, run
 
 KEY, OWN = "d1-c0-s1", "d1-c0-s0"
 TENSORS, METADATA = {"param:w": torch.arange(200_000.0)}, {"version": "7"}
@@ -52,7 +52,7 @@ class Standby:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.swarm = SwarmUnderAttack()
+        self.swarm = LocalSwarm()
         self.joins: list[JoinRequest] = []
         self.uploads: dict[str, bytes] = {}
         self.files = PartFiles(None)

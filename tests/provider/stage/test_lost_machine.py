@@ -28,10 +28,10 @@ from ravnest.net.v1.control_pb2 import (
     Start,
 )
 from ravnest.spec import OptimizerSpec
-from tests.adversary.strangers import SwarmUnderAttack, run
 from tests.e2e.command import Running
 from tests.known_speed import speed_is_known
 from tests.provider.stage.kept_model import BATCHES, captured, graphs
+from tests.swarms.in_process import LocalSwarm, run
 
 NAMES = ("one", "two", "three")
 KEY = "d1-c0-s1"
@@ -41,7 +41,7 @@ class Machines:
     """Three providers and a coordinator that does what the test says."""
 
     def __init__(self, stack: ExitStack, folder: Any) -> None:
-        self.swarm = SwarmUnderAttack()
+        self.swarm = LocalSwarm()
 
         async def start() -> None:
             self.swarm.port = await self.swarm.swarm.start()

@@ -33,7 +33,7 @@ from ravnest.net.version import PROTOCOL_VERSION
 from ravnest.provider.membership.session import SwarmSession
 from tests.net.secure_ends import Clock, run
 
-__all__ = ["A_PICKLE", "Joined", "RawStream", "SwarmUnderAttack", "attacked", "raw_stream", "refusal", "run"]
+__all__ = ["A_PICKLE", "Joined", "LocalSwarm", "RawStream", "attacked", "raw_stream", "refusal", "run"]
 
 RawStream = aio.StreamStreamCall[bytes, bytes]
 
@@ -115,7 +115,7 @@ class Joined:
             await asyncio.gather(self.connecting, return_exceptions=True)
 
 
-class SwarmUnderAttack:
+class LocalSwarm:
     """One coordinator. Everything that was opened is closed with it."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class SwarmUnderAttack:
         await self.swarm.stop("the test is over")
 
 
-async def raw_stream(swarm: SwarmUnderAttack, joined: Joined, method: str, resume: int | None = 0) -> RawStream:
+async def raw_stream(swarm: LocalSwarm, joined: Joined, method: str, resume: int | None = 0) -> RawStream:
     """A stream to the coordinator on which anything can be sent; a link is begun on it with the count `resume`.
 
     The node's own connections are broken off: they would take the place of this one again.
@@ -246,8 +246,8 @@ def a_request(certificate_request: bytes, name: str = "mallory", **changes: Any)
 
 
 @asynccontextmanager
-async def attacked() -> AsyncIterator[SwarmUnderAttack]:
-    made = SwarmUnderAttack()
+async def attacked() -> AsyncIterator[LocalSwarm]:
+    made = LocalSwarm()
     made.port = await made.swarm.start()
     try:
         yield made
