@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ravnest import Pipeline
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.launch.session import TrainResult
+from ravnest.coordinator.run.timeouts import Timeouts
 from ravnest.monitor.events import Event, read_events
 from tests.e2e.jobs import Batch, Net, a_job, a_net, batches, samples
 from tests.swarms.embedded import kill
@@ -27,6 +28,8 @@ MIN_BATCHES = 400
 """Of a disturbed run: on a busy machine all that is done to it may be over while its loss still falls fast, and is far
 from that of any other run."""
 RATE = 0.05
+TIMEOUTS = Timeouts(replica_event_seconds=0.0)
+"""Every replica is an event."""
 
 
 class Watched:
@@ -139,7 +142,9 @@ def disturbed(
     thread.start()
     try:
         job = a_job(walked(data), **settings)
-        return swarm.train(job, providers=providers, clusters=clusters, run=run, resume=resume, display=False)
+        return swarm.train(
+            job, providers=providers, clusters=clusters, run=run, resume=resume, display=False, timeouts=TIMEOUTS
+        )
     finally:
         data.ended.set()
         thread.join(PATIENCE_SECONDS)
