@@ -3,49 +3,30 @@
 It is refused or dropped with a sentence, and the others go on.
 """
 
+import asyncio
 import gc
 import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import psutil
 import pytest
 import torch
 
-from ravnest.coordinator.checkpoints.part_check import StagePart
-from ravnest.coordinator.checkpoints.saver import Mark, Saver
-from ravnest.coordinator.checkpoints.store import CheckpointStore, newest_good
-from ravnest.coordinator.coordinator import Coordinator
-from ravnest.coordinator.deploy.deployment import Deployment
-from ravnest.coordinator.deploy.recovery import Recovery
-from ravnest.coordinator.feed.cluster_state import Clusters
-from ravnest.coordinator.feed.evaluation import Evaluation
-from ravnest.coordinator.feed.ledger import DataPosition, Ledger
-from ravnest.coordinator.report.progress import Progress
-from ravnest.coordinator.run.checkpointer import Checkpointer
-from ravnest.coordinator.run.dispatcher import Dispatcher
-from ravnest.coordinator.swarm.changes import Changes
+from ravnest.coordinator.checkpoints.store import newest_good
+from ravnest.coordinator.feed.feeder import EvalBatch, EvalEnd
 from ravnest.errors import PeerError, RefusedError
-from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.graph.weights import stream_tensors
 from ravnest.microbatch import Marks
-from ravnest.monitor.display import QuietDisplay
-from ravnest.monitor.events import Event, EventLog
-from ravnest.monitor.metrics import MetricLog
-from ravnest.monitor.run_directory import RunDirectory
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.rpc.client import dial_link
 from ravnest.net.rpc.server import ProviderServer
 from ravnest.net.streams.frame_stream import CONTROL_BYTES, Link
-from ravnest.net.v1.control_pb2 import Chunk, CoordinatorMessage, Deploy, ProviderMessage, UploadHeader
+from ravnest.net.v1.control_pb2 import Chunk, ProviderMessage, UploadHeader
 from ravnest.provider.links.upload import upload
-from ravnest.settings import Checkpoint
-from tests.builders import cluster_plan, stage_plan
-from tests.swarms.in_process import A_PICKLE, Joined, LocalSwarm, attacked, raw_stream, refusal, run
+from tests.adversary.deployed_run import a_run, prepared
+from tests.swarms.in_process import A_PICKLE, Joined, attacked, raw_stream, refusal, run
 
 MANY = 200_000
 MEMORY_BYTES = 150 << 20
@@ -60,66 +41,6 @@ def control_frame(data: bytes) -> bytes:
 async def pieces(*data: bytes) -> AsyncIterator[bytes]:
     for piece in data:
         yield piece
-
-
-@contextmanager
-def a_run(swarm: LocalSwarm, folder: Path) -> Iterator[tuple[Coordinator, EventLog]]:
-    """A real run that listens to the swarm, and its events."""
-    with RunDirectory.open(folder / "run", job_name="job", resume=False) as directory:
-        events, metrics = EventLog(directory.events_path), MetricLog(directory.metrics_path)
-        progress = Progress("job", 1, Ledger())
-        coordinator = Coordinator(swarm.swarm, directory, events, metrics, progress, QuietDisplay())
-        swarm.swarm.events = coordinator
-        yield coordinator, events
-        events.close()
-        metrics.close()
-
-
-def trains(coordinator: Coordinator, swarm: LocalSwarm, folder: Path, *nodes: str) -> Saver:
-    """Makes these nodes hold the stages of the run's cluster, a parameter each; what saves its checkpoints."""
-    specs = [WeightSpec("w", f"layer{n}", torch.float32, (3,)) for n in range(len(nodes))]
-    graphs = [PortableGraph((), parameters=(spec,)) for spec in specs]
-    stages = tuple(
-        stage_plan(node, n, graph, parameters=3) for n, (node, graph) in enumerate(zip(nodes, graphs, strict=True))
-    )
-    cluster = cluster_plan(stages)
-    parts = {n: StagePart.of(n, graph) for n, graph in enumerate(graphs)}
-    saver = Saver(CheckpointStore(folder, 1), Checkpoint(), parts, {})
-    ledger, course = coordinator.progress.ledger, coordinator._course
-    clusters = Clusters([cluster])
-    formation = SimpleNamespace(
-        id="d1",
-        clusters=clusters,
-        stage_of={stage.node: stage.stage for stage in stages},
-        feeding=Dispatcher(course, swarm.swarm, clusters, ledger, coordinator._recorder, coordinator.progress),
-        checkpointing=Checkpointer(course, swarm.swarm, lambda _: saver, clusters.all[0], "d1", ledger),
-        averaging=None,
-        holders=SimpleNamespace(remove=lambda node_id: None),
-        close=lambda: None,
-    )
-    coordinator._formation = cast(Deployment, formation)
-    coordinator._recovery = cast(Recovery, Losses())
-    return saver
-
-
-class Losses:
-    """Hears which stages nobody holds any more, and why."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, str]] = []
-
-    def stage_lost(self, node_id: str, reason: str, last_well: float, *, failed: bool = False) -> None:
-        self.heard.append((node_id, reason))
-
-
-async def the_event(events: EventLog, kind: str) -> Event:
-    """The event of this kind, once it is there."""
-    changes = Changes()
-    unsubscribe = events.subscribe(lambda _: changes.notify())
-    await changes.until(lambda: any(event["kind"] == kind for event in events.recent))
-    unsubscribe()
-    (found,) = (event for event in events.recent if event["kind"] == kind)
-    return found
 
 
 def test_fetching_the_artifact_of_another_stage() -> None:
@@ -162,10 +83,9 @@ def test_uploading_without_having_a_stage(tmp_path: Path, name: str) -> None:
     async def test() -> None:
         async with attacked() as swarm:
             mallory = await swarm.join("mallory")
-            with a_run(swarm, tmp_path) as (coordinator, _):
+            async with a_run(swarm, tmp_path):
                 with pytest.raises(PeerError, match="mallory may not upload"):
                     await mallory.client.upload(name, pieces(A_PICKLE))
-                await coordinator.close()
             assert not list((tmp_path / "run/checkpoints").iterdir())
 
     run(test())
@@ -186,52 +106,56 @@ def test_what_may_not_be_uploaded_is_not_tried_again(tmp_path: Path) -> None:
     async def test() -> None:
         async with attacked() as swarm:
             mallory = await swarm.join("mallory")
-            with a_run(swarm, tmp_path) as (coordinator, _):
+            async with a_run(swarm, tmp_path):
                 with pytest.raises(RefusedError, match="mallory may not upload 'checkpoint-1'"):
                     await upload(mallory.client, "checkpoint-1", lambda: pieces(b"x"))
-                await coordinator.close()
 
     run(test())
 
 
-def a_part(*keys: str) -> bytes:
+def a_part(parameters: Mapping[str, tuple[int, ...]]) -> bytes:
+    """The state of a stage with these parameters."""
     metadata = {"version": "1", "optimizer": '{"values": {}, "groups": []}', "schedule": "null"}
-    return b"".join(stream_tensors({f"param:{key}": torch.ones(3) for key in keys}, metadata))
+    tensors = {f"param:{key}": torch.ones(shape) for key, shape in parameters.items()}
+    return b"".join(stream_tensors(tensors, metadata))
+
+
+Parameters = dict[str, tuple[int, ...]]
 
 
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ([a_part("layer0", "layer1")], "holds 'param:layer1', which is not that stage's"),
-        ([a_part("layer1")], "lacks 'param:layer0'"),
-        ([A_PICKLE], "cannot be used"),
-        ([bytes(1 << 20)] * 70, "has more than the 67109056 bytes its state can need"),
+        (lambda own, others: [a_part(own | others)], "which is not that stage's"),
+        (lambda own, others: [a_part(others)], "lacks 'param:"),
+        (lambda own, others: [A_PICKLE], "cannot be used"),
+        (lambda own, others: [bytes(1 << 20)] * 70, "bytes its state can need"),
     ],
     ids=["another's parameter too", "another's parameter", "pickle", "no end"],
 )
-def test_uploading_a_part_of_a_checkpoint_that_is_not_ones_own(tmp_path: Path, part: list[bytes], words: str) -> None:
+def test_uploading_a_part_of_a_checkpoint_that_is_not_ones_own(
+    tmp_path: Path, part: Callable[[Parameters, Parameters], list[bytes]], words: str
+) -> None:
     async def test() -> None:
         async with attacked() as swarm:
             mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
-            with a_run(swarm, tmp_path) as (coordinator, events):
-                folder = tmp_path / "run/checkpoints"
-                saver = trains(coordinator, swarm, folder, "mallory", "anna")
-                saver.begin(Mark(1, DataPosition(), {}))
-                await anna.client.upload("checkpoint-1", pieces(a_part("layer1")))
+            async with a_run(swarm, tmp_path) as trained:
+                await trained.deploy([mallory, anna])
+                own, others = await trained.parameters_of(mallory), await trained.parameters_of(anna)
+                await trained.begin_to_save(2)
+                name = f"checkpoint-{trained.saving['anna']}"
+                await anna.client.upload(name, pieces(a_part(others)))
                 with pytest.raises(PeerError):
-                    await mallory.client.upload("checkpoint-1", pieces(*part))
-                refused = await the_event(events, "upload_refused")
+                    await mallory.client.upload(name, pieces(*part(own, others)))
+                refused = await trained.event("upload_refused")
                 assert refused["provider"] == "mallory" and words in str(refused["reason"])
                 with pytest.raises(RefusedError, match=words):
                     await mallory.feed.receive()
-                lost = await the_event(events, "lost")
+                lost = await trained.event("lost")
                 assert lost["provider"] == "mallory" and words in str(lost["reason"])
-                # Nothing counts, somebody else is to take the stage for that reason, and the other is still there.
-                assert newest_good(folder) == (None, []) and swarm.connected() == ["anna"]
-                [(node_id, reason)] = cast(Losses, coordinator._recovery).heard
-                assert node_id == "mallory" and "mallory, which held stage 0, is gone: mallory uploaded a bad" in reason
-                await coordinator.check()
-                await coordinator.close()
+                # Nothing of the checkpoint counts, and the other provider is still there.
+                assert newest_good(tmp_path / "run/checkpoints") == (None, []) and swarm.connected() == ["anna"]
+                await trained.coordinator.check()
 
     run(test())
 
@@ -283,18 +207,17 @@ def test_ending_a_microbatch_or_giving_a_result_that_is_another_stages(stage: in
 def test_ending_a_microbatch_that_is_not_under_way(tmp_path: Path) -> None:
     async def test() -> None:
         async with attacked() as swarm:
-            mallory, anna = await swarm.join("mallory"), await swarm.join("anna")
-            with a_run(swarm, tmp_path) as (coordinator, events):
-                trains(coordinator, swarm, tmp_path / "run/checkpoints", "mallory")
-                await swarm.swarm.tell(mallory.id, an_order(0, 1))
-                await mallory.feed.send(Frame(FrameKind.DONE, 999))
+            mallory = await swarm.join("mallory")
+            async with a_run(swarm, tmp_path) as trained:
+                await trained.deploy([mallory])
+                anna = await swarm.join("anna")
+                await mallory.feed.send(Frame(FrameKind.DONE, 999, generation=trained.orders["mallory"].generation))
                 with pytest.raises(PeerError, match="mallory reported microbatch 999 done, which was not under way"):
                     await mallory.feed.receive()
-                lost = await the_event(events, "lost")
+                lost = await trained.event("lost")
                 assert lost["provider"] == "mallory" and "was not under way" in str(lost["reason"])
-                assert coordinator.progress.ledger.completed == 0
+                assert trained.coordinator.progress.ledger.completed == 0
                 assert swarm.connected() == ["anna"]
-                await coordinator.close()
             assert anna.control.link.error is None
 
     run(test())
@@ -304,44 +227,46 @@ def test_a_result_of_measures_that_nobody_asked_for(tmp_path: Path) -> None:
     async def test() -> None:
         async with attacked() as swarm:
             mallory = await swarm.join("mallory")
-            with a_run(swarm, tmp_path) as (coordinator, _):
-                trains(coordinator, swarm, tmp_path / "run/checkpoints", "mallory")
-                coordinator._items.evaluation, coordinator._items.scores = Evaluation(), {"loss"}
-                coordinator._items.evaluation.sent(-1, 8)
-                await swarm.swarm.tell(mallory.id, an_order(0, 1))
+            async with a_run(swarm, tmp_path) as trained:
+                await trained.deploy([mallory])
+                await trained.coordinator.take(EvalBatch(-1, prepared().captured.sample, 8))
+                evaluating = asyncio.create_task(trained.coordinator.take(EvalEnd()))
                 # Named like a field of every event, it would have broken the event that tells of the evaluation.
+                scores, generation = {"loss": 1.0, "kind": 1.0}, trained.orders["mallory"].generation
                 await mallory.feed.send(
-                    Frame(FrameKind.RESULT, -1, marks=Marks(train=False), scalars={"loss": 1.0, "kind": 1.0})
+                    Frame(FrameKind.RESULT, -1, generation=generation, marks=Marks(train=False), scalars=scores)
                 )
                 with pytest.raises(PeerError, match=r"mallory sent a result of other measures than \['loss'\]"):
-                    await mallory.feed.receive()
-                assert coordinator._items.evaluation.outstanding == 1
-                await coordinator.close()
+                    while await mallory.feed.receive() is not None:
+                        pass
+                lost = await trained.event("lost")
+                assert lost["provider"] == "mallory"
+                assert not evaluating.done() and "evaluated" not in [event["kind"] for event in trained.events.recent]
+                evaluating.cancel()
 
     run(test())
-
-
-def an_order(stage: int, stages: int) -> CoordinatorMessage:
-    return CoordinatorMessage(deploy=Deploy(deployment="d1", stage=stage, stages=stages))
 
 
 def test_failing_a_run_that_one_has_no_part_in(tmp_path: Path) -> None:
     async def test() -> None:
         async with attacked() as swarm:
-            mallory = await swarm.join("mallory")
-            with a_run(swarm, tmp_path) as (coordinator, events):
-                trains(coordinator, swarm, tmp_path / "run/checkpoints", "anna")
-                name = "d1"
+            anna = await swarm.join("anna")
+            async with a_run(swarm, tmp_path) as trained:
+                await trained.deploy([anna])
+                mallory = await swarm.join("mallory")
+                before = len(trained.events.recent)
+                name = trained.orders["anna"].deployment
                 await mallory.control.send(ProviderMessage(failed={"deployment": name, "kind": "not_finite"}))
                 await mallory.control.send(ProviderMessage(report={"deployment": name, "updates": 9}))
                 await mallory.control.send(ProviderMessage(leaving={"reason": "\x1b[2J" + "x" * 100_000}))
                 await mallory.control.link.close()
-                lost = await the_event(events, "lost")
+                lost = await trained.event("lost")
                 reason = str(lost["reason"])
+                assert lost["provider"] == "mallory"
                 assert reason.startswith("it left:") and reason.isprintable() and len(reason) <= 2000
-                assert [event["kind"] for event in events.recent] == ["lost"]
-                await coordinator.check()
-                await coordinator.close()
+                kinds = [event["kind"] for event in list(trained.events.recent)[before:]]
+                assert set(kinds) <= {"standby", "lost"}, "nothing came of what it said"
+                await trained.coordinator.check()
 
     run(test())
 

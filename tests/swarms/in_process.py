@@ -239,6 +239,9 @@ def a_request(certificate_request: bytes, name: str = "mallory", **changes: Any)
         version=__version__,
         protocol=PROTOCOL_VERSION,
         graph_format=FORMAT_VERSION,
+        device="cpu",
+        memory_bytes=8 << 30,
+        cores=1,
     )
     for field, value in changes.items():
         setattr(request, field, value)
