@@ -350,7 +350,7 @@ def test_before_there_is_a_replica_the_taker_begins_where_the_run_began(
         victims.append(run.stages()[1])
         taken(run, 1, source="start")
 
-    result = disturbed(supply.with_providers(4, fresh=4), tmp_path / "run", kill, providers=3)
+    result = disturbed(supply.with_providers(4), tmp_path / "run", kill, providers=3)
     check(result, victims)
     check_near(result)
     # Whoever kept its stage has applied everything once.
