@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from ravnest.net.address import split_address
-from ravnest.net.direct_line import DirectLine, DirectServer
+from ravnest.net.direct_line import DirectLine
+from ravnest.net.direct_server import DirectServer
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.provider.rings import lines as ring_lines
 

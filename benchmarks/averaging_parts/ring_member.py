@@ -18,7 +18,8 @@ from benchmarks.averaging_parts.plaintext import PlaintextServer, use_plaintext
 from ravnest.averaging.ring_reduce import Piece, RingReduce
 from ravnest.averaging.segments import RingPosition
 from ravnest.codecs.codec import codec_named
-from ravnest.net.direct_line import DirectLine, DirectServer
+from ravnest.net.direct_line import DirectLine
+from ravnest.net.direct_server import DirectServer
 from ravnest.net.frames.frames import RingPlace
 from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.rings.attempt import RingAttempt

@@ -1,4 +1,4 @@
-"""Addresses: `host:port` as text, and which of this machine's addresses others can reach it at."""
+"""Addresses: `host:port` as text, and the addresses at which other machines can reach this one."""
 
 import ipaddress
 import re
@@ -10,7 +10,7 @@ from ravnest.errors import PeerError
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of `host:port`; an IPv6 host stands in brackets. Raises PeerError for anything else."""
+    """Host and port of `host:port`, with an IPv6 host in brackets. Raises PeerError for anything else."""
     host, separator, port = address.rpartition(":")
     if not separator or not host:
         raise PeerError(f"{_shown(address)} is not an address: write HOST:PORT")
@@ -35,7 +35,7 @@ def join_address(host: str, port: int) -> str:
 
 
 def peer_host(peer: str) -> str:
-    """The host in what gRPC calls a peer, as in "ipv4:203.0.113.5:40312"; empty where there is none."""
+    """The host in gRPC's name of a peer, as in "ipv4:203.0.113.5:40312"; empty if it contains none."""
     kind, _, place = peer.partition(":")
     if kind not in ("ipv4", "ipv6"):
         return ""
@@ -43,7 +43,7 @@ def peer_host(peer: str) -> str:
 
 
 def peer_place(peer: str) -> tuple[str, int] | None:
-    """Host and port in what gRPC calls a peer, an IPv4 host as such; None where there is none."""
+    """Host and port in gRPC's name of a peer, with a mapped IPv4 host as plain IPv4; None if it contains none."""
     host, (_, _, port) = peer_host(peer), peer.rpartition(":")
     if not host or not port.isdecimal():
         return None
@@ -51,13 +51,13 @@ def peer_place(peer: str) -> tuple[str, int] | None:
 
 
 def plain_host(host: str) -> str:
-    """An address without brackets and scope, and one of IPv4 as such where an IPv6 socket has it."""
+    """The address without brackets and scope; an IPv4 address that an IPv6 socket reports is made plain IPv4."""
     plain = host.strip("[]").partition("%")[0]
     return plain.removeprefix("::ffff:") if "." in plain else plain
 
 
 def is_ip_address(host: str) -> bool:
-    """Whether this is an address and no name."""
+    """Whether the host is an address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -74,9 +74,9 @@ def is_wildcard(host: str) -> bool:
 
 
 def reach(host: str) -> str:
-    """How far away this host can be dialled from: "machine", "network" (a private one) or "internet".
+    """The distance from which this host can be dialled: "machine", "network" (a private one) or "internet".
 
-    Names are not looked up: they are taken for what they are given out as, except localhost.
+    Names are not looked up: except localhost, all of them count as public.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -88,9 +88,9 @@ def reach(host: str) -> str:
 
 
 def own_address_towards(host: str, port: int) -> str:
-    """The address of this machine that its connections to `host` come from. PeerError when there is no way there.
+    """The address of this machine that its connections to `host` come from. PeerError when there is no route.
 
-    The system is asked for the route; nothing is sent.
+    Asks the system for its route; sends nothing.
     """
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -102,7 +102,7 @@ def own_address_towards(host: str, port: int) -> str:
 
 
 def outward_address() -> str:
-    """The address of this machine on the network that leads outwards; 127.0.0.1 when it is on no network."""
+    """The address of this machine on its route to the internet; 127.0.0.1 when it is on no network."""
     for elsewhere in _ELSEWHERE:
         try:
             return own_address_towards(elsewhere, 9)
@@ -112,7 +112,7 @@ def outward_address() -> str:
 
 
 _ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
-"""Addresses that are nobody's, for examples in documents: the way to them is the way out."""
+"""Addresses reserved for documentation: the route to them is the route to the internet."""
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _PORT = re.compile(r"[0-9]{1,5}")
 

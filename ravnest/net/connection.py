@@ -1,4 +1,4 @@
-"""The options every connection has, and the port of a server. There is no plaintext: every port and channel has TLS."""
+"""Connection settings: the options of every gRPC channel and server, and binding a port. There is no plaintext mode."""
 
 import socket
 from typing import Final
@@ -11,38 +11,40 @@ from ravnest.net.address import join_address
 from ravnest.net.frame_limits import DEFAULT_LIMITS
 
 CHUNK_BYTES: Final = 1 << 20
-"""How much of an artifact or an upload one message carries."""
+"""Bytes of an artifact or an upload in one message."""
 
 MESSAGE_BYTES: Final = DEFAULT_LIMITS.frame_bytes + CHUNK_BYTES
-"""The largest message a connection takes: a frame at its limit, with room for framing."""
+"""Maximum size of a message: a frame at its limit, with room for framing."""
 
 METADATA_BYTES: Final = 8192
-"""The most metadata a call may carry."""
+"""Maximum size of the metadata of a call."""
 
 JOIN_BYTES: Final = 4096
-"""The largest request to join; it travels as metadata."""
+"""Maximum size of a request to join, which travels as metadata."""
 
 JOIN_TIMEOUT_SECONDS: Final = 60.0
 
 HANDSHAKE_SECONDS: Final = 20.0
-"""Whoever has not proved who it is by then is hung up on: until then it costs a connection and nobody knows it."""
+"""Timeout of the TLS handshake. An unproven caller occupies a connection until then."""
 
 
 PING_SECONDS: Final = 2.0
-"""After so long with nothing from the other end it is asked whether it is there."""
+"""After this time without a byte from the peer, gRPC sends a keepalive ping."""
 PING_ANSWER_SECONDS: Final = 4.0
-"""A connection over which nothing comes for so long after that is dead, and one on which the other end's system has
-confirmed nothing of what was sent for so long (TCP_USER_TIMEOUT, which gRPC sets to the same)."""
+"""Timeout of a keepalive ping. It is also TCP_USER_TIMEOUT: a connection breaks when the peer's system acknowledges
+nothing of what was sent for this time."""
 
 LAST_PING_SECONDS: Final = 20.0
-"""The same for pings of gRPC's own, with which it measures the line: while one of those is on its way no other is sent.
-Behind what was buffered before a line became twenty times slower it may well be on its way for 10 s."""
+"""Timeout of the pings with which gRPC measures bandwidth. gRPC sends no keepalive ping while one of those is on its
+way, and behind the buffers of a connection that became twenty times slower it may take 10 s."""
 
 
 def bind_port(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials) -> int:
-    """Make the server listen; returns the port, chosen by the system for port 0. RunError when that is refused."""
+    """Make the server listen. Returns the port, which the system chooses for port 0. RunError when the system
+    refuses."""
     address = join_address(host, port)
-    # Tried here first: gRPC writes its own account of a failure to the terminal, and raises one without the reason.
+    # Tried here first, because gRPC prints its own message about a failure to the terminal, and its error lacks the
+    # reason.
     reason, bound = bind_refusal(host, port), 0
     if not reason:
         try:
@@ -70,9 +72,8 @@ def bind_refusal(host: str, port: int) -> str:
     return ""
 
 
-# The window is gRPC's own, which it fits to the measured line. A fixed one of 4 MiB gave 0.95 of its rate under TLS on
-# loopback (medians of seven runs with bare gRPC on a busy machine, so within its noise). With it what is held for a
-# peer that does not read stayed within 16 MiB; without it 19 were seen.
+# The flow-control window is gRPC's own, which follows the measured bandwidth. With a fixed window of 4 MiB, throughput
+# under TLS on loopback was 0.95 of it (medians of seven runs with bare gRPC on a busy machine, within its noise).
 _HTTP2_OPTIONS: Final = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -89,10 +90,10 @@ _HTTP2_OPTIONS: Final = [
 CHANNEL_OPTIONS: Final = [
     *_HTTP2_OPTIONS,
     ("grpc.enable_http_proxy", 0),
-    # One connection per channel: otherwise channels of one process to the same address share a connection, and
-    # closing one peer's channel would not close its connection.
+    # One connection per channel: otherwise channels of one process to the same address share a connection, and closing
+    # the channel to one peer would not close its connection.
     ("grpc.use_local_subchannel_pool", 1),
-    # Whoever waits for a connection tries again by itself: a channel that is slower at it would hold that up.
+    # Callers retry by themselves, so a slow reconnect of the channel would only add to their backoff.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 400),
@@ -101,9 +102,9 @@ CHANNEL_OPTIONS: Final = [
 SERVER_OPTIONS: Final = [
     *_HTTP2_OPTIONS,
     ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
-    # More wait at the caller's end.
+    # Further calls wait at the caller.
     ("grpc.max_concurrent_streams", 256),
-    # Without this two servers would silently share a port, and providers would reach either.
+    # Without this, two servers could silently share a port, and a provider would reach either of them.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),

@@ -1,8 +1,8 @@
-"""Direct lines: a TCP connection between two nodes for pieces of rings, under the same mutual TLS as everything else.
+"""Direct line: a TCP connection between two nodes for pieces of rings, under the same mutual TLS as everything else.
 
-gRPC copies every byte several times on its way; a ring moves the whole model. A direct line writes from the memory of a
-tensor and reads into that of another. It is blocking, for a thread that does nothing else, carries pieces one way, and
-is not taken up again when it breaks: whoever sends goes on over a link then.
+gRPC copies every byte several times, and a ring moves the whole model. A direct line writes from the memory of one
+tensor and reads into that of another. It blocks, so a thread of its own uses it, and it carries pieces in one
+direction. A line that breaks is not resumed: the sender goes on over a link.
 
     piece     header, then `size` bytes
     header    "RVD" and the format version (1), round, generation, ring, attempt, hop, segment, chunk, flags, size;
@@ -21,42 +21,31 @@ from typing import Final
 
 import torch
 
-from ravnest.errors import PeerError, RunError
+from ravnest.errors import PeerError
 from ravnest.net.address import split_address
-from ravnest.net.connection import bind_refusal
 from ravnest.net.frames.frames import RingPlace
-from ravnest.net.identity.certificates import read_certificate
 from ravnest.net.identity.identity import node_host
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.tls import TlsKeys
 
 MAGIC: Final = b"RVD\x01"
 PIECE_BYTES: Final = 4 << 20
-"""The largest piece that is taken."""
-HANDSHAKE_SECONDS: Final = 10.0
+"""Maximum size of a piece."""
 STALL_SECONDS: Final = 60.0
-"""How long a peer may take nothing, in the middle of a piece, before the line counts as broken."""
-_WAITING: Final = 16
-"""Connections that may be in the middle of their handshake. One more takes the place of the oldest, so that callers who
-say nothing do not keep an owner out that is through with its handshake in a moment."""
-_LINES_PER_NODE: Final = 16
-"""An owner has one line to here, and dead ones of a connection that broke."""
-_PAUSE_SECONDS: Final = 0.1
-"""Before the next try to accept where the system refuses, for want of file descriptors say."""
+"""Timeout of a peer that reads nothing in the middle of a piece; the line is broken then."""
 
 _HEADER: Final = struct.Struct("<4sQqIIIIIBI")
 _FIRST_BYTES: Final = (16 << 10) - _HEADER.size
-"""Of a piece, what goes with its header, in one TLS record. A header that went ahead would be a packet of its own, and
-one that has nearly nothing in it tells the system little: after ten seconds of silence BBR takes the answer to it as no
-measure of the line, and sends four packets a round trip for 0.2 s to measure it anew."""
-
+"""Bytes of a piece that are sent with its header, in one TLS record. A header alone would be a tiny packet, which tells
+congestion control little: after ten seconds of silence, BBR does not take the answer to it as a measurement, and sends
+four packets per round trip for 0.2 s to measure again."""
 
 Room = Callable[[int, RingPlace, int], torch.Tensor | None]
-"""Memory for a piece: of which generation and place, and of how many bytes it is."""
+"""Returns memory for a piece, given its generation, place and size in bytes."""
 
 
 class DirectLine:
-    """One end of a connection. One thread may send while another receives; `close` may come from anywhere."""
+    """One end of a direct line. One thread may send while another receives; any thread may call `close`."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self.peer = peer
@@ -68,7 +57,7 @@ class DirectLine:
         self._closed = False
 
     def send(self, generation: int, place: RingPlace, data: torch.Tensor) -> None:
-        """Sends a piece, whose bytes have left this process's memory when it returns. PeerError when the line broke."""
+        """Send a piece, which has left this process's memory when this returns. PeerError when the line is broken."""
         flags = place.donation | place.last << 1
         numbers = (place.ring, place.attempt, place.hop, place.segment, place.chunk)
         header = _HEADER.pack(MAGIC, place.round, generation, *numbers, flags, data.numel())
@@ -82,10 +71,10 @@ class DirectLine:
             raise PeerError(f"the direct line to {self.peer} broke: {error}") from None
 
     def receive(self, room: Room | None = None) -> tuple[int, RingPlace, torch.Tensor] | None:
-        """The next piece, with its generation; None at the end of the line, however it came. PeerError for what is no
+        """The next piece, with its generation; None at the end of the line, for any reason. PeerError for an invalid
         piece.
 
-        `room` says where its bytes are to go; where it says None, they lie in memory that the next piece overwrites.
+        `room` returns the memory for the bytes. If it returns None, they go to memory that the next piece overwrites.
         """
         if not self._fill(memoryview(self._header)):
             return None
@@ -95,30 +84,31 @@ class DirectLine:
         place = RingPlace(round, ring, attempt, hop, segment, chunk, bool(flags & 1), bool(flags & 2))
         data = torch.empty(size, dtype=torch.uint8) if room is None else room(generation, place, size)
         if data is None:
-            data = self._for_now(size)
+            data = self._temporary(size)
         if size and not self._fill(_memory(data)):
             return None
         return generation, place, data
 
     def close(self) -> None:
-        """Ends the line at once; whoever is in `receive` or `send` returns."""
+        """End the line at once; threads in `receive` and `send` return."""
         with self._lock:
             self._closed = True
-            # Wakes whoever waits on another thread. Past SSLSocket's own, after which others would read and write the
-            # bare connection.
+            # Wakes threads that wait. Calls the shutdown of the plain socket, because after SSLSocket's own shutdown
+            # other threads would read and write the unencrypted connection.
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             if not self._users:
                 self._socket.close()
 
     def handshake(self) -> bytes:
-        """Makes the called side's part of the handshake; the certificate that the peer shows. OSError if it fails."""
+        """Run the called side's part of the handshake. Returns the certificate of the peer. OSError if the handshake
+        fails."""
         assert isinstance(self._socket, ssl.SSLSocket)
         with self._in_use():
             self._socket.do_handshake()
             return self._socket.getpeercert(binary_form=True) or b""
 
-    def _for_now(self, size: int) -> torch.Tensor:
+    def _temporary(self, size: int) -> torch.Tensor:
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch[:size]
@@ -137,7 +127,7 @@ class DirectLine:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Whoever uses the connection last closes it: its number may be another file's from then on."""
+        """The last user of the connection closes it, because its descriptor may belong to another file afterwards."""
         with self._lock:
             if self._closed:
                 raise OSError("it was closed")
@@ -151,130 +141,21 @@ class DirectLine:
                     self._socket.close()
 
 
-class DirectServer:
-    """Listens for direct lines of nodes that may send here; each is handed to `take`, on a thread of its own.
-
-    `may_send` says which nodes that are. Strangers are refused at the handshake, others hung up on.
-    """
-
-    def __init__(self, node: NodeIdentity, may_send: Callable[[str], bool], take: Callable[[DirectLine], None]) -> None:
-        self._node = node
-        self._may_send = may_send
-        self._take = take
-        self._lock = threading.Lock()
-        self._open: set[DirectLine] = set()
-        self._stopped = threading.Event()
-        self._greeting: dict[int, socket.socket] = {}
-        """Connections in the middle of their handshake, the oldest first, by a number of their own."""
-        self._accepted = 0
-        self._listening: socket.socket | None = None
-        self._keys: TlsKeys | None = None
-        self._context: ssl.SSLContext | None = None
-
-    def start(self, host: str, port: int) -> int:
-        """Listens there, or at another port of the same host where that is taken; the port. RunError for no port."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # As bind_refusal does: a port that was left a moment ago is free.
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host.strip("[]"), port if port and not bind_refusal(host, port) else 0))
-            listening.listen(_WAITING)
-        except OSError as error:
-            listening.close()
-            raise RunError(f"cannot listen on {host} for direct lines: {error.strerror or error}") from None
-        self._listening = listening
-        threading.Thread(target=self._accept, args=(listening,), name="ravnest-direct", daemon=True).start()
-        return int(listening.getsockname()[1])
-
-    def stop(self) -> None:
-        """Ends everything that was accepted, and listens no more."""
-        with self._lock:
-            self._stopped.set()
-            lines = list(self._open)
-        if self._listening is not None:
-            with contextlib.suppress(OSError):
-                # Wakes the thread that accepts, which closing alone does not.
-                self._listening.shutdown(socket.SHUT_RDWR)
-            self._listening.close()
-        for line in lines:
-            line.close()
-
-    def _accept(self, listening: socket.socket) -> None:
-        while not self._stopped.is_set():
-            try:
-                connection, _ = listening.accept()
-            except OSError:
-                self._stopped.wait(_PAUSE_SECONDS)
-                continue
-            self._accepted += 1
-            with self._lock:
-                oldest = list(self._greeting.values())[: max(0, len(self._greeting) + 1 - _WAITING)]
-                for one in oldest:
-                    with contextlib.suppress(OSError):
-                        # Its thread closes it. The end of the bare connection, which its TLS is made on, is enough.
-                        socket.socket.shutdown(one, socket.SHUT_RDWR)
-                self._greeting[self._accepted] = connection
-            arguments = (connection, self._accepted)
-            threading.Thread(target=self._serve, args=arguments, name="ravnest-direct", daemon=True).start()
-
-    def _serve(self, connection: socket.socket, number: int) -> None:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, ValueError, PeerError):
-            stack.callback(connection.close)
-            try:
-                connection.settimeout(HANDSHAKE_SECONDS)
-                secured = self._secured(connection)
-                with self._lock:
-                    self._greeting[number] = secured
-                line = DirectLine(secured, "a caller")
-                stack.callback(self._forget, line)
-                with self._lock:
-                    if self._stopped.is_set():
-                        return
-                    self._open.add(line)
-                line.peer = self._greeted(line)
-                with self._lock:
-                    if sum(open_line.peer == line.peer for open_line in self._open) > _LINES_PER_NODE:
-                        return
-            finally:
-                with self._lock:
-                    del self._greeting[number]
-            _tune(secured)
-            self._take(line)
-
-    def _forget(self, line: DirectLine) -> None:
-        with self._lock:
-            self._open.discard(line)
-        line.close()
-
-    def _secured(self, connection: socket.socket) -> socket.socket:
-        """Takes the connection over. The handshake is still to be made."""
-        keys = self._node.tls_keys()
-        if self._context is None or keys != self._keys:
-            context = _context(ssl.PROTOCOL_TLS_SERVER, keys)
-            # Who only sends never reads them; and closing with something unread would drop what is still on its way.
-            context.num_tickets = 0
-            self._context, self._keys = context, keys
-        return self._context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-
-    def _greeted(self, line: DirectLine) -> str:
-        """Who has called. OSError or PeerError when it is nobody who may."""
-        identity = self._node.identify(read_certificate(line.handshake()))
-        if identity.kind != "node" or not self._may_send(identity.name):
-            raise PeerError(f"{identity} may not send pieces of rings here")
-        return identity.name
-
-
 def dial_direct(address: str, node_id: str, node: NodeIdentity, timeout_seconds: float) -> DirectLine:
-    """A line to the node of this id, which listens for them at `address`. PeerError when it cannot be had."""
+    """A line to the node of this id, which listens at `address`. PeerError when there is no way to make one."""
+    return DirectLine(connect_direct(address, node_id, node.tls_keys(), timeout_seconds), node_id)
+
+
+def connect_direct(address: str, node_id: str, keys: TlsKeys, timeout_seconds: float) -> ssl.SSLSocket:
+    """The connection under such a line."""
     host, port = split_address(address)
     try:
         connection = socket.create_connection((host.strip("[]"), port), timeout=timeout_seconds)
         try:
-            context = _context(ssl.PROTOCOL_TLS_CLIENT, node.tls_keys())
+            context = tls_context(ssl.PROTOCOL_TLS_CLIENT, keys)
             secured = context.wrap_socket(connection, server_hostname=node_host(node_id))
-            _tune(secured)
-            return DirectLine(secured, node_id)
+            tune(secured)
+            return secured
         except BaseException:
             connection.close()
             raise
@@ -282,12 +163,13 @@ def dial_direct(address: str, node_id: str, node: NodeIdentity, timeout_seconds:
         raise PeerError(f"there is no direct line to {node_id} at {address}: {error}") from None
 
 
-def _context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:
+def tls_context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:
+    """TLS 1.3 with these keys, for either end of a line."""
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=keys.roots.decode())
-    # The library takes keys from files alone: one that only this user may read, for as long as it takes.
+    # The library reads keys only from files, so this file exists briefly, readable by this user alone.
     with tempfile.TemporaryDirectory(prefix="ravnest-") as folder:
         path = Path(folder, "keys.pem")
         path.touch(mode=0o600)
@@ -296,11 +178,13 @@ def _context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:
     return context
 
 
-def _tune(connection: socket.socket) -> None:
+def tune(connection: socket.socket) -> None:
+    """Set the options of an established connection: no delay, and the timeouts."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # For what was sent and is not taken: between pieces a line may be silent without end. It is the system's limit, not
-    # Python's, which would make many calls of every piece; and not SO_SNDTIMEO, after which Python's ssl tries again.
+    # This timeout is for data that was sent and is not read, because an idle line may be silent for any time. It is the
+    # system's timeout: Python's own would split each piece into many calls, and after SO_SNDTIMEO Python's ssl tries
+    # again.
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * STALL_SECONDS))
     connection.settimeout(None)

@@ -1,4 +1,4 @@
-"""How large a frame may be; known without torch, to those who only open a connection."""
+"""Limits of a frame. Does not import torch, so that a module that only opens connections need not either."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """Checked on both sides, before anything is allocated."""
+    """Both sides check these limits before they allocate anything."""
 
     frame_bytes: int = 1 << 30
     header_bytes: int = 1 << 18

@@ -1,4 +1,4 @@
-"""The version of the messages and frames two nodes exchange."""
+"""Version of the messages and frames that two nodes exchange."""
 
 from typing import Final
 

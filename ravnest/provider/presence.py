@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ravnest.errors import RefusedError
 from ravnest.net.address import is_wildcard, join_address, own_address_towards
-from ravnest.net.direct_line import DirectServer
+from ravnest.net.direct_server import DirectServer
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.rpc.server import ProviderServer

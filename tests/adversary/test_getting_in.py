@@ -226,7 +226,7 @@ def test_the_holder_of_an_invite_who_signs_itself_a_nodes_or_the_coordinators_ce
         async with attacked() as swarm:
             honest = await swarm.join("anna")
             invite = swarm.invite()
-            root_key, root = invite.token._root_key(), invite.token.root(swarm.clock())
+            root_key, root = invite.token.root_key(), invite.token.root(swarm.clock())
             for name in ("node:anna", COORDINATOR_NAME, "invite:000000000000"):
                 key = certificates.new_key()
                 forged = certificates.leaf_certificate(

@@ -14,12 +14,14 @@ import torch
 from ravnest.coordinator.access.admission import Admission
 from ravnest.errors import PeerError, RunError
 from ravnest.net import direct_line
-from ravnest.net.direct_line import MAGIC, PIECE_BYTES, DirectLine, DirectServer, dial_direct
+from ravnest.net.direct_line import MAGIC, PIECE_BYTES, DirectLine, connect_direct, dial_direct
+from ravnest.net.direct_server import DirectLimits, DirectServer
 from ravnest.net.frames.frames import RingPlace
 from ravnest.net.identity.identity import Identity
 from ravnest.net.identity.node_identity import NodeIdentity, joiner_keys
 
 SECONDS = 20.0
+LIMITS = DirectLimits()
 PLACE = RingPlace(7, 3, attempt=2, hop=1, segment=4, chunk=5)
 
 Received = tuple[int, RingPlace, torch.Tensor]
@@ -55,9 +57,9 @@ class Listening:
 
 
 @contextlib.contextmanager
-def listening(node: NodeIdentity, *may_send: str) -> Iterator[Listening]:
+def listening(node: NodeIdentity, *may_send: str, limits: DirectLimits = LIMITS) -> Iterator[Listening]:
     here = Listening()
-    server = DirectServer(node, lambda node_id: node_id in may_send, here.take)
+    server = DirectServer(node, lambda node_id: node_id in may_send, here.take, limits)
     here.address = f"127.0.0.1:{server.start('127.0.0.1', 0)}"
     try:
         yield here
@@ -162,20 +164,18 @@ def test_a_node_of_another_swarm_is_refused_and_refuses() -> None:
     with listening(nodes["b"], "a") as here, pytest.raises(PeerError, match="no direct line to b"):
         dial_direct(here.address, "b", strangers["a"], 5)
     # One that trusts the swarm, and shows a certificate of its own swarm.
-    liar = NodeIdentity.new()
-    liar._keys = replace(strangers["a"].tls_keys(), roots=nodes["a"].tls_keys().roots)
+    keys = replace(strangers["a"].tls_keys(), roots=nodes["a"].tls_keys().roots)
     with listening(nodes["b"], "a") as here:
-        until_broken(dial_direct(here.address, "b", liar, 5))
+        until_broken(DirectLine(connect_direct(here.address, "b", keys, 5), "b"))
         assert here.lines.empty()
 
 
 def test_who_holds_an_invite_and_has_not_joined_is_refused() -> None:
     admission = Admission.in_memory()
     nodes = swarm("a", "b", admission=admission)
-    joiner = NodeIdentity.new()
-    joiner._keys = joiner_keys(admission.invite("127.0.0.1", 1).token, admission.authority.certificate)
+    keys = joiner_keys(admission.invite("127.0.0.1", 1).token, admission.authority.certificate)
     with listening(nodes["b"], "a") as here:
-        until_broken(dial_direct(here.address, "b", joiner, 5))
+        until_broken(DirectLine(connect_direct(here.address, "b", keys, 5), "b"))
         assert here.lines.empty()
 
 
@@ -195,12 +195,9 @@ def test_nobody_there_or_nobody_who_answers_is_said_in_a_sentence() -> None:
         dial_direct(address, "b", node, 5)
 
 
-def test_whoever_says_nothing_or_speaks_no_tls_is_hung_up_on_and_holds_nobody_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whoever_says_nothing_or_speaks_no_tls_is_hung_up_on_and_holds_nobody_up() -> None:
     nodes = swarm("a", "b")
-    monkeypatch.setattr(direct_line, "HANDSHAKE_SECONDS", 0.3)
-    with listening(nodes["b"], "a") as here:
+    with listening(nodes["b"], "a", limits=DirectLimits(handshake_seconds=0.3)) as here:
         host, port = here.address.split(":")
         silent, plain = (socket.create_connection((host, int(port))) for _ in range(2))
         plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + MAGIC * 100)
@@ -217,13 +214,13 @@ def test_of_more_callers_than_may_wait_the_oldest_are_hung_up_on_and_an_owner_is
     with listening(nodes["b"], "a") as here, contextlib.ExitStack() as stack:
         host, port = here.address.split(":")
         crowd = [
-            stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2 * direct_line._WAITING)
+            stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2 * LIMITS.handshaking)
         ]
         # Accepted after all of them, and none of them has gone by itself.
         line = stack.enter_context(contextlib.closing(dial_direct(here.address, "b", nodes["a"], 5)))
         line.send(1, PLACE, torch.ones(3, dtype=torch.uint8))
         assert here.pieces.get(timeout=SECONDS)[1] == PLACE
-        assert all(is_hung_up(each) for each in crowd[: direct_line._WAITING])
+        assert all(is_hung_up(each) for each in crowd[: LIMITS.handshaking])
         crowd[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             crowd[-1].recv(1)
@@ -234,7 +231,7 @@ def test_an_owner_that_opens_lines_without_an_end_gets_its_share() -> None:
     with listening(nodes["b"], "a") as here, contextlib.ExitStack() as stack:
         lines = [
             stack.enter_context(contextlib.closing(dial_direct(here.address, "b", nodes["a"], 5)))
-            for _ in range(direct_line._LINES_PER_NODE)
+            for _ in range(LIMITS.lines_per_node)
         ]
         for line in lines:
             line.send(1, PLACE, torch.ones(3, dtype=torch.uint8))
@@ -256,22 +253,22 @@ def test_what_is_no_piece_ends_the_line_with_a_sentence_and_costs_no_memory(
     nodes = swarm("a", "b")
     made: list[int] = []
     with listening(nodes["b"], "a") as here:
-        line = dial_direct(here.address, "b", nodes["a"], 5)
+        connection = connect_direct(here.address, "b", nodes["a"].tls_keys(), 5)
         here.lines.get(timeout=SECONDS)
         monkeypatch.setattr(torch, "empty", lambda size, **_: made.append(size))
-        line._socket.sendall(struct.pack("<4sQqIIIIIBI", magic, 1, 1, 0, 1, 0, 0, 0, flags, size))
+        connection.sendall(struct.pack("<4sQqIIIIIBI", magic, 1, 1, 0, 1, 0, 0, 0, flags, size))
         assert "a sent" in here.ends.get(timeout=SECONDS)
         assert made == [] and here.pieces.empty()
         monkeypatch.undo()
-        until_broken(line)
+        until_broken(DirectLine(connection, "b"))
 
 
 def test_a_line_that_ends_in_the_middle_of_a_piece_brings_nothing_of_it() -> None:
     nodes = swarm("a", "b")
     with listening(nodes["b"], "a") as here:
-        line = dial_direct(here.address, "b", nodes["a"], 5)
-        line._socket.sendall(struct.pack("<4sQqIIIIIBI", MAGIC, 1, 1, 0, 1, 0, 0, 0, 0, 1000) + b"x" * 999)
-        line.close()
+        connection = connect_direct(here.address, "b", nodes["a"].tls_keys(), 5)
+        connection.sendall(struct.pack("<4sQqIIIIIBI", MAGIC, 1, 1, 0, 1, 0, 0, 0, 0, 1000) + b"x" * 999)
+        connection.close()
         assert here.ends.get(timeout=SECONDS) == "" and here.pieces.empty()
 
 

@@ -1,4 +1,4 @@
-"""Door: limits on the connections that have not proved who they are.
+"""Door: limits on the connections of callers that have not proved their identity.
 
-Imports no other room of `net`.
+Knows sockets and file descriptors. Imports no other room of `net`.
 """

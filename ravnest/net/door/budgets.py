@@ -1,7 +1,7 @@
-"""Budgets for a port: how many connections may wait to prove who they are, and which of them are closed.
+"""Budgets for a port: limits on the connections that have not proved their identity, and which of them to close.
 
-Anyone on the internet can open a connection, and each takes a file descriptor until it is closed. This file decides;
-ravnest/net/door/doorkeeper.py looks at the connections and closes them.
+Anyone on the internet can open a connection, and each takes a file descriptor until it is closed. This module decides;
+ravnest/net/door/doorkeeper.py lists the connections and closes them.
 """
 
 import ipaddress
@@ -15,27 +15,27 @@ _MIN_INCOMING: Final = 64
 _WAITING_PER_ADDRESS: Final = 128
 """A hundred machines behind one router may join in the same second."""
 _SHARE_OF_ADDRESS: Final = 16
-"""An address may have this part of all that wait, where that is more: an embedded swarm on a large machine is one."""
+"""One address may have 1/16 of all waiting connections if that is more: an embedded swarm on a large machine is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """How many connections one port takes, and how long each may take to prove who it is."""
+    """Maximum number of connections of a port, and the time that each of them may take to prove its identity."""
 
     incoming: int
-    """Connections of every kind."""
+    """All connections."""
     waiting: int
     """Connections that have not proved that they belong to a node."""
     waiting_per_address: int
-    """The same from one address."""
+    """Connections from one address that have not proved that they belong to a node."""
     per_node: int = 32
-    """Connections of one node. A provider has a few with each neighbour, and the dead ones of a line that broke."""
+    """Connections of one node. A provider has a few with each neighbour, and dead ones after a connection broke."""
     silent_seconds: float = 5.0
-    """Time for the first byte. A caller speaks first in TLS; a lost packet is sent again after 1 s and 3 s."""
+    """Timeout of the first byte. In TLS the caller speaks first; TCP sends a lost packet again after 1 s and 3 s."""
     proving_seconds: float = 25.0
-    """Time for the handshake and the first call."""
+    """Timeout of the handshake and the first call."""
     invited_seconds: float = 120.0
-    """Time for the holder of an invite, who joins or measures the line and then comes back as a node."""
+    """Time for the holder of an invite, which joins or measures its connection, and then comes back as a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class Closing:
 def budgets_for(descriptors: int) -> Budgets:
     """The budgets of a process that may have this many file descriptors open.
 
-    Half of them are for connections that come in; the process needs the others for its files, its own connections and
-    its children. Half of the connections are for nodes.
+    Half of the descriptors are for incoming connections; the process needs the others for its files, its own
+    connections and its children. Half of the incoming connections are for nodes.
     """
     incoming = min(max(descriptors // 2, _MIN_INCOMING), _MAX_INCOMING)
     waiting = incoming // 2
@@ -81,7 +81,8 @@ def budgets_for(descriptors: int) -> Budgets:
 
 
 def origin_of(host: str) -> str:
-    """The address that a budget belongs to: the host, or the /64 network of an IPv6 host, which one customer has."""
+    """The address whose budget a host uses: the host itself, or the /64 network of an IPv6 host, which one customer
+    owns."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -97,9 +98,10 @@ def origin_of(host: str) -> str:
 def connections_to_close(connections: Sequence[IncomingConnection], now: float, budgets: Budgets) -> list[Closing]:
     """Which connections to close, each with the reason.
 
-    Of too many that wait, the silent ones go first, then the oldest: an honest caller speaks at once and is through its
-    handshake within a second or two. Where all addresses together are over the budget, those with most connections
-    lose theirs first, so that an attacker with many connections does not shut out a caller with one.
+    Connections that have waited too long are closed first. Over a budget, silent connections go before the others, and
+    older ones before newer ones: an honest caller speaks at once and completes its handshake within a second or two. If
+    all addresses together are over the budget, the address with the most connections loses some first, so that an
+    attacker with many connections does not shut out a caller with one.
     """
     waiting = [connection for connection in connections if not connection.is_node]
     closing = [Closing(connection, reason) for connection in waiting if (reason := _overdue(connection, now, budgets))]
@@ -131,7 +133,7 @@ def _overdue(connection: IncomingConnection, now: float, budgets: Budgets) -> st
 
 
 def _too_many_of_a_node(connections: Sequence[IncomingConnection], budgets: Budgets) -> list[Closing]:
-    """The oldest connections of a node that has too many: of a line that broke again and again, the dead ones."""
+    """The oldest connections of a node that has too many: after many broken connections, these are the dead ones."""
     closing = []
     newest_first = sorted((c for c in connections if c.is_node), key=lambda c: -c.since)
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""File descriptors: how many this process may have open, and raising that as far as the system lets it."""
+"""File descriptors: the number that this process may have open, raised as far as the system allows."""
 
 import contextlib
 import resource
@@ -8,14 +8,14 @@ _MAX_WANTED: Final = 65_536
 
 
 def raise_descriptor_limit() -> int:
-    """Raises the soft limit towards the hard one; the limit that holds then.
+    """Raise the soft limit towards the hard one. Returns the limit that holds afterwards.
 
-    Many systems start a process with a soft limit of 1,024 (macOS: 256) and let it have far more.
+    Many systems start a process with a soft limit of 1,024 (macOS: 256) and allow far more.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_WANTED if hard == resource.RLIM_INFINITY else min(hard, _MAX_WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # macOS refuses more than a limit of its own.
+        # macOS has another, lower limit.
         for limit in (wanted, 10_240):
             with contextlib.suppress(OSError, ValueError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (min(limit, wanted), hard))

@@ -1,11 +1,13 @@
-"""Doorkeeper of a gRPC port: closes connections that take more than their share before they have proved who they are.
+"""Doorkeeper of a gRPC port: closes connections of callers that use more than their share before they prove who they
+are.
 
-gRPC accepts connections by itself and has one limit for all of them together (`grpc.max_allowed_incoming_connections`).
-It asks for the server's keys at each one, though, and that wakes the doorkeeper, which looks for the port's connections
-among the open files of this process and shuts down those that budgets.py names. No byte passes through it, so it costs
-what is sent nothing. While no connection waits to prove who it is, the doorkeeper sleeps.
+gRPC accepts connections by itself, and has one limit for all of them together
+(`grpc.max_allowed_incoming_connections`). But it asks for the server's keys on each connection, and that wakes the
+doorkeeper. The doorkeeper then looks for the port's connections among the open files of this process, and shuts down
+those that budgets.py names. It adds no cost to the traffic, because no byte passes through it. While no connection
+waits to prove its identity, it sleeps.
 
-What happens on failure: where the open files cannot be listed, nothing is closed; gRPC's limit still holds.
+If the open files cannot be listed, the doorkeeper closes nothing, and gRPC's limit still holds.
 """
 
 import threading
@@ -21,27 +23,27 @@ from ravnest.net.door.open_connections import Found, OpenConnections, Peer
 
 _LOOK_SECONDS: Final = 0.25
 _BUSY_LOOK_SECONDS: Final = 0.02
-"""Pause between two looks while connections come faster than they prove who they are."""
+"""Pause between two looks while connections come faster than they prove their identity."""
 _GATHER_SECONDS: Final = 1.0
-"""Time between the first connection that is closed and the report, which counts those that follow."""
+"""Time between the first closed connection and the report, which counts the ones that follow."""
 _REPORT_SECONDS: Final = 30.0
 """Minimum time between two reports of one address."""
 _MAX_REPORTED: Final = 8
-"""Addresses that are reported by themselves within that time."""
+"""Addresses that get a report of their own within that time."""
 _MAX_COUNTED: Final = 1024
 _MANY_CLOSED: Final = 16
-"""Connections of one address that are closed before that is told."""
+"""Minimum number of closed connections of one address for a report."""
 _MANY_FAILED: Final = 200
-"""Connections of one address that end by themselves without a call before that is told: the first contact of a provider
-is one of those."""
+"""Minimum number of connections of one address that end without a call for a report. The first contact of every
+provider is such a connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """Connections of one address that were closed or failed, to be told to the user."""
+    """Report about connections of one address that were closed or failed."""
 
     address: str
-    """The address; empty for all the others together."""
+    """The address; empty for all other addresses together."""
     connections: int
     reason: str
 
@@ -53,77 +55,79 @@ class TurnedAway:
 class Doorkeeper:
     """Watches one port from `start` to `stop`, on a thread of its own. Every method may be called from any thread."""
 
-    def __init__(self, tell: Callable[[TurnedAway], None]) -> None:
-        """`tell` is called on the doorkeeper's thread, seldom, however many connections come."""
-        self._tell = tell
-        self._budgets: Budgets | None = None
-        self._files: OpenConnections | None = None
+    def __init__(self) -> None:
         self._knocked = threading.Event()
-        self._stopped = False
-        self._thread: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._callers: dict[Peer, str] = {}
         self._first_seen: dict[Peer, float] = {}
         self._reports = _Reports()
 
-    def start(self, host: str, port: int, budgets: Budgets) -> None:
-        """Begins to watch the connections to this port of this machine."""
+    def start(self, host: str, port: int, budgets: Budgets, tell: Callable[[TurnedAway], None]) -> None:
+        """Watch the connections to this port of this machine from now on.
+
+        `tell` is called on the doorkeeper's thread, rarely, however many connections come.
+        """
         plain = plain_host(host)
-        self._files = OpenConnections(plain if is_ip_address(plain) and not is_wildcard(plain) else "", port)
-        self._budgets = budgets
-        self._thread = threading.Thread(target=self._watch, name="ravnest-door", daemon=True)
-        self._thread.start()
+        files = OpenConnections(plain if is_ip_address(plain) and not is_wildcard(plain) else "", port)
+        thread = threading.Thread(target=self._watch, args=(files, budgets, tell), name="ravnest-door", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def stop(self) -> None:
-        """Ends the watch; idempotent."""
-        self._stopped = True
+        """End the watch; idempotent."""
+        self._stopped.set()
         self._knocked.set()
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def knock(self) -> None:
         """A connection has come in."""
         self._knocked.set()
 
     def calls(self, peer: str, caller: str) -> None:
-        """A call came over the connection of this peer, in gRPC's words, and `caller` has proved who it is."""
+        """A call came from this peer, in gRPC's words, and `caller` has proved its identity."""
         place = peer_place(peer)
         if place is not None:
             with self._lock:
                 if not self._callers.get(place) or ":" not in caller:
                     self._callers[place] = caller
 
-    def _watch(self) -> None:
+    def _watch(self, files: OpenConnections, budgets: Budgets, tell: Callable[[TurnedAway], None]) -> None:
         pause: float | None = None
         while True:
             self._knocked.wait(pause)
             self._knocked.clear()
-            if self._stopped:
+            if self._stopped.is_set():
                 return
             try:
-                pause = self._look(time.monotonic())
+                pause = self._look(files, budgets, tell, time.monotonic())
             except OSError:
                 # No descriptor is left to look with.
                 pause = _LOOK_SECONDS
-            # However many knock: one look takes them all.
+            # Connections that come in this time need only one look together.
             if pause is not None:
-                time.sleep(_BUSY_LOOK_SECONDS)
+                self._stopped.wait(_BUSY_LOOK_SECONDS)
 
-    def _look(self, now: float) -> float | None:
-        """Closes what is over the budgets; how long until the next look, None: until a connection comes."""
-        assert self._budgets is not None and self._files is not None
+    def _look(
+        self, files: OpenConnections, budgets: Budgets, tell: Callable[[TurnedAway], None], now: float
+    ) -> float | None:
+        """Close the connections over the budgets. Returns the time until the next look; None: at the next
+        connection."""
         with self._lock:
-            # One that calls while the files are listed may not be among them, and is not forgotten for that.
+            # A caller that proves its identity while the files are listed may not be among them, and must not be
+            # forgotten.
             proved_before = set(self._callers)
-        open_now = self._files.look()
+        open_now = files.look()
         seen = self._update(open_now, proved_before, now)
-        closing = connections_to_close(seen, now, self._budgets)
+        closing = connections_to_close(seen, now, budgets)
         for each in closing:
-            self._files.shut_down(open_now[each.connection.peer])
+            files.shut_down(open_now[each.connection.peer])
         for report in self._reports.closed(closing, now):
-            self._tell(report)
+            tell(report)
         waiting = sum(not connection.is_node for connection in seen) - len(closing)
-        if closing or waiting > self._budgets.waiting_per_address // 2:
+        if closing or waiting > budgets.waiting_per_address // 2:
             return _BUSY_LOOK_SECONDS
         return _LOOK_SECONDS if waiting > 0 or self._reports.pending else None
 
@@ -143,7 +147,7 @@ class Doorkeeper:
 
 
 class _Reports:
-    """What is told of connections that were turned away: of each address once in a while, and only of many."""
+    """Reports about connections that were turned away: for each address rarely, and only about many connections."""
 
     def __init__(self) -> None:
         self._closed: Counter[str] = Counter()
@@ -156,7 +160,7 @@ class _Reports:
 
     @property
     def pending(self) -> bool:
-        """Whether there will be something to tell, once it has not been told for a while."""
+        """Whether there is something to report, as soon as the time since the last report allows."""
         return any(count >= _MANY_CLOSED for count in self._closed.values())
 
     def ended(self, peers: list[Peer]) -> None:
@@ -168,7 +172,7 @@ class _Reports:
                 self._failed[_name(self._failed, origin_of(peer[0]))] += 1
 
     def closed(self, closing: list[Closing], now: float) -> Iterator[TurnedAway]:
-        """Takes note of what is closed, and gives the reports that are due."""
+        """Record the connections that are closed. Returns the reports that are due."""
         for each in closing:
             self._closed_by_us.add(each.connection.peer)
             self._count(each.connection.origin, 1, each.reason, now)
@@ -181,7 +185,7 @@ class _Reports:
             del self._first_at[origin]
             yield TurnedAway(origin, self._closed.pop(origin), self._reasons.pop(origin))
         if now - self._since > _REPORT_SECONDS:
-            # A few in a while are the scanners that try every port there is.
+            # A few connections now and then are port scanners.
             self._since = now
             self._failed.clear()
             for origin in [origin for origin, count in self._closed.items() if count < _MANY_CLOSED]:
@@ -199,5 +203,5 @@ class _Reports:
 
 
 def _name(counts: "Counter[str]", origin: str) -> str:
-    """The name to count an address under: there may be more addresses than there is room to count."""
+    """The name under which an address is counted; there may be more addresses than room to count them."""
     return origin if origin in counts or len(counts) < _MAX_COUNTED else ""

@@ -1,6 +1,6 @@
 """Connections that gRPC has accepted on one port, found among the open files of this process.
 
-gRPC lists them nowhere. The system does: each is an open socket whose own end is the port.
+gRPC does not list them. The system does: each is an open socket whose own end is the port.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _OPEN_FILES: Final = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
 _TCP_INFO: Final = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 _BYTES_RECEIVED: Final = struct.Struct("=Q")
 _BYTES_RECEIVED_AT: Final = 128
-"""Where `tcpi_bytes_received` lies in Linux's `struct tcp_info`, since 4.1."""
+"""Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`, since 4.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Found:
 
     descriptor: int
     number: int
-    """The number of the socket, which no other one has while this one is open."""
+    """The inode of the socket, which no other socket has while this one is open."""
     has_spoken: bool
     """Whether a byte has come over it."""
 
@@ -39,17 +39,17 @@ class OpenConnections:
     """The connections to one port of this process, found among its open files."""
 
     def __init__(self, host: str, port: int) -> None:
-        """`host` is empty where the port is open at every address."""
+        """`host` is empty if the port is open at every address."""
         self._host = host
         self._port = port
         self._files: dict[int, tuple[int, Peer | None]] = {}
-        """By descriptor: the number of the socket, by which it is told from a later one, and its peer where it is a
-        connection to the port. What is known is not asked again: each question lets go of Python's lock, and a process
-        that computes takes milliseconds to give it back."""
+        """By descriptor: the inode of the socket, which tells it from a later one, and its peer if it is a connection
+        to the port. Known sockets are not asked again: each question releases Python's lock, and a busy process takes
+        milliseconds to return it."""
         self._spoken: set[int] = set()
 
     def look(self) -> dict[Peer, Found]:
-        """The connections there are now. OSError where there is no descriptor left to look with."""
+        """The connections that are open now. OSError when no descriptor is left to look with."""
         files: dict[int, tuple[int, Peer | None]] = {}
         for name in os.listdir(_OPEN_FILES):
             descriptor = int(name)
@@ -69,18 +69,18 @@ class OpenConnections:
         }
 
     def shut_down(self, found: Found) -> None:
-        """Ends a connection, if it is still there; gRPC reads that as its end and closes it."""
+        """End a connection, if it is still open. gRPC reads the end and closes the socket."""
         with contextlib.suppress(OSError):
             copy = os.dup(found.descriptor)
             if os.fstat(copy).st_ino != found.number:
-                # The descriptor is another file's by now. The copy stays open: to close it would let go of the locks
-                # that this process may have on the file.
+                # The descriptor belongs to another file by now. The copy stays open, because closing it would release
+                # the locks that this process may have on that file.
                 return
             with socket.socket(fileno=copy) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _peer(self, descriptor: int) -> Peer | None:
-        """The other end, where this is a connection to the port."""
+        """The other end, if this is a connection to the port."""
         try:
             connection = socket.socket(fileno=descriptor)
         except OSError:
@@ -90,15 +90,15 @@ class OpenConnections:
                 here, there = connection.getsockname(), connection.getpeername()
                 if here[1] == self._port and (not self._host or plain_host(here[0]) == self._host):
                     return plain_host(there[0]), there[1]
+            return None
         except OSError:
-            # It listens, or has just ended.
-            pass
+            # The socket listens, or its connection has just ended: it has no other end.
+            return None
         finally:
             connection.detach()
-        return None
 
     def _has_spoken(self, descriptor: int, number: int) -> bool:
-        """Whether a byte has come over it; yes where the system does not say."""
+        """Whether a byte has come over it; True if the system does not tell."""
         if _TCP_INFO is None or number in self._spoken:
             return True
         try:
@@ -107,11 +107,12 @@ class OpenConnections:
             return True
         try:
             info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _BYTES_RECEIVED_AT + _BYTES_RECEIVED.size)
-            if not _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0]:
-                return False
+            has_spoken = bool(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0])
         except (OSError, struct.error):
-            pass
+            # The connection has ended, or the kernel is too old to tell: the other timeouts apply.
+            has_spoken = True
         finally:
             connection.detach()
-        self._spoken.add(number)
-        return True
+        if has_spoken:
+            self._spoken.add(number)
+        return has_spoken

@@ -30,7 +30,7 @@ def decode(data: bytes, limits: FrameLimits = DEFAULT_LIMITS) -> Frame:
 
 
 def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> tuple[Frame, int]:
-    """The frame that begins at `start`, and where it ends. Raises PeerError if there is no whole valid frame."""
+    """The frame that begins at `start`, and its end. Raises PeerError if there is no complete valid frame."""
     available = len(data) - start
     if available < PREFIX.size:
         raise PeerError(f"a frame is cut short: {available} bytes are less than its first {PREFIX.size}")
@@ -95,7 +95,7 @@ def _decode_tensors(
         nbytes = reach = itemsize
         for size in shape:
             nbytes *= size
-            # An empty tensor has no bytes but still strides: the product of its other sizes must stay sane too.
+            # An empty tensor has no bytes, but it has strides: the product of its other sizes must stay in bounds too.
             reach *= size or 1
         if reach > limits.frame_bytes:
             raise PeerError(
@@ -121,7 +121,7 @@ def _decode_tensors(
 
 
 def _coded_bytes(spec: frame_pb2.TensorSpec, count: int) -> int:
-    """How many bytes the values of a coded tensor take."""
+    """Number of bytes that the values of a coded tensor take."""
     codec = codec_named(spec.codec)
     most = codec.size_bytes(count)
     if not codec.varies:

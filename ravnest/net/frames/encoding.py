@@ -19,13 +19,13 @@ _ZEROS = [bytes(count) for count in range(ALIGNMENT_BYTES)]
 
 
 def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
-    """The frame as bytes. Tensors on another device are brought to the CPU, others are read where they lie.
+    """The frame as bytes. Tensors on another device are copied to the CPU, others are read in place.
 
-    Raises PeerError for a frame that the other side would refuse: too large, an element type that does not travel,
-    a number that does not fit 64 bits.
+    Raises PeerError for a frame that the other side would refuse: too large, an element type that does not travel, a
+    number that does not fit 64 bits.
     """
     pieces: list[bytes | memoryview] = [b"", b""]
-    held = []  # tensors whose memory `pieces` points into; they must outlive the join
+    held = []  # tensors whose memory `pieces` points into, kept alive until the join
     specs = b""
     size = 0
     for name, tensor in frame.tensors.items():
@@ -62,7 +62,7 @@ def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
 
 
 def _add_bytes(pieces: list[bytes | memoryview], tensor: torch.Tensor) -> int:
-    """Adds a tensor's memory and zeros up to the next one; how many bytes that is."""
+    """Add a tensor's memory, and zeros up to the next alignment. Returns the number of bytes."""
     pieces.append(tensor_bytes(tensor))
     nbytes = tensor.nbytes
     if padding := -nbytes % ALIGNMENT_BYTES:
@@ -92,9 +92,9 @@ def _header_bytes(frame: Frame) -> bytes:
         raise PeerError(f"the frame of microbatch {frame.microbatch} cannot be sent: {error}") from None
 
 
-# A protobuf message is the concatenation of its fields, so the part of the header that repeats from frame to frame
-# (the specs of the same tensors, microbatch after microbatch) is serialised once. Not many: pieces of replicas have
-# other sizes each time, and would fill whatever room there is over the hours.
+# A protobuf message is the concatenation of its fields. So the part of the header that repeats from frame to frame, the
+# specs of the same tensors, is serialised once. The cache is small, because pieces of replicas have new sizes each time
+# and would fill any cache within hours.
 @functools.lru_cache(maxsize=512)
 def _spec_bytes(name: str, dtype: int, shape: torch.Size, order: tuple[int, ...], codec: str = "") -> bytes:
     _check_own_name(name)

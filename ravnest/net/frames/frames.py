@@ -22,7 +22,7 @@ ALIGNMENT_BYTES: Final = 64
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame means to the stage that receives it."""
+    """The meaning of a frame for the stage that receives it."""
 
     FEED = 1
     """Inputs to the root or targets to the leaf, from the coordinator."""
@@ -43,14 +43,14 @@ class FrameKind(enum.IntEnum):
     CONTROL = 9
     """A message of control.proto, in the bytes of the tensor `message`."""
     RING = 10
-    """A piece of what a ring averages, in the bytes of the tensor `data`."""
+    """A piece of a ring's average, in the bytes of the tensor `data`."""
     PART = 11
-    """Bytes of a part of a replica, in the tensor `data`; `replica` says of which."""
+    """Bytes of a part of a replica, in the tensor `data`; `replica` is its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingPlace:
-    """Where a piece of what a ring averages belongs."""
+    """Place of a piece in an averaging round."""
 
     round: int
     ring: int
@@ -59,25 +59,25 @@ class RingPlace:
     segment: int = 0
     chunk: int = 0
     donation: bool = False
-    """Not of an attempt: the anchor and the outer state, for an owner that was left out."""
+    """The piece belongs to no attempt: it is part of the anchor and the outer state, for an owner that was left out."""
     last: bool = False
-    """Of a donation: nothing follows."""
+    """The last piece of a donation."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coded:
-    """A tensor of float32 in the bytes of a codec."""
+    """A float32 tensor in the bytes of a codec."""
 
     codec: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    """Its dimensions in the order of its memory, as `tensors.dense` gives them."""
+    """Its dimensions in the order of its memory, as `tensor_bytes.dense` returns them."""
     data: torch.Tensor
     """Flat, uint8."""
 
     @property
     def raw_bytes(self) -> int:
-        """What it takes when it is not coded."""
+        """Size without the codec."""
         return math.prod(self.shape) * torch.float32.itemsize
 
 
@@ -94,8 +94,9 @@ class Frame:
     scalars: Mapping[str, int | float | bool] = field(default_factory=dict)
     piece: RingPlace | None = None
     coded: Mapping[str, Coded] = field(default_factory=dict)
-    """Of a FORWARD or BACKWARD frame: tensors in a codec. Their bytes are as they came: the codec looks at them."""
+    """Tensors in a codec, in a FORWARD or BACKWARD frame. Decoding the frame does not check their bytes; the codec
+    does."""
     residence_micros: int = 0
-    """Of a BACKWARD frame: how long its sender has had the microbatch, since its activations came; 0: not told."""
+    """In a BACKWARD frame: the time from the arrival of the activations at its sender to the frame; 0: unknown."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Of a FEED frame: the free sizes of the microbatch, by symbol."""
+    """In a FEED frame: the free sizes of the microbatch, by symbol."""

@@ -1,7 +1,7 @@
-"""Tensors as raw bytes, both ways without a copy.
+"""Tensors as raw bytes, without a copy in either direction.
 
-`tensor_bytes` lends the memory of a tensor to a single `bytes.join`; `tensor_view` lays a tensor over bytes that
-came from a peer. What may travel is the table `WIRE_DTYPES`; anything else is refused with a sentence.
+`tensor_bytes` lends the memory of a tensor to a single `bytes.join`; `tensor_view` makes a tensor over bytes that came
+from a peer. Only the element types of `WIRE_DTYPES` may travel; PeerError for any other.
 """
 
 import ctypes
@@ -27,27 +27,27 @@ WIRE_DTYPES: Final[dict[torch.dtype, int]] = {
     torch.float32: frame_pb2.DTYPE_FLOAT32,
     torch.float64: frame_pb2.DTYPE_FLOAT64,
 }
-"""The element types that travel, and their number on the wire."""
+"""Element types that travel, and their number on the wire."""
 
 TORCH_DTYPES: Final[dict[int, tuple[torch.dtype, int]]] = {
     code: (dtype, dtype.itemsize) for dtype, code in WIRE_DTYPES.items()
 }
-"""The way back: the number on the wire, to the element type and its size in bytes."""
+"""For each number on the wire, the element type and its size in bytes."""
 
 
 def on_host(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The tensor as `dense` has it, in the memory of the CPU (itself where it already is that)."""
+    """The tensor as `dense` returns it, in the memory of the CPU (itself if it is that already)."""
     tensor, order = dense(name, tensor)
     return tensor if tensor.is_cpu else tensor.cpu(), order
 
 
 def dense(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The tensor as dense, contiguous memory (itself where it already is that), and its dimensions in the order of that
-    memory; none where that is the order of its shape.
+    """The tensor in dense, contiguous memory (itself if it is that already), and its dimensions in the order of that
+    memory; empty if that is the order of its shape.
 
-    A transposed or channels-last tensor stays that on the other side: operators choose their kernels by it, and a
-    model cut there must compute bit for bit what the whole model does. Raises PeerError for a tensor that cannot
-    travel: an element type off the table, or one that is not dense.
+    A transposed or channels-last tensor keeps its order on the other side: operators choose their kernels by it, and a
+    model that is cut there must compute bit for bit the same as the whole model. Raises PeerError for a tensor that
+    cannot travel: an element type off the table, or a tensor that is not dense.
     """
     if tensor.dtype not in WIRE_DTYPES:
         raise PeerError(
@@ -64,7 +64,7 @@ def dense(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...
         return tensor, ()
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
-    # An expanded tensor (stride 0) has no order worth keeping.
+    # The order of an expanded tensor (stride 0) means nothing.
     if 0 in strides or order == tuple(range(len(order))):
         return tensor.contiguous(), ()
     return tensor.permute(order).contiguous(), order
@@ -77,18 +77,19 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes | memoryview:
     return memoryview(_ANY_BYTES.from_address(tensor.data_ptr()))[: tensor.nbytes]
 
 
-# Of one length, of which as much is taken as there is: an array of another length is another type in ctypes, and those
-# of all lengths that messages have would fill memory for hours before anybody cleans up after them.
+# One array type that is longer than any tensor, and sliced: ctypes creates a type for each length and caches it, so
+# types for all lengths would fill the memory over hours.
 _ANY_BYTES = ctypes.c_char * (1 << 48)
 
 
 def tensor_view(
     name: str, data: bytes, offset: int, dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] = ()
 ) -> torch.Tensor:
-    """A tensor over the bytes of `data` from `offset` on, which the caller has checked to be there. No copy.
+    """A tensor over the bytes of `data` from `offset` on, without a copy. The caller has checked that the bytes are
+    there.
 
-    `order` is that of `on_host`, a permutation of the dimensions. The tensor keeps `data` alive. Raises PeerError for
-    bool values that are neither 0 nor 1, since operators may do anything at all with those.
+    `order` is the one that `on_host` returned, a permutation of the dimensions. The tensor keeps `data` alive. Raises
+    PeerError for bool values other than 0 and 1, because operators may do anything with those.
     """
     count = math.prod(shape)
     if count == 0:
@@ -100,7 +101,7 @@ def tensor_view(
 
 
 def shaped(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
-    """Flat values as the tensor that `dense` made flat: a view of them."""
+    """Flat values as a view with the shape and order that the tensor had before `dense`."""
     if not order:
         return flat.view(shape)
     return flat.view([shape[dimension] for dimension in order]).permute([order.index(d) for d in range(len(order))])
@@ -111,8 +112,8 @@ def _dtype_names() -> str:
 
 
 def _silence_read_only_warning() -> None:
-    # torch warns, once in the life of a process, that a tensor over `bytes` could be written to. That one warning
-    # is spent here; nobody else holds the bytes of a frame, so writing to the tensor would harm nothing.
+    # torch warns once per process that a tensor over `bytes` could be written to. This call uses that one warning up.
+    # Writing would do no harm, because only the frame has these bytes.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(bytes(8), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Identity: certificates, keys and invites: who a node is, and what it may call.
+"""Identity: certificates, keys and invites, which tell who a node is and what it may call.
 
-May import the top of `net` (addresses, connection options). Sends nothing.
+Knows files and cryptography. May import the top of `net` (addresses, connection settings). Sends nothing.
 """

@@ -1,7 +1,7 @@
-"""The swarm's own certificate authority, on the coordinator's side.
+"""Certificate authority of a swarm, on the coordinator's side.
 
-Its certificate is at once the root every node trusts and what the coordinator serves TLS with, so that one fingerprint
-in an invite stands for both.
+Its certificate is the root that every node trusts, and also the certificate that the coordinator shows in TLS, so that
+one fingerprint in an invite covers both.
 """
 
 import time
@@ -32,7 +32,7 @@ class SwarmAuthority:
 
     @classmethod
     def new(cls, now: float | None = None) -> Self:
-        """A fresh authority, in memory alone."""
+        """A new authority, in memory only."""
         key = certificates.new_key()
         moment = time.time() if now is None else now
         return cls(
@@ -42,13 +42,13 @@ class SwarmAuthority:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """The authority kept in `folder`, made there at the first call. RunError when it cannot be read or kept."""
+        """The authority in `folder`, created there on the first call. RunError when it cannot be read or written."""
         make_private_folder(folder)
         path = folder / AUTHORITY_FILE
         data = read_private(path)
         if data is None:
             made = cls.new()
-            # Key and certificate are one file, so that there is never one without the other.
+            # Key and certificate are one file, so that neither exists without the other.
             write_private(path, certificates.key_pem(made.key) + certificates.certificate_pem(made.certificate))
             return made
         try:
@@ -64,13 +64,13 @@ class SwarmAuthority:
 
     @property
     def fingerprint(self) -> bytes:
-        """What an invite carries to recognise this swarm by."""
+        """The hash in an invite by which a provider recognises this swarm."""
         return certificates.fingerprint(self.certificate)
 
     def issue(self, request: bytes, node_id: str, role: str = "provider", now: float | None = None) -> Certificate:
-        """A node's certificate for the key in its request; PeerError when the request is bad.
+        """A certificate for the key in a node's request; PeerError when the request is bad.
 
-        Nothing but the key is taken from the request: who the node is, the coordinator says.
+        Only the key is taken from the request; the coordinator decides the name and the role.
         """
         return certificates.leaf_certificate(
             certificates.request_key(request),
@@ -84,7 +84,8 @@ class SwarmAuthority:
         )
 
     def tls_keys(self, invite_roots: Iterable[Certificate] = ()) -> TlsKeys:
-        """What the coordinator serves and dials with: it lets nodes in, and the holders of the invites given."""
+        """The keys for the coordinator's server and its own calls. They admit nodes, and the holders of the given
+        invites."""
         own = certificates.certificate_pem(self.certificate)
         roots = b"".join([own, *(certificates.certificate_pem(root) for root in invite_roots)])
         return TlsKeys(certificates.key_pem(self.key), own, roots)

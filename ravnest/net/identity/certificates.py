@@ -1,7 +1,7 @@
-"""Keys and X.509 certificates, all of one kind: P-256 and SHA-256. What they mean is decided elsewhere.
+"""Keys and X.509 certificates, all of one kind: P-256 and SHA-256. Their meaning is decided in identity.py.
 
-Only `request_key` and `read_certificate` take bytes from peers; they, and what reads a field of such a certificate,
-raise PeerError, and nothing else, for anything that is not exactly what they expect.
+Only `request_key` and `read_certificate` accept bytes from peers. These two, and the functions that read a field of
+such a certificate, raise PeerError and nothing else for anything unexpected.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ PublicKey = ec.EllipticCurvePublicKey
 Certificate = x509.Certificate
 
 CLOCK_SKEW: Final = timedelta(days=1)
-"""How far behind a peer's clock may be: certificates are valid from this long before they were made."""
+"""Tolerance for a peer's clock that is behind: certificates are valid from this long before their creation."""
 
 MAX_DER_BYTES: Final = 4096
-"""Far above what the certificates and requests made here need."""
+"""Far more than the certificates and requests of this module need."""
 
 
 def new_key() -> Key:
-    """A fresh private key."""
+    """A new private key."""
     return ec.generate_private_key(ec.SECP256R1())
 
 
@@ -50,12 +50,13 @@ def leaf_certificate(
     hosts: Sequence[str] = (),
     role: str = "",
 ) -> Certificate:
-    """A certificate that can sign nothing: for both ends of TLS where it names `hosts`, for callers alone otherwise."""
+    """A certificate that cannot sign others: for both ends of TLS if it names `hosts`, otherwise for callers only."""
     return _signed(_name(common_name, role), issuer_name, public_key, issuer_key, lifetime, now, hosts, authority=False)
 
 
 def certificate_request(key: Key) -> bytes:
-    """A signing request, in DER. It proves that its sender has the key and names nobody: the authority names."""
+    """A signing request in DER. It proves that the sender has the key, and contains no name: the authority gives the
+    name."""
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
 
@@ -69,7 +70,7 @@ def request_key(der: bytes) -> PublicKey:
         key = request.public_key()
         if not request.is_signature_valid:
             raise ValueError("not signed with its own key")
-    except Exception as error:  # the library has many of its own, and they are no part of its interface
+    except Exception as error:  # the library raises many types, which are not part of its interface
         raise RefusedError(
             f"the certificate request cannot be used: {str(error)[:300]}; join again with a new key"
         ) from None
@@ -85,7 +86,8 @@ def read_certificate(data: bytes) -> Certificate:
             raise ValueError("it is too long")
         pem = data.startswith(b"-----")
         certificate = x509.load_pem_x509_certificate(data) if pem else x509.load_der_x509_certificate(data)
-        # All of the signature's bits are used. The library does not look, so one certificate would have many forms.
+        # Every bit of the signature must be used. The library does not check that, and one certificate would have many
+        # encodings.
         if not certificate.public_bytes(serialization.Encoding.DER).endswith(b"\x00" + certificate.signature):
             raise ValueError("its signature has bits that are not used")
         return certificate
@@ -94,7 +96,7 @@ def read_certificate(data: bytes) -> Certificate:
 
 
 def certificate_key(certificate: Certificate) -> PublicKey:
-    """The key a certificate is for. PeerError when it is not of the one kind used here."""
+    """The public key of a certificate. PeerError when it is not a P-256 key."""
     try:
         key = certificate.public_key()
     except Exception:  # as above
@@ -105,7 +107,7 @@ def certificate_key(certificate: Certificate) -> PublicKey:
 
 
 def is_issued_by(certificate: Certificate, issuer: Certificate) -> bool:
-    """Whether the issuer's own key signed the certificate, with nobody in between."""
+    """Whether the issuer's own key signed the certificate, without a certificate in between."""
     try:
         certificate.verify_directly_issued_by(issuer)
     except Exception:  # as above
@@ -114,7 +116,7 @@ def is_issued_by(certificate: Certificate, issuer: Certificate) -> bool:
 
 
 def subject_field(certificate: Certificate, oid: x509.ObjectIdentifier) -> str:
-    """A field of the subject, or an empty string unless it is there exactly once and is text."""
+    """A field of the subject; empty unless it occurs exactly once and is text."""
     try:
         found = certificate.subject.get_attributes_for_oid(oid)
     except Exception:  # as above
@@ -123,12 +125,12 @@ def subject_field(certificate: Certificate, oid: x509.ObjectIdentifier) -> str:
 
 
 def common_name(certificate: Certificate) -> str:
-    """The subject's common name; empty when there is not exactly one."""
+    """The subject's common name; empty unless there is exactly one."""
     return subject_field(certificate, NameOID.COMMON_NAME)
 
 
 def role(certificate: Certificate) -> str:
-    """The role the subject was given; empty when there is none."""
+    """The subject's role; empty when there is none."""
     return subject_field(certificate, NameOID.ORGANIZATIONAL_UNIT_NAME)
 
 
@@ -138,7 +140,7 @@ def fingerprint(certificate: Certificate) -> bytes:
 
 
 def key_id(public_key: PublicKey) -> str:
-    """SHA-256 of a public key, in hexadecimal: the same key is the same machine."""
+    """SHA-256 of a public key, in hexadecimal. The same key means the same machine."""
     encoded = public_key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)
     return hashlib.sha256(encoded).hexdigest()
 
@@ -152,14 +154,14 @@ def certificate_pem(certificate: Certificate) -> bytes:
 
 
 def key_pem(key: Key) -> bytes:
-    """The private key, unencrypted: for a private file or for the TLS library, nothing else."""
+    """The private key, unencrypted: only for a private file or the TLS library."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
 def read_key(pem: bytes) -> Key:
-    """A private key of ours, from a file of ours. ValueError when it is not one."""
+    """A private key from a file of this program. ValueError for anything else."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
     except Exception as error:  # as above
@@ -190,7 +192,7 @@ def _signed(
     made = datetime.fromtimestamp(now, UTC)
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if authority or hosts:
-        # TLS libraries take an authority's purposes as limits on those it signs for: it needs both.
+        # TLS libraries apply an authority's purposes to the certificates that it signs, so it needs both.
         purposes.append(ExtendedKeyUsageOID.SERVER_AUTH)
     builder = (
         x509.CertificateBuilder()

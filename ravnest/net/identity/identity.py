@@ -1,9 +1,9 @@
-"""Who is at the other end of a connection, read out of the certificate it showed, and what that entitles it to.
+"""Identity of the other end of a connection, read from its certificate, and the calls that this identity may make.
 
-TLS lets everybody in whose certificate chains to a root the server trusts, and a coordinator's server trusts the
-swarm's authority and the roots of its live invites alike. Whoever holds an invite holds the key of that invite's root
-and can sign any name with it. So a name counts only together with its issuer: `Callers` checks that the root that
-belongs to the name signed the certificate itself.
+TLS admits every caller whose certificate chains to a root that the server trusts. A coordinator's server trusts the
+swarm's authority and the roots of its live invites. But the holder of an invite has the key of that invite's root, and
+can sign any name with it. So a name counts only together with its issuer: `Callers` checks that the certificate was
+signed by the root that belongs to the name.
 """
 
 import re
@@ -16,20 +16,20 @@ from ravnest.net.identity import certificates
 from ravnest.net.identity.certificates import Certificate
 
 AuthContext = Mapping[str, Iterable[bytes]] | None
-"""What gRPC's `context.auth_context()` gives."""
+"""The result of gRPC's `context.auth_context()`."""
 
 Kind = Literal["invite", "node", "coordinator"]
 
 COORDINATOR_NAME: Final = "coordinator"
 COORDINATOR_HOST: Final = "coordinator.ravnest"
-"""What the coordinator's certificate is checked against, whichever address it was reached at."""
+"""The host name in the coordinator's certificate, which callers check at every address."""
 
 NODE_ID_CHARACTERS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A proven identity: an invite (somebody about to join), a node that has joined, or the coordinator itself."""
+    """A proven identity: an invite (of a provider about to join), a node that has joined, or the coordinator."""
 
     kind: Kind
     name: str
@@ -40,7 +40,8 @@ class Identity:
 
 
 class Callers:
-    """Tells who calls. `invite_root` finds the root of an invite by its id, `is_member` knows who was thrown out."""
+    """Identifies callers. `invite_root` finds the root of an invite by its id; `is_member` is False for removed
+    nodes."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Callers:
         self._is_member = is_member
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
-        """Who makes this call. PeerError when the swarm does not know the caller or it may not make the call."""
+        """The identity of the caller. PeerError when the swarm does not know it, or it may not make this call."""
         identity = self.identify(auth_context)
         allowed, reason = may_call(identity, kinds, call)
         if not allowed:
@@ -61,7 +62,7 @@ class Callers:
         return identity
 
     def identify(self, auth_context: AuthContext) -> Identity:
-        """The identity behind the other end of a connection. PeerError when there is none this swarm vouches for."""
+        """The identity of the other end of a connection. PeerError when the swarm does not know it."""
         shown = list((auth_context or {}).get("x509_pem_cert", ()))
         if len(shown) != 1:
             raise PeerError("the caller shows no certificate; join the swarm with an invite first")
@@ -71,7 +72,7 @@ class Callers:
         return identity
 
     def identify_certificate(self, certificate: Certificate) -> Identity:
-        """The identity a certificate gives its holder. PeerError when this swarm did not issue it."""
+        """The identity that a certificate proves. PeerError when this swarm did not issue it."""
         kind, _, name = certificates.common_name(certificate).partition(":")
         if kind == "node" and certificates.is_issued_by(certificate, self._authority) and is_node_id(name):
             return Identity("node", name, certificates.role(certificate))
@@ -85,7 +86,7 @@ class Callers:
 
 
 def may_call(identity: Identity, kinds: Collection[Kind], call: str) -> tuple[bool, str]:
-    """Whether the identity is of a kind that may make this call, and the reason as a sentence."""
+    """Whether an identity of this kind may make this call, and the reason as a sentence."""
     if identity.kind in kinds:
         return True, f"{identity} may call {call}"
     if identity.kind == "invite":
@@ -98,9 +99,9 @@ def may_call(identity: Identity, kinds: Collection[Kind], call: str) -> tuple[bo
 
 
 def node_host(node_id: str) -> str:
-    """What a node's certificate is checked against, wherever the node listens.
+    """The host name in a node's certificate, which callers check at every address.
 
-    Nodes have a domain of their own, so that a node called "coordinator" is not taken for the coordinator.
+    Nodes have their own domain, so that a node named "coordinator" cannot pass for the coordinator.
     """
     assert is_node_id(node_id), "node ids are made by as_node_id"
     return f"{node_id}.node.ravnest"
@@ -121,7 +122,7 @@ def is_node_id(text: str) -> bool:
 
 
 def as_node_id(name: str, fallback: str = "provider") -> str:
-    """The node id nearest to what people call a machine; `fallback` when nothing of the name can be kept."""
+    """The node id nearest to the name of a machine; `fallback` when no character of the name can be used."""
     text = re.sub(r"[^a-z0-9]+", "-", name.lower())[:NODE_ID_CHARACTERS].strip("-")
     return text or fallback
 

@@ -1,8 +1,8 @@
-"""The token of an invite, and the key both sides derive from its secret.
+"""Token of an invite, and the key that both sides derive from its secret.
 
-The secret never crosses the wire. From it the joiner and the coordinator derive the same key, the *invite root*; the
-joiner signs itself a short-lived certificate with it, and the coordinator trusts the root's certificate while the
-token lives. The coordinator stores that certificate and not the secret: what it keeps admits nobody.
+The secret is never sent. From it, the joiner and the coordinator derive the same key, the *invite root*. The joiner
+signs itself a short-lived certificate with that key, and the coordinator trusts the root's certificate while the token
+is valid. The coordinator stores only that certificate, which admits no caller by itself, and not the secret.
 """
 
 import base64
@@ -25,15 +25,15 @@ ID_BYTES: Final = 6
 SECRET_BYTES: Final = 16
 
 ROOT_LIFETIME: Final = timedelta(days=3650)
-"""When a token expires is the coordinator's to say, at every handshake; the certificate of its root says nothing."""
+"""The coordinator decides at every handshake whether a token has expired; the lifetime of its root has no meaning."""
 
 PASS_LIFETIME: Final = timedelta(days=1)
-"""With CLOCK_SKEW to the other side, this is by how much the clock of a joiner may be wrong."""
+"""Tolerance for a joiner's clock that is behind; CLOCK_SKEW is the tolerance for one that is ahead."""
 
 
 @dataclass(frozen=True, slots=True)
 class InviteToken:
-    """A public id, by which people and logs name an invite, and a secret."""
+    """A secret, and a public id that names the invite for people and logs."""
 
     id: str
     secret: bytes = field(repr=False)
@@ -49,22 +49,23 @@ class InviteToken:
         return cls(data[:ID_BYTES].hex(), data[ID_BYTES:])
 
     def encode(self) -> str:
-        """The token as it stands in an invite. Secret."""
+        """The token as text, for an invite. Secret."""
         return encode_url_safe(bytes.fromhex(self.id) + self.secret)
 
     def root(self, now: float) -> Certificate:
-        """The certificate that a coordinator trusts while the token lives. Not secret."""
-        return certificates.authority_certificate(self._root_key(), _root_name(self.id), ROOT_LIFETIME, now)
+        """The certificate that a coordinator trusts while the token is valid. Not secret."""
+        return certificates.authority_certificate(self.root_key(), _root_name(self.id), ROOT_LIFETIME, now)
 
     def sign_pass(self, now: float) -> tuple[Key, Certificate]:
-        """A fresh key and a certificate for it that says: the bearer holds this invite."""
+        """A new key, and a certificate which states that its bearer holds this invite."""
         key = certificates.new_key()
         issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _root_name(self.id))])
         name = invite_common_name(self.id)
-        return key, certificates.leaf_certificate(key.public_key(), name, issuer, self._root_key(), PASS_LIFETIME, now)
+        return key, certificates.leaf_certificate(key.public_key(), name, issuer, self.root_key(), PASS_LIFETIME, now)
 
-    def _root_key(self) -> Key:
-        # 16 bytes more than the curve's order has make the remainder as good as uniform (FIPS 186-5, A.2.1).
+    def root_key(self) -> Key:
+        """The key that both sides derive from the secret. Secret."""
+        # With 16 bytes more than the order of the curve, the remainder is close to uniform (FIPS 186-5, A.2.1).
         derivation = HKDF(hashes.SHA256(), length=48, salt=_SALT, info=f"invite root {self.id}".encode())
         number = int.from_bytes(derivation.derive(self.secret))
         return ec.derive_private_key(number % (_P256_ORDER - 1) + 1, ec.SECP256R1())
@@ -81,7 +82,7 @@ def decode_url_safe(text: str, size_bytes: int) -> bytes:
         data = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
         raise ValueError("not base64") from None
-    # One value has one spelling: stray bits in the last character are refused.
+    # Each value has one encoding: stray bits in the last character are refused.
     if len(data) != size_bytes or encode_url_safe(data) != text:
         raise ValueError("wrong length")
     return data

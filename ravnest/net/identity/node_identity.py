@@ -1,4 +1,4 @@
-"""A provider's own key and certificate: the key is made here and never leaves, the certificate comes from joining."""
+"""Key and certificate of a provider. The key is created here and never leaves; joining brings the certificate."""
 
 import contextlib
 import time
@@ -20,15 +20,15 @@ CERTIFICATE_FILE: Final = "node.pem"
 
 
 class NodeIdentity:
-    """Who this provider is in one swarm. Until it has joined it has a key and no name, and nobody can call it."""
+    """The identity of this provider in one swarm. Before joining it has a key but no name, and no node can call it."""
 
     def __init__(self, key: Key, folder: Path | None = None) -> None:
         self._key = key
         self.folder = folder
-        """Where it is kept, and what else belongs to it may be; None: in memory alone."""
+        """Folder of the identity, where other data of this provider may be kept too; None: in memory only."""
         self.node_id = ""
         self.expires_at = 0.0
-        # Trusts a certificate whose key signs nothing: a server that listens before it has joined lets nobody in.
+        # Before joining, the server trusts a certificate whose key signs nothing, so no caller is admitted.
         alone = certificates.authority_certificate(key, "not joined", timedelta(days=1), time.time())
         self._keys = TlsKeys(
             certificates.key_pem(key), certificates.certificate_pem(alone), certificates.certificate_pem(alone)
@@ -37,15 +37,15 @@ class NodeIdentity:
 
     @classmethod
     def new(cls) -> Self:
-        """A fresh identity, in memory alone: for a provider that lives as long as one swarm."""
+        """A new identity, in memory only: for a provider that lives as long as one swarm."""
         return cls(certificates.new_key())
 
     @classmethod
     def open(cls, folder: Path, authority: Certificate | None = None) -> Self:
-        """The identity kept in `folder`, which is one per swarm; the key is made there at the first call.
+        """The identity in `folder`, one for each swarm; the key is created there on the first call.
 
-        With the `authority` of the swarm, a certificate that was kept is taken up if it is that authority's and still
-        valid, otherwise it is left aside. RunError when the folder cannot be used.
+        With the `authority` of the swarm, a stored certificate is used if that authority issued it and it is still
+        valid; otherwise it is ignored. RunError when the folder cannot be used.
         """
         make_private_folder(folder)
         path = folder / KEY_FILE
@@ -72,11 +72,12 @@ class NodeIdentity:
         return bool(self.node_id)
 
     def request(self) -> bytes:
-        """The certificate request to join with. The same key at every try: a repeated join is the same join."""
+        """The certificate request for joining, with the same key on every retry: a repeated join is the same join."""
         return certificates.certificate_request(self._key)
 
     def adopt(self, certificate_der: bytes, authority: Certificate) -> str:
-        """Take the certificate that joining brought; returns the node id in it. PeerError when it is not for us."""
+        """Use and store the certificate that joining brought. Returns its node id. PeerError when it is for another
+        key."""
         certificate = certificates.read_certificate(certificate_der)
         self._take_up(certificate, authority)
         if self.folder is not None:
@@ -84,15 +85,15 @@ class NodeIdentity:
         return self.node_id
 
     def tls_keys(self) -> TlsKeys:
-        """What this provider serves and dials with now."""
+        """The current keys for this provider's server and its own calls."""
         return self._keys
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
-        """Who makes this call to us. PeerError when it is none of our swarm or may not make the call."""
+        """The identity of a caller of this provider. PeerError when it is not of this swarm or may not call."""
         return self._callers.caller(auth_context, kinds, call)
 
     def identify(self, certificate: Certificate) -> Identity:
-        """Whose certificate this is. PeerError when it is none of our swarm."""
+        """The owner of this certificate. PeerError when it is not of this swarm."""
         return self._callers.identify_certificate(certificate)
 
     def _take_up(self, certificate: Certificate, authority: Certificate) -> None:
@@ -111,7 +112,7 @@ class NodeIdentity:
 
 
 def joiner_keys(token: InviteToken, authority: Certificate, now: float | None = None) -> TlsKeys:
-    """What the holder of an invite calls the coordinator with, to join and for nothing else."""
+    """The keys with which the holder of an invite calls the coordinator, for joining only."""
     key, shown = token.sign_pass(time.time() if now is None else now)
     return TlsKeys(
         certificates.key_pem(key), certificates.certificate_pem(shown), certificates.certificate_pem(authority)

@@ -1,4 +1,4 @@
-"""Files that only their owner may read: where keys live. Folders have mode 0700, files 0600."""
+"""Files for keys, which only their owner may read: folders have mode 0700, files 0600."""
 
 import os
 import secrets
@@ -9,17 +9,17 @@ from ravnest.errors import RunError
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only this user can look into, or make an existing one so. RunError when that fails."""
+    """Make a folder that only this user can read, or restrict an existing one. RunError when that fails."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # mkdir's mode is cut by the umask and does nothing for a folder that was there already.
+        # mkdir's mode is limited by the umask, and has no effect on an existing folder.
         path.chmod(0o700)
     except OSError as error:
         raise _unusable(path, error) from None
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file in full or not at all, readable by this user alone from its first byte on. RunError on failure."""
+    """Write a file completely or not at all, readable by this user only from its first byte. RunError on failure."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -44,7 +44,7 @@ def read_private(path: Path) -> bytes | None:
             if mode & 0o077:
                 raise RunError(
                     f"{path} holds a secret and others on this machine may read it (mode {mode:04o}); "
-                    f"run `chmod 600 {path}`, and make new invites if somebody may have copied it"
+                    f"run `chmod 600 {path}`, and make new invites if another user may have copied it"
                 )
             return file.read()
     except FileNotFoundError:

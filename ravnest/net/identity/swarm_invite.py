@@ -1,4 +1,4 @@
-"""The invite of a swarm with its own authority: `ravnest://HOST:PORT/#TOKEN.FINGERPRINT`, one line to hand over."""
+"""Invite to a swarm: `ravnest://HOST:PORT/#TOKEN.FINGERPRINT`, one line for the user of a provider."""
 
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -13,9 +13,9 @@ MAX_LINE_CHARACTERS: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class SwarmInvite:
-    """Where the coordinator listens, the token it admits with, and the SHA-256 of the swarm's authority.
+    """The address of the coordinator, the token that it accepts, and the SHA-256 of the swarm's authority.
 
-    `line` is the whole invite and secret; `str` and `repr` leave the token out, so that they may be logged.
+    `line` is the whole invite and secret; `str` and `repr` omit the token, so they may be logged.
     """
 
     host: str
@@ -25,7 +25,7 @@ class SwarmInvite:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read an invite as `line` writes it. PeerError names what is wrong, and never shows the token."""
+        """Read an invite as `line` writes it. PeerError names the mistake, and never shows the token."""
         line = text.strip()
         if len(line) > MAX_LINE_CHARACTERS:
             raise _malformed("", "it is far too long")
@@ -52,12 +52,12 @@ class SwarmInvite:
 
     @property
     def address(self) -> str:
-        """`host:port`, as the rest of the transport takes it."""
+        """`host:port`, as other modules of the transport expect it."""
         return join_address(self.host, self.port)
 
     @property
     def line(self) -> str:
-        """The whole invite, to hand to a provider. Secret."""
+        """The whole invite, for a provider. Secret."""
         return f"ravnest://{self.address}/#{self.token.encode()}.{encode_url_safe(self.fingerprint)}"
 
     def __str__(self) -> str:
@@ -65,6 +65,6 @@ class SwarmInvite:
 
 
 def _malformed(place: str, why: str) -> PeerError:
-    # What comes after the address may be the token, wherever a slip of the hand has put it.
+    # The text after the address may contain the token, even in a wrong place, so no message shows it.
     named = f"the invite to {place}" if place else "the invite"
     return PeerError(f"{named} is malformed: {why}; copy the whole line, ravnest://HOST:PORT/#TOKEN.FINGERPRINT")

@@ -1,7 +1,7 @@
-"""Mutual TLS for gRPC: what a node shows, whom it trusts, and the channels and ports made of that.
+"""Mutual TLS for gRPC: the keys of a node, and channels and ports that use them.
 
-A server's keys are asked for at every handshake, so that a new or revoked invite, and a certificate that came or was
-renewed while the server ran, count from the next connection on. Connections that are open stay open.
+A server asks for its keys at every handshake. So a new or revoked invite, and a certificate that arrived or was renewed
+while the server runs, count from the next connection on. Open connections stay open.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ravnest.net.connection import CHANNEL_OPTIONS
 
 @dataclass(frozen=True, slots=True)
 class TlsKeys:
-    """A private key, the certificate for it, and the roots that the other side's certificate must come from; in PEM."""
+    """A private key, its certificate, and the roots that the other side's certificate must come from; in PEM."""
 
     key: bytes = field(repr=False)
     certificate: bytes = field(repr=False)
@@ -29,8 +29,8 @@ def server_credentials(
 ) -> grpc.ServerCredentials:
     """Credentials for one port. Callers without a certificate from the roots are refused at the handshake.
 
-    `current` is called when a connection has come in, on a thread of gRPC's; when it raises, the handshake goes on with
-    the keys it gave last. `on_connection` is called before.
+    `on_connection` and then `current` are called for every new connection, on a thread of gRPC's. If `current` raises,
+    the handshake uses the keys that it returned last.
     """
     given = current()
 
@@ -52,36 +52,36 @@ def server_credentials(
 
 
 def channel_credentials(keys: TlsKeys) -> grpc.ChannelCredentials:
-    """Credentials of a caller that shows its certificate and believes the roots alone."""
+    """Credentials of a caller that shows its certificate and trusts only the roots."""
     return grpc.ssl_channel_credentials(keys.roots, keys.key, keys.certificate)
 
 
 def open_secure_channel(address: str, keys: TlsKeys, expected_host: str) -> aio.Channel:
-    """A channel to whoever at `host:port` proves to be `expected_host`; connected when it is first used."""
+    """A channel to `host:port` that accepts only `expected_host` there. It connects on its first use."""
     return aio.secure_channel(address, channel_credentials(keys), options=[*CHANNEL_OPTIONS, *expecting(expected_host)])
 
 
 def expecting(host: str) -> list[tuple[str, str]]:
-    """Channel options: the certificate at the other end must name `host`, whatever the address is."""
+    """Channel options: the certificate at the other end must name `host`, at any address."""
     return [("grpc.ssl_target_name_override", host)]
 
 
 def tls_failure(peer: str, shown: str, details: str | None) -> PeerError | None:
-    """The sentence for a call that gRPC ended as unavailable, where TLS is the reason; None where it is not.
+    """The error for a call that gRPC ended as unavailable, if TLS is the reason; otherwise None.
 
-    `shown` says what this node proved itself with, as in "this invite" or "the certificate of node anna".
+    `shown` names this node's own proof, as in "this invite" or "the certificate of node anna".
     """
     words = details or ""
     for fragment, sentence in _TLS_FAILURES:
         if fragment in words:
-            # A connection that closes early may also be a machine that is just being restarted.
+            # A connection also closes early when the peer is just being restarted.
             kind = PeerError if sentence == _REFUSED else RefusedError
             return kind(sentence.format(peer=peer, shown=shown))
     return None
 
 
-# gRPC reads no alert that comes after its own side of a TLS 1.3 handshake is done, and a server refuses certificates
-# only then: a refused certificate is a connection that closes before HTTP/2 has begun.
+# gRPC reads no alert after its own side of a TLS 1.3 handshake is done, and a server refuses certificates only then. So
+# a refused certificate looks like a connection that closes before HTTP/2 begins.
 _REFUSED: Final = (
     "{peer} does not accept {shown}: it has expired, was revoked, or is another swarm's; "
     "ask the requester for a new invite"
@@ -101,7 +101,7 @@ _TLS_FAILURES: Final = (
         "the certificate of {peer} is not valid yet by the clock of this machine; set the clock right",
     ),
     ("CERTIFICATE_VERIFY_FAILED", _STRANGER),
-    # How the same is told where the other swarm's authority has the same name, which all of them have.
+    # The same failure, if both authorities have the same name, as all authorities of swarms do.
     ("certificate signature failure", _STRANGER),
     ("WRONG_VERSION_NUMBER", "{peer} does not speak TLS; check that the address is a ravnest node's"),
     ("Socket closed", _REFUSED),

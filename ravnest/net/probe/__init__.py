@@ -1,4 +1,4 @@
-"""Probe: how fast a connection is, and whether a node can be reached.
+"""Probe: measures how fast a connection is, and whether a node can be reached.
 
-May import `streams` and `identity`.
+Knows timings and bytes, and nothing of what they are used for. May import `streams` and `identity`.
 """

@@ -1,6 +1,6 @@
-"""Whether a node can be dialled at an address: a TLS handshake, which ends before anything is sent.
+"""Test of whether a node can be dialled at an address: a TLS handshake that ends before any data is sent.
 
-Whoever answers must show the certificate of that very node. In TLS 1.3 it does so before the caller has to show one.
+The node that answers must show the certificate of the expected node. In TLS 1.3 it does so before the caller shows one.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from ravnest.net.identity.identity import node_host
 
 
 async def probe(address: str, node_id: str, authority: Certificate, timeout_seconds: float) -> None:
-    """Returns when `node_id` answers at `address`; PeerError says why it cannot be dialled there."""
+    """Return when `node_id` answers at `address`; PeerError says why it cannot be dialled there."""
     host, port = split_address(address)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

@@ -1,38 +1,35 @@
-"""Measuring a connection: round trips and throughput both ways, bounded in seconds and in bytes.
+"""Measurement of a connection: round trip and throughput both ways, with limits on time and bytes.
 
-Whoever dials does the timing. Each request is answered with one reply, in order, so the replies tell when how much had
-arrived at its end, on one clock. As much is on the way as half a second of the rate so far: enough to fill the
-connection, and little to wait for when the time is over. The answering side decides nothing and bounds what each
-caller may make it send and take.
+The dialling side takes the times. Each request is answered with one reply, in order, so the replies show on one clock
+how much had arrived at the other end and when. Half a second's worth of bytes is kept in flight: enough to fill the
+connection, and little to wait for at the end. The answering side limits how much each caller may make it send and
+receive.
 """
 
 import asyncio
 import os
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ravnest.errors import PeerError
+from ravnest.net.probe.call_rate import CallRate
 from ravnest.net.streams.frame_stream import Control
 from ravnest.net.v1.control_pb2 import MeasureReply, MeasureRequest
 
 ROUND_TRIPS: Final = 5
 MAX_SECONDS: Final = 1.5
 MAX_BYTES: Final = 4 << 20
-"""Each way; whichever of the two is reached first ends it."""
+"""Each way. The measurement ends at MAX_SECONDS or MAX_BYTES, whichever comes first."""
 SETTLING_TRIPS: Final = 15
-"""A connection doubles what it has on its way once in a round trip: on a long line MAX_SECONDS are over before it is
-up to speed, and so many round trips are taken in their place, MAX_LONG_SECONDS at most."""
+"""TCP doubles its window once per round trip, so on a long line MAX_SECONDS pass before the line is at full speed.
+There the measurement takes this number of round trips instead, MAX_LONG_SECONDS at most."""
 MAX_LONG_SECONDS: Final = 4.0
 
 MESSAGE_BYTES: Final = 128 << 10
-"""The most that one message may carry or ask for."""
-
-CALLS_PER_MINUTE: Final = 6
-"""How often one caller is answered: with MAX_BYTES a call, what it can make this side send and take."""
+"""Maximum bytes that one message may carry or ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """So many bytes had arrived so many seconds after the first was sent."""
+    """Total bytes that had arrived this many seconds after the first byte was sent."""
 
     seconds: float
     total_bytes: int
@@ -57,11 +54,11 @@ async def measure_link(
     max_seconds: float | None = None,
     max_bytes: int = MAX_BYTES,
 ) -> LinkSpeed:
-    """Measures the connection behind the stream, and ends the stream.
+    """Measure the connection under the stream, and end the stream.
 
-    Takes `max_seconds` each way (None: what its round trip needs), some round trips, and the time until others who
-    measure there are through. PeerError when the connection breaks, the other side refuses, or it is too slow to be
-    measured.
+    Takes `max_seconds` each way (None: as long as the round trip requires), some round trips, and the wait for other
+    callers that are being measured. PeerError when the connection breaks, the other side refuses, or the connection is
+    too slow.
     """
     try:
         async with asyncio.timeout(_GIVE_UP_SECONDS):
@@ -84,31 +81,30 @@ async def measure_link(
 
 
 def needed_seconds(round_trip_seconds: float) -> float:
-    """How long to measure each way, for a connection to get up to speed."""
+    """Time of a measurement each way, so that the connection reaches its full speed."""
     return max(MAX_SECONDS, min(SETTLING_TRIPS * round_trip_seconds, MAX_LONG_SECONDS))
 
 
 def settled_rate(arrivals: Sequence[Arrival]) -> float:
-    """Bytes per second over the later half of the bytes: a connection needs some round trips to get up to speed."""
+    """Bytes per second over the later half of the bytes, after TCP's slow start."""
     first, last = arrivals[0], arrivals[-1]
     half = next(a for a in arrivals if 2 * a.total_bytes >= last.total_bytes)
     if last.seconds > half.seconds:
         return (last.total_bytes - half.total_bytes) / (last.seconds - half.seconds)
-    # All of it came at once.
+    # All bytes arrived at once.
     return (last.total_bytes - first.total_bytes) / max(last.seconds - first.seconds, 1e-6)
 
 
 class MeasureService:
-    """The answering side. One caller's bytes at a time, so that measurements do not measure one another."""
+    """The answering side. It serves one caller's bytes at a time, so that measurements do not disturb each other."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self._rate = CallRate(clock)
         self._turn = asyncio.Lock()
-        self._calls: dict[str, deque[float]] = {}
 
     async def serve(self, caller: str, control: Control[MeasureReply, MeasureRequest]) -> None:
-        """Answers until the caller ends the stream; PeerError, which it gets too, when it wants too much."""
-        allowed, reason = self._may_measure(caller)
+        """Answer until the caller ends the stream. PeerError, which the caller gets too, when it asks for too much."""
+        allowed, reason = self._rate.take(caller)
         if not allowed:
             raise PeerError(reason)
         had_turn = False
@@ -126,29 +122,16 @@ class MeasureService:
                 self._turn.release()
 
     async def _wait_for_turn(self) -> bool:
-        """Whether the turn came; after a while one is measured beside others rather than never."""
+        """Whether the turn came. After a timeout the caller is measured together with others, rather than never."""
         try:
             async with asyncio.timeout(_TURN_SECONDS):
                 return await self._turn.acquire()
         except TimeoutError:
             return False
 
-    def _may_measure(self, caller: str) -> tuple[bool, str]:
-        now = self._clock()
-        for name, times in list(self._calls.items()):
-            while times and times[0] <= now - 60:
-                times.popleft()
-            if not times:
-                del self._calls[name]
-        times = self._calls.setdefault(caller, deque())
-        if len(times) >= CALLS_PER_MINUTE:
-            return False, f"{caller} has measured {len(times)} times within a minute; try again in a minute"
-        times.append(now)
-        return True, f"{caller} has measured {len(times) - 1} times within a minute"
-
 
 class _Left:
-    """What one call may still ask for."""
+    """The budget that is left for one call."""
 
     def __init__(self) -> None:
         self._answers = 2 * MAX_BYTES // _MIN_MESSAGE_BYTES + 64
@@ -178,7 +161,8 @@ class _Bounds:
     round_trip_seconds: float
 
     def window_bytes(self, elapsed_seconds: float, arrived_bytes: int) -> int:
-        """How much may be on the way: as much as has arrived, so that it doubles each round trip, up to a time."""
+        """Bytes that may be in flight: as many as have arrived, so that they double per round trip, up to a limit in
+        time."""
         worth_seconds = max(_WINDOW_SECONDS, 2 * self.round_trip_seconds)
         worth = arrived_bytes * min(1.0, worth_seconds / max(elapsed_seconds, 1e-6))
         return max(_FIRST_WINDOW_BYTES, int(worth))
@@ -190,7 +174,7 @@ _WINDOW_SECONDS: Final = 0.5
 _TURN_SECONDS: Final = 10.0
 _SERVE_SECONDS: Final = 25.0
 _GIVE_UP_SECONDS: Final = 30.0
-# Noise, because something on the way may compress.
+# Random, because a part of the route may compress.
 _NOISE: Final = os.urandom(MESSAGE_BYTES)
 
 
@@ -223,7 +207,7 @@ async def _throughput(
         reply = await _answer(control, answer)
         size = reply.taken_bytes if answer == "taken_bytes" else len(reply.data)
         if not 0 < size <= asked - arrived:
-            raise PeerError(f"{control.peer} answered to {size} bytes that nobody asked about")
+            raise PeerError(f"{control.peer} answered for {size} bytes that were not asked for")
         arrivals.append(Arrival(time.perf_counter() - began, arrived + size))
 
 

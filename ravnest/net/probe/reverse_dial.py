@@ -1,7 +1,8 @@
-"""Whether a machine that has not joined yet can be dialled from outside.
+"""Test of whether a machine that has not joined yet can be dialled from outside.
 
-It listens for a moment, and asks the coordinator to dial the host that its question comes from, and no other. Whoever
-dials is sent a few random bytes: the coordinator compares them, so that it takes nobody else for that machine.
+The machine listens for a moment, and asks the coordinator to dial the host that this question comes from, and no other.
+It sends a few random bytes to every caller. The coordinator compares them, so that it does not mistake another machine
+for this one.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ DIAL_BACK_SECONDS: Final = 4.0
 
 @asynccontextmanager
 async def listening_for_a_moment(host: str, port: int) -> AsyncIterator[tuple[int, bytes]]:
-    """The port that is listened on and what a caller is sent; OSError when the address cannot be had."""
+    """The port and the bytes that a caller gets. OSError when the address cannot be used."""
     nonce = os.urandom(NONCE_BYTES)
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -29,7 +30,7 @@ async def listening_for_a_moment(host: str, port: int) -> AsyncIterator[tuple[in
 
 
 async def dial_back(host: str, port: int, nonce: bytes) -> str:
-    """Empty when `nonce` is heard at that place; otherwise why not."""
+    """Empty when that address sends the `nonce`; otherwise the reason as text."""
     try:
         async with asyncio.timeout(DIAL_BACK_SECONDS):
             reader, writer = await asyncio.open_connection(host, port, limit=NONCE_BYTES)

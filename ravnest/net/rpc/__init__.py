@@ -1,4 +1,4 @@
-"""RPC: the calls between nodes, both the serving and the calling side.
+"""RPC: the calls between nodes, on the serving and the calling side.
 
-May import every other room of `net`.
+Knows the messages of control.proto. May import every other room of `net`.
 """

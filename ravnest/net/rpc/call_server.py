@@ -1,8 +1,8 @@
-"""The serving side that coordinator and provider share: admit a caller, run its stream, end it with a sentence.
+"""Server of calls, shared by coordinator and provider: admits a caller, runs its stream, and ends it with a reason.
 
-Each stream's handler runs in a task of the server, not in the coroutine grpc.aio made for the call: that one is
-cancelled when the caller vanishes, and a handler should see a PeerError from its stream then, at an await of its own
-choosing, rather than be cancelled anywhere.
+The handler of a stream runs in a task of the server, not in the coroutine that grpc.aio makes for the call. grpc.aio
+cancels that coroutine when the caller is gone, but a handler should get a PeerError from its stream, at an await of its
+own, instead of being cancelled anywhere.
 """
 
 import asyncio
@@ -30,25 +30,25 @@ from ravnest.net.streams.stream import ByteStream
 from ravnest.net.streams.wire import CalledWire
 
 REQUEST_KEY: Final = "ravnest-join-bin"
-"""Metadata of a call with one request: the request. gRPC bounds metadata before a byte of it is kept, while a message
-may be as large as the largest frame; and the callers of such a call need not have joined yet."""
+"""Metadata key of the request, in a call with one request. gRPC limits the size of metadata before it keeps any of it,
+while a message may be as large as the largest frame; and callers of such a call may not have joined yet."""
 
 ACCEPTED_KEY: Final = "ravnest-accepted"
-"""Metadata the server answers with once it has let a stream in."""
+"""Metadata key of the server's answer that it has admitted a stream."""
 
 LINK_KEY: Final = "ravnest-link"
-"""Metadata of a call that carries a link: its name."""
+"""Metadata key of the link's name, in a call that carries a link."""
 
 LINGER_SECONDS: Final = 10.0
-"""How long an ended stream waits for its caller to hang up."""
+"""Timeout for the caller to hang up after the stream has ended."""
 
 MAX_STREAMS: Final = 256
-"""How many streams one node may have open here, over all its connections. Each costs a task and buffers."""
+"""Streams that one node may have open here, over all its connections. Each costs a task and buffers."""
 
 NODES: Final[tuple[Kind, ...]] = ("node",)
 
 OnTurnedAway = Callable[[TurnedAway], None]
-"""Told seldom of connections that took more than their share of a port."""
+"""Called rarely, with a report about connections that used more than their share of a port."""
 
 Context = Any
 """A grpc.aio.ServicerContext of bytes."""
@@ -63,39 +63,36 @@ log = logging.getLogger(__name__)
 
 
 class CallServer:
-    """A gRPC server for one service. Subclasses name its methods with `stream` and `unary`, then `start` it."""
+    """A gRPC server for one service. Subclasses define its methods with `stream` and `unary`, then `start` it."""
 
     def __init__(self, keys: Callable[[], TlsKeys], on_turned_away: OnTurnedAway) -> None:
-        """`keys` gives what the port shows and trusts; `on_turned_away` is called on the loop that `start` runs on."""
+        """`keys` returns the keys of the port; `on_turned_away` is called on the loop on which `start` runs."""
         self._keys = keys
         self._on_turned_away = on_turned_away
-        self._door: Doorkeeper | None = None
+        self._door = Doorkeeper()
         self._ends: dict[str, set[ByteStream]] = {}
         self._server: aio.Server | None = None
         self._tasks = BackgroundTasks(_log_error)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port, chosen by the system for port 0. RunError when the address cannot be had."""
+        """Listen. Returns the port, which the system chooses for port 0. RunError when the address cannot be used."""
         assert self._server is None, "a server starts once"
         budgets = budgets_for(raise_descriptor_limit())
         server = aio.server(options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", budgets.incoming)])
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.service(), self.methods()),))
         loop = asyncio.get_running_loop()
-        door = Doorkeeper(lambda report: _soon(loop, self._on_turned_away, report))
-        bound = bind_port(server, host, port, server_credentials(self._keys, door.knock))
+        bound = bind_port(server, host, port, server_credentials(self._keys, self._door.knock))
         self._server = server
         await server.start()
-        self._door = door
-        door.start(host, bound, budgets)
+        self._door.start(host, bound, budgets, lambda report: _soon(loop, self._on_turned_away, report))
         return bound
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
-        """Take no more calls, give those under way `grace_seconds` to end, then break them. Idempotent."""
+        """Accept no more calls, give running ones `grace_seconds` to end, then break them. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace_seconds)
-        if self._door is not None:
-            self._door.stop()
+        self._door.stop()
         await self._tasks.close()
 
     def service(self) -> str:
@@ -107,11 +104,11 @@ class CallServer:
         raise NotImplementedError
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
-        """Who makes this call; PeerError when it is nobody who may."""
+        """The identity of a caller; PeerError when it may not make this call."""
         raise NotImplementedError
 
     def drop(self, node_id: str, reason: str) -> None:
-        """Break every stream of this node; it is told the reason."""
+        """Break every stream of this node, which gets the reason."""
         for stream in list(self._ends.get(node_id, ())):
             stream.fail(RefusedError(reason))
 
@@ -122,9 +119,9 @@ class CallServer:
         run: Callable[[str, MadeT], Coroutine[Any, Any, None]],
         kinds: Collection[Kind] = NODES,
     ) -> Method:
-        """A method for callers of these kinds: makes the called end of the stream and runs `run(who calls, it)`.
+        """A method for callers of these kinds. It makes the called end of a stream and runs `run(caller, end)`.
 
-        Who calls is the id of a node, or `invite:ID`.
+        The caller is the id of a node, or `invite:ID`.
         """
 
         async def serve(_: object, context: Context) -> None:
@@ -192,8 +189,7 @@ class CallServer:
     async def _admit(self, context: Context, kinds: Collection[Kind], call: str) -> Identity:
         try:
             identity = self.caller(context.auth_context(), kinds, call)
-            if self._door is not None:
-                self._door.calls(context.peer(), _named(identity))
+            self._door.calls(context.peer(), _named(identity))
             return identity
         except PeerError as error:
             sentence = str(error)
@@ -205,7 +201,7 @@ class CallServer:
 
 
 def log_turned_away(report: TurnedAway) -> None:
-    """What a server does with the news unless it is told otherwise."""
+    """The default of `on_turned_away`: log the report."""
     log.warning("%s", report)
 
 
@@ -217,7 +213,7 @@ def _log_error(error: BaseException) -> None:
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: OnTurnedAway, report: TurnedAway) -> None:
-    # The loop is closed where the process was interrupted meanwhile.
+    # The loop is closed if the process was interrupted meanwhile.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(call, report)
 
@@ -228,7 +224,8 @@ def _named(identity: Identity) -> str:
 
 
 def _refusal(handler: "asyncio.Task[Any]") -> PeerError | None:
-    """How to end a call whose handler raised: the sentence of our own errors, and for others where to look."""
+    """How to end a call whose handler raised: with the message of our own errors, and for others with a hint to the
+    log."""
     if handler.cancelled():
         return PeerError("the other side is stopping")
     error = handler.exception()

@@ -1,4 +1,4 @@
-"""The dialling side: a provider's line to the coordinator, and a stage's link to the stage after it."""
+"""Calls of a provider: to the coordinator, and to the stage after its own."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -35,13 +35,13 @@ RepliedT = TypeVar("RepliedT")
 
 
 class CoordinatorClient:
-    """A connection to the coordinator, for `join` with the keys of an invite, for the rest with those of a node.
+    """A connection to the coordinator: with the keys of an invite for `join`, with those of a node for all other calls.
 
-    Every method raises PeerError when the coordinator cannot be reached, is not the swarm's, refuses or breaks off.
+    Every method raises PeerError when the coordinator cannot be reached, is not of this swarm, refuses or breaks off.
     """
 
     def __init__(self, address: str, keys: TlsKeys, shown: str) -> None:
-        """`shown` says what `keys` are, as in "this invite" or "the certificate of anna"."""
+        """`shown` names the owner of `keys`, as in "this invite" or "the certificate of anna"."""
         split_address(address)
         self.address = address
         self._peer = f"the coordinator at {address}"
@@ -49,19 +49,23 @@ class CoordinatorClient:
         self._channel = open_secure_channel(address, keys, COORDINATOR_HOST)
 
     async def join(self, request: JoinRequest) -> JoinReply:
-        """Ask to be admitted; the reply has the certificate for a connection that can do more."""
+        """Ask for admission; the reply has the certificate for all other calls."""
         data = request.SerializeToString()
         if len(data) > JOIN_BYTES:
-            raise PeerError(f"what this provider says of itself takes more than {JOIN_BYTES} bytes; shorten its --name")
+            raise PeerError(f"the description of this provider takes more than {JOIN_BYTES} bytes; shorten its --name")
         return await self._ask("Join", data, JoinReply.FromString)
 
     async def check(self, request: CheckRequest) -> CheckReply:
-        """Ask whether `join` would be admitted, which uses nothing up."""
+        """Ask whether `join` would be admitted, without using up the invite."""
         return await self._ask("Check", request.SerializeToString(), CheckReply.FromString)
 
     async def measure(self) -> LinkSpeed:
-        """Measure the connection; takes a few seconds at the most, unless many measure at once."""
-        return await measure_link(Control(await self._dial("Measure"), MeasureReply))
+        """Measure the connection. Takes a few seconds, or more if many providers measure at once."""
+        return await measure_link(await self.open_measuring())
+
+    async def open_measuring(self) -> Control[MeasureRequest, MeasureReply]:
+        """The stream of a measurement."""
+        return Control(await self._dial("Measure"), MeasureReply)
 
     async def control(self, session: str) -> Link:
         """A connection for the link of control messages."""
@@ -72,7 +76,7 @@ class CoordinatorClient:
         return Link(await self._dial("Feed", session))
 
     async def relay(self, link: str) -> Link:
-        """A connection for a link between stages that the coordinator passes on to the other end."""
+        """A connection for a link between stages, which the coordinator relays to the other end."""
         return Link(await self._dial("Relay", link))
 
     async def fetch(self, artifact: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
@@ -89,7 +93,7 @@ class CoordinatorClient:
             control.abort()
 
     async def upload(self, name: str, chunks: AsyncIterator[bytes]) -> None:
-        """Send what `chunks` yields under this name; returns once the coordinator has taken it in full."""
+        """Send the chunks under this name; returns once the coordinator has stored all of them."""
         control: Control[Chunk, UploadReply] = Control(await self._dial("Upload"), UploadReply)
         try:
             offset = 0
@@ -126,18 +130,18 @@ class CoordinatorClient:
 
 
 async def dial_link(address: str, node_id: str, node: NodeIdentity, link: str = "") -> Link:
-    """A connection for a link from this stage, on `node`, to the one of `node_id`, which listens at `address`.
+    """A connection for a link from this stage, on `node`, to the stage of `node_id`, which listens at `address`.
 
-    PeerError when it is unreachable, another node than that, or refuses. The link has a connection of its own, which
-    goes when the link is over.
+    PeerError when the other node is unreachable, has another identity, or refuses. The link has its own gRPC
+    connection, which closes when the link is over.
     """
     return Link(await _dial_node(address, node_id, node, "Link", link))
 
 
 async def measure_peer(address: str, node_id: str, node: NodeIdentity) -> LinkSpeed:
-    """Measure the connection from `node` to the one of `node_id`, which listens at `address`.
+    """Measure the connection from `node` to `node_id`, which listens at `address`.
 
-    PeerError when it is unreachable, another node than that, refuses, or cannot be measured.
+    PeerError when the other node is unreachable, has another identity, refuses, or cannot be measured.
     """
     control: Control[MeasureRequest, MeasureReply] = Control(
         await _dial_node(address, node_id, node, "Measure"), MeasureReply
@@ -168,7 +172,7 @@ async def _dial_node(address: str, node_id: str, node: NodeIdentity, method: str
 async def _dial(
     channel: aio.Channel, method: str, peer: str, shown: str, release: Callable[[], Awaitable[None]], label: str
 ) -> CallerWire:
-    """Open a stream and wait until the other side has let it in, so that a refusal is raised here."""
+    """Open a stream and wait until the other side has admitted it, so that a refusal is raised here."""
     call: aio.StreamStreamCall[bytes, bytes]
     try:
         call = channel.stream_stream(method)(metadata=((LINK_KEY, label),) if label else None)
@@ -196,7 +200,7 @@ async def _send_or_learn(control: Control[Chunk, UploadReply], chunk: Chunk) -> 
     try:
         await control.send(chunk)
     except PeerError:
-        # The call is over: the reason, which is better than "it is over", comes with its end.
+        # The call is over. Reading on raises an error with the reason.
         await control.receive()
         raise
 

@@ -1,7 +1,7 @@
-"""The first contact: fetch the swarm's authority from its coordinator and compare it with the invite's fingerprint.
+"""First contact: fetches the swarm's authority from its coordinator, and compares it with the invite's fingerprint.
 
 The coordinator serves TLS with the authority's own certificate. In TLS 1.3 a caller has seen and checked it before it
-has to show anything itself: this handshake ends there, and nothing has been sent but the greeting.
+has to show anything itself. The handshake ends there, when only the greeting has been sent.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ PIN_TIMEOUT_SECONDS: Final = 20.0
 async def pin_authority(
     invite: SwarmInvite, timeout_seconds: float = PIN_TIMEOUT_SECONDS, now: float | None = None
 ) -> Certificate:
-    """The certificate of the swarm's authority: the only root to trust from here on.
+    """The certificate of the swarm's authority, the only root to trust from here on.
 
-    PeerError when the coordinator is unreachable, does not speak TLS, does not answer in time, is not the swarm the
-    invite is for, or when the clocks disagree so much that no certificate would be accepted.
+    PeerError when the coordinator is unreachable, does not speak TLS, does not answer in time, belongs to another swarm
+    than the invite, or when the clocks differ too much for any certificate to be accepted.
     """
     peer = f"the coordinator at {invite.address}"
     certificate = await _fetch(invite.host, invite.port, peer, timeout_seconds)
@@ -63,7 +63,8 @@ async def _fetch(host: str, port: int, peer: str, timeout_seconds: float) -> Cer
     try:
         shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     finally:
-        # Not closed in order: the coordinator waits for a certificate that does not come, and hangs up by itself.
+        # Aborted, because the coordinator waits for a certificate that does not come, and closes the connection by
+        # itself.
         writer.transport.abort()
     if not shown:
         raise PeerError(f"what answers at {host}:{port} showed no certificate; {_CHECK}")
@@ -71,8 +72,7 @@ async def _fetch(host: str, port: int, peer: str, timeout_seconds: float) -> Cer
 
 
 async def _connected(host: str, port: int) -> asyncio.StreamWriter:
-    """A connection, tried a few times where it is closed at once: by a coordinator that has too many to take another
-    at this moment."""
+    """A connection, with a few retries if it is closed at once, as a coordinator with too many connections does."""
     for pause in (*_RETRY_SECONDS, None):
         try:
             _, writer = await asyncio.open_connection(host, port, ssl=_context(), server_hostname=COORDINATOR_HOST)
@@ -89,7 +89,7 @@ _CHECK: Final = "check that the coordinator is running and that the address in t
 
 
 def _context() -> ssl.SSLContext:
-    # No certificate is verified by the library here: the fingerprint says more than any authority could.
+    # The library verifies no certificate here: the fingerprint proves more than any authority could.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

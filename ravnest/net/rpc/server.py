@@ -1,4 +1,4 @@
-"""What coordinator and provider serve: the meeting points with the rooms above, and the two gRPC servers."""
+"""The gRPC servers of coordinator and provider, and the interfaces that handle their calls."""
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
@@ -27,51 +27,52 @@ COORDINATOR_SERVICE: Final = "ravnest.v1.Coordinator"
 PROVIDER_SERVICE: Final = "ravnest.v1.Provider"
 
 WhoCalls = Callable[[AuthContext, Collection[Kind], str], Identity]
-"""Tells who makes a call; PeerError when it is nobody who may."""
+"""Returns the identity of a caller; PeerError when it may not make the call."""
 
 
 class CoordinatorHandler(Protocol):
-    """What a coordinator does with the calls of its providers.
+    """Handles the calls of providers, on the coordinator's side.
 
-    A RavnestError raised by any method reaches the provider as a PeerError with the same sentence. When a provider
-    vanishes, the handler's `receive` and `send` raise PeerError; the handler itself is cancelled only when the server
-    stops. A `connection` carries the link its `label` names, for a while.
+    A RavnestError that a method raises reaches the provider as a PeerError with the same message. When a provider is
+    gone, the handler's `receive` and `send` raise PeerError; the handler itself is cancelled only when the server
+    stops. A `connection` carries the link that its `label` names, until it breaks.
     """
 
     async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
         """Admit the holder of an invite, or a node that has joined before; a RavnestError says why not.
 
-        `seen_host` is where the call comes from.
+        `seen_host` is the host that the call comes from.
         """
 
     async def check(self, identity: Identity, request: CheckRequest, seen_host: str) -> CheckReply:
-        """Say whether the holder of an invite or a node could join, without letting it in."""
+        """Tell whether the holder of an invite or a node could join, without admitting it."""
 
     async def control(self, node_id: str, connection: Link) -> None:
-        """Speak with a provider; the connection ends when this returns."""
+        """Exchange messages with a provider; the connection ends when this returns."""
 
     async def feed(self, node_id: str, connection: Link) -> None:
         """Exchange frames with a provider; the connection ends when this returns."""
 
     async def relay(self, node_id: str, end: RelayEnd) -> None:
-        """Pass messages on between this node and the other end of the link it names; ends when this returns."""
+        """Pass messages between this node and the other end of the link that it names; ends when this returns."""
 
     def fetch(self, node_id: str, artifact: str, offset: int) -> AsyncIterator[bytes]:
         """The bytes of an artifact from `offset` on, in pieces of any size."""
 
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
-        """Take an upload in full; `chunks` raises PeerError when it breaks off before its end."""
+        """Receive an upload completely; `chunks` raises PeerError when it breaks off before its end."""
 
 
 class ProviderHandler(Protocol):
-    """What a provider does with the calls of the stages next to its own."""
+    """Handles the calls of neighbouring stages, on a provider."""
 
     async def link(self, peer: str, connection: Link) -> None:
         """Exchange frames with a neighbouring stage; the connection ends when this returns."""
 
 
 class CoordinatorServer(CallServer):
-    """Serves providers on behalf of a coordinator: all calls to nodes, those before joining to holders of an invite."""
+    """Serves providers for a coordinator. Most calls are for nodes; the holder of an invite may join, check and
+    measure."""
 
     def __init__(
         self,
@@ -142,10 +143,10 @@ class CoordinatorServer(CallServer):
 
 
 class ProviderServer(CallServer):
-    """Serves the stages next to a provider's own, and nobody else but those who measure the way here.
+    """Serves the neighbouring stages of a provider. All other nodes may only measure their connection to it.
 
-    `neighbours` are the nodes that hold those: a deployment brings them. `keepers` are nodes with which parts of
-    replicas are exchanged, whether or not there is a stage here. While there are none of both nobody may link.
+    A deployment sets the `neighbours`, the nodes of neighbouring stages. `keepers` are nodes with which parts of
+    replicas are exchanged, with or without a stage here. Only these two groups may link.
     """
 
     def __init__(
@@ -172,8 +173,8 @@ class ProviderServer(CallServer):
         if call == "Measure":
             return identity
         if identity.name not in self.neighbours and identity.name not in self.keepers:
-            who = " and ".join(sorted({*self.neighbours, *self.keepers})) or "nobody"
-            raise PeerError(f"{identity} may not call {call}: {who} may, as the stages next to the one here are held")
+            who = " and ".join(sorted({*self.neighbours, *self.keepers})) or "no node"
+            raise PeerError(f"{identity} may not call {call}: {who} may, as neighbours of the stage here")
         return identity
 
 

@@ -1,4 +1,4 @@
-"""The control messages between a coordinator and a provider, over a link that outlives its connections."""
+"""Control messages between a coordinator and a provider, over a link that outlives its connections."""
 
 from typing import Generic, TypeVar
 
@@ -18,14 +18,14 @@ _MESSAGE = "message"
 
 
 class ControlLink(Generic[SentT, ReceivedT]):
-    """Messages in both directions, each once and in order; fails as its link does."""
+    """Messages in both directions, each once and in order. It fails when its link fails."""
 
     def __init__(self, link: ResumableLink, received: type[ReceivedT]) -> None:
         self.link = link
         self._received = received
 
     async def send(self, message: SentT) -> None:
-        """Send a message, waiting while too much is unconfirmed. PeerError once the link is closed or has failed."""
+        """Send a message, waiting while the link's window is full. PeerError once the link is closed or has failed."""
         data = message.SerializeToString()
         if not data or len(data) > CONTROL_BYTES:
             raise PeerError(
@@ -36,7 +36,7 @@ class ControlLink(Generic[SentT, ReceivedT]):
         await self.link.send(Frame(FrameKind.CONTROL, 0, tensors={_MESSAGE: tensor}))
 
     async def receive(self) -> ReceivedT | None:
-        """The next message; None after the other end's orderly end. What is no message fails the link for good."""
+        """The next message; None after the other end's orderly end. An invalid message fails the link for good."""
         frame = await self.link.receive()
         if frame is None:
             return None
@@ -50,7 +50,7 @@ class ControlLink(Generic[SentT, ReceivedT]):
     def _decoded(self, frame: Frame) -> ReceivedT:
         data = frame.tensors.get(_MESSAGE)
         if frame.kind is not FrameKind.CONTROL or data is None or data.dtype != torch.uint8 or data.dim() != 1:
-            raise ValueError(f"a {frame.kind.name} frame is none")
+            raise ValueError(f"a {frame.kind.name} frame without a control message")
         if data.nbytes > CONTROL_BYTES:
             raise ValueError(f"{data.nbytes} bytes are more than {CONTROL_BYTES}")
         message = self._received()

@@ -1,4 +1,4 @@
-"""What nodes speak over one stream of gRPC: frames (Link) or protobuf messages (Control). The same on both ends."""
+"""Streams of frames (Link) or of protobuf messages (Control) over one gRPC stream. Both ends use the same classes."""
 
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
@@ -14,7 +14,7 @@ from ravnest.net.streams.stream import ByteStream
 from ravnest.net.streams.wire import Wire
 
 CONTROL_BYTES: Final = 16 << 20
-"""The largest control message either side takes."""
+"""Maximum size of a control message."""
 
 SentT = TypeVar("SentT", bound=Message)
 ReceivedT = TypeVar("ReceivedT", bound=Message)
@@ -23,22 +23,22 @@ ReceivedT = TypeVar("ReceivedT", bound=Message)
 class Link:
     """One stream of frames in both directions, in order.
 
-    - A slow peer makes `send` wait; it never makes it pile up frames.
-    - A broken connection, or a bad frame from the peer, makes `receive` and `send` raise PeerError from then on.
-    - `send` and `receive` can be cancelled without harm to the stream.
+    - A slow peer makes `send` wait, so frames do not pile up.
+    - After a broken connection, or a bad frame from the peer, `receive` and `send` raise PeerError.
+    - Cancelling `send` or `receive` does not harm the stream.
     """
 
     def __init__(self, wire: Wire, limits: FrameLimits = DEFAULT_LIMITS) -> None:
         self.stream = ByteStream(wire, batch=True)
         self.label = wire.label
-        """What the dialling side says the stream is for: the name of the link that it carries."""
+        """The purpose of the stream as the dialling side gives it: the name of the link that it carries."""
         self._limits = limits
         self._message = b""
         self._offset = 0
 
     @property
     def peer(self) -> str:
-        """Who is at the other end: the node's id where it proved one, otherwise its address."""
+        """The other end: the node's id if it has proved one, otherwise its address."""
         return self.stream.peer
 
     @property
@@ -52,7 +52,7 @@ class Link:
         return self.stream.bytes_received
 
     def watch_writing(self, written: Callable[[int], None]) -> None:
-        """From now on `written` is called with `bytes_sent` whenever it has grown."""
+        """Call `written` with `bytes_sent` whenever it has grown, from now on."""
         self.stream.on_written = written
 
     async def send(self, frame: Frame) -> None:
@@ -63,7 +63,7 @@ class Link:
         await self.send_encoded(encode(frame, self._limits))
 
     async def send_encoded(self, data: bytes) -> None:
-        """The same for a frame that has been encoded already."""
+        """The same for a frame that is encoded already."""
         await self.stream.send(data)
 
     async def receive(self) -> Frame | None:
@@ -81,26 +81,27 @@ class Link:
             self.stream.discard(refused)
             raise refused from None
         if self._offset >= len(self._message):
-            # Only the frame's own tensors keep the message alive from here on.
+            # From here on only the frame's own tensors keep the message alive.
             self._message, self._offset = b"", 0
         return frame
 
     async def close(self) -> None:
-        """Deliver what was sent and say that no more comes. What the peer still sends can be received. Idempotent."""
+        """Deliver the frames that were sent, and announce the end. Frames of the peer can still be received.
+        Idempotent."""
         await self.stream.close()
 
     def abort(self, why: PeerError | None = None) -> None:
-        """End the stream at once, both ways; the peer sees a broken link, and if it dialled it is told why."""
+        """End the stream at once, both ways. The peer sees a broken link, and gets the reason if it dialled."""
         self.stream.fail(why or PeerError(f"the link to {self.peer} was closed on this side"))
 
 
 class RelayEnd:
-    """One stream of messages that somebody else will read: they are passed on as they are."""
+    """One stream of messages for another node, which are passed on unread."""
 
     def __init__(self, wire: Wire) -> None:
         self.stream = ByteStream(wire, batch=False)
         self.label = wire.label
-        """The name of the link that the messages are of."""
+        """The name of the link that the messages belong to."""
 
 
 class Control(Generic[SentT, ReceivedT]):
@@ -112,7 +113,7 @@ class Control(Generic[SentT, ReceivedT]):
 
     @property
     def peer(self) -> str:
-        """Who is at the other end: the node's id where it proved one, otherwise its address."""
+        """The other end: the node's id if it has proved one, otherwise its address."""
         return self.stream.peer
 
     async def send(self, message: SentT) -> None:
@@ -126,7 +127,8 @@ class Control(Generic[SentT, ReceivedT]):
         await self.stream.send(data)
 
     async def receive(self) -> ReceivedT | None:
-        """The next message; None at the peer's orderly end. Raises PeerError when the stream broke or it is bad."""
+        """The next message; None at the peer's orderly end. Raises PeerError when the stream is broken or the message
+        is bad."""
         data = await self.stream.receive()
         if data is None:
             return None
@@ -142,7 +144,8 @@ class Control(Generic[SentT, ReceivedT]):
         return message
 
     async def close(self) -> None:
-        """Deliver what was sent and say that no more comes. What the peer still sends can be received. Idempotent."""
+        """Deliver the messages that were sent, and announce the end. Messages of the peer can still be received.
+        Idempotent."""
         await self.stream.close()
 
     def abort(self) -> None:

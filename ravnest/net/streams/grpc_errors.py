@@ -1,4 +1,4 @@
-"""What gRPC says when something goes wrong, as one sentence in a PeerError."""
+"""Translation of gRPC's errors into a PeerError with one sentence."""
 
 import re
 from typing import Final
@@ -9,25 +9,25 @@ from ravnest.errors import PeerError, RefusedError
 from ravnest.net.identity.tls import tls_failure
 
 DETAILS_CHARACTERS: Final = 2000
-"""Longer sentences are cut, since gRPC carries them in headers, whose size is limited."""
+"""Longer sentences are cut, because gRPC carries them in headers of limited size."""
 
 
 def peer_error(peer: str, code: grpc.StatusCode | None, details: str | None, shown: str = "") -> PeerError:
     """The error for a call to `peer` that ended with this status.
 
-    `shown` is given by whoever connects: it says what this node proved itself with.
+    The calling side passes `shown`, the name of its own proof of identity.
     """
     words = (details or "").strip() or "no reason given"
     if code is grpc.StatusCode.FAILED_PRECONDITION:
-        # Only our own servers use this code: the details are the sentence of the error raised there.
+        # Only our own servers use this code; the details are the message of the error that was raised there.
         return RefusedError(words)
     if code is grpc.StatusCode.ABORTED:
-        # The same for what may go better another time.
+        # The same, for an error after which a retry may succeed.
         return PeerError(words)
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return RefusedError(f"{peer} did not accept this node: {words}")
     if code is grpc.StatusCode.UNAVAILABLE:
-        # A connection that breaks later says "Socket closed" as well; only while it is made is TLS the reason.
+        # An established connection that breaks is also "Socket closed"; only before that can TLS be the reason.
         if shown and "failed to connect" in words and (failure := tls_failure(peer, shown, words)) is not None:
             return failure
         return PeerError(
@@ -43,7 +43,7 @@ def peer_error(peer: str, code: grpc.StatusCode | None, details: str | None, sho
 
 
 def broken(peer: str, why: BaseException | str, shown: str = "") -> PeerError:
-    """The error for a stream that broke without a status: `why` in words."""
+    """The error for a stream that broke without a status."""
     if isinstance(why, grpc.aio.AioRpcError):
         return peer_error(peer, why.code(), why.details(), shown)
     words = why if isinstance(why, str) else (str(why) or type(why).__name__)
@@ -52,7 +52,7 @@ def broken(peer: str, why: BaseException | str, shown: str = "") -> PeerError:
 
 def _plain(words: str) -> str:
     # gRPC nests its reasons, "failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Connection refused
-    # (111)": the innermost one is what a person needs.
+    # (111)". Users need the innermost one.
     words = words.rpartition("last error: ")[2]
     words = re.sub(r"^[A-Z]+: ", "", words)
     words = re.sub(r"^(ipv4|ipv6|unix):\S+: ", "", words)

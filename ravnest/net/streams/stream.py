@@ -1,7 +1,7 @@
 """Byte stream: messages in both directions over one gRPC stream, with a bounded queue on each side.
 
 Two tasks own the gRPC stream, one reading and one writing, because cancelling a read or a write of grpc.aio ends the
-whole call. Behind the queues, `send` and `receive` can be cancelled like any other await. What happens on failure:
+whole call. Behind the queues, `send` and `receive` can be cancelled like any other await. On failure:
 
 - the peer or the connection breaks: messages that had arrived are still received, then both methods raise PeerError;
 - the peer ends the stream in order: `receive` returns None, and `send` raises PeerError if the peer is the called side;

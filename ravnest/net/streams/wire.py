@@ -1,9 +1,9 @@
-"""The two ends of one gRPC stream of bytes, behind one small interface.
+"""The two ends of one gRPC stream of bytes, with the same small interface.
 
-Both ends say "that was all" with an empty message, because what grpc.aio tells at the end of a stream is not enough.
-To the called side a half-close looks exactly like a caller that died. To the caller, a write that meets the end of the
-call turns the status of the call into an internal error, and messages that had arrived into nothing. So the called
-side says in a message how the stream ended, and leaves the call open until the caller has read that and hung up.
+Both ends announce their orderly end with an empty message, because grpc.aio tells too little about the end of a stream.
+To the called side, a half-close looks exactly like a caller that died. For the caller, a write after the end of the
+call turns the call's status into an internal error, and loses messages that had arrived. So the called side sends a
+message that says how the stream ended, and leaves the call open until the caller has read that and hung up.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from ravnest.errors import PeerError, RefusedError
 from ravnest.net.streams.grpc_errors import DETAILS_CHARACTERS, broken, peer_error
 
 END: Final = b""
-"""That was all, in order."""
+"""The orderly end."""
 
 REFUSED: Final = b"RVN\xff"
 BROKEN: Final = b"RVN\xfe"
-"""From the called side: that was all, because of an error, whose sentence follows; and whether it would be the same if
-the call were made again. No frame or message begins so."""
+"""The called side ended the stream because of an error, whose message follows. REFUSED: a retry would fail in the same
+way; BROKEN: it may succeed. No frame or message begins with these bytes."""
 
 
 class Wire(Protocol):
@@ -30,7 +30,7 @@ class Wire(Protocol):
 
     peer: str
     label: str
-    """What the dialling side says the stream is for: the name of the link that it carries."""
+    """The purpose of the stream as the dialling side gives it: the name of the link that it carries."""
     dialled: bool
     """Whether this end dialled. The called end's orderly end is the end of the stream, both ways."""
 
@@ -38,17 +38,17 @@ class Wire(Protocol):
         """The next message; None at the peer's orderly end."""
 
     async def write(self, message: bytes) -> None:
-        """Hand a message to the connection; returns when it takes the next one."""
+        """Hand a message to the connection; returns when the connection accepts the next one."""
 
     async def end(self, refusal: PeerError | None) -> None:
-        """Say that nothing more will be written and, on the called side, which error is the reason if one is."""
+        """Announce the end and, on the called side, the error that is the reason, if there is one."""
 
     async def release(self) -> None:
-        """Give up whatever the stream still holds; the peer notices if the stream had not ended."""
+        """Release everything that the stream still holds; the peer notices if the stream had not ended."""
 
 
 class CallerWire:
-    """The end that dialled."""
+    """The dialling end."""
 
     dialled = True
 
@@ -103,7 +103,7 @@ class CallerWire:
         await self._release()
 
     async def _finished(self) -> PeerError:
-        """Why nothing can be written to a call that is over."""
+        """The reason why nothing can be written to a call that is over."""
         code = await self._call.code()
         if code is grpc.StatusCode.OK:
             return PeerError(f"{self.peer} has ended the stream")
@@ -111,7 +111,7 @@ class CallerWire:
 
 
 class CalledWire:
-    """The end that was called. `ended` is done once this side is over, `caller_ended` set when the caller has ended."""
+    """The called end. `ended` is done once this side is over; `caller_ended` is set when the caller has ended."""
 
     dialled = False
     caller_ended = False
@@ -159,7 +159,7 @@ class CalledWire:
 
 
 def _cancelled(peer: str) -> BaseException:
-    # grpc.aio raises CancelledError both when our task is cancelled and when the call is, by closing its channel.
+    # grpc.aio raises CancelledError when our task is cancelled, and also when the call is, by closing its channel.
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         return asyncio.CancelledError()

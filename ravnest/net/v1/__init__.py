@@ -1,1 +1,1 @@
-"""Protobuf modules generated from proto/ravnest/v1 at build: frame_pb2 and control_pb2."""
+"""Messages of the wire protocol, generated from proto/ravnest/v1. Knows protobuf alone."""

@@ -63,7 +63,7 @@ def test_a_node_of_another_swarm_is_refused() -> None:
 def test_the_holder_of_an_invite_cannot_sign_itself_another_name(name: str) -> None:
     key = certificates.new_key()
     forged = certificates.leaf_certificate(
-        key.public_key(), name or "x", ROOT.subject, TOKEN._root_key(), DAY, time.time(), [node_host("anna")]
+        key.public_key(), name or "x", ROOT.subject, TOKEN.root_key(), DAY, time.time(), [node_host("anna")]
     )
     with pytest.raises(PeerError, match="not one of this swarm"):
         CALLERS.identify(shown(forged))

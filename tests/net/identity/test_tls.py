@@ -171,7 +171,7 @@ def test_an_invite_used_to_sign_another_name_gets_through_no_call(name: str) -> 
             key = certificates.new_key()
             root = invite.token.root(time.time())
             forged = certificates.leaf_certificate(
-                key.public_key(), name, root.subject, invite.token._root_key(), timedelta(days=1), time.time()
+                key.public_key(), name, root.subject, invite.token.root_key(), timedelta(days=1), time.time()
             )
             roots = coordinator.admission.authority.tls_keys().roots
             keys = TlsKeys(certificates.key_pem(key), certificates.certificate_pem(forged), roots)

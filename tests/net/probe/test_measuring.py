@@ -8,15 +8,14 @@ import pytest
 
 from ravnest.errors import PeerError
 from ravnest.net.identity.node_identity import NodeIdentity
+from ravnest.net.probe.call_rate import CALLS_PER_MINUTE
 from ravnest.net.probe.measuring import (
-    CALLS_PER_MINUTE,
     MAX_BYTES,
     MAX_LONG_SECONDS,
     MAX_SECONDS,
     MESSAGE_BYTES,
     Arrival,
     LinkSpeed,
-    MeasureService,
     measure_link,
     needed_seconds,
     settled_rate,
@@ -115,7 +114,7 @@ def test_the_holder_of_an_invite_may_measure_while_it_could_join() -> None:
 
 
 async def opened(client: CoordinatorClient) -> Control[MeasureRequest, MeasureReply]:
-    return Control(await client._dial("Measure"), MeasureReply)
+    return await client.open_measuring()
 
 
 def wanting_more(each: int) -> MeasureRequest:
@@ -173,19 +172,6 @@ def test_pings_end_too() -> None:
             control.abort()
 
     run(test())
-
-
-def test_one_caller_measures_so_often_a_minute_and_others_are_not_held_up() -> None:
-    now = 0.0
-    service = MeasureService(lambda: now)
-    for _ in range(CALLS_PER_MINUTE):
-        assert service._may_measure("anna")[0]
-    good, reason = service._may_measure("anna")
-    assert not good and reason.startswith("anna has measured 6 times within a minute; try again")
-    assert service._may_measure("ben")[0]
-    now = 61.0
-    assert service._may_measure("anna")[0]
-    assert set(service._calls) == {"anna"}, "who has not measured for a minute is forgotten"
 
 
 def test_two_who_measure_at_once_take_turns() -> None:

@@ -431,7 +431,7 @@ def test_nobody_but_a_neighbouring_stage_may_link(how: str) -> None:
             caller, words = OTHER, "other may not call Link: before may"
             if how == "no neighbour":
                 handler.server.neighbours, caller = (), BEFORE
-                words = "before may not call Link: nobody may"
+                words = "before may not call Link: no node may"
             elif how == "the called node itself":
                 caller, words = CALLED, "called may not call Link: before may"
             with pytest.raises(PeerError, match=f"called at {address} did not accept this node: {words}"):

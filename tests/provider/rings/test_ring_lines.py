@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ravnest.coordinator.access.admission import Admission
-from ravnest.net.direct_line import DirectLine, DirectServer
+from ravnest.net.direct_line import DirectLine
+from ravnest.net.direct_server import DirectServer
 from ravnest.net.frames.frames import Frame, RingPlace
 from ravnest.net.identity.identity import Identity
 from ravnest.net.identity.node_identity import NodeIdentity
