@@ -30,13 +30,13 @@ NESTEROV = RingSettings(outer="nesterov", outer_rate=0.7, outer_momentum=0.9)
 def calls_of(worker: StageWorker) -> "asyncio.Queue[None]":
     """Has an entry for each call that the worker is asked to make from now on."""
     calls: asyncio.Queue[None] = asyncio.Queue()
-    between = worker.between
+    call_between_tasks = worker.call_between_tasks
 
     def note(call: Callable[[], None]) -> None:
-        between(call)
+        call_between_tasks(call)
         calls.put_nowait(None)
 
-    worker.between = note  # type: ignore[method-assign]
+    worker.call_between_tasks = note  # type: ignore[method-assign]
     return calls
 
 
