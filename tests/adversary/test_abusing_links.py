@@ -193,10 +193,9 @@ def test_speaking_on_after_the_end_of_control() -> None:
 
 def test_a_connection_that_never_says_its_count_is_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ravnest.net.streams.link_carrier.RESUME_SECONDS", 0.2)
-    monkeypatch.setattr("ravnest.coordinator.swarm.swarm.PATIENCE_SECONDS", 0.5)
 
     async def test() -> None:
-        async with attacked() as swarm:
+        async with attacked(reconnect_seconds=0.5) as swarm:
             anna, mallory = await swarm.join("anna"), await swarm.admit("mallory")
             calls = [await raw_stream(swarm, mallory, method, None) for method in ("Control", "Feed")]
             assert swarm.connected() == ["anna"]
@@ -486,10 +485,9 @@ def test_endless_slow_bytes_hold_nobody_up(tmp_path: Path) -> None:
 
 def test_endless_slow_bytes_for_a_count_end_with_the_patience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("ravnest.net.streams.link_carrier.RESUME_SECONDS", 0.3)
-    monkeypatch.setattr("ravnest.coordinator.swarm.swarm.PATIENCE_SECONDS", 1.0)
 
     async def test() -> None:
-        async with attacked() as swarm:
+        async with attacked(reconnect_seconds=1.0) as swarm:
             anna, mallory = await swarm.join("anna"), await swarm.admit("mallory")
             stream = await SlowStream.open(swarm, mallory, "Control", tmp_path)
             await stream.send(a_message(64))

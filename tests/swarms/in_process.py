@@ -14,6 +14,7 @@ from ravnest.coordinator.access.admission import Admission
 from ravnest.coordinator.access.invites import TokenStore
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.changes import Changes
+from ravnest.coordinator.swarm.heartbeat import RECONNECT_SECONDS
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.graph.portable import FORMAT_VERSION
@@ -118,10 +119,10 @@ class Joined:
 class LocalSwarm:
     """One coordinator. Everything that was opened is closed with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, reconnect_seconds: float = RECONNECT_SECONDS) -> None:
         self.clock = Clock()
         self.admission = Admission(SwarmAuthority.new(), TokenStore(), self.clock)
-        self.swarm = Swarm(self.admission)
+        self.swarm = Swarm(self.admission, reconnect_seconds=reconnect_seconds)
         self.told = Told()
         self.swarm.events = self.told
         self.port = 0
@@ -249,8 +250,8 @@ def a_request(certificate_request: bytes, name: str = "mallory", **changes: Any)
 
 
 @asynccontextmanager
-async def attacked() -> AsyncIterator[LocalSwarm]:
-    made = LocalSwarm()
+async def attacked(reconnect_seconds: float = RECONNECT_SECONDS) -> AsyncIterator[LocalSwarm]:
+    made = LocalSwarm(reconnect_seconds)
     made.port = await made.swarm.start()
     try:
         yield made

@@ -1,52 +1,51 @@
-"""How long a provider is waited for: each has a lease that what it says renews, and a judgement of when it has run out.
+"""Failure detector for one provider: each has a lease that every sign of life renews.
 
-A provider that is not heard is a suspicion, not yet a loss. It is given up early only where that helps: where it
-holds others up, and somebody can take its place. How early follows from how regularly it spoke before, from its line,
-and from how much is to be done without it. Where nobody could take its place it is waited for as long as anybody would
-wait for a router that is being restarted.
+This is the only place that judges how long a provider may be silent. A provider is first suspected, then lost. It is
+lost early only where that helps: where it blocks its cluster and another provider can replace it. How early depends on
+how regularly it was heard before, on its uplink, and on the cost of its replacement. A provider that no other can
+replace is kept for as long as a router takes to restart.
 
-Pure functions and values: every time is of one monotonic clock, which the caller reads.
+Pure functions and values; all times are from one monotonic clock, which the caller reads.
 """
 
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, Literal, NamedTuple
 
-from ravnest.coordinator.swarm.heartbeat import (
-    HEARTBEAT_SECONDS,
-    PATIENCE_SECONDS,
-    SILENCE_SECONDS,
-    UNMEASURED_UPLINK,
-    Uplink,
-)
+from ravnest.coordinator.swarm.heartbeat import HEARTBEAT_SECONDS, RECONNECT_SECONDS
 
 LATE_SECONDS: Final = 1.0
-"""Whoever looks so much later than it meant to was itself stopped, and has not heard what was said meanwhile."""
+"""A watchdog that runs this much later than planned was itself stopped, and has missed what was sent meanwhile."""
 RETURN_SECONDS: Final = 10.0
-"""How long providers may take to find a coordinator again that was stopped or cut off: they try with pauses."""
+"""Time for providers to reconnect to a coordinator that was stopped or cut off: they retry with a backoff."""
 
-BROKEN_SECONDS: Final = {"standby": 1.0, "reform": 8.0, "none": PATIENCE_SECONDS}
-"""How long one that holds others up may be without a connection, by who can take its place. Forming the run anew takes
-longer than most routers are away."""
+SILENCE_SECONDS: Final = 60.0
+"""Timeout for a connected provider that sends nothing, or that holds a stage and does not report."""
+BROKEN_SECONDS: Final = {"standby": 1.0, "reform": 8.0, "none": RECONNECT_SECONDS}
+"""Timeout for a provider that blocks its cluster and has no connection, by its replacement. To redeploy the run takes
+longer than most routers take to restart."""
 SILENT_SECONDS: Final = {"standby": 3.0, "reform": 15.0, "none": SILENCE_SECONDS}
-"""How long it may be connected and say nothing; longer for one whose words come less regularly."""
-STILL_SECONDS: Final = {"standby": 10.0, "reform": 20.0, "none": 120.0}
-"""How long it may report and do nothing of what waits for it; longer where work takes longer."""
+"""Timeout for a provider that is connected and sends nothing; longer for one that was heard less regularly."""
 
-_DOUBT_SILENT_SECONDS: Final = 2.0
-_DOUBT_BROKEN_SECONDS: Final = 0.3
-_COMPLAINT: Final = 0.6
-"""What is left of the time where a neighbour has lost its connection to it too: the line here is not the reason."""
-_BUILDING: Final = 2.0
-"""One that builds a stage may be too busy to speak."""
-_DIALLING_TRIPS: Final = 6
-"""Round trips that a new connection takes: TCP, TLS, HTTP/2, the call and the counts of its link."""
+_SUSPECT_SILENT_SECONDS: Final = 2.0
+_SUSPECT_BROKEN_SECONDS: Final = 0.3
+_COMPLAINT_FACTOR: Final = 0.6
+"""Factor of the timeouts where a neighbour has lost its connection to the provider too: then the coordinator's own line
+is not the cause."""
+_BUILDING_FACTOR: Final = 2.0
+"""Factor of the timeout for a provider that builds a stage, which may delay its heartbeats."""
+_RECONNECT_ROUND_TRIPS: Final = 6
+"""Round trips of a new connection: TCP, TLS, HTTP/2, the call and the counts of its link."""
 _DEVIATIONS: Final = 4.0
 _MAX_GAP_SECONDS: Final = 10.0
-_LOOK_SECONDS: Final = 0.05
+_MIN_PAUSE_SECONDS: Final = 0.05
+_BUFFERED_BYTES: Final = 2 << 20
+"""Bytes that usually wait in a machine's send buffers before a heartbeat. State that is uploaded does not count: the
+coordinator hears it."""
+_MAX_BUFFERED_SECONDS: Final = 5.0
 
 Replacement = Literal["standby", "reform", "none"]
-"""Who can take a provider's place: a standby that is ready, the rest of the swarm if it is formed anew, or nobody."""
+"""Replacement of a provider: a standby that is ready, a redeployment without it, or none."""
 
 
 class State(Enum):
@@ -55,22 +54,42 @@ class State(Enum):
     LOST = "lost"
 
 
-class Verdict(NamedTuple):
+class LeaseVerdict(NamedTuple):
+    """Judgement of one provider."""
+
     state: State
     reason: str
     look_again_seconds: float
-    """When the verdict may be another, if nothing is heard until then."""
+    """Time until the verdict may change, if nothing more is heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uplink:
+    """A provider's connection to the coordinator; zeros where it was not measured."""
+
+    round_trip_seconds: float = 0.0
+    up_bytes_per_second: float = 0.0
+
+    @property
+    def queue_seconds(self) -> float:
+        """Time that a heartbeat may wait behind other bytes."""
+        if self.up_bytes_per_second <= 0:
+            return 0.0
+        return min(_MAX_BUFFERED_SECONDS, _BUFFERED_BYTES / self.up_bytes_per_second)
+
+
+UNMEASURED_UPLINK: Final = Uplink()
 
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """How far apart a provider's words usually come: the mean, and how far they usually are from it."""
+    """Times between two signs of life of a provider: moving averages of the gap and of its deviation."""
 
     mean_seconds: float = HEARTBEAT_SECONDS
     deviation_seconds: float = 0.25 * HEARTBEAT_SECONDS
 
     def after(self, gap_seconds: float) -> "Gaps":
-        """With one more: each weighs less than the one after it."""
+        """The averages with one more gap."""
         gap = min(gap_seconds, _MAX_GAP_SECONDS)
         off = abs(gap - self.mean_seconds)
         return Gaps(
@@ -80,142 +99,165 @@ class Gaps:
 
     @property
     def expected_seconds(self) -> float:
-        """By when the next word has come, nearly always."""
+        """Time within which the provider is heard again, nearly always."""
         return max(HEARTBEAT_SECONDS, self.mean_seconds) + _DEVIATIONS * self.deviation_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a provider at one moment."""
+    """Everything that is known of a provider at one moment."""
 
     silent_seconds: float
-    """Since it was last heard."""
+    """Time since it was last heard."""
     broken_seconds: float | None = None
-    """Since it has no connection; None while it has one."""
+    """Time without a connection; None while it has one."""
     gaps: Gaps = Gaps()
     uplink: Uplink = UNMEASURED_UPLINK
     blocks: bool = False
-    """Whether others wait for it: it holds a stage of a cluster in which something is under way."""
+    """Whether others wait for it: it holds a stage of a cluster in which something is in flight."""
     replacement: Replacement = "none"
     complaints: tuple[str, ...] = ()
-    """Who else says that its connection to it is down."""
+    """Other providers that report that their connection to it is down."""
     refuses: bool = False
-    """Whether its machine is there and nobody listens any more where it did: its process has ended."""
+    """Whether its machine answers and refuses connections to its address: its process has ended."""
     building: bool = False
-    """Whether it was given a stage and has not said that it is there."""
+    """Whether it was given a stage and has not reported on it yet."""
     spared_seconds: float = 0.0
-    """For so long it is not given up, whatever else is known."""
+    """Time for which it is not lost, whatever else is known."""
+    unreported_seconds: float = 0.0
+    """Time since the last report of a provider that holds a stage; 0 for one without a stage."""
 
 
-def judge(evidence: Evidence) -> Verdict:
+def judge(evidence: Evidence) -> LeaseVerdict:
     """Whether the provider is well, suspected or lost, why, and when to look again."""
-    seen = _LeaseLimits(evidence)
+    timeouts = _Timeouts.of(evidence)
+    words = _Words(evidence)
+    broken, silent = evidence.broken_seconds, evidence.silent_seconds
     if evidence.spared_seconds <= 0:
-        if evidence.broken_seconds is not None and evidence.broken_seconds >= seen.broken_limit:
-            return Verdict(State.LOST, f"there has been no connection {seen.for_broken}, {seen.why_now}", 0.0)
-        if evidence.silent_seconds >= seen.silent_limit:
-            return Verdict(State.LOST, f"it has said nothing {seen.for_silent}, {seen.why_now}", 0.0)
-    again = max(_LOOK_SECONDS, evidence.spared_seconds, seen.until_lost)
-    if evidence.broken_seconds is not None and evidence.broken_seconds >= seen.broken_doubt:
-        return Verdict(State.SUSPECTED, f"there is no connection {seen.for_broken}; {seen.waits}", again)
-    if evidence.silent_seconds >= seen.silent_doubt:
-        return Verdict(State.SUSPECTED, f"it has said nothing {seen.for_silent}; {seen.waits}", again)
-    return Verdict(State.WELL, "it was heard", max(_LOOK_SECONDS, min(again, seen.until_doubt)))
+        if broken is not None and broken >= timeouts.broken:
+            return LeaseVerdict(State.LOST, f"{words.broken}, {words.why_now}", 0.0)
+        if silent >= timeouts.silent:
+            return LeaseVerdict(State.LOST, f"{words.silent}, {words.why_now}", 0.0)
+        if evidence.unreported_seconds >= timeouts.unreported:
+            return LeaseVerdict(State.LOST, words.unreported, 0.0)
+    left = timeouts.left(evidence)
+    again = max(_MIN_PAUSE_SECONDS, evidence.spared_seconds, left)
+    lost_in = f"timeout in {max(evidence.spared_seconds, left):.1f} s"
+    if broken is not None and broken >= timeouts.suspect_broken:
+        return LeaseVerdict(State.SUSPECTED, f"{words.broken}; {lost_in}", again)
+    if silent >= timeouts.suspect_silent:
+        return LeaseVerdict(State.SUSPECTED, f"{words.silent}; {lost_in}", again)
+    soon = max(_MIN_PAUSE_SECONDS, min(again, timeouts.left_until_suspected(evidence)))
+    return LeaseVerdict(State.WELL, "it was heard", soon)
 
 
-class _LeaseLimits:
-    """What follows from the evidence."""
+@dataclass(frozen=True, slots=True)
+class _Timeouts:
+    """Timeouts of one provider, in seconds."""
+
+    suspect_broken: float
+    suspect_silent: float
+    broken: float
+    silent: float
+    unreported: float
+
+    @classmethod
+    def of(cls, evidence: Evidence) -> "_Timeouts":
+        queue_seconds = evidence.uplink.queue_seconds
+        reconnecting = _RECONNECT_ROUND_TRIPS * evidence.uplink.round_trip_seconds
+        usual = evidence.gaps.expected_seconds + queue_seconds
+        suspect_broken = _SUSPECT_BROKEN_SECONDS + reconnecting
+        suspect_silent = max(_SUSPECT_SILENT_SECONDS, usual)
+        longest = SILENT_SECONDS["none"] + queue_seconds
+        replacement = evidence.replacement if evidence.blocks else "none"
+        if replacement == "none":
+            return cls(suspect_broken, suspect_silent, BROKEN_SECONDS["none"] + reconnecting, longest, longest)
+        factor = _COMPLAINT_FACTOR if evidence.complaints else 1.0
+        broken = max(suspect_broken, factor * (BROKEN_SECONDS[replacement] + reconnecting))
+        more = SILENT_SECONDS[replacement] - SILENT_SECONDS["standby"]
+        silent = factor * max(SILENT_SECONDS[replacement], usual + HEARTBEAT_SECONDS + more)
+        silent = max(suspect_silent, silent * (_BUILDING_FACTOR if evidence.building else 1.0))
+        return cls(suspect_broken, suspect_silent, suspect_broken if evidence.refuses else broken, silent, longest)
+
+    def left(self, evidence: Evidence) -> float:
+        """Time until the provider is lost."""
+        left = min(self.silent - evidence.silent_seconds, self.unreported - evidence.unreported_seconds)
+        return left if evidence.broken_seconds is None else min(left, self.broken - evidence.broken_seconds)
+
+    def left_until_suspected(self, evidence: Evidence) -> float:
+        left = self.suspect_silent - evidence.silent_seconds
+        return left if evidence.broken_seconds is None else min(left, self.suspect_broken - evidence.broken_seconds)
+
+
+class _Words:
+    """The parts of a reason."""
 
     def __init__(self, evidence: Evidence) -> None:
-        gaps, uplink = evidence.gaps, evidence.uplink
-        replacement = evidence.replacement if evidence.blocks else "none"
-        dialling = _DIALLING_TRIPS * uplink.round_trip_seconds
-        usual = gaps.expected_seconds + uplink.waiting_seconds
         self._evidence = evidence
-        self.broken_doubt = _DOUBT_BROKEN_SECONDS + dialling
-        self.silent_doubt = max(_DOUBT_SILENT_SECONDS, usual)
-        broken, silent = BROKEN_SECONDS[replacement] + dialling, SILENT_SECONDS[replacement]
-        if replacement == "none":
-            silent += uplink.waiting_seconds
-        else:
-            share = _COMPLAINT if evidence.complaints else 1.0
-            more = SILENT_SECONDS[replacement] - SILENT_SECONDS["standby"]
-            silent = share * max(silent, usual + HEARTBEAT_SECONDS + more) * (_BUILDING if evidence.building else 1.0)
-            broken = self.broken_doubt if evidence.refuses else max(self.broken_doubt, share * broken)
-            silent = max(self.silent_doubt, silent)
-        self.broken_limit, self.silent_limit = broken, silent
 
     @property
-    def until_lost(self) -> float:
-        left = [self.silent_limit - self._evidence.silent_seconds]
-        if self._evidence.broken_seconds is not None:
-            left.append(self.broken_limit - self._evidence.broken_seconds)
-        return min(left)
+    def broken(self) -> str:
+        ended = ", and its address refuses connections" if self._evidence.refuses else ""
+        return f"no connection for {self._evidence.broken_seconds:.1f} s{ended}"
 
     @property
-    def until_doubt(self) -> float:
-        left = [self.silent_doubt - self._evidence.silent_seconds]
-        if self._evidence.broken_seconds is not None:
-            left.append(self.broken_doubt - self._evidence.broken_seconds)
-        return min(left)
-
-    @property
-    def for_broken(self) -> str:
-        ended = ", and nobody listens any more where it did" if self._evidence.refuses else ""
-        return f"for {self._evidence.broken_seconds:.1f} s{ended}"
-
-    @property
-    def for_silent(self) -> str:
+    def silent(self) -> str:
         usual = self._evidence.gaps.mean_seconds
-        return f"for {self._evidence.silent_seconds:.1f} s, where every {usual:.1f} s is usual"
+        return f"nothing received for {self._evidence.silent_seconds:.1f} s (usually every {usual:.1f} s)"
+
+    @property
+    def unreported(self) -> str:
+        return f"it holds a stage and has not reported for {self._evidence.unreported_seconds:.0f} s"
 
     @property
     def why_now(self) -> str:
-        """Why it is not waited for any longer."""
+        """Why the coordinator does not wait any longer."""
         evidence = self._evidence
         if not evidence.blocks:
-            return "which is longer than anybody is waited for"
-        others = (
-            f" and has no connection with {' and '.join(evidence.complaints)} either" if evidence.complaints else ""
-        )
+            return "which is the longest timeout"
+        no_connection = f", has no connection with {' and '.join(evidence.complaints)} either"
+        blocks = f"it blocks its cluster{no_connection if evidence.complaints else ''}"
         return {
-            "standby": f"it holds others up{others}, and a standby is ready",
-            "reform": f"it holds others up{others}, and the others can go on without it",
-            "none": f"it holds others up{others}, and nobody can take its place, but that is longer than is waited",
+            "standby": f"{blocks}, and a standby is ready",
+            "reform": f"{blocks}, and the others can go on without it",
+            "none": f"{blocks}, and this is the longest timeout, though no other provider can replace it",
         }[evidence.replacement]
-
-    @property
-    def waits(self) -> str:
-        """How long it is waited for."""
-        return f"it is waited for {max(self._evidence.spared_seconds, self.until_lost):.1f} s more"
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """When a provider was last heard, and what that renews."""
+    """The times at which a provider was last heard."""
 
     heard_at: float
-    """It, or the coordinator, was well then."""
+    """When the provider was last heard, or the lease was renewed."""
     gaps: Gaps = Gaps()
     broken_at: float | None = None
+    """Since when it has no connection; None while it has one."""
     spared_until: float = 0.0
+    reported_at: float = 0.0
+    """When the provider last sent a control message, or the lease was renewed."""
 
-    def seen(self, last_received_at: float, broken_at: float | None) -> "Lease":
-        """As its links tell it now: when they last received something, and since when one of them is down."""
+    def seen(self, last_received_at: float, broken_at: float | None, reported_at: float = 0.0) -> "Lease":
+        """The lease with the present state of the provider's links: when they last received anything, since when one
+        of them is down, and when the last control message came."""
         if broken_at is not None:
-            # While the coordinator itself was stopped, nobody could come back.
+            # No provider could reconnect while the coordinator itself was stopped.
             broken_at = max(broken_at, self.heard_at if self.broken_at is None else self.broken_at)
-        lease = replace(self, broken_at=broken_at)
+        lease = replace(self, broken_at=broken_at, reported_at=max(self.reported_at, reported_at))
         if last_received_at <= self.heard_at:
             return lease
         gaps = self.gaps.after(last_received_at - self.heard_at)
         return replace(lease, heard_at=last_received_at, gaps=gaps)
 
     def renewed(self, now: float, spared_seconds: float) -> "Lease":
-        """It begins anew: what was not heard until now is not held against it."""
-        broken_at = None if self.broken_at is None else now
-        until = max(self.spared_until, now + spared_seconds)
-        return replace(self, heard_at=max(now, self.heard_at), broken_at=broken_at, spared_until=until)
+        """A lease that begins now: earlier silence does not count."""
+        return replace(
+            self,
+            heard_at=max(now, self.heard_at),
+            broken_at=None if self.broken_at is None else now,
+            spared_until=max(self.spared_until, now + spared_seconds),
+            reported_at=max(now, self.reported_at),
+        )
 
     def silent_seconds(self, now: float) -> float:
         return max(0.0, now - self.heard_at)
@@ -226,17 +268,17 @@ class Lease:
     def spared_seconds(self, now: float) -> float:
         return max(0.0, self.spared_until - now)
 
+    def unreported_seconds(self, now: float) -> float:
+        return max(0.0, now - self.reported_at)
+
 
 def late_by(due: float, now: float) -> float:
-    """By how much whoever meant to look at `due` was stopped; 0 where it looked in time, or nearly."""
+    """How long the caller was stopped that meant to look at `due`; 0 where it looks in time, or nearly."""
     late = now - due
     return late if late > LATE_SECONDS else 0.0
 
 
 def after_a_stop(lease: Lease, late_seconds: float, now: float) -> Lease:
-    """The lease for one who looks again after it was itself stopped for so long.
-
-    Everybody is as well as at the last look until it turns out otherwise, and whoever has noticed the stop and hung up
-    has time to come back.
-    """
+    """The lease after the coordinator was itself stopped for this long: it begins again, and providers that noticed the
+    stop and disconnected have time to reconnect."""
     return lease.renewed(now, min(RETURN_SECONDS, late_seconds))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from ravnest.coordinator.swarm.upload_activity import sends_its_state
+from ravnest.coordinator.health.uploads import fills_its_line
 from ravnest.net.v1.control_pb2 import Report
 
 SLOW: Final = 2.0
@@ -85,7 +85,7 @@ class SlowLinks:
 
     def reported(self, node_id: str, report: Report) -> None:
         """What a stage says of its links; that to the next stage has a delay."""
-        if sends_its_state(report):
+        if fills_its_line(report):
             # Its line is full of that, for a while.
             if node_id in self._paces:
                 self._paces[node_id][1].skip()

@@ -1,6 +1,6 @@
-"""Who holds a cluster up in which nothing moves though all its stages are heard: whose thread is stuck, whose line.
+"""Detector for a cluster that stalls although all of its stages are heard: it names the stage or link that blocks it.
 
-Pure functions of what the stages report.
+Pure functions of the stages' reports.
 """
 
 from collections import Counter
@@ -8,14 +8,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from ravnest.coordinator.health.lease import STILL_SECONDS, Replacement
+from ravnest.coordinator.health.lease import Replacement
 
-_LONGEST: Final = 4.0
-"""A cluster has not stopped before it has stood still for so many times as long as it lately did between two pieces."""
-_LINK: Final = 1.5
-"""A link finds another way by itself, over the relay, a few seconds after its connection has died."""
+_MIN_GAPS: Final = 4.0
+"""A cluster has stalled after this multiple of its longest recent time between two tasks."""
+_LINK_FACTOR: Final = 1.5
+"""Factor of the timeout for a link, which moves to the relay by itself a few seconds after its connection has died."""
 _FADING: Final = 0.95
 _ORDER: Final[tuple[Replacement, ...]] = ("standby", "reform", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class StallTimeouts:
+    """Time in which a provider that is heard may finish nothing, though work waits for it, by its replacement."""
+
+    standby_seconds: float = 10.0
+    reform_seconds: float = 20.0
+    first_task_seconds: float = 15.0
+    """Estimated time of the first task of a cluster, before any has been measured."""
+
+    def seconds(self, replacement: Replacement) -> float:
+        return self.standby_seconds if replacement == "standby" else self.reform_seconds
+
+
+DEFAULT_TIMEOUTS: Final = StallTimeouts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,90 +46,101 @@ class LinkView:
 
 @dataclass(frozen=True, slots=True)
 class StageView:
-    """What a stage reports."""
+    """The report of a stage."""
 
     node_id: str
     still_seconds: float
-    """Since it last finished a piece of work, as far as is known."""
+    """Time since the stage last finished a task, as far as is known."""
     ready: int = 0
-    """Pieces of work that lie there while it works on one."""
+    """Tasks that wait while it works on one."""
     links: tuple[LinkView, ...] = ()
-    sends: str = ""
-    """What it says that it uploads of its state, and what has come of that. One that really sends does not stand still:
-    see `state_traffic.is_at_work`."""
+    claim: str = ""
+    """The upload of its state that it reports, and how much of it has come; empty without one. A stage whose upload
+    makes progress has not stood still, see `uploads.is_progressing`."""
 
 
-class Blame(NamedTuple):
+class StallCause(NamedTuple):
+    """The cause of a stall."""
+
     nodes: tuple[str, ...]
-    """Whose absence would help, in the order of the cluster; none where nobody can be named."""
+    """Providers whose loss would help, in the order of the cluster; empty where none can be named."""
     reason: str
     heals: bool = False
-    """Whether it may well go on by itself."""
+    """Whether the cluster may well go on by itself."""
 
 
 class Stall(NamedTuple):
-    """A cluster stands still because of this provider, which is to be given up once that has lasted long enough."""
+    """A stalled cluster, and the provider to give up for it."""
 
     node_id: str
     reason: str
     is_over: bool
-    """Whether it has lasted long enough."""
+    """Whether the stall has lasted long enough to give the provider up."""
 
 
-def who_blocks(stages: Sequence[StageView]) -> Blame:
-    """Whom a cluster waits for that stands still, and why. The stages are in order."""
+def find_cause(stages: Sequence[StageView]) -> StallCause:
+    """The cause of a stall of these stages, which are in order."""
     order = [stage.node_id for stage in stages]
-    down = _pairs(stages, lambda link: not link.connected)
+    down = _links(stages, _is_down)
     if down:
-        blamed = _named_most_often(down, order)
-        return Blame(blamed, f"there is no connection {_between(down, order)}", heals=True)
-    stuck = _pairs(stages, lambda link: link.unconfirmed > 0)
+        return StallCause(_ends_of_most(down, order), f"there is no connection {_between(down, order)}", heals=True)
+    stuck = _links(stages, _is_stuck)
     if stuck:
-        return Blame(_named_most_often(stuck, order), f"nothing passes {_between(stuck, order)}", heals=True)
+        return StallCause(_ends_of_most(stuck, order), f"nothing passes {_between(stuck, order)}", heals=True)
     busy = [stage for stage in stages if stage.ready]
     if busy:
-        # It was at work before those that it gave something to do.
+        # It was at work before the stages that wait for its results.
         first = max(busy, key=lambda stage: stage.still_seconds)
-        if first.sends:
-            return Blame((first.node_id,), f"{first.node_id} {first.sends}")
-        many = "a piece" if first.ready == 1 else f"{first.ready} pieces"
-        return Blame((first.node_id,), f"{first.node_id} has had {many} of work for {first.still_seconds:.0f} s")
-    return Blame((), "no stage has anything to do")
+        if first.claim:
+            return StallCause((first.node_id,), f"{first.node_id} {first.claim}")
+        tasks = "a task" if first.ready == 1 else f"{first.ready} tasks"
+        return StallCause((first.node_id,), f"{first.node_id} has had {tasks} to do for {first.still_seconds:.0f} s")
+    return StallCause((), "no stage has anything to do")
 
 
 def judge_stall(
-    stages: Sequence[StageView], longest_seconds: float, replacement: Callable[[str], Replacement]
+    stages: Sequence[StageView],
+    longest_seconds: float,
+    replacement: Callable[[str], Replacement],
+    timeouts: StallTimeouts = DEFAULT_TIMEOUTS,
 ) -> Stall | None:
-    """Whether a cluster in which something is under way stands still, because of whom, and whether to wait on.
+    """Whether a cluster with something in flight stalls, because of which provider, and whether to give that one up.
 
-    `longest_seconds` is how long it lately was between two pieces of work. Of several that may be to blame, the one
-    that is replaced most easily is named; None where there is nobody to blame, or nobody could take the place of the
-    one that is.
+    `longest_seconds` is the longest recent time between two tasks. If several providers may be the cause, the one that
+    is easiest to replace is named. None if no provider can be named, or if the named one has no replacement.
     """
     still = min((stage.still_seconds for stage in stages), default=0.0)
-    blame = who_blocks(stages)
-    if not blame.nodes or still < STILL_SECONDS["standby"] / 2:
+    cause = find_cause(stages)
+    if not cause.nodes or still < timeouts.standby_seconds / 2:
         return None
-    # Of two that are equal, the later one: what it has done is known to nobody yet.
-    named = min(reversed(blame.nodes), key=lambda node: _ORDER.index(replacement(node)))
-    who_else = replacement(named)
-    if who_else == "none":
+    # On a tie, the later stage: its newest results have not reached any other stage.
+    named = min(reversed(cause.nodes), key=lambda node: _ORDER.index(replacement(node)))
+    by = replacement(named)
+    if by == "none":
         return None
-    limit = max(STILL_SECONDS[who_else], _LONGEST * longest_seconds) * (_LINK if blame.heals else 1.0)
+    limit = max(timeouts.seconds(by), _MIN_GAPS * longest_seconds) * (_LINK_FACTOR if cause.heals else 1.0)
     if still < limit / 2:
         return None
-    helps = "a standby is ready" if who_else == "standby" else "the others can go on without it"
-    reason = f"the cluster has stood still for {still:.0f} s: {blame.reason}, and {helps}"
+    helps = "a standby is ready" if by == "standby" else "the others can go on without it"
+    reason = f"the cluster has stood still for {still:.0f} s: {cause.reason}, and {helps}"
     return Stall(named, reason, still >= limit)
 
 
 def longest_after(longest_seconds: float, gap_seconds: float) -> float:
-    """How long a cluster lately stood still at the most, after one more pause: what is long ago counts for less."""
+    """The longest recent time between two tasks, after one more; older ones fade."""
     return max(gap_seconds, _FADING * longest_seconds)
 
 
-def _pairs(stages: Sequence[StageView], holds: Callable[[LinkView], bool]) -> set[frozenset[str]]:
-    """Between which two it holds, as either of them sees it."""
+def _is_down(link: LinkView) -> bool:
+    return not link.connected
+
+
+def _is_stuck(link: LinkView) -> bool:
+    return link.unconfirmed > 0
+
+
+def _links(stages: Sequence[StageView], holds: Callable[[LinkView], bool]) -> set[frozenset[str]]:
+    """The links between these stages for which the condition holds at either end."""
     among = {stage.node_id for stage in stages}
     return {
         frozenset((stage.node_id, link.node_id))
@@ -123,12 +150,13 @@ def _pairs(stages: Sequence[StageView], holds: Callable[[LinkView], bool]) -> se
     }
 
 
-def _named_most_often(pairs: set[frozenset[str]], order: Sequence[str]) -> tuple[str, ...]:
-    counts = Counter(node for pair in pairs for node in pair)
+def _ends_of_most(links: set[frozenset[str]], order: Sequence[str]) -> tuple[str, ...]:
+    """The providers that are at an end of the most of these links."""
+    counts = Counter(node for link in links for node in link)
     most = max(counts.values())
     return tuple(node for node in order if counts[node] == most)
 
 
-def _between(pairs: set[frozenset[str]], order: Sequence[str]) -> str:
-    named = sorted((sorted(pair, key=order.index) for pair in pairs), key=lambda pair: order.index(pair[0]))
+def _between(links: set[frozenset[str]], order: Sequence[str]) -> str:
+    named = sorted((sorted(link, key=order.index) for link in links), key=lambda link: order.index(link[0]))
     return " and ".join(f"between {one} and {other}" for one, other in named)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from ravnest.coordinator.swarm.upload_activity import megabytes
+from ravnest.coordinator.health.uploads import megabytes
 from ravnest.engine.telemetry.activity import ANY, Missing
 from ravnest.units import counted
 

@@ -1,7 +1,7 @@
-"""The watch over the providers of a run: hears whether they are there, and says whom the others need not wait for.
+"""Watchdog of a run's providers: it tells which are suspected, and drops those that are lost.
 
-It decides nothing itself: what it has seen goes to `leases.judge` and `stalls.judge_stall`, and what they say becomes
-an event or a loss. All of it happens on the network's loop.
+It decides nothing itself: it collects evidence for `lease.judge` and `stalls.judge_stall`, and turns their verdicts
+into events and losses. Everything runs on the network's loop.
 """
 
 import asyncio
@@ -13,29 +13,36 @@ from typing import Final, Protocol
 
 from ravnest.coordinator.health.lease import (
     RETURN_SECONDS,
+    UNMEASURED_UPLINK,
     Evidence,
     Lease,
+    LeaseVerdict,
     Replacement,
     State,
-    Verdict,
+    Uplink,
     after_a_stop,
     judge,
     late_by,
 )
 from ravnest.coordinator.health.provider_health import ProviderHealth
-from ravnest.coordinator.health.stalls import LinkView, StageView, judge_stall, longest_after
-from ravnest.coordinator.swarm.heartbeat import Uplink
+from ravnest.coordinator.health.stalls import (
+    DEFAULT_TIMEOUTS,
+    LinkView,
+    StageView,
+    StallTimeouts,
+    judge_stall,
+    longest_after,
+)
+from ravnest.coordinator.health.uploads import describe_claim, last_progress_at
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import RefusedError
 from ravnest.net.address import split_address
 from ravnest.net.v1.control_pb2 import Report
 
-_LOOK_SECONDS: Final = 0.5
-"""It looks at least this often, so that it knows when it was itself stopped."""
-_KNOCK_SECONDS: Final = 1.0
-_FIRST_PIECE_SECONDS: Final = 15.0
-"""How long a stage may take for its first piece of work, before anything is known of it."""
+_MAX_PAUSE_SECONDS: Final = 0.5
+"""Maximum time between two scans: a longer one shows that the coordinator itself was stopped."""
+_PROBE_SECONDS: Final = 1.0
 
 
 class Emit(Protocol):
@@ -45,36 +52,37 @@ class Emit(Protocol):
 
 @dataclass
 class _ClusterPace:
-    """How a cluster moves, since it last had nothing to do."""
+    """The pace of a cluster since it last had nothing to do."""
 
     since: float
     moved_at: float
     longest_seconds: float
+    """The longest recent time between two tasks."""
 
 
 @dataclass
 class _Scan:
-    """What one look has found."""
+    """The verdicts of one scan over all providers."""
 
     now: float
     late_seconds: float
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, LeaseVerdict] = field(default_factory=dict)
 
     @property
-    def nobody_is_well(self) -> bool:
+    def is_coordinator_cut_off(self) -> bool:
+        """Whether no provider is well: then the coordinator's own line is down."""
         return len(self.verdicts) > 1 and all(verdict.state is not State.WELL for verdict in self.verdicts.values())
 
 
 class Watchdog:
     """Watches from `run` until that is cancelled.
 
-    - A provider that is not heard is told of once, as the event `suspected`, and again when it is well.
-    - One that is lost is handed to `on_lost`, and its stay is ended: whatever it still sends is refused, and when it is
-      told so it joins again.
-    - A provider whose state is coming is heard by that, and a stage that uploads its state is at work as long as it
-      really comes.
-    - When nobody at all is heard, or the watch itself was stopped, it is not the providers that are gone: all of them
-      get time to come back.
+    - A suspicion is one event `suspected`, and the end of it is one event `reconnected`.
+    - A lost provider is handed to `on_lost`, and its session ends: whatever it still sends is refused, and the provider
+      joins again once it learns of that.
+    - Bytes of an upload are signs of life, and a stage whose upload makes progress is busy.
+    - When no provider at all is heard, or the watchdog itself was stopped, none is lost: all of them get time to
+      reconnect.
     """
 
     def __init__(
@@ -86,11 +94,12 @@ class Watchdog:
         emit: Emit,
         on_lost: Callable[[str, str, float], None],
         clusters: Callable[[], Iterable[Sequence[str]]] = tuple,
+        stall_timeouts: StallTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
-        """`blocks` says whether others wait for what this provider does, and `replacement` who could take its place.
+        """`blocks` tells whether other providers wait for this one, and `replacement` what could replace it.
 
-        `clusters` gives the providers of every cluster in which something is under way, each in the order of its
-        stages. `on_lost(node_id, reason, detect_seconds)` is told whom to do without and for how long it was not heard.
+        `clusters` gives the providers of every cluster with something in flight, each in the order of its stages.
+        `on_lost(node_id, reason, detect_seconds)` is called for a provider that was not heard for this long.
         """
         self._swarm = swarm
         self._blocks = blocks
@@ -98,28 +107,29 @@ class Watchdog:
         self._emit = emit
         self._on_lost = on_lost
         self._clusters = clusters
+        self._stall_timeouts = stall_timeouts
         self._paces: dict[tuple[str, ...], _ClusterPace] = {}
         self._due = 0.0
 
     async def run(self) -> None:
-        """Watches, for ever."""
+        """Watches forever."""
         try:
             self._due = time.monotonic()
             while True:
-                pause = self._look(time.monotonic())
+                pause = self._scan(time.monotonic())
                 self._due = time.monotonic() + pause
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
-                        await self._until_something_breaks()
+                        await self._connections_change()
         finally:
             watched = [health for _, health in self._watched()]
-            tasks = [health.knocking for health in watched if health.knocking is not None]
+            probes = [health.probe for health in watched if health.probe is not None]
             for node_id in self._swarm.members.node_ids():
                 self._forget(node_id)
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*probes, return_exceptions=True)
 
     def reported(self, node_id: str, report: Report) -> None:
-        """A stage has said what it did and how its links are."""
+        """A stage has reported its work and its links."""
         health = self._health(node_id)
         if health is None:
             return
@@ -129,7 +139,7 @@ class Watchdog:
             health.counts, health.moved_at = counts, time.monotonic()
 
     def is_well(self, node_id: str) -> bool:
-        """Whether the provider is here and under no suspicion: whoever is to take a stage should be."""
+        """Whether the provider is connected and not suspected, so that it may take a stage."""
         health = self._health(node_id)
         if health is None or health.state is not State.WELL or not self._swarm.members.is_present(node_id):
             return False
@@ -137,136 +147,140 @@ class Watchdog:
         return member.control.link.connected and member.feed.connected
 
     def give_up(self, node_id: str, reason: str) -> None:
-        """Does without this one, which is heard and at work: the others are better off."""
+        """Drops a provider that is heard and works, because the others are better off without it."""
         self._lose(node_id, reason, 0.0)
 
-    async def _until_something_breaks(self) -> None:
+    async def _connections_change(self) -> None:
         known = self._broken()
         await self._swarm.members.changes.until(lambda: self._broken() != known)
 
-    def _look(self, now: float) -> float:
-        """Judges everybody; how long until it is to be done again."""
+    def _scan(self, now: float) -> float:
+        """Judges all providers; the time until the next scan."""
         scan = _Scan(now, late_by(self._due, now))
         members = self._swarm.members.connected()
         for node_id, _ in self._watched():
             if not self._swarm.members.is_present(node_id):
                 self._forget(node_id)
         for member in members:
-            entry = self._update(member, scan)
-            scan.verdicts[member.node_id] = judge(self._evidence(member, entry, now))
-        if scan.nobody_is_well:
+            health = self._update(member, scan)
+            scan.verdicts[member.node_id] = judge(self._evidence(member, health, now))
+        if scan.is_coordinator_cut_off:
             for _, health in self._watched():
                 health.lease = health.lease.renewed(now, RETURN_SECONDS)
         for member in members:
             self._act(member, scan)
-        self._look_at_clusters(scan)
+        self._scan_clusters(scan)
         soon = [verdict.look_again_seconds for verdict in scan.verdicts.values() if verdict.state is not State.LOST]
-        return min([_LOOK_SECONDS, *soon])
+        return min([_MAX_PAUSE_SECONDS, *soon])
 
     def _update(self, member: Member, scan: _Scan) -> ProviderHealth:
         links = (member.control.link, member.feed)
-        received = max(*(link.last_received_at for link in links), member.uploads.heard_at)
-        entry = member.health
-        if entry is None:
-            entry = member.health = ProviderHealth(Lease(scan.now), moved_at=scan.now)
+        uploaded_at = member.uploads.heard_at
+        health = member.health
+        if health is None:
+            health = member.health = ProviderHealth(Lease(scan.now, reported_at=scan.now), moved_at=scan.now)
         elif scan.late_seconds:
-            entry.lease = after_a_stop(entry.lease, scan.late_seconds, scan.now)
-        self._see_uploads(member, entry, scan.now)
+            health.lease = after_a_stop(health.lease, scan.late_seconds, scan.now)
+        self._note_uploads(member, health, scan.now)
         broken = [link.broken_at for link in links if link.broken_at is not None]
-        entry.lease = entry.lease.seen(received, min(broken, default=None))
+        health.lease = health.lease.seen(
+            max(*(link.last_received_at for link in links), uploaded_at),
+            min(broken, default=None),
+            max(member.message_at, uploaded_at),
+        )
         if not broken:
-            entry.refuses = False
-        elif not entry.refuses and (entry.knocking is None or entry.knocking.done()):
+            health.refuses = False
+        elif not health.refuses and (health.probe is None or health.probe.done()):
             address = "" if member.reach is None else member.reach.address
-            entry.knocking = asyncio.create_task(self._knock(address, entry)) if address else None
-        return entry
+            health.probe = asyncio.create_task(self._probe(address, health)) if address else None
+        return health
 
-    def _see_uploads(self, member: Member, entry: ProviderHealth, now: float) -> None:
-        """A stage that does nothing but upload its state moves as that does."""
-        entry.sends = ""
-        if entry.report is None or entry.report.activity.kind != "save":
+    def _note_uploads(self, member: Member, health: ProviderHealth, now: float) -> None:
+        """A stage that waits for the upload of its state is busy as long as the upload makes progress."""
+        health.claim = ""
+        if health.report is None or health.report.activity.kind != "save":
             return
         rate = self._swarm.members.line_rate(member.node_id) or 0.0
-        working_until = member.uploads.working_until(rate, now)
-        entry.moved_at = max(entry.moved_at, working_until or 0.0)
-        claims = [claim for claim in entry.report.transfers if claim.kind == "checkpoint"]
+        health.moved_at = max(health.moved_at, last_progress_at(member.uploads, rate, now) or 0.0)
+        claims = [claim for claim in health.report.transfers if claim.kind == "checkpoint"]
         if claims:
-            entry.sends = member.uploads.judged(claims[0], rate, now)
+            health.claim = describe_claim(claims[0], member.uploads, rate, now)
 
-    def _evidence(self, member: Member, entry: ProviderHealth, now: float) -> Evidence:
-        link = member.link.speed
+    def _evidence(self, member: Member, health: ProviderHealth, now: float) -> Evidence:
+        speed, lease = member.link.speed, health.lease
         blocks = self._blocks(member.node_id)
         return Evidence(
-            entry.lease.silent_seconds(now),
-            entry.lease.broken_seconds(now),
-            entry.lease.gaps,
-            Uplink() if link is None else Uplink(link.round_trip_seconds, link.up_bytes_per_second),
+            lease.silent_seconds(now),
+            lease.broken_seconds(now),
+            lease.gaps,
+            UNMEASURED_UPLINK if speed is None else Uplink(speed.round_trip_seconds, speed.up_bytes_per_second),
             blocks,
             self._replacement(member.node_id) if blocks else "none",
             self._complaints(member.node_id),
-            entry.refuses,
-            blocks and not member.reports,
-            entry.lease.spared_seconds(now),
+            health.refuses,
+            building=blocks and not member.reports,
+            spared_seconds=lease.spared_seconds(now),
+            unreported_seconds=lease.unreported_seconds(now) if member.reports else 0.0,
         )
 
     def _complaints(self, about: str) -> tuple[str, ...]:
-        """Who has lost its connection to this one, and is itself well."""
+        """The providers that are well and have lost their connection to this one."""
         return tuple(
             node_id
-            for node_id, entry in self._watched()
-            if entry.report is not None and entry.state is State.WELL and node_id != about
-            if any(link.node == about and link.connections and not link.route for link in entry.report.links)
+            for node_id, health in self._watched()
+            if health.report is not None and health.state is State.WELL and node_id != about
+            if any(link.node == about and link.connections and not link.route for link in health.report.links)
         )
 
     def _act(self, member: Member, scan: _Scan) -> None:
-        node_id, entry = member.node_id, member.health
-        assert entry is not None
+        node_id, health = member.node_id, member.health
+        assert health is not None
         verdict = scan.verdicts[node_id]
-        if verdict.state is State.LOST and not scan.nobody_is_well:
-            self._lose(node_id, verdict.reason, entry.lease.silent_seconds(scan.now))
+        if verdict.state is State.LOST and not scan.is_coordinator_cut_off:
+            self._lose(node_id, verdict.reason, health.lease.silent_seconds(scan.now))
         elif verdict.state is State.WELL:
-            # Where its connection was made anew, that is told elsewhere.
-            if entry.state is not State.WELL and entry.connections == member.control.link.connections:
+            # The swarm emits the event for a new connection.
+            if health.state is not State.WELL and health.connections == member.control.link.connections:
                 self._emit("reconnected", f"{node_id} is heard again", provider=node_id)
-            entry.state = State.WELL
-        elif entry.state is State.WELL:
-            entry.state, entry.connections = State.SUSPECTED, member.control.link.connections
+            health.state = State.WELL
+        elif health.state is State.WELL:
+            health.state, health.connections = State.SUSPECTED, member.control.link.connections
             self._emit("suspected", verdict.reason, provider=node_id)
 
-    def _look_at_clusters(self, scan: _Scan) -> None:
+    def _scan_clusters(self, scan: _Scan) -> None:
         clusters = [tuple(nodes) for nodes in self._clusters()]
         before, self._paces = self._paces, {}
         for nodes in clusters:
-            entries = [health for health in map(self._health, nodes) if health is not None]
-            if len(entries) < len(nodes) or any(entry.report is None for entry in entries):
+            stages = [health for health in map(self._health, nodes) if health is not None]
+            if len(stages) < len(nodes) or any(health.report is None for health in stages):
                 continue
-            moved_at = max(entry.moved_at for entry in entries)
+            moved_at = max(health.moved_at for health in stages)
             pace = before.get(nodes)
             if pace is None or scan.late_seconds:
-                longest_seconds = _FIRST_PIECE_SECONDS if pace is None else pace.longest_seconds
+                longest_seconds = self._stall_timeouts.first_task_seconds if pace is None else pace.longest_seconds
                 pace = _ClusterPace(scan.now, moved_at, longest_seconds)
             if moved_at > pace.moved_at:
                 gap = moved_at - max(pace.moved_at, pace.since)
                 pace.longest_seconds, pace.moved_at = longest_after(pace.longest_seconds, gap), moved_at
             self._paces[nodes] = pace
-            if all(entry.state is State.WELL for entry in entries):
-                self._judge_cluster(nodes, entries, pace, scan.now)
+            if all(health.state is State.WELL for health in stages):
+                self._judge_cluster(nodes, stages, pace, scan.now)
 
     def _judge_cluster(
-        self, nodes: Sequence[str], entries: Sequence[ProviderHealth], pace: _ClusterPace, now: float
+        self, nodes: Sequence[str], healths: Sequence[ProviderHealth], pace: _ClusterPace, now: float
     ) -> None:
         stages = [
-            _stage_view(node_id, entry, now - max(entry.moved_at, pace.since))
-            for node_id, entry in zip(nodes, entries, strict=True)
+            _stage_view(node_id, health, now - max(health.moved_at, pace.since))
+            for node_id, health in zip(nodes, healths, strict=True)
         ]
-        stall = judge_stall(stages, pace.longest_seconds, self._replacement)
-        for node_id, entry in zip(nodes, entries, strict=True):
+        stall = judge_stall(stages, pace.longest_seconds, self._replacement, self._stall_timeouts)
+        for node_id, health in zip(nodes, healths, strict=True):
             if stall is None or stall.node_id != node_id:
-                if entry.stalls:
-                    self._emit("reconnected", f"{node_id} does not hold its cluster up any more", provider=node_id)
-                entry.stalls = False
-            elif not entry.stalls:
-                entry.stalls = True
+                if health.stalls:
+                    self._emit("reconnected", f"{node_id} does not block its cluster any more", provider=node_id)
+                health.stalls = False
+            elif not health.stalls:
+                health.stalls = True
                 self._emit("suspected", stall.reason, provider=node_id)
         if stall is not None and stall.is_over:
             self._lose(stall.node_id, stall.reason, min(stage.still_seconds for stage in stages))
@@ -274,15 +288,15 @@ class Watchdog:
     def _lose(self, node_id: str, reason: str, detect_seconds: float) -> None:
         self._forget(node_id)
         self._on_lost(node_id, reason, detect_seconds)
-        why = f"{node_id} was given up: {reason}; whatever it did has gone to others, it may join again and do more"
+        why = f"{node_id} was given up: {reason}; other providers have taken over its work, and it may join again"
         self._swarm.dismiss(node_id, RefusedError(why))
 
     def _forget(self, node_id: str) -> None:
         if node_id not in self._swarm.members:
             return
         member = self._swarm.members[node_id]
-        if member.health is not None and member.health.knocking is not None:
-            member.health.knocking.cancel()
+        if member.health is not None and member.health.probe is not None:
+            member.health.probe.cancel()
         member.health = None
 
     def _health(self, node_id: str) -> ProviderHealth | None:
@@ -293,21 +307,22 @@ class Watchdog:
         known = ((node_id, self._health(node_id)) for node_id in self._swarm.members.node_ids())
         return [(node_id, health) for node_id, health in known if health is not None]
 
-    async def _knock(self, address: str, entry: ProviderHealth) -> None:
-        """Finds out whether anybody still listens where this provider did; takes its time where somebody does."""
+    async def _probe(self, address: str, health: ProviderHealth) -> None:
+        """Dials a provider without a connection, to learn whether its address refuses connections."""
         try:
-            async with asyncio.timeout(_KNOCK_SECONDS):
+            async with asyncio.timeout(_PROBE_SECONDS):
                 _, writer = await asyncio.open_connection(*split_address(address))
             writer.transport.abort()
-            await asyncio.sleep(_KNOCK_SECONDS)
+            # A rate limit for the probes of an address that accepts connections.
+            await asyncio.sleep(_PROBE_SECONDS)
         except ConnectionRefusedError:
-            entry.refuses = True
+            health.refuses = True
             self._swarm.members.changes.notify()
         except (OSError, TimeoutError):
             return
 
     def _broken(self) -> frozenset[tuple[str, bool]]:
-        """Whose connection is down, and of whom it is known that nobody listens any more."""
+        """The sessions without a connection, and whether their provider's address refuses connections."""
         return frozenset(
             (member.session, member.health is not None and member.health.refuses)
             for member in self._swarm.members.connected()
@@ -315,9 +330,9 @@ class Watchdog:
         )
 
 
-def _stage_view(node_id: str, entry: ProviderHealth, still_seconds: float) -> StageView:
-    assert entry.report is not None
+def _stage_view(node_id: str, health: ProviderHealth, still_seconds: float) -> StageView:
+    assert health.report is not None
     links = (
-        LinkView(link.node, bool(link.route) or not link.connections, link.unconfirmed) for link in entry.report.links
+        LinkView(link.node, bool(link.route) or not link.connections, link.unconfirmed) for link in health.report.links
     )
-    return StageView(node_id, max(0.0, still_seconds), entry.report.ready, tuple(links), entry.sends)
+    return StageView(node_id, max(0.0, still_seconds), health.report.ready, tuple(links), health.claim)

@@ -14,7 +14,7 @@ from ravnest.coordinator.swarm.link_measurements import PairAnswers, positive
 from ravnest.coordinator.swarm.presence import Presence
 from ravnest.coordinator.swarm.provider_record import ProviderRecord, ProviderRecords
 from ravnest.coordinator.swarm.reachability import Reach
-from ravnest.coordinator.swarm.upload_activity import Uploads
+from ravnest.coordinator.swarm.uploads import Uploads
 from ravnest.engine.speed.device_speed import Speed
 from ravnest.errors import PeerError, RefusedError, printable
 from ravnest.graph.portable import FORMAT_VERSION
@@ -132,8 +132,10 @@ class Member:
     """Replicas that the provider is to keep, by the stage's key: it may fetch their artifacts."""
     reports: bool = False
     """Whether the provider holds a stage and has begun to report on it."""
+    message_at: float = 0.0
+    """When the provider last sent a control message, on the clock `time.monotonic`."""
     uploads: Uploads = field(default_factory=Uploads)
-    """Uploads of its state that are under way, as the coordinator sees them."""
+    """Uploads of its state that are under way."""
     health: "ProviderHealth | None" = None
     """The failure detector's view, while a run watches the provider."""
 

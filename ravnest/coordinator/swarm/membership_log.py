@@ -18,13 +18,13 @@ _SEEN_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-async def watch_for_kicks(swarm: Swarm) -> None:
+async def watch_for_kicks(swarm: Swarm, poll_seconds: float = _LOOK_SECONDS) -> None:
     """Ends the streams of nodes that `ravnest kick` has thrown out, for ever.
 
     That command is another process, which leaves its word in the store: it is looked at once a second.
     """
     while True:
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(poll_seconds)
         try:
             kicked = await asyncio.to_thread(swarm.admission.tokens.kicked)
         except RunError:

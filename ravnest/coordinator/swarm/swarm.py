@@ -17,7 +17,7 @@ from ravnest.coordinator.access.join_rate import JoinPace
 from ravnest.coordinator.access.swarm_store import SwarmState
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.event_quota import EventQuota
-from ravnest.coordinator.swarm.heartbeat import HEARTBEAT_SECONDS, PATIENCE_SECONDS, SILENCE_SECONDS, Uplink
+from ravnest.coordinator.swarm.heartbeat import HEARTBEAT_SECONDS, RECONNECT_SECONDS
 from ravnest.coordinator.swarm.link_measurements import hear
 from ravnest.coordinator.swarm.members import Member, Members, check_machine, check_version
 from ravnest.coordinator.swarm.reachability import Reach, find_reach
@@ -29,7 +29,6 @@ from ravnest.net.door.budgets import origin_of
 from ravnest.net.door.doorkeeper import TurnedAway
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.identity import Identity
-from ravnest.net.probe.measuring import LinkSpeed
 from ravnest.net.probe.reverse_dial import NONCE_BYTES, dial_back
 from ravnest.net.rpc.server import CoordinatorServer
 from ravnest.net.streams.frame_stream import Link, RelayEnd
@@ -81,8 +80,11 @@ class SwarmEvents(Protocol):
 class Swarm:
     """A server and its members. Made and used on the network's loop."""
 
-    def __init__(self, admission: Admission, *, most: int | None = None) -> None:
-        """`admission` says who gets in; it is closed when the swarm stops."""
+    def __init__(
+        self, admission: Admission, *, most: int | None = None, reconnect_seconds: float = RECONNECT_SECONDS
+    ) -> None:
+        """`admission` says who gets in; it is closed when the swarm stops. The session of a provider ends when it has
+        had no connection for `reconnect_seconds`."""
         self.admission = admission
         self.most = most
         """How many providers there can be, those that are lost not counted; None: anybody with an invite may come."""
@@ -94,6 +96,7 @@ class Swarm:
         """Number of the newest deployment; frames of earlier ones are refused."""
         self.host = ""
         """Where the coordinator listens; providers there share its cores."""
+        self._reconnect_seconds = reconnect_seconds
         self._server = CoordinatorServer(self, admission.server_keys, admission.caller, self._turned_away)
         self.members = Members()
         self.artifacts: dict[str, Artifact] = {}
@@ -261,7 +264,8 @@ class Swarm:
         """Passes on what a provider says, until its stay is over."""
         reason, left = "it ended its connection", ""
         try:
-            while (message := await self._next_message(member)) is not None:
+            while (message := await member.control.receive()) is not None:
+                member.message_at = time.monotonic()
                 self._hear_whether_it_reports(member, message)
                 if self._hear_measures(member, message):
                     continue
@@ -276,25 +280,6 @@ class Swarm:
             if self.events is not None:
                 self.events.vanished(member.node_id, left or reason)
             self.members.changes.notify()
-
-    async def _next_message(self, member: Member) -> ProviderMessage | None:
-        """What a provider says next. One that holds a stage says something every second: silence ends its stay."""
-        seconds = silence_seconds(member.link.speed)
-        try:
-            while True:
-                began = time.monotonic()
-                try:
-                    async with asyncio.timeout(seconds if member.reports else None):
-                        return await member.control.receive()
-                except TimeoutError:
-                    # One that uploads is there, whatever its report waits behind.
-                    if member.uploads.heard_at < began:
-                        raise
-        except TimeoutError:
-            why = RefusedError(f"{member.node_id} is connected and has said nothing for {seconds:.0f} s")
-            member.fail(why)
-            self._server.drop(member.node_id, str(why))
-            raise why from None
 
     def _hear_whether_it_reports(self, member: Member, message: ProviderMessage) -> None:
         """A stage reports until it fails: so does that of a run before, whose neighbours have other stages now."""
@@ -340,7 +325,7 @@ class Swarm:
     async def _watch(self, member: Member) -> None:
         """Finds out whether the provider can be dialled, and gives it up when it is away for too long."""
         link = member.control.link
-        patience = asyncio.create_task(link.fail_when_gone(PATIENCE_SECONDS))
+        patience = asyncio.create_task(link.fail_when_gone(self._reconnect_seconds))
         try:
             with contextlib.suppress(PeerError):
                 await link.until_connected()
@@ -377,15 +362,8 @@ class Swarm:
     async def upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         if self.events is None:
             raise RefusedError("there is no run to upload to")
-        with self.members[node_id].uploads.taking(name) as upload:
+        with self.members[node_id].uploads.track(name) as upload:
             await self.events.uploaded(node_id, name, upload.counted(chunks))
-
-
-def silence_seconds(link: LinkSpeed | None) -> float:
-    """How long a provider that reports may be silent: longer over a slow line, where a report waits for what else is
-    being sent."""
-    uplink = Uplink() if link is None else Uplink(link.round_trip_seconds, link.up_bytes_per_second)
-    return SILENCE_SECONDS + uplink.max_waiting_seconds
 
 
 def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, str]:

@@ -4,9 +4,10 @@ import asyncio
 
 from ravnest.coordinator.checkpoints.saver import Awaited
 from ravnest.coordinator.health.checkpoint_watch import CheckpointWatch, judge_part
-from ravnest.coordinator.health.lease import STILL_SECONDS, Replacement
+from ravnest.coordinator.health.lease import Replacement
+from ravnest.coordinator.health.stalls import DEFAULT_TIMEOUTS
 from ravnest.coordinator.swarm.members import LentMachine, Member, Members
-from ravnest.coordinator.swarm.upload_activity import Sent
+from ravnest.coordinator.swarm.uploads import UploadProgress
 
 HOME = 10e6 / 8
 STATE = 63_000_000
@@ -14,13 +15,14 @@ STATE = 63_000_000
 
 def test_a_part_that_comes_at_the_rate_of_its_line_is_waited_for_however_long_it_takes() -> None:
     for seconds in (5.0, 50.0, 200.0):
-        given_up, why = judge_part(Sent(int(seconds * HOME / 2), seconds, 0.5), 0.5, HOME, "standby")
+        given_up, why = judge_part(UploadProgress(int(seconds * HOME / 2), seconds, 0.5), 0.5, HOME, "standby")
         assert not given_up and "have come, some of it came" in why
 
 
 def test_a_part_of_which_nothing_comes_is_waited_for_as_long_as_a_stage_that_does_nothing() -> None:
-    for replacement in ("standby", "reform"):
-        limit = STILL_SECONDS[replacement]
+    replacements: tuple[Replacement, ...] = ("standby", "reform")
+    for replacement in replacements:
+        limit = DEFAULT_TIMEOUTS.seconds(replacement)
         assert not judge_part(None, limit - 1.0, HOME, replacement)[0]
         given_up, why = judge_part(None, limit, HOME, replacement)
         assert given_up and why.startswith(f"nothing of it has come for {limit:.0f} s, and ")
@@ -32,16 +34,24 @@ def test_a_stage_whose_work_takes_long_may_take_as_long_to_begin() -> None:
 
 
 def test_a_part_that_has_stopped_coming_or_trickles_is_given_up_with_how_much_has_come() -> None:
-    given_up, why = judge_part(Sent(12_000_000, 60.0, 40.0), 40.0, HOME, "reform")
+    given_up, why = judge_part(UploadProgress(12_000_000, 60.0, 40.0), 40.0, HOME, "reform")
     assert given_up
     assert why == "12 MB have come, nothing of it has come for 40 s, and the others can go on without it"
-    assert judge_part(Sent(200_000, 60.0, 0.1), 0.1, HOME, "reform")[0]
+    assert judge_part(UploadProgress(200_000, 60.0, 0.1), 0.1, HOME, "reform")[0]
 
 
 def test_nobody_is_given_up_whose_place_nobody_can_take() -> None:
-    for sent in (None, Sent(0, 1e4, 1e4)):
+    for sent in (None, UploadProgress(0, 1e4, 1e4)):
         given_up, why = judge_part(sent, 1e4, HOME, "none")
         assert not given_up and "no other can take its place" in why
+
+
+class ConnectedMember(Member):
+    """A provider without links that counts as connected."""
+
+    @property
+    def present(self) -> bool:
+        return True
 
 
 class Watched:
@@ -53,10 +63,7 @@ class Watched:
         self.awaited: Awaited | None = Awaited("checkpoint-7", 1000.0, ("anna", "ben"))
         self.members = Members()
         for name in ("anna", "ben"):
-            member = Member(name, "", LentMachine("cpu", 1))
-            for link in (member.control.link, member.feed):
-                link.connections = 1
-            self.members.put(member)
+            self.members.put(ConnectedMember(name, "", LentMachine("cpu", 1)))
         replaced: Replacement = "standby"
         self.watch = CheckpointWatch(
             self.members, lambda: self.awaited, lambda node: replaced, self._give_up, clock=lambda: self.now
@@ -80,7 +87,7 @@ async def _made() -> Watched:
 def test_the_one_of_whom_nothing_comes_is_given_up_and_the_one_that_sends_is_not() -> None:
     async def test() -> None:
         made = await _made()
-        with made.members["anna"].uploads.taking("checkpoint-7") as upload:
+        with made.members["anna"].uploads.track("checkpoint-7") as upload:
             upload.began_at = upload.moved_at = made.now
             for _ in range(30):
                 upload.done_bytes += 1 << 20

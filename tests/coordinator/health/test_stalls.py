@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ravnest.coordinator.health.lease import Replacement
-from ravnest.coordinator.health.stalls import LinkView, StageView, judge_stall, longest_after, who_blocks
+from ravnest.coordinator.health.stalls import LinkView, StageView, find_cause, judge_stall, longest_after
 
 
 def cluster(
@@ -36,41 +36,41 @@ def always(replacement: Replacement) -> Callable[[str], Replacement]:
 
 
 def test_a_stage_that_has_work_and_does_none_of_it_is_to_blame() -> None:
-    blame = who_blocks(cluster(ready=(0, 4, 0)))
-    assert blame.nodes == ("b",) and "b has had 4 pieces of work for 30 s" in blame.reason
+    cause = find_cause(cluster(ready=(0, 4, 0)))
+    assert cause.nodes == ("b",) and "b has had 4 tasks to do for 30 s" in cause.reason
 
 
 def test_of_several_that_are_at_work_the_one_that_began_first_is_to_blame() -> None:
     stages = [StageView("a", 12.0, 1), StageView("b", 30.0, 2), StageView("c", 11.0, 1)]
-    assert who_blocks(stages).nodes == ("b",)
+    assert find_cause(stages).nodes == ("b",)
 
 
 def test_a_stage_whose_links_are_both_down_is_to_blame_whoever_says_so() -> None:
     for down in ([(0, 1), (2, 1)], [(1, 0), (1, 2)], [(0, 1), (1, 0), (1, 2), (2, 1)]):
-        assert who_blocks(cluster(down=tuple(down))).nodes == ("b",)
+        assert find_cause(cluster(down=tuple(down))).nodes == ("b",)
 
 
 def test_of_a_link_that_is_down_both_ends_may_be_to_blame() -> None:
-    blame = who_blocks(cluster(down=((1, 2),)))
-    assert blame.nodes == ("b", "c") and blame.reason == "there is no connection between b and c" and blame.heals
+    cause = find_cause(cluster(down=((1, 2),)))
+    assert cause.nodes == ("b", "c") and cause.reason == "there is no connection between b and c" and cause.heals
 
 
 def test_a_link_is_to_blame_before_a_stage_that_waits_for_it() -> None:
-    assert who_blocks(cluster(ready=(1, 0, 0), down=((1, 2),))).nodes == ("b", "c")
+    assert find_cause(cluster(ready=(1, 0, 0), down=((1, 2),))).nodes == ("b", "c")
 
 
 def test_a_link_over_which_nothing_passes_is_to_blame_though_it_is_connected() -> None:
-    blame = who_blocks(cluster(stuck=((0, 1),)))
-    assert blame.nodes == ("a", "b") and blame.reason == "nothing passes between a and b"
+    cause = find_cause(cluster(stuck=((0, 1),)))
+    assert cause.nodes == ("a", "b") and cause.reason == "nothing passes between a and b"
 
 
 def test_where_nobody_has_anything_to_do_nobody_is_to_blame() -> None:
-    assert who_blocks(cluster()).nodes == ()
+    assert find_cause(cluster()).nodes == ()
     assert judge_stall(cluster(), 1.0, always("standby")) is None
 
 
 def test_what_a_stage_says_of_strangers_blames_nobody() -> None:
-    assert who_blocks([StageView("a", 30.0, 0, (LinkView("z", False), LinkView("a", False)))]).nodes == ()
+    assert find_cause([StageView("a", 30.0, 0, (LinkView("z", False), LinkView("a", False)))]).nodes == ()
 
 
 @pytest.mark.parametrize(("still", "verdict"), [(4.0, None), (6.0, False), (11.0, True)])

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_swarm import Ends, about, ends
 
 from ravnest.coordinator.swarm.link_measurements import describe, figures, link_of, measure_pairs
 from ravnest.coordinator.swarm.members import LentMachine, Member
@@ -24,6 +23,7 @@ from ravnest.net.v1.control_pb2 import CoordinatorMessage, JoinRequest, Measured
 from ravnest.provider.membership.link_measurements import CoordinatorLink, PeerMeasuring
 from ravnest.provider.membership.session import SwarmSession
 from tests.net.swarm_ends import run
+from tests.swarms.connected import ConnectedSwarm, connected_swarm, join_request
 
 
 class Nothing:
@@ -38,7 +38,7 @@ def measured(request: JoinRequest) -> JoinRequest:
 
 
 @asynccontextmanager
-async def machine(swarm: Ends, name: str) -> AsyncIterator[None]:
+async def machine(swarm: ConnectedSwarm, name: str) -> AsyncIterator[None]:
     """A provider that listens, has measured its connection and does what the coordinator asks it to measure."""
     node = NodeIdentity.new()
     server = ProviderServer(Nothing(), node)
@@ -63,10 +63,12 @@ async def machine(swarm: Ends, name: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def joined(swarm: Ends, node: NodeIdentity, name: str = "anna", address: str = "") -> AsyncIterator[SwarmSession]:
+async def joined(
+    swarm: ConnectedSwarm, node: NodeIdentity, name: str = "anna", address: str = ""
+) -> AsyncIterator[SwarmSession]:
     """A provider that has joined and is connected, and has not said yet what it measured."""
-    reply = await swarm.ask(swarm.invite(), measured(about(node, name, address=address)))
-    node.adopt(reply.certificate, swarm._authority)
+    reply = await swarm.ask(swarm.invite(), measured(join_request(node, name, address=address)))
+    node.adopt(reply.certificate, swarm.authority)
     client = CoordinatorClient(f"127.0.0.1:{swarm.port}", node.tls_keys(), name)
     stay = SwarmSession(client, reply.session)
     connecting = asyncio.create_task(stay.keep_connected())
@@ -95,7 +97,7 @@ def test_a_machine_is_told_of_in_words() -> None:
 
 def test_a_provider_counts_once_its_connection_is_known_and_is_then_announced() -> None:
     async def test() -> None:
-        async with ends() as swarm, joined(swarm, NodeIdentity.new()) as stay:
+        async with connected_swarm() as swarm, joined(swarm, NodeIdentity.new()) as stay:
             told: list[str] = []
             telling = asyncio.create_task(announce(swarm.swarm, 2, told.append))
             member = swarm.swarm.members["anna"]
@@ -112,7 +114,7 @@ def test_a_provider_counts_once_its_connection_is_known_and_is_then_announced() 
 
 def test_a_provider_that_comes_back_tells_what_it_knows_without_measuring() -> None:
     async def test() -> None:
-        async with ends() as swarm, joined(swarm, NodeIdentity.new()) as stay:
+        async with connected_swarm() as swarm, joined(swarm, NodeIdentity.new()) as stay:
             known, lines = LinkSpeed(0.5, 1e3, 2e3), list[str]()
             measured = iter([known])
 
@@ -133,7 +135,7 @@ def test_a_provider_that_comes_back_tells_what_it_knows_without_measuring() -> N
 
 def test_a_provider_that_cannot_measure_takes_part_all_the_same() -> None:
     async def test() -> None:
-        async with ends() as swarm, joined(swarm, NodeIdentity.new()) as stay:
+        async with connected_swarm() as swarm, joined(swarm, NodeIdentity.new()) as stay:
             await stay.control.send(ProviderMessage(measured=Measured(error="too slow\x1b[2J")))
             member = swarm.swarm.members["anna"]
             await swarm.swarm.members.changes.until(lambda: member.present)
@@ -158,7 +160,7 @@ def test_figures_that_cannot_be_are_none(answer: Measured | PeerMeasured) -> Non
 
 def test_providers_measure_the_way_to_one_another_when_asked() -> None:
     async def test() -> None:
-        async with ends() as swarm, machine(swarm, "anna"), machine(swarm, "ben"), machine(swarm, "cid"):
+        async with connected_swarm() as swarm, machine(swarm, "anna"), machine(swarm, "ben"), machine(swarm, "cid"):
             assert all(m.link.speed is not None for m in swarm.swarm.members.connected())
             pairs = [("anna", "ben"), ("ben", "anna"), ("ben", "cid"), ("anna", "anna"), ("anna", "nobody")]
             found = await measure_pairs(swarm.swarm, pairs)
@@ -172,7 +174,7 @@ def test_providers_measure_the_way_to_one_another_when_asked() -> None:
 
 def test_a_pair_that_cannot_be_measured_has_its_reason_and_the_others_their_figures() -> None:
     async def test() -> None:
-        async with ends() as swarm, machine(swarm, "anna"), machine(swarm, "ben"):
+        async with connected_swarm() as swarm, machine(swarm, "anna"), machine(swarm, "ben"):
             ben = swarm.swarm.members["ben"]
             await swarm.swarm.reaches([ben])
             # Nobody listens there any more.
@@ -189,7 +191,7 @@ def test_a_pair_that_cannot_be_measured_has_its_reason_and_the_others_their_figu
 
 def test_one_that_leaves_or_is_silent_holds_nobody_up_for_long() -> None:
     async def test() -> None:
-        async with ends() as swarm, machine(swarm, "anna"):
+        async with connected_swarm() as swarm, machine(swarm, "anna"):
             silent = await swarm.provider("silent")
             swarm.swarm.members["silent"].link.is_expected = True
             swarm.swarm.members["silent"].link.speed = LinkSpeed(1, 1, 1)
@@ -199,7 +201,7 @@ def test_one_that_leaves_or_is_silent_holds_nobody_up_for_long() -> None:
             message = await silent.control.receive()
             while message is not None and not message.HasField("measure_peer"):
                 message = await silent.control.receive()
-            await silent.stay.leave("tired of this")
+            await silent.session.leave("tired of this")
             assert "silent left before it had measured" in str((await asking)["silent", "anna"])
 
     run(test())
@@ -207,20 +209,21 @@ def test_one_that_leaves_or_is_silent_holds_nobody_up_for_long() -> None:
 
 def test_an_answer_that_nobody_asked_for_is_not_kept() -> None:
     async def test() -> None:
-        async with ends() as swarm:
+        async with connected_swarm() as swarm:
             anna = await swarm.provider("anna")
             for number in range(10):
                 await anna.control.send(ProviderMessage(peer_measured=PeerMeasured(node=f"node-{number}", error="x")))
-            await anna.stay.leave("the test is over")
-            await swarm.until(lambda: bool(swarm.told.gone))
-            assert swarm.swarm.members.pairs._expected == {}
+            await anna.session.leave("the test is over")
+            await swarm.until(lambda: bool(swarm.recorded.gone))
+            pairs = swarm.swarm.members.pairs
+            assert not any(pairs.has(("anna", f"node-{number}")) for number in range(10))
 
     run(test())
 
 
 def test_in_the_embedded_swarm_nothing_is_measured() -> None:
     async def test() -> None:
-        async with ends() as swarm:
+        async with connected_swarm() as swarm:
             await swarm.provider("provider-0")
             await swarm.provider("provider-1")
             assert await measure_pairs(swarm.swarm, [("provider-0", "provider-1")]) == {}
@@ -230,7 +233,7 @@ def test_in_the_embedded_swarm_nothing_is_measured() -> None:
 
 def test_the_coordinator_cannot_make_a_provider_measure_without_end() -> None:
     async def test() -> None:
-        async with ends() as swarm:
+        async with connected_swarm() as swarm:
             anna = await swarm.provider("anna")
             peers = PeerMeasuring(anna.node, anna.control)
             order = CoordinatorMessage().measure_peer
@@ -244,7 +247,7 @@ def test_the_coordinator_cannot_make_a_provider_measure_without_end() -> None:
 
 def test_a_provider_that_is_still_measuring_is_told_when_the_coordinator_stops() -> None:
     async def test() -> None:
-        async with ends() as swarm, joined(swarm, NodeIdentity.new()) as stay:
+        async with connected_swarm() as swarm, joined(swarm, NodeIdentity.new()) as stay:
             stopping = asyncio.create_task(swarm.swarm.stop("the run has stopped"))
             message = await stay.control.receive()
             assert message is not None and message.stop.reason == "the run has stopped"

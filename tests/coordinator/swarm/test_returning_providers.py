@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.coordinator.health.test_watchdog import Watched, watched
+from tests.coordinator.health.watched import Watched, watched
 from tests.e2e.command import Running
 from tests.known_speed import speed_is_known
 from tests.net.frozen_line import frozen_line
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.timeout(120)
 
 async def has_joined(swarm: Watched, name: str, other_than: str = "") -> str:
     """The session of a provider that is here, once it has another than this one."""
-    members = swarm.ends.swarm.members
+    members = swarm.connected.swarm.members
     await swarm.until(lambda: members.is_present(name) and members[name].session != other_than, 60.0)
     return members[name].session
 
 
 async def is_given_up(swarm: Watched, name: str) -> None:
     """Others wait for it from now on, and a standby could take its place."""
-    swarm.ends.swarm.members[name].reports = True
+    swarm.connected.swarm.members[name].reports = True
     swarm.replacements[name] = "standby"
     swarm.blocking.add(name)
     await swarm.until(lambda: name in swarm.lost)
@@ -41,7 +41,7 @@ def test_a_process_that_was_stopped_joins_again_when_it_goes_on(
     async def test() -> None:
         async with watched() as swarm:
             await swarm.provider("ben")
-            words = ("join", swarm.ends.invite().line, "--name", "anna", "--listen", "127.0.0.1:0", "--cache", "0")
+            words = ("join", swarm.connected.invite().line, "--name", "anna", "--listen", "127.0.0.1:0", "--cache", "0")
             with Running(*words, folder=tmp_path, warm=True) as anna:
                 session = await has_joined(swarm, "anna")
                 await swarm.until(lambda: swarm.watch.is_well("anna"))
@@ -49,8 +49,8 @@ def test_a_process_that_was_stopped_joins_again_when_it_goes_on(
                 stopped = time.monotonic()
                 await is_given_up(swarm, "anna")
                 reason, detect_seconds, at = swarm.lost["anna"]
-                assert at - stopped < 8.0 and detect_seconds < 8.0 and "it has said nothing" in reason
-                assert not swarm.ends.swarm.members.is_present("anna")
+                assert at - stopped < 8.0 and detect_seconds < 8.0 and "nothing received for" in reason
+                assert not swarm.connected.swarm.members.is_present("anna")
                 anna.signal(signal.SIGCONT)
                 assert await has_joined(swarm, "anna", session) != session
                 await swarm.until(lambda: swarm.watch.is_well("anna"))
@@ -70,9 +70,9 @@ def test_a_process_that_was_cut_off_joins_again_when_the_line_is_back(
     speed_is_known(tmp_path)
 
     async def test() -> None:
-        async with watched() as swarm, frozen_line(swarm.ends.port) as line:
+        async with watched() as swarm, frozen_line(swarm.connected.port) as line:
             await swarm.provider("ben")
-            invite = swarm.ends.swarm.admission.invite("127.0.0.1", line.port).line
+            invite = swarm.connected.swarm.admission.invite("127.0.0.1", line.port).line
             with Running(
                 "join", invite, "--name", "anna", "--outbound-only", "--cache", "0", folder=tmp_path, warm=True
             ) as anna:

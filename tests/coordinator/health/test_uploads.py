@@ -6,9 +6,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ravnest.coordinator.deploy.membership_changes import leave_seconds
+from ravnest.coordinator.health.uploads import (
+    MIN_SHARE,
+    describe_claim,
+    fills_its_line,
+    is_progressing,
+    last_progress_at,
+)
 from ravnest.coordinator.replicas.pace import MIN_TIMEOUT_SECONDS, replica_timeout_seconds
-from ravnest.coordinator.swarm import upload_activity as state_traffic
-from ravnest.coordinator.swarm.upload_activity import MIN_SHARE, Sent, Uploads, is_at_work, sends_its_state
+from ravnest.coordinator.swarm import uploads as counters
+from ravnest.coordinator.swarm.uploads import UploadProgress, Uploads
 from ravnest.net.v1.control_pb2 import Report, Transfer
 
 HOME = 10e6 / 8
@@ -20,37 +27,42 @@ def test_state_that_comes_at_the_rate_of_its_line_is_work_however_long_it_takes(
     for rate in (HOME, HOME / 10, 125e6):
         for share in (0.1, 0.5, 1.0):
             done = int(share * STATE)
-            assert is_at_work(Sent(done, done / rate, 0.5), rate)[0]
-            assert is_at_work(Sent(done, 2 * done / rate, 0.5), rate)[0], "activations share the line"
+            assert is_progressing(UploadProgress(done, done / rate, 0.5), rate)[0]
+            assert is_progressing(UploadProgress(done, 2 * done / rate, 0.5), rate)[0], "activations share the line"
 
 
 def test_state_of_which_nothing_comes_any_more_is_no_work() -> None:
-    is_work, why = is_at_work(Sent(12_000_000, 60.0, 31.0), HOME)
+    is_work, why = is_progressing(UploadProgress(12_000_000, 60.0, 31.0), HOME)
     assert not is_work and why == "nothing of it has come for 31 s"
-    assert is_at_work(Sent(12_000_000, 60.0, 9.0), HOME)[0]
-    assert is_at_work(Sent(12_000_000, 600.0, 60.0), HOME / 10)[0], "a piece takes as long as its line takes for it"
+    assert is_progressing(UploadProgress(12_000_000, 60.0, 9.0), HOME)[0]
+    assert is_progressing(UploadProgress(12_000_000, 600.0, 60.0), HOME / 10)[0], (
+        "a piece takes as long as its line takes for it"
+    )
 
 
 def test_state_that_trickles_is_no_work_though_some_of_it_always_comes() -> None:
     seconds = 1.0
-    while is_at_work(Sent(int(0.01 * HOME * seconds), seconds, 0.1), HOME)[0]:
+    while is_progressing(UploadProgress(int(0.01 * HOME * seconds), seconds, 0.1), HOME)[0]:
         seconds += 1.0
         assert seconds < 60.0
-    assert "are longer than its line takes for that" in is_at_work(Sent(int(0.01 * HOME * 60), 60.0, 0.1), HOME)[1]
+    assert (
+        "its line takes less than 60 s for that"
+        in is_progressing(UploadProgress(int(0.01 * HOME * 60), 60.0, 0.1), HOME)[1]
+    )
 
 
 def test_how_long_a_provider_can_claim_to_send_is_bounded_by_what_its_state_can_be() -> None:
     most = STATE / (MIN_SHARE * HOME) + 60.0
-    assert not is_at_work(Sent(STATE, most, 0.1), HOME)[0]
+    assert not is_progressing(UploadProgress(STATE, most, 0.1), HOME)[0]
 
 
 def test_what_the_coordinator_does_with_it_is_not_held_against_the_provider() -> None:
-    assert is_at_work(Sent(STATE, 1e6, 1e6, is_here=True), HOME)[0]
+    assert is_progressing(UploadProgress(STATE, 1e6, 1e6, is_writing=True), HOME)[0]
 
 
 def test_uploads_are_counted_as_they_come_and_only_they_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(state_traffic.time, "monotonic", lambda: now)
+    monkeypatch.setattr(counters.time, "monotonic", lambda: now)
     uploads = Uploads()
     claim = Transfer(kind="checkpoint", name="checkpoint-5", done_bytes=60_000_000, total_bytes=STATE, seconds=24.0)
 
@@ -62,23 +74,25 @@ def test_uploads_are_counted_as_they_come_and_only_they_are_believed(monkeypatch
 
     async def test() -> None:
         nonlocal now
-        assert uploads.working_until(HOME, now) is None
-        assert uploads.judged(claim, HOME, now) == (
+        assert last_progress_at(uploads, HOME, now) is None
+        assert describe_claim(claim, uploads, HOME, now) == (
             "has been sending its state for 24 s (checkpoint-5), and nothing of it has come"
         )
-        with uploads.taking("checkpoint-5") as upload:
+        with uploads.track("checkpoint-5") as upload:
             count = 0
             async for data in upload.counted(chunks()):
                 count += len(data)
-                assert uploads.heard_at == now and uploads.working_until(HOME, now) == now
+                assert uploads.heard_at == now and last_progress_at(uploads, HOME, now) == now
                 if count == 2_000_000:
                     break
             # A disk that is slow is the coordinator's own affair; a line over which nothing comes is not.
-            assert upload.is_here
-            upload.is_here = False
+            assert upload.is_writing
+            upload.is_writing = False
             now += 40.0
-            assert uploads.working_until(HOME, now) is None
-            assert "2 MB of 63 MB have come, nothing of it has come for 40 s" in uploads.judged(claim, HOME, now)
+            assert last_progress_at(uploads, HOME, now) is None
+            assert "2 MB of 63 MB have come, nothing of it has come for 40 s" in describe_claim(
+                claim, uploads, HOME, now
+            )
         assert uploads.under_way == [] and uploads.heard_at == 1002.0
 
     asyncio.run(test())
@@ -97,5 +111,5 @@ def test_who_wants_to_leave_is_kept_until_its_stage_can_have_gone_over_its_line(
 
 
 def test_a_replica_is_no_reason_not_to_look_at_how_fast_a_stage_is() -> None:
-    assert not sends_its_state(Report(transfers=[Transfer(kind="replica")]))
-    assert sends_its_state(Report(transfers=[Transfer(kind="replica"), Transfer(kind="checkpoint")]))
+    assert not fills_its_line(Report(transfers=[Transfer(kind="replica")]))
+    assert fills_its_line(Report(transfers=[Transfer(kind="replica"), Transfer(kind="checkpoint")]))

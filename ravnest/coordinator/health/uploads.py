@@ -1,0 +1,71 @@
+"""Judgement of a provider that uploads its state: whether the upload makes progress, or is only claimed.
+
+A stage may do nothing else while it uploads its state, for minutes on a thin line. It counts as busy as long as bytes
+come at a fraction of its line's measured rate. A stage that only claims to upload, or lets bytes trickle, is judged as
+if it did nothing. A claim cannot last: a stage may upload no more bytes than its state can need
+(checkpoints/part_check.py). Pure functions.
+"""
+
+from typing import Final
+
+from ravnest.coordinator.swarm.uploads import UploadProgress, Uploads
+from ravnest.net.connection import CHUNK_BYTES
+from ravnest.net.v1.control_pb2 import Report, Transfer
+from ravnest.units import counted
+
+MIN_SHARE: Final = 1 / 8
+"""Lowest mean rate of an upload, as a share of the line's measured rate: activations, gradients and replicas share the
+line, which may also have been faster when it was measured."""
+UNKNOWN_RATE: Final = 1e6
+"""Bytes per second assumed for a line without a measurement."""
+BEGIN_SECONDS: Final = 10.0
+"""Time that an upload may take beyond that of its bytes: it begins slowly, and other uploads share the line."""
+_PAUSE_CHUNKS: Final = 4
+"""An upload makes no progress after a pause in which this many chunks could have come."""
+_MAX_BYTES: Final = 1 << 50
+_NAME_CHARACTERS: Final = 80
+
+
+def is_progressing(upload: UploadProgress, line_bytes_per_second: float) -> tuple[bool, str]:
+    """Whether an upload over this line (0: not measured) makes progress, and why or why not."""
+    if upload.is_writing:
+        return True, "the coordinator is writing it"
+    rate = line_bytes_per_second if line_bytes_per_second > 0 else UNKNOWN_RATE
+    pause = max(BEGIN_SECONDS, _PAUSE_CHUNKS * CHUNK_BYTES / (MIN_SHARE * rate))
+    if upload.still_seconds > pause:
+        return False, f"nothing of it has come for {upload.still_seconds:.0f} s"
+    max_seconds = pause + upload.done_bytes / (MIN_SHARE * rate)
+    if upload.seconds > max_seconds:
+        return False, f"its line takes less than {upload.seconds:.0f} s for that, even at an eighth of its rate"
+    return True, f"some of it came {upload.still_seconds:.0f} s ago"
+
+
+def last_progress_at(uploads: Uploads, line_bytes_per_second: float, now: float) -> float | None:
+    """When an upload that makes progress last did; None where none does."""
+    found = [up for up in uploads.under_way if is_progressing(up.progress(now), line_bytes_per_second)[0]]
+    return max((now if upload.is_writing else upload.moved_at for upload in found), default=None)
+
+
+def describe_claim(claim: Transfer, uploads: Uploads, line_bytes_per_second: float, now: float) -> str:
+    """The upload that a provider reports, and how much of it the coordinator has received; part of a reason."""
+    claimed = f"has been sending its state for {_seconds(claim.seconds):.0f} s ({claim.name[:_NAME_CHARACTERS]})"
+    upload = uploads.named(claim.name)
+    if upload is None:
+        return f"{claimed}, and nothing of it has come"
+    _, why = is_progressing(upload.progress(now), line_bytes_per_second)
+    return f"{claimed}, {megabytes(upload.done_bytes)} of {megabytes(claim.total_bytes)} have come, {why}"
+
+
+def fills_its_line(report: Report) -> bool:
+    """Whether a stage reports that it sends state at the full rate of its line, which replicas do not."""
+    return any(transfer.kind != "replica" for transfer in report.transfers)
+
+
+def megabytes(size_bytes: int) -> str:
+    """Like "63 MB"."""
+    return f"{min(size_bytes, _MAX_BYTES) / 1e6:.0f} MB" if size_bytes >= 1e6 else counted(size_bytes, "byte")
+
+
+def _seconds(seconds: float) -> float:
+    """Bounds a duration that a provider reported; NaN fails the comparison."""
+    return seconds if 0 <= seconds < 1e9 else 0.0
