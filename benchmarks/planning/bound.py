@@ -45,7 +45,10 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
     least = goal.max_in_flight if goal.in_flight is not None else 1
     held = np.minimum(memory_bytes(model, goal, least), memory_bytes(model, goal, 1))
     seconds = np.concatenate(
-        [Estimates(model, goal, network, providers[k : k + 500]).own_seconds() for k in range(0, len(providers), 500)]
+        [
+            Estimates(model, goal, network, providers[k : k + 500]).stages.least_seconds()
+            for k in range(0, len(providers), 500)
+        ]
     )
     memory = np.array([float(p.memory_bytes) for p in providers])
     fits = (held[None] <= memory[:, None, None]) & model.legal[None]

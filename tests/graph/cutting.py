@@ -16,6 +16,7 @@ from ravnest.graph.program import Program
 from ravnest.net.frames.decoding import decode
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.planner.count_costs import count_costs
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.search.cuts import best_cuts
@@ -46,7 +47,7 @@ def example(name: str) -> Example:
 def even_costs(graph: PortableGraph) -> ModelCosts:
     """Every operator takes equally long."""
     costs = CostProfile({n.name: NodeCost(1e-3, 0.0, 64, 0) for n in graph.nodes}, samples=4, threads=1)
-    return ModelCosts.of(graph, costs, {v.name: 64 for v in graph.inputs})
+    return count_costs(graph, costs, {v.name: 64 for v in graph.inputs})
 
 
 def even_places(graph: PortableGraph, stages: int) -> list[int]:

@@ -15,11 +15,12 @@ import pytest
 
 from ravnest.planner.averaging import MIN_UPDATES, ROUND_SHARE
 from ravnest.planner.cluster import Cluster, StageCost, cluster_of, memory_bytes
+from ravnest.planner.count_costs import MAX_PLACES
 from ravnest.planner.in_flight import decision as flight
 from ravnest.planner.in_flight import measures as flight_measures
 from ravnest.planner.in_flight.lr_bound import cautious_flight
 from ravnest.planner.link_codecs import CHOICES, EXACT, FREE_SHARE, PACKED_BYTES_PER_SECOND, share_of
-from ravnest.planner.model_costs import MAX_PLACES, ModelCosts
+from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import MAX_IN_FLIGHT, Goal, Line, Network, Provider, Requester
 from ravnest.planner.recovery.worth_it import DEPLOY_SECONDS, HORIZON_SECONDS
 from ravnest.planner.reliability import (

@@ -23,6 +23,7 @@ from ravnest.engine.corrections.correction import PREDICTING
 from ravnest.errors import PlanError
 from ravnest.job import Job
 from ravnest.planner.cluster import Cluster
+from ravnest.planner.count_costs import count_costs
 from ravnest.planner.in_flight.decision import max_in_flight
 from ravnest.planner.in_flight.lr_bound import slowed_by_caution
 from ravnest.planner.link_codecs import CHOICES, EXACT
@@ -81,7 +82,7 @@ def model_costs(prepared: PreparedJob) -> ModelCosts:
     """The prepared model's tables."""
     captured = prepared.captured
     sizes = {name: tensor.nbytes for name, tensor in captured.sample.items()}
-    return ModelCosts.of(captured.graph, prepared.costs, sizes, prepared.job.pipeline.cuts)
+    return count_costs(captured.graph, prepared.costs, sizes, prepared.job.pipeline.cuts)
 
 
 def check_stages(model: ModelCosts, stages: int) -> None:
