@@ -1,4 +1,4 @@
-"""What the documentation says is what the code does: fields, defaults, options, operators, examples."""
+"""Checks of the documentation against the code: fields, defaults, options, operators, limits, names and examples."""
 
 import argparse
 import dataclasses
@@ -42,6 +42,10 @@ from ravnest.net.v1 import control_pb2
 from ravnest.net.version import PROTOCOL_VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+NOT_OURS = {"spirals.py", "file.py", "path/to/file.py", "lab.toml", "nodes.toml"}
+"""Files of a user that pages use as examples."""
+
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 README = (ROOT / "README.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
@@ -123,10 +127,17 @@ def test_every_dependency_has_its_line_and_its_version() -> None:
         assert re.search(rf"^{name}==", pinned, re.MULTILINE | re.IGNORECASE), f"no lock file pins {name}"
 
 
-def test_every_file_the_architecture_names_exists() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    for name in re.findall(r"`([a-z_]+/[a-z_]+\.py)`", text):
-        assert (ROOT / "ravnest" / name).exists(), name
+@pytest.mark.parametrize("page", [*PAGES, RESULTS], ids=lambda page: page.name)
+def test_every_file_and_folder_a_page_names_exists(page: Path) -> None:
+    for name in _named_paths(page.read_text()) - NOT_OURS:
+        assert _exists(name), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, RESULTS], ids=lambda page: page.name)
+def test_every_module_a_page_names_exists(page: Path) -> None:
+    for name in re.findall(r"\b((?:ravnest|tests|benchmarks)(?:\.[a-zA-Z]\w*)+)", page.read_text()):
+        if not name.startswith(("ravnest.v1", "benchmarks.NAME")):
+            _resolve(name)
 
 
 def test_the_operators_on_the_page_are_the_allow_list() -> None:
@@ -223,18 +234,37 @@ _UNITS = {
 
 
 def _limit(constant: str) -> float:
-    """The value behind `net.frame_limits.DEFAULT_LIMITS.frame_bytes` or
-    `net.connection.SERVER_OPTIONS[NAME_OF_OPTION]`, in bytes or seconds."""
-    path, _, option = constant.rstrip("]").partition("[")
-    value: Any = ravnest
-    for name in path.split("."):
+    """The constant `ravnest.CONSTANT`, in bytes or seconds."""
+    value = _resolve(f"ravnest.{constant}")
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+
+
+def _resolve(dotted: str) -> Any:
+    """The module, or the name in a module, that `ravnest.net.frame_limits.DEFAULT_LIMITS.frame_bytes` stands for."""
+    first, *rest = dotted.split(".")
+    value: Any = importlib.import_module(first)
+    for name in rest:
         if isinstance(value, ModuleType) and not hasattr(value, name):
             value = importlib.import_module(f"{value.__name__}.{name}")
         else:
             value = getattr(value, name)
-    if option:
-        value = dict(value)[option] / (1000 if option.endswith("_ms") else 1)
-    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+    return value
+
+
+def _named_paths(text: str) -> set[str]:
+    """The files and folders between single backticks, outside of code blocks."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", prose)
+    return {span for span in spans if re.fullmatch(r"(?:[\w-]+/)*[\w-]+\.(?:py|md|proto|toml)|(?:[\w-]+/){2,}", span)}
+
+
+def _exists(name: str) -> bool:
+    """A path below the repository, the package or a large room of it; a bare file name may be in any folder."""
+    if any((ROOT / place / name).exists() for place in ("", "ravnest", "ravnest/graph")):
+        return True
+    return "/" not in name and any(
+        next((ROOT / place).rglob(name), None) for place in ("ravnest", "tests", "benchmarks", "proto")
+    )
 
 
 def _accuracy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -255,11 +285,10 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 
 def _options(command: str) -> set[str]:
+    """The options that `ravnest COMMAND --help` shows in its first line."""
     subparsers = argparse.ArgumentParser().add_subparsers()
     importlib.import_module(f"ravnest.cli.{command}").add_parser(subparsers)
-    actions = subparsers.choices[command]._actions
-    shown = (action for action in actions if action.help != argparse.SUPPRESS)
-    return {option for action in shown for option in action.option_strings if option.startswith("--")} - {"--help"}
+    return set(re.findall(r"--[a-z-]+", subparsers.choices[command].format_usage()))
 
 
 def _anchors(page: Path) -> set[str]:

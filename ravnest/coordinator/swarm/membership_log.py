@@ -12,13 +12,13 @@ from ravnest.coordinator.swarm.link_measurements import describe
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import RunError
 
-_LOOK_SECONDS = 1.0
+LOOK_SECONDS = 1.0
 _SEEN_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
 
-async def watch_for_kicks(swarm: Swarm, poll_seconds: float = _LOOK_SECONDS) -> None:
+async def watch_for_kicks(swarm: Swarm, poll_seconds: float = LOOK_SECONDS) -> None:
     """Ends the streams of nodes that `ravnest kick` has thrown out, for ever.
 
     That command is another process, which leaves its word in the store: it is looked at once a second.

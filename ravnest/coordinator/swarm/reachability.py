@@ -13,7 +13,7 @@ from ravnest.net.v1.control_pb2 import (
     Dialling,
 )
 
-_PROBE_SECONDS = 4.0
+PROBE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ async def find_reach(node_id: str, address: str, seen_host: str, authority: Cert
     failures = []
     for candidate in candidates:
         try:
-            await probe(candidate, node_id, authority, _PROBE_SECONDS)
+            await probe(candidate, node_id, authority, PROBE_SECONDS)
         except PeerError as error:
             failures.append(str(error))
             continue

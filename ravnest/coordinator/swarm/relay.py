@@ -12,7 +12,7 @@ from ravnest.errors import PeerError, RefusedError
 from ravnest.net.streams.frame_stream import RelayEnd
 from ravnest.net.streams.stream import ByteStream
 
-_MEET_SECONDS = 20.0
+MEET_SECONDS = 20.0
 """How long an end waits for the other to come; then it tries again, perhaps another way."""
 
 
@@ -67,11 +67,11 @@ class Relay:
         """The other end, once it has come; PeerError when it does not."""
         place = self._waiting[link] = _Waiting(node_id, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(_MEET_SECONDS):
+            async with asyncio.timeout(MEET_SECONDS):
                 await self._call(other_id, link)
                 return await place.met
         except TimeoutError:
-            raise PeerError(f"{other_id} did not come to the relay within {_MEET_SECONDS:.0f} s") from None
+            raise PeerError(f"{other_id} did not come to the relay within {MEET_SECONDS:.0f} s") from None
         finally:
             if self._waiting.get(link) is place:
                 del self._waiting[link]

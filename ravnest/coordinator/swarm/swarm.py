@@ -46,7 +46,7 @@ from ravnest.net.v1.control_pb2 import (
 )
 from ravnest.net.version import PROTOCOL_VERSION
 
-_STOP_SECONDS = 1.0
+STOP_SECONDS = 1.0
 
 
 class SwarmEvents(Protocol):
@@ -117,9 +117,9 @@ class Swarm:
         """Tells every provider to stop, gives them a moment to go, and stops listening."""
         for member in self.members.listening():
             with contextlib.suppress(PeerError, TimeoutError):
-                async with asyncio.timeout(_STOP_SECONDS):
+                async with asyncio.timeout(STOP_SECONDS):
                     await self.tell(member.node_id, CoordinatorMessage(stop=Stop(reason=reason)))
-        await self.members.wait_until_gone(_STOP_SECONDS)
+        await self.members.wait_until_gone(STOP_SECONDS)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

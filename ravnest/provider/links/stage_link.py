@@ -21,11 +21,11 @@ from ravnest.settings import ACTIVATION_CODECS
 PATIENCE_SECONDS = 60.0
 """How long a neighbour may be away. Longer than the coordinator's own patience: it knows more, and decides."""
 
-_DIRECT_SECONDS = 4.0
-_TRY_SECONDS = 1.5
+DIRECT_SECONDS = 4.0
+TRY_SECONDS = 1.5
 """How long a neighbour is dialled that can be reached, as far as anybody knows, and one that probably cannot."""
 
-_RETURN_SECONDS = 60.0
+RETURN_SECONDS = 60.0
 """How often a link that is relayed tries to run directly again."""
 
 
@@ -117,7 +117,7 @@ class StageLink:
             # Perhaps it is on the same network here, though it cannot be dialled from elsewhere.
             self._tried = True
             with contextlib.suppress(PeerError):
-                connection = await self._dial_directly(_TRY_SECONDS if unlikely else _DIRECT_SECONDS)
+                connection = await self._dial_directly(TRY_SECONDS if unlikely else DIRECT_SECONDS)
                 self._route = "direct"
                 return connection
         connection = await self._client.relay(self.name)
@@ -136,10 +136,10 @@ class StageLink:
         if self._neighbour.dialling == DIALLING_AWAIT or not self._neighbour.address:
             return
         while not self.link.over:
-            await asyncio.sleep(_RETURN_SECONDS)
+            await asyncio.sleep(RETURN_SECONDS)
             if self._route == "relayed" and self.link.connected:
                 with contextlib.suppress(PeerError):
-                    connection = await self._dial_directly(_TRY_SECONDS)
+                    connection = await self._dial_directly(TRY_SECONDS)
                     self._route = "direct"
                     await self.link.carry(connection)
 

@@ -14,7 +14,7 @@ from ravnest.net.v1.control_pb2 import CoordinatorMessage, Leaving, ProviderMess
 PATIENCE_SECONDS = 60.0
 """Timeout of a coordinator that cannot be reached. Afterwards the provider tries to join again."""
 
-_LEAVE_SECONDS = 1.0
+LEAVE_SECONDS = 1.0
 _QUIET_SECONDS = 1.0
 """The user does not hear of an interruption that is shorter."""
 
@@ -69,7 +69,7 @@ class SwarmSession:
     async def leave(self, reason: str) -> None:
         """Tell the coordinator that this provider leaves, if the coordinator can be reached."""
         with contextlib.suppress(PeerError, TimeoutError):
-            async with asyncio.timeout(_LEAVE_SECONDS):
+            async with asyncio.timeout(LEAVE_SECONDS):
                 await self.control.send(ProviderMessage(leaving=Leaving(reason=reason)))
                 await self.control.link.close()
 

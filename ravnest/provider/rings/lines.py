@@ -30,7 +30,7 @@ WINDOW_BYTES: Final = 16 << 20
 """What may be on its way over a link. Less than between stages: what is left of an attempt that was given up still
 arrives, and holds the next one up."""
 
-_DIAL_SECONDS: Final = 2.0
+DIAL_SECONDS: Final = 2.0
 
 Take = Callable[[str, int, RingPlace, torch.Tensor], None]
 """What becomes of a piece, of whom, and of which generation; PeerError where it breaks the rules. Waits while it is
@@ -217,7 +217,7 @@ class _Line:
     def _send(self, place: RingPlace, data: torch.Tensor) -> None:
         if self._direct is None and self._address and self._tries.is_due(place.round):
             try:
-                self._direct = dial_direct(self._address, self.end.node_id, self._node, _DIAL_SECONDS)
+                self._direct = dial_direct(self._address, self.end.node_id, self._node, DIAL_SECONDS)
             except PeerError:
                 self._tries.failed(place.round)
         if self._direct is not None:

@@ -11,7 +11,7 @@ from ravnest.provider.stage.generation import Generation
 from ravnest.provider.stage.hosted_stage import HostedStage
 from ravnest.provider.stage.slot import StageSlot
 
-_MIN_REPORT_SECONDS: Final = 0.2
+MIN_REPORT_SECONDS: Final = 0.2
 """Minimum time between two reports: without it, every loss would be sent by itself."""
 _FIRST_PROGRESS_SECONDS: Final = 2.0
 _PROGRESS_SECONDS: Final = 10.0
@@ -53,7 +53,7 @@ async def report_stage(
             await control.send(ProviderMessage(failed=message))
             # The stage stays in the slot: after the failure of a neighbour, the coordinator may keep it.
             failed = generation
-        await asyncio.sleep(_MIN_REPORT_SECONDS)
+        await asyncio.sleep(MIN_REPORT_SECONDS)
 
 
 async def print_progress(slot: StageSlot, say: Callable[[str], None]) -> None:
