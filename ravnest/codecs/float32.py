@@ -1,4 +1,4 @@
-"""float32: the values as they are, without a copy."""
+"""float32: the values unchanged, without a copy."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ravnest.codecs.layout import LARGEST, bytes_of, check_size, numbers
 
 
 class Float32Codec:
-    """Four bytes a value; loses nothing."""
+    """Four bytes per value, lossless."""
 
     name = "float32"
     lossy = False

@@ -1,16 +1,16 @@
-"""int4: two values a byte and a scale for every 64 of them, the largest absolute value of which becomes about 7.
+"""int4: two values per byte, and a scale per block of 64 values that maps the largest absolute value to about 7.
 
 The bytes, for `count` values:
 
     blocks = ceil(count / 64), half = ceil(count / 2)
-    2 * blocks    scales, bfloat16, one a block
-    half          byte i: the step of value i plus 8 in the low four bits, that of value half + i plus 8 in the high
-                  ones; where count is odd, the last high bits are 8
-    step          value / its block's scale, rounded to nearest, in -7..7
+    2 * blocks    scales, bfloat16, one per block
+    half          byte i: the step of value i plus 8 in the low four bits, the step of value half + i plus 8 in the high
+                  four bits; if count is odd, the last high bits are 8
+    step          value / scale of its block, rounded to nearest, in -7..7
 
-Values i and half + i share a byte, not neighbours, so that all passes run over contiguous memory. The scales are
-bfloat16 and not float16: what clusters average are small differences, and float16 ends at 6e-8. None is under 1.2e-38,
-also where all values are zero: smaller numbers are denormal, and some machines compute those as zero.
+Values i and half + i share a byte, instead of neighbours, so that all passes run over contiguous memory. The scales are
+bfloat16 because clusters average small differences, and float16 ends at 6e-8. No scale is below 1.2e-38, even if all
+values are zero: smaller numbers are denormal, and some machines compute them as zero.
 """
 
 from typing import Final
@@ -40,7 +40,7 @@ assert _LARGEST_SCALE * _TOP <= LARGEST
 
 
 class Int4Codec:
-    """Loses about half a step of 1/7 of the largest value in a block: for senders that send later what was lost."""
+    """Error of about 1/14 of the largest value in a block; for senders that add the error to the next values."""
 
     name = "int4"
     lossy = True
@@ -60,12 +60,12 @@ class Int4Codec:
         for where, rows, scratch in blocks_and_scratch(values, BLOCK):
             scale = torch.amax(torch.abs(rows, out=scratch), dim=1).mul_(1 / _TOP)
             scales[where] = scale.clamp_(SMALLEST_NORMAL, _LARGEST_SCALE)
-            # Steps are those of the scale that the other side will read.
+            # Divide by the rounded scale, which the receiver will read.
             scale.copy_(scales[where]).reciprocal_()
             steps[where].copy_(torch.mul(rows, scale.unsqueeze(1), out=scratch).round_())
         data[:head].copy_(bytes_of(scales))
         flat, packed = steps.view(-1), data[head:].view(torch.int8)
-        # From -119 to 119; the middles that both halves need come in one go, modulo 256.
+        # The sums are in -119..119; one addition modulo 256 then adds 8 to both halves.
         torch.add(flat[:half], flat[half : 2 * half], alpha=16, out=packed)
         data[head:].add_(_BOTH_MIDDLES)
         return data
@@ -90,7 +90,7 @@ class Int4Codec:
         return flat[:count]
 
     def error(self, largest: float) -> float:
-        # Half a step of a scale that bfloat16 may have made 1/256 longer.
+        # Half a step of the scale, which rounding to bfloat16 may have increased by 1/256.
         return max(largest / _TOP, SMALLEST_NORMAL) * 0.5 * (1 + 2.0**-7)
 
 

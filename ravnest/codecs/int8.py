@@ -1,13 +1,13 @@
-"""int8: one byte a value and a scale for every 256 of them, the largest absolute value of which becomes 127.
+"""int8: one byte per value, and a scale per block of 256 values that maps the largest absolute value to 127.
 
 The bytes, for `count` values:
 
     blocks = ceil(count / 256)
-    4 * blocks    scales, float32, one a block
-    count         value / its block's scale, rounded to nearest, int8 in -127..127
+    4 * blocks    scales, float32, one per block
+    count         value / scale of its block, rounded to nearest, int8 in -127..127
 
-The scales are float32 and not half as long, because they are 1.6 % of the bytes and one rounding less. None is under
-1.2e-38, also where all values are zero: smaller numbers are denormal, and some machines compute those as zero.
+The scales are float32 to avoid a rounding; they are only 1.6 % of the bytes. No scale is below 1.2e-38, even if all
+values are zero: smaller numbers are denormal, and some machines compute them as zero.
 """
 
 from typing import Final
@@ -29,11 +29,11 @@ from ravnest.errors import PeerError
 BLOCK: Final = 256
 _TOP: Final = 127
 _LARGEST_SCALE: Final = torch.nextafter(torch.tensor(LARGEST / _TOP), torch.tensor(0.0)).item()
-"""So that 127 times it is still finite."""
+"""The largest scale of which 127 times is finite."""
 
 
 class Int8Codec:
-    """Loses at most half a step of 1/127 of the largest value in a block."""
+    """Error of at most 1/254 of the largest value in a block."""
 
     name = "int8"
     lossy = True
@@ -46,7 +46,7 @@ class Int8Codec:
 
     def encode(self, values: Tensor) -> Tensor:
         if not values.is_cpu:
-            return self._encode_there(values)
+            return self._encode_on_device(values)
         count = values.numel()
         data = torch.empty(self.size_bytes(count), dtype=torch.uint8)
         head = 4 * _blocks(count)
@@ -77,8 +77,8 @@ class Int8Codec:
         rows.mul_(scales.view(-1, 1))
         return flat[:count]
 
-    def _encode_there(self, values: Tensor) -> Tensor:
-        """The same on another device, in few passes: its memory is fast, and starting an operator is not."""
+    def _encode_on_device(self, values: Tensor) -> Tensor:
+        """The same on another device, in few passes: there, launching an operator costs more than memory access."""
         count = values.numel()
         rows = torch.nn.functional.pad(values, (0, -count % BLOCK)).view(-1, BLOCK)
         scales = rows.abs().amax(dim=1, keepdim=True).mul_(1 / _TOP).clamp_(SMALLEST_NORMAL, _LARGEST_SCALE)
@@ -86,7 +86,7 @@ class Int8Codec:
         return torch.cat((bytes_of(scales.view(-1)), bytes_of(steps)))
 
     def error(self, largest: float) -> float:
-        # Half a step, and what float32 rounds off the scale, the quotient and the product.
+        # Half a step, plus the float32 rounding of the scale, the quotient and the product.
         return max(largest / _TOP, SMALLEST_NORMAL) * (0.5 + 1e-4)
 
 

@@ -1,4 +1,4 @@
-"""What the codecs share about bytes: their size is checked before anything else, and numbers are laid over them."""
+"""Layout of encoded bytes, shared by the codecs: size checks, views as numbers, and division into blocks."""
 
 import sys
 import threading
@@ -12,28 +12,28 @@ from ravnest.errors import PeerError
 
 LARGEST: Final = torch.finfo(torch.float32).max
 SMALLEST_NORMAL: Final = torch.finfo(torch.float32).tiny
-"""Anything smaller some machines compute as zero, and then not all get the same bits."""
+"""Some machines compute smaller numbers as zero, so that not all would get the same bits."""
 
 _SCRATCH_VALUES: Final = 1 << 18
-"""1 MiB of float32: stays in a core's cache between the passes over it."""
+"""1 MiB of float32, which stays in a core's cache between passes."""
 
 if sys.byteorder != "little":
     raise ImportError("Ravnest sends numbers as little-endian bytes and needs a little-endian machine")
 
 
 def check_size(codec: str, data: Tensor, count: int, size_bytes: int) -> None:
-    """PeerError unless `data` is exactly as long as `count` values encoded."""
+    """PeerError unless `data` has exactly the size of `count` encoded values."""
     if data.numel() != size_bytes:
         raise PeerError(f"{count} values in {codec} are {size_bytes} bytes, but {data.numel()} came")
 
 
 def bytes_of(values: Tensor) -> Tensor:
-    """The memory of a flat contiguous tensor as uint8."""
+    """A flat contiguous tensor as uint8, in the same memory."""
     return values.view(torch.uint8)
 
 
 def numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Flat bytes as numbers of `dtype`: the same memory where it is aligned for them, else a copy."""
+    """Flat bytes as numbers of `dtype`: in the same memory if it is aligned, otherwise a copy."""
     data = data.contiguous()
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()
@@ -41,11 +41,11 @@ def numbers(data: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def blocks_and_scratch(values: Tensor, block: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Flat values as rows of `block`, the last one filled up with zeros, a part that fits into the cache at a time.
+    """Flat values as rows of `block`, the last one padded with zeros, in parts that fit into the cache.
 
-    Each part comes with the rows it covers and with memory of its shape to compute in. That memory is the thread's own
-    and always the same, because fresh pages from the system cost more than all passes over them; it is valid until the
-    next part, and no two parts may be worked on at once.
+    Yields for each part the indices of its rows, its values, and scratch memory of its shape. The scratch memory
+    belongs to the thread and is reused for every part, because new pages from the operating system cost more than all
+    passes over them. A part must therefore be finished before the next one.
     """
     whole = values.numel() // block
     step = _SCRATCH_VALUES // block
@@ -61,9 +61,9 @@ def blocks_and_scratch(values: Tensor, block: int) -> Iterator[tuple[slice, Tens
 
 
 def check_scales(codec: str, scales: Tensor, largest: float) -> None:
-    """PeerError unless all of `scales` (at least one) are numbers from the smallest normal one to `largest`."""
+    """PeerError unless all of `scales` (at least one) are between the smallest normal number and `largest`."""
     low, high = torch.aminmax(scales)
-    # Of a NaN both comparisons are false.
+    # Both comparisons are false for NaN.
     if not (float(low) >= SMALLEST_NORMAL and float(high) <= largest):
         raise PeerError(f"a scale in {codec} is not one that an encoder writes: the bytes are damaged or forged")
 
@@ -74,7 +74,7 @@ _own = threading.local()
 def _scratch() -> Tensor:
     scratch: Tensor | None = getattr(_own, "scratch", None)
     if scratch is None:
-        # What is made in inference mode could be written to in no other.
+        # A tensor created in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
             scratch = _own.scratch = torch.empty(_SCRATCH_VALUES)
     return scratch

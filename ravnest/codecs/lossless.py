@@ -1,15 +1,15 @@
-"""lossless: float32 bit for bit in about five sixths of the bytes, because exponents repeat.
+"""lossless: float32 bit for bit in about five sixths of the bytes, by compressing the exponents.
 
-The signs and exponents of what a model computes are far from evenly spread: a byte of them carries 2.7 bits or so. It
-is Huffman-coded; the lower bits of the mantissa are noise, and stay as they are (ZipNN, arXiv 2411.05239, reports the
-same of weights). The bytes, for `count` values:
+The signs and exponents of a model's values are unevenly distributed: a byte of them has about 2.7 bits of information,
+so it is Huffman-coded. The lower bits of the mantissa are noise and are stored uncompressed (ZipNN, arXiv 2411.05239,
+reports the same for weights). The bytes, for `count` values:
 
     2 * count    the lower 16 bits of each value, little-endian
     count        the 8 bits above those
-    the rest     the highest 8 bits of each, sign and most of the exponent, as one raw stream of DEFLATE (RFC 1951)
+    the rest     the highest 8 bits of each, sign and most of the exponent, as one raw DEFLATE stream (RFC 1951)
 
-A mebibyte of values takes 2.4 ms to encode and 1.3 ms to decode, and no lock of the interpreter is held meanwhile.
-Values on another device are brought to the memory of the machine for it.
+A mebibyte of values takes 2.4 ms to encode and 1.3 ms to decode, both without holding the interpreter lock. Values on
+another device are copied to the CPU.
 """
 
 import zlib
@@ -22,14 +22,14 @@ from ravnest.codecs.layout import LARGEST, bytes_of
 from ravnest.errors import PeerError
 
 _PLAIN_BYTES: Final = 3
-"""Of a value, those that are not packed."""
+"""Uncompressed bytes of a value."""
 _RAW: Final = -15
-"""For zlib: DEFLATE without header and checksum, which the connection has."""
+"""zlib's code for DEFLATE without header and checksum; TLS already detects damaged bytes."""
 _MEMORY_LEVEL: Final = 9
 
 
 class LosslessCodec:
-    """Loses nothing; how much it saves depends on the values."""
+    """Lossless; the encoded size depends on the values."""
 
     name = "lossless"
     lossy = False
@@ -38,7 +38,7 @@ class LosslessCodec:
     largest = LARGEST
 
     def size_bytes(self, count: int) -> int:
-        # DEFLATE stores what it cannot pack, in blocks of at least 16383 bytes with 5 more each.
+        # DEFLATE stores incompressible bytes in blocks of at least 16383, with 5 bytes of overhead each.
         return (_PLAIN_BYTES + 1) * count + 5 * (count // 16383 + 1) + 8 if count else 0
 
     def encode(self, values: Tensor) -> Tensor:
@@ -76,12 +76,12 @@ class LosslessCodec:
 
 
 def _halves(data: Tensor, count: int) -> Tensor:
-    """Where the lower halves of values lie."""
+    """The part of the bytes with the lower halves of the values."""
     return data[: 2 * count].view(torch.int16)
 
 
 def _unpacked(data: Tensor, count: int) -> bytearray:
-    """Exactly so many bytes; never more memory than for one more of them, whatever the stream says."""
+    """Exactly `count` bytes; PeerError otherwise. Takes memory for at most one byte more, whatever the stream holds."""
     unpacker = zlib.decompressobj(_RAW)
     try:
         found = unpacker.decompress(data.contiguous().numpy().data, count + 1)

@@ -1,4 +1,4 @@
-"""Every codec: sizes are as promised, errors are bounded, the order of bytes is fixed, damaged bytes are refused."""
+"""Every codec: encoded sizes, error bounds, byte order, and the refusal of damaged bytes."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +23,7 @@ lengths = st.integers(0, 700) | st.sampled_from([63, 64, 65, 255, 256, 257, 2048
 
 @st.composite
 def finite_values(draw: st.DrawFn) -> Tensor:
-    """Some values anywhere in float32, among many of one magnitude."""
+    """Values of one magnitude, with a few from the whole range of float32."""
     count = draw(lengths)
     magnitude = draw(st.sampled_from([0.0, DENORMAL, 1e-40, 1e-37, 1e-20, 1e-6, 1.0, 7e4, 1e30, LARGEST]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -40,9 +40,9 @@ def finite_values(draw: st.DrawFn) -> Tensor:
 @example(values=torch.full((300,), -LARGEST))
 def test_finite_values_come_back_finite_and_within_the_error(codec: Codec, values: Tensor) -> None:
     data = codec.encode(values.clone())
-    most = codec.size_bytes(len(values))
+    size = codec.size_bytes(len(values))
     assert data.dtype == torch.uint8 and data.dim() == 1
-    assert data.numel() <= most if codec.varies else data.numel() == most
+    assert data.numel() <= size if codec.varies else data.numel() == size
     decoded = codec.decode(data, len(values))
     assert decoded.dtype == torch.float32 and decoded.shape == values.shape
     assert decoded.isfinite().all()
@@ -62,25 +62,23 @@ def test_the_error_of_a_block_follows_its_own_largest_value(codec: Codec, block:
 
 
 @every_codec
-def test_the_error_is_not_much_more_than_what_is_really_lost(codec: Codec) -> None:
-    """A bound that everything meets would say nothing."""
+def test_the_error_bound_is_at_most_twice_the_actual_error(codec: Codec) -> None:
     values = torch.rand(1 << 16, generator=torch.Generator().manual_seed(1)) * 3 - 1.5
     lost = (codec.decode(codec.encode(values), len(values)) - values).abs().max().item()
     assert lost >= codec.error(values.abs().max().item()) / 2
 
 
 @every_codec
-def test_what_was_decoded_is_encoded_to_the_same_values_again(codec: Codec) -> None:
+def test_decoded_values_are_encoded_to_the_same_values_again(codec: Codec) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(2)) * 1e-5
     once = codec.decode(codec.encode(values), 1000).clone()
     twice = codec.decode(codec.encode(once), 1000)
-    # The largest value of a block moves a little in int4, whose scale is rounded; hence not bit for bit.
+    # Not bit for bit: int4 rounds the scale, which changes the largest value of a block slightly.
     torch.testing.assert_close(twice, once, rtol=2**-7, atol=0.0)
 
 
 @every_codec
-def test_a_long_tensor_decodes_as_its_parts_do(codec: Codec) -> None:
-    """Longer than what is worked on at a time, and of a length that is no multiple of anything."""
+def test_a_tensor_longer_than_the_scratch_memory_decodes_as_its_parts_do(codec: Codec) -> None:
     count = (1 << 18) + (1 << 17) + 77
     values = torch.randn(count, generator=torch.Generator().manual_seed(3))
     whole = codec.decode(codec.encode(values), count)
@@ -89,7 +87,7 @@ def test_a_long_tensor_decodes_as_its_parts_do(codec: Codec) -> None:
 
 
 @every_codec
-def test_bytes_at_an_odd_place_in_memory_are_read_all_the_same(codec: Codec) -> None:
+def test_unaligned_bytes_are_decoded_to_the_same_values(codec: Codec) -> None:
     values = torch.randn(300, generator=torch.Generator().manual_seed(4))
     data = codec.encode(values)
     for offset in (1, 2, 3):
@@ -98,7 +96,7 @@ def test_bytes_at_an_odd_place_in_memory_are_read_all_the_same(codec: Codec) -> 
 
 
 @every_codec
-def test_values_are_not_changed_by_encoding_nor_bytes_by_decoding(codec: Codec) -> None:
+def test_encoding_and_decoding_do_not_change_their_arguments(codec: Codec) -> None:
     values = torch.randn(777, generator=torch.Generator().manual_seed(5))
     before = values.clone()
     data = codec.encode(values)
@@ -113,7 +111,7 @@ def test_a_machine_that_computes_denormal_numbers_as_zero_decodes_the_same_bits(
     data = codec.encode(values)
     usual = codec.decode(data, len(values)).view(torch.int32)
     if not torch.set_flush_denormal(True):
-        pytest.skip("this machine cannot compute so")
+        pytest.skip("this machine cannot flush denormal numbers")
     try:
         other = codec.decode(data, len(values)).view(torch.int32)
     finally:
@@ -155,27 +153,27 @@ def test_the_bytes_of_int8_are_scales_and_then_values() -> None:
 def test_the_bytes_of_int4_are_scales_and_then_two_values_each() -> None:
     values = torch.tensor([7.0, -7.0, 1.2, 0.0, 3.0])
     data = CODECS["int4"].encode(values).numpy().tobytes()
-    # bfloat16 1.0; then 7 and 0, -7 and 3, 1 and nothing, each plus 8, the second in the high bits.
+    # bfloat16 1.0; then 7 and 0, -7 and 3, 1 and padding, each plus 8, the second one in the high bits.
     assert data == b"\x80\x3f" + bytes([15 | 8 << 4, 1 | 11 << 4, 9 | 8 << 4])
 
 
-def test_values_beyond_float16_become_its_largest() -> None:
+def test_values_beyond_the_range_of_float16_are_clamped() -> None:
     codec = CODECS["float16"]
     assert codec.decode(codec.encode(torch.tensor([1e6, -1e30])), 2).tolist() == [65504.0, -65504.0]
 
 
-SAVES = [("float32", 1.0), ("lossless", 1.19), ("float16", 2.0), ("int8", 3.9), ("int4", 7.5)]
+MIN_RATIOS = [("float32", 1.0), ("lossless", 1.19), ("float16", 2.0), ("int8", 3.9), ("int4", 7.5)]
 
 
-@pytest.mark.parametrize(("name", "least"), SAVES)
-def test_a_codec_saves_what_its_name_promises(name: str, least: float) -> None:
+@pytest.mark.parametrize(("name", "min_ratio"), MIN_RATIOS)
+def test_a_codec_compresses_at_least_this_much(name: str, min_ratio: float) -> None:
     values = torch.randn(10**6, generator=torch.Generator().manual_seed(6))
-    assert values.nbytes / CODECS[name].encode(values).numel() >= least
+    assert values.nbytes / CODECS[name].encode(values).numel() >= min_ratio
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-4, 1.0, 1e20])
-def test_lossless_saves_as_much_of_what_a_model_computes(scale: float) -> None:
-    """Its size follows the values: those of ReLUs are half zeros, gradients are spread more widely than activations."""
+def test_lossless_compresses_values_like_those_of_a_model(scale: float) -> None:
+    """Results of ReLUs are half zeros, and gradients have a wider distribution than activations."""
     generator = torch.Generator().manual_seed(7)
     normal = torch.randn(1 << 16, generator=generator) * scale
     for values in (normal.relu(), normal * torch.rand(1 << 16, generator=generator), normal + 3 * scale):
@@ -183,7 +181,7 @@ def test_lossless_saves_as_much_of_what_a_model_computes(scale: float) -> None:
 
 
 @given(data=st.binary(max_size=4000))
-def test_lossless_keeps_every_bit_of_whatever_it_is_given(data: bytes) -> None:
+def test_lossless_keeps_every_bit_of_any_values(data: bytes) -> None:
     bits = torch.frombuffer(bytearray(data[: len(data) // 4 * 4] or b"\0\0\xc0\x7f"), dtype=torch.int32)
     codec = CODECS["lossless"]
     encoded = codec.encode(bits.view(torch.float32))
@@ -192,7 +190,7 @@ def test_lossless_keeps_every_bit_of_whatever_it_is_given(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 16383, 16384, 40000, 300001])
-def test_lossless_is_never_longer_than_it_says(count: int) -> None:
+def test_lossless_never_exceeds_its_maximum_size(count: int) -> None:
     noise = torch.randint(-(2**31), 2**31 - 1, (count,), generator=torch.Generator().manual_seed(8), dtype=torch.int32)
     codec = CODECS["lossless"]
     encoded = codec.encode(noise.view(torch.float32))
@@ -269,7 +267,7 @@ def test_any_bytes_decode_to_finite_values_or_are_refused(codec: Codec, data: st
 
 @quantising
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_values_that_are_not_finite_never_arrive(codec: Codec, value: float) -> None:
+def test_values_that_are_not_finite_are_refused_or_decoded_to_finite_ones(codec: Codec, value: float) -> None:
     values = torch.ones(100)
     values[70] = value
     try:
@@ -279,7 +277,7 @@ def test_values_that_are_not_finite_never_arrive(codec: Codec, value: float) -> 
     assert decoded.isfinite().all()
 
 
-def test_an_unknown_codec_is_refused_with_the_names_of_the_known() -> None:
+def test_the_error_for_an_unknown_codec_lists_the_known_ones() -> None:
     with pytest.raises(PeerError, match=r"no codec 'zip'.*float32, lossless, float16, bfloat16, int8, int4"):
         codec_named("zip")
     assert codec_named("int8") is CODECS["int8"]
