@@ -161,7 +161,7 @@ class Participants:
             if each.donor is not None:
                 each.tried |= {each.donor}
                 self._has_ordered_donation = True
-                actions.append(CatchUp(node, each.donor))
+                actions.append(CatchUp(node, each.donor, self._committed))
             elif not is_joining or node == retry:
                 reason = "there is no owner (left) from which it could catch up"
                 actions += [*self.leave_out(node, reason), Abort((node,), reason)]

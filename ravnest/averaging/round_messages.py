@@ -46,6 +46,8 @@ class CatchUp:
 
     node: str
     donor: str
+    committed: int
+    """The round of the donor's anchor."""
 
 
 @dataclass(frozen=True, slots=True)

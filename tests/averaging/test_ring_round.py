@@ -170,7 +170,7 @@ def test_what_counted_once_does_not_count_again_when_its_owner_says_it_has_not_h
     ring = a_round(counted={"a": 7, "b": 7, "c": 5})
     ring.joined("a", join(), 1001.0)
     actions = ring.joined("b", join(committed=6), 1001.0)
-    assert notices(actions) == [("dropped", "b")] and only(CatchUp, actions) == [CatchUp("b", "a")]
+    assert notices(actions) == [("dropped", "b")] and only(CatchUp, actions) == [CatchUp("b", "a", 7)]
     [notice] = only(Notice, actions)
     assert "it has round 6, but round 7 counted for it" in notice.reason
     # Who was left out of the rounds since is behind, and that is all.
@@ -216,7 +216,7 @@ def test_one_that_is_alone_with_its_difference_is_compared_with_what_was_usual()
 def test_one_that_missed_a_commit_catches_up_first() -> None:
     ring = a_round()
     assert ring.joined("a", join(committed=5), 1001.0) == []
-    assert ring.joined("b", join(), 1002.0) == [CatchUp("a", "b")]
+    assert ring.joined("b", join(), 1002.0) == [CatchUp("a", "b", 7)]
     assert ring.joined("c", join(), 1003.0) == []
     assert ring.caught_up("c", 1004.0) == []
     [begin] = only(Begin, ring.caught_up("a", 1005.0))
@@ -235,8 +235,8 @@ def test_one_that_does_not_catch_up_in_time_is_left_out() -> None:
 
 def test_another_donor_is_found_when_the_first_is_gone_or_what_it_sent_is_no_good() -> None:
     ring = a_round()
-    assert CatchUp("a", "b") in all_join(ring, join(committed=5), join(), join())
-    assert ring.failed("a", 0, "b", "values that are not finite", 1002.0) == [CatchUp("a", "c")]
+    assert CatchUp("a", "b", 7) in all_join(ring, join(committed=5), join(), join())
+    assert ring.failed("a", 0, "b", "values that are not finite", 1002.0) == [CatchUp("a", "c", 7)]
     actions = ring.failed("a", 0, "c", "values that are not finite", 1003.0)
     assert notices(actions) == [("left_out", "a")]
     assert [m.node for m in only(Begin, actions)[0].members] == ["b", "c"]
@@ -244,7 +244,7 @@ def test_another_donor_is_found_when_the_first_is_gone_or_what_it_sent_is_no_goo
     ring = a_round()
     all_join(ring, join(committed=5), join(), join())
     actions = ring.gone("b", "connection lost", 1002.0)
-    assert notices(actions) == [("left_out", "b")] and only(CatchUp, actions) == [CatchUp("a", "c")]
+    assert notices(actions) == [("left_out", "b")] and only(CatchUp, actions) == [CatchUp("a", "c", 7)]
 
 
 def test_where_nobody_has_the_newest_round_the_newest_of_those_here_counts() -> None:
@@ -253,7 +253,7 @@ def test_where_nobody_has_the_newest_round_the_newest_of_those_here_counts() -> 
     ring.joined("b", join(committed=6), 1001.0)
     actions = ring.gone("c", "connection lost", 1002.0)
     assert ("behind", None) in notices(actions)
-    assert only(CatchUp, actions) == [CatchUp("a", "b")]
+    assert only(CatchUp, actions) == [CatchUp("a", "b", 6)]
     assert only(Begin, ring.caught_up("a", 1003.0))
 
 
@@ -268,7 +268,7 @@ def test_two_of_whom_one_may_be_catching_up_never_reduce_from_different_anchors(
 def test_those_who_join_later_do_not_lower_what_somebody_is_catching_up_to() -> None:
     ring = a_round()
     ring.joined("a", join(committed=5), 1001.0)
-    assert ring.joined("c", join(), 1001.0) == [CatchUp("a", "c")]
+    assert ring.joined("c", join(), 1001.0) == [CatchUp("a", "c", 7)]
     assert notices(ring.gone("c", "connection lost", 1002.0)) == [("left_out", "c")]
     actions = ring.joined("b", join(committed=5), 1003.0)
     assert ring.outcome == "aborted" and not only(Begin, actions)
@@ -278,7 +278,7 @@ def test_one_that_has_caught_up_can_help_the_next() -> None:
     ring = a_round()
     all_join(ring, join(committed=5), join(committed=5), join())
     assert ring.caught_up("a", 1002.0) == []
-    assert only(CatchUp, ring.gone("c", "connection lost", 1003.0)) == [CatchUp("b", "a")]
+    assert only(CatchUp, ring.gone("c", "connection lost", 1003.0)) == [CatchUp("b", "a", 7)]
     [begin] = only(Begin, ring.caught_up("b", 1004.0))
     assert [m.node for m in begin.members] == ["a", "b"]
 

@@ -254,8 +254,8 @@ class Rounds:
                 case Begin():
                     self._begin(number, action)
                 case CatchUp():
-                    self._catch_up(live.record, action.donor, action.node, donate=True)
-                    self._catch_up(live.record, action.node, action.donor, donate=False)
+                    self._catch_up(number, action.donor, action.node, action.committed, donate=True)
+                    self._catch_up(number, action.node, action.donor, action.committed, donate=False)
                 case Commit():
                     self._commit(live, action)
                 case Abort():
@@ -277,14 +277,9 @@ class Rounds:
             )
             self._tell(member.node, CoordinatorMessage(ring_begin=begin))
 
-    def _catch_up(self, ring: RingRecord, node: str, other: str, donate: bool) -> None:
+    def _catch_up(self, ring: int, node: str, other: str, committed: int, donate: bool) -> None:
         order = RingCatchUp(
-            deployment=self.deployment,
-            round=self._round,
-            ring=ring.plan.ring,
-            node=other,
-            donate=donate,
-            committed=ring.committed,
+            deployment=self.deployment, round=self._round, ring=ring, node=other, donate=donate, committed=committed
         )
         self._tell(node, CoordinatorMessage(ring_catch_up=order))
 
