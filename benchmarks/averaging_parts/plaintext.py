@@ -8,7 +8,7 @@ from ravnest.net.address import split_address
 from ravnest.net.direct_line import DirectLine
 from ravnest.net.direct_server import DirectServer
 from ravnest.net.identity.node_identity import NodeIdentity
-from ravnest.provider.rings import lines as ring_lines
+from ravnest.provider.rings import sender
 
 
 class PlaintextServer(DirectServer):
@@ -29,7 +29,7 @@ class PlaintextServer(DirectServer):
 
 def use_plaintext() -> None:
     """From here on, lines that this process dials have no TLS."""
-    setattr(ring_lines, "dial_direct", _dial_plaintext)  # noqa: B010  # the module does not export it
+    setattr(sender, "dial_direct", _dial_plaintext)  # noqa: B010  # the module does not export it
 
 
 def _dial_plaintext(address: str, node_id: str, node: NodeIdentity, timeout_seconds: float) -> DirectLine:

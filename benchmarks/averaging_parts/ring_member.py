@@ -117,13 +117,23 @@ def main() -> None:
     server.stop()
 
 
-def _lines(neighbour: Neighbour, node: Any) -> RingLines:
-    def broke(peer: str, why: str) -> None:
-        raise RuntimeError(f"the line to {peer} broke: {why}")
+class _SendingOnly:
+    """The handler of lines over which nothing comes: pieces come over the direct lines that others dialled."""
 
+    def take(self, peer: str, generation: int, place: RingPlace, data: torch.Tensor) -> None:
+        raise AssertionError("a piece came over a link")
+
+    def is_wanted(self, place: RingPlace) -> bool:
+        return True
+
+    def on_line_broken(self, peer: str, reason: str) -> None:
+        raise RuntimeError(f"the line to {peer} broke: {reason}")
+
+
+def _lines(neighbour: Neighbour, node: Any) -> RingLines:
     # There is no coordinator, and direct lines need none.
     client = cast(Any, None)
-    return RingLines([neighbour], 1, node, client, lambda *piece: None, lambda place: True, broke)
+    return RingLines([neighbour], 1, node, client, _SendingOnly())
 
 
 def _on_a_loop(make: Callable[[], RingLines]) -> RingLines:

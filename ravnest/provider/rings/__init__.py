@@ -1,4 +1,4 @@
-"""Rings: this provider's part in averaging: snapshots, attempts, and lines to the other owners.
+"""Rings: this provider's part in averaging: snapshots, attempts, and lines to the other owners of its rings.
 
-May import `replicas` and below. The arithmetic is in `ravnest.averaging`.
+May know `replicas` and the rooms below it. The arithmetic is in `ravnest.averaging`.
 """

@@ -1,4 +1,4 @@
-"""One attempt of a ring: pieces come from the owner before, are added to, and go on to the owner after."""
+"""An attempt to reduce a ring: pieces arrive from the previous owner, are added to, and go on to the next owner."""
 
 import threading
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from ravnest.errors import PeerError
 
 
 class RingAttempt:
-    """A reduction under way. Pieces may come from any thread; whichever brings one does the arithmetic.
+    """A running reduce. Pieces may arrive on any thread, which then does the arithmetic.
 
-    `send` takes a piece for the owner after this one and must not wait for it: in a ring, who waits to send before it
-    takes anything waits for itself. `ended` is called once: with None when this owner has the mean, or with what went
-    wrong. What others still need of this owner goes on being sent after that.
+    `send` queues a piece for the next owner and must not block: in a ring, an owner that blocks on sending before it
+    receives would wait for itself. `on_end` is called once, with None when this owner has the mean and otherwise with
+    the error. Pieces that other owners still need are sent after that, too.
     """
 
     def __init__(
@@ -23,60 +23,60 @@ class RingAttempt:
         before: str,
         reduce: RingReduce,
         send: Callable[[Piece], None],
-        ended: Callable[[Exception | None], None],
+        on_end: Callable[[Exception | None], None],
     ) -> None:
         self.number = number
         self.before = before
-        """Who sends to this owner."""
+        """The owner that sends to this one."""
         self.reduce = reduce
         self.bytes_sent = 0
         self._send = send
-        self._ended = ended
+        self._on_end = on_end
         self._lock = threading.Lock()
-        self._over = False
+        self._is_over = False
         self._rooms: dict[tuple[int, int], Tensor] = {}
-        """By hop and chunk, where the bytes of a piece are being received."""
+        """Memory that pieces are being received into, by hop and chunk."""
 
     def start(self) -> None:
-        """Sends what this owner sends first: its own segment."""
+        """Send this owner's own segment, which begins the reduce."""
         with self._lock:
-            # A ring may have nothing but counters: then no piece ever comes.
-            nothing = self.reduce.done and not self._over
-        if nothing:
-            self._ended(None)
+            # A ring of counters alone has no pieces.
+            has_no_pieces = self.reduce.done and not self._is_over
+        if has_no_pieces:
+            self._on_end(None)
             return
         own = self.reduce.start()
         while True:
             with self._lock:
-                piece = None if self._over else next(own, None)
+                piece = None if self._is_over else next(own, None)
             if piece is None:
                 return
-            self._pass(piece)
+            self._pass_on(piece)
 
     def room(self, hop: int, segment: int, chunk: int, size_bytes: int) -> Tensor | None:
-        """Where the bytes of a piece that is about to be taken are to be received; None: it does not matter.
+        """Memory to receive the bytes of a piece into before `take`; None: any memory will do.
 
-        One that comes over two lines at once gets room once, and is refused when it is taken from elsewhere: else the
-        slower line would write over what has been taken and counted.
+        A piece that comes over two lines at once gets memory once, and `take` refuses it from any other memory.
+        Otherwise the slower line would overwrite bytes that have been taken.
         """
         with self._lock:
-            if self._over or self.reduce.done or (hop, chunk) in self._rooms:
+            if self._is_over or self.reduce.done or (hop, chunk) in self._rooms:
                 return None
             try:
                 found = self.reduce.room(hop, segment, chunk, size_bytes)
             except PeerError:
-                # It is refused when it is taken.
+                # `take` refuses the piece and reports it.
                 return None
             if found is not None:
                 self._rooms[hop, chunk] = found
             return found
 
     def take(self, piece: Piece) -> None:
-        """A piece has come from the owner before."""
+        """Take a piece from the previous owner. An invalid piece ends the attempt with a PeerError."""
         failure: Exception | None = None
         onward: Piece | None = None
         with self._lock:
-            if self._over or self.reduce.done:
+            if self._is_over or self.reduce.done:
                 return
             try:
                 room = self._rooms.pop((piece.hop, piece.chunk), None)
@@ -84,18 +84,18 @@ class RingAttempt:
                     raise PeerError(f"piece {piece.chunk} of segment {piece.segment} came over two lines at once")
                 onward = self.reduce.receive(piece)
             except Exception as error:
-                failure, self._over = error, True
-            done = failure is None and self.reduce.done
+                failure, self._is_over = error, True
+            is_done = failure is None and self.reduce.done
         if onward is not None:
-            self._pass(onward)
-        if done or failure is not None:
-            self._ended(failure)
+            self._pass_on(onward)
+        if is_done or failure is not None:
+            self._on_end(failure)
 
     def close(self) -> None:
-        """Nothing more is taken, or begun to be sent."""
+        """Take no more pieces and send no more of this owner's own segment."""
         with self._lock:
-            self._over = True
+            self._is_over = True
 
-    def _pass(self, piece: Piece) -> None:
+    def _pass_on(self, piece: Piece) -> None:
         self.bytes_sent += piece.data.nbytes
         self._send(piece)

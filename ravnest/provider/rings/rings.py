@@ -1,19 +1,20 @@
-"""A stage's part in averaging: takes snapshots, joins rounds, runs attempts, and brings what came of them to the stage.
+"""A stage's part in averaging: it takes snapshots, joins rounds, runs attempts and applies what the coordinator
+commits.
 
-The coordinator decides who takes part and what counts. Until it says that an attempt counts, nothing of it is in the
-stage: the mean lies in memory of its own. What happens on failure:
+The coordinator decides who takes part and what counts. Until it commits an attempt, the mean lies in memory of its own
+and the stage is unchanged. On failure:
 
-- a piece breaks the rules, or a line breaks: the coordinator is told, with who is to blame, and begins another attempt;
-- this owner is left out: what it has learned stays, and goes into the next round.
+- an invalid piece or a broken line: this owner reports it with the node to blame, and the coordinator begins another
+  attempt;
+- this owner is left out: what it has learned stays in the stage and goes into the next round.
 """
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -25,32 +26,33 @@ from ravnest.engine.messages import Snapshot
 from ravnest.engine.stage import Stage
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError, RavnestError
-from ravnest.net.direct_line import DirectLine
 from ravnest.net.frames.frames import RingPlace
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     Deploy,
     ProviderMessage,
-    RingApplied,
     RingBegin,
     RingCatchUp,
-    RingFailed,
+    RingCommit,
     RingJoined,
-    RingReduced,
     RingStanding,
-    RoundJoined,
 )
 from ravnest.provider.replicas.format import Keep, Restored, RingStand, rings_in_words
 from ravnest.provider.rings.attempt import RingAttempt
+from ravnest.provider.rings.donation import Donation
 from ravnest.provider.rings.lines import RingLines, ring_generation
-from ravnest.provider.rings.owned_ring import JoinedRound, OwnedRing, Shift, counted, counters_of, flat
+from ravnest.provider.rings.owned_ring import CurrentAttempt, JoinedRound, OwnedRing, RingSnapshot
+from ravnest.provider.rings.receiver import PieceReceiver
+from ravnest.provider.rings.reports import RingReports
+from ravnest.provider.rings.ring_tensors import counter_tensors, counters_of, flat
+from ravnest.provider.rings.shifts import Shift
 
-_DONATION_VALUES = 1 << 18
-"""Of an anchor that is given to an owner that was left out, in one piece."""
+_DONATION_VALUES: Final = 1 << 18
+"""Values in one piece of a donation."""
 
 
 class Rings:
-    """The rings of one stage. All methods but `snapshot`, `take` and `is_wanted` belong to the network's loop."""
+    """The rings of one stage. Methods belong to the network's loop unless they say otherwise."""
 
     def __init__(
         self,
@@ -61,67 +63,73 @@ class Rings:
         tell: Callable[[ProviderMessage], None],
         restored: Restored | None = None,
     ) -> None:
-        """Copies the stage's parameters, which takes a moment. GraphError where the order does not fit the stage.
+        """Copies the stage's parameters, which takes a moment. GraphError if the order does not fit the stage.
 
-        `restored`: what is known of rings from before, in a run that is resumed or of a stage that is taken over.
+        `restored`: state of the rings in a resumed run, or of a stage that another provider held before.
         """
-        self._deployment = order.deployment
-        self._generation = ring_generation(order)
         self._stage = stage
         self._node_id = node_id
         self._loop = loop
-        self._tell = tell
+        self._reports = RingReports(order.deployment, tell)
         settings, tensors = RingSettings.from_json(order.averaging_json), stage.state_tensors()
         optimizer = stage.settings.optimizer_spec()
-        # Plans count the memory of a round, which is that of one fragment; between rounds there may be as much.
+        # Plans count the memory of one fragment during a round; between rounds, keeping that much is within the plan.
         keeps = len({ring.fragment for ring in order.rings}) == 1 and not settings.optimizer_state
         self._owned = {
             ring.ring: OwnedRing.of(ring, settings, optimizer, tensors, restored or Restored(), keeps)
             for ring in order.rings
         }
+        self.receiver = PieceReceiver(self._owned, ring_generation(order), self._reports, loop, self._on_donated)
+        """Takes the pieces that come over the lines."""
+        self._handlers: Mapping[str, Callable[[OwnedRing, JoinedRound, Any], Any]] = {
+            "ring_begin": self._begin,
+            "ring_catch_up": self._catch_up,
+            "ring_commit": self._commit,
+        }
         self._worker: StageWorker | None = None
         self._lines: RingLines | None = None
         self._thread = ThreadPoolExecutor(1, "ravnest-rings")
         self._orders: asyncio.Queue[CoordinatorMessage] = asyncio.Queue()
-        self._tasks = BackgroundTasks(self._averaging_failed)
+        self._tasks = BackgroundTasks(self._on_error)
         self._joining = 0
-        """Snapshots that have been taken and not been joined with yet."""
-        self._changed = threading.Condition()
-        """Held by whoever looks at a ring from another thread than the loop's, or changes one."""
-        self._closed = False
+        """Snapshots that have been taken and have not joined a round yet."""
+        self._is_closed = False
         self.on_failure: Callable[[str], None] = lambda text: None
-        """Called when averaging fails in a way that nobody else is to blame for."""
+        """Called when averaging fails through an error of this provider's own."""
 
     def open(self, worker: StageWorker, lines: RingLines) -> None:
-        """Begins to take part; or goes on, where the stage has another worker now."""
+        """Begin to take part; or continue with another worker of the stage."""
         begins = self._worker is None
         self._worker, self._lines = worker, lines
         if begins:
             lines.open()
-            self._tasks.spawn(self._obey())
+            self._tasks.spawn(self._obey_all())
 
     def obey(self, message: CoordinatorMessage) -> None:
-        """Does what the coordinator says of rounds, one after the other."""
+        """Queue an order of the coordinator about rounds; orders are carried out one after the other."""
         self._orders.put_nowait(message)
 
     def snapshot(self, snapshot: Snapshot) -> None:
-        """Takes what the round averages out of the stage. On the thread that owns torch."""
+        """Join a round with a snapshot of the stage. On the thread that owns torch."""
         rings = [owned for owned in self._owned.values() if snapshot.fragment in (0, owned.ring.fragment + 1)]
-        values = {owned.number: flat(owned.state.vector, snapshot.tensors) for owned in rings}
-        counters = {owned.number: counters_of(owned.ring, snapshot.tensors) for owned in rings}
-        shifted = {owned.number: owned.shifted for owned in rings}
-        taken = (snapshot.round, snapshot.version, snapshot.samples, values, counters, shifted)
+        parts = {
+            owned.number: RingSnapshot(
+                flat(owned.state.vector, snapshot.tensors), counters_of(owned.ring, snapshot.tensors), owned.shifted
+            )
+            for owned in rings
+        }
+        joining = partial(self._join, snapshot.round, snapshot.version, snapshot.samples, parts)
 
         def begin() -> None:
-            # Counted here, in the order in which the stage has come to it: see `_shifted`.
+            # Counted on the loop, which hears of snapshots and shifts in the stage's own order: see `_forget_shifts`.
             self._joining += 1
-            self._tasks.spawn(self._join(*taken))
+            self._tasks.spawn(joining())
 
         self._loop.call_soon_threadsafe(begin)
 
     def complete(self, part: Keep, replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-        """Adds what a part of a replica has of rings to a copy of the stage's state, and gives it to `part`. On the
-        thread that owns torch, which does not wait for it."""
+        """Add the rings' state to a copy of the stage's state, and pass it to `part` for a replica. On the thread that
+        owns torch, which does not wait for it."""
         shifted = {owned.number: owned.shifted for owned in self._owned.values()}
         samples = int(metadata["samples"])
 
@@ -132,139 +140,47 @@ class Rings:
                 stands[owned.number] = RingStand(owned.state.committed, max(0, samples - owned.samples))
             part(replica, tensors, {**metadata, "rings": rings_in_words(stands)})
 
-        with contextlib.suppress(RuntimeError):  # It is closed, and nobody keeps anything any more.
-            # On the thread where rounds are counted, as it was when the copy was made or later: never in between.
+        with contextlib.suppress(RuntimeError):  # The rings are closed, and the replica is not needed any more.
+            # On the thread that commits rounds, so that the copy is never completed in the middle of a commit.
             self._thread.submit(work)
 
     async def saved(self, anchored: bool) -> dict[str, torch.Tensor]:
-        """What a checkpoint has beside the stage's own state: what the outer optimizer remembers of each parameter
-        (`outer:KEY`). With `anchored` also, in place of the stage's own, the parameters as all clusters have them since
-        the last round (`param:KEY`)."""
-
-        # On the thread where rounds are counted: never in the middle of one.
+        """The rings' part of a checkpoint: the outer optimizer's state of each parameter (`outer:KEY`). With `anchored`
+        also the anchors (`param:KEY`), which replace the stage's own parameters."""
         copies: dict[str, torch.Tensor] = await self._in_thread(self._copied, anchored)
         return copies
 
     def remembered(self) -> dict[str, torch.Tensor]:
-        """The same without `anchored`, for one that waits: of a cluster that is alone by now, and is saved with a
-        microbatch. On the thread that owns torch; nothing where the rings are closed."""
+        """`saved` without `anchored`, for a cluster that is alone and saves with a microbatch. On the thread that owns
+        torch, which waits for it. Empty if the rings are closed."""
         try:
-            copying = self._thread.submit(self._copied, False)
-        except RuntimeError:
-            return {}
-        try:
-            return copying.result()
-        except CancelledError:
+            return self._thread.submit(self._copied, False).result()
+        except (RuntimeError, CancelledError):
             return {}
 
     def progress(self) -> list[tuple[int, int, int, int]]:
-        """Of every attempt under way: round, ring, attempt, and how many pieces have come."""
+        """Every current attempt as round, ring, number of the attempt, and pieces received."""
         return [
-            (owned.joined.round, number, owned.attempt.number, owned.attempt.reduce.progress)
+            (joined.round, number, joined.attempt.run.number, joined.attempt.run.reduce.progress)
             for number, owned in self._owned.items()
-            if owned.joined is not None and owned.attempt is not None
+            if (joined := owned.joined) is not None and joined.attempt is not None
         ]
 
     def standings(self) -> list[RingStanding]:
-        """How this owner stands in each ring, for a coordinator that has not seen its rounds."""
-        return [
-            RingStanding(
-                ring=number,
-                committed=owned.state.committed,
-                round=max(owned.over, 0 if owned.joined is None else owned.joined.round),
-                reduced=0 if owned.joined is None or owned.decided.is_set() else owned.joined.round,
+        """The position of this owner in each ring, for a coordinator that did not run the rounds so far."""
+        found = []
+        for number, owned in self._owned.items():
+            round = 0 if owned.joined is None else owned.joined.round
+            reduced = 0 if owned.decided.is_set() else round
+            standing = RingStanding(
+                ring=number, committed=owned.state.committed, round=max(owned.over, round), reduced=reduced
             )
-            for number, owned in self._owned.items()
-        ]
-
-    def take_all(self, line: DirectLine) -> None:
-        """Takes what comes over a direct line, until it ends or breaks the rules. On a thread of the line's own."""
-        reached: dict[int, RingPlace] = {}
-        try:
-            while (piece := line.receive(partial(self._room, line.peer))) is not None:
-                generation, place, data = piece
-                reached[place.ring] = place
-                self.take(line.peer, generation, place, data)
-            ended = partial(self._line_ended, line.peer, list(reached.values()))
-        except PeerError as error:
-            ended = partial(self.line_broke, line.peer, str(error))
-        if not self._closed:
-            self._loop.call_soon_threadsafe(ended)
-
-    def take(self, peer: str, generation: int, place: RingPlace, data: torch.Tensor) -> None:
-        """A piece has come. One that is early waits here, and holds its sender back; one that is late is dropped.
-
-        PeerError for one that cannot be. On any thread but the loop's.
-        """
-        owned = self._owned.get(place.ring)
-        if generation != self._generation or owned is None or data.dtype != torch.uint8 or data.dim() != 1:
-            raise PeerError(f"a piece of ring {place.ring} came from {peer}, which cannot be")
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or not owned.stands_before(place))
-            if self._closed or not owned.awaits(place):
-                return
-            if place.donation:
-                donated = owned.donation(peer, place, data)
-                if donated is not None:
-                    self._loop.call_soon_threadsafe(lambda: self._tasks.spawn(self._caught_up(owned, peer, donated)))
-                return
-            attempt = owned.attempt
-        assert attempt is not None
-        if peer != attempt.before:
-            raise PeerError(f"{peer} sent a piece of ring {place.ring}, whose owner before this one it is not")
-        attempt.take(Piece(place.hop, place.segment, place.chunk, data))
-
-    def _room(self, peer: str, generation: int, place: RingPlace, size_bytes: int) -> torch.Tensor | None:
-        """Where the bytes of a piece go that is about to be received; one that is early waits until that is known.
-
-        Only who may send it has a place in what is being reduced: the others' pieces are refused when they are taken.
-        """
-        owned = self._owned.get(place.ring)
-        if owned is None or generation != self._generation:
-            return None
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or not owned.stands_before(place))
-            attempt = owned.attempt if not self._closed and owned.awaits(place) else None
-        if place.donation:
-            return torch.empty(size_bytes, dtype=torch.uint8)
-        if attempt is None or peer != attempt.before:
-            return None
-        return attempt.room(place.hop, place.segment, place.chunk, size_bytes)
-
-    def is_wanted(self, place: RingPlace) -> bool:
-        """Whether a piece that is to be sent is still of use: its attempt has not been given up. On any thread."""
-        owned = self._owned[place.ring]
-        with self._changed:
-            attempt = owned.attempt
-            if self._closed or owned.joined is None or owned.joined.round != place.round:
-                return False
-            return place.donation or (attempt is not None and attempt.number == place.attempt)
-
-    def line_broke(self, peer: str, reason: str) -> None:
-        """A line broke, or brought what breaks the rules: attempts that need it cannot go on."""
-        for owned in self._owned.values():
-            if owned.joined is not None and owned.attempt is not None and peer in (owned.attempt.before, owned.after):
-                owned.attempt.close()
-                self._fail(owned, owned.attempt.number, "", reason, again=True)
-
-    def _line_ended(self, peer: str, reached: Sequence[RingPlace]) -> None:
-        """A direct line has ended after these pieces. Its sender may think that it has sent more: what is not complete
-        will not be, and need not be waited for until time is up."""
-        reason = f"the direct line from {peer} ended"
-        for place in reached:
-            owned = self._owned.get(place.ring)
-            if owned is None or not owned.awaits(place):
-                continue
-            if place.donation:
-                self._fail(owned, 0, peer, reason)
-            elif owned.attempt is not None and not owned.attempt.reduce.done:
-                owned.attempt.close()
-                self._fail(owned, place.attempt, "", reason, again=True)
+            found.append(standing)
+        return found
 
     async def close(self, timeout_seconds: float) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self.receiver.close()
         await self._tasks.close()
         if self._lines is not None:
             await self._lines.close(timeout_seconds)
@@ -272,74 +188,57 @@ class Rings:
 
     def _copied(self, anchored: bool) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        for state in [owned.state for owned in self._owned.values()]:
-            for name, view in state.outer_views().items():
-                found[f"outer:{name.removeprefix('param:')}"] = view.clone()
+        for owned in self._owned.values():
+            found |= owned.outer_tensors()
             if anchored:
-                found |= {name: view.clone() for name, view in state.vector.parameter_views(state.anchor).items()}
+                found |= owned.anchor_tensors()
         return found
 
-    async def _obey(self) -> None:
+    async def _obey_all(self) -> None:
         while True:
             message = await self._orders.get()
-            kind = message.WhichOneof("body")
+            kind = str(message.WhichOneof("body"))
             if kind == "average":
                 assert self._worker is not None
                 self._worker.snapshot(message.average.round, message.average.fragment)
                 continue
-            order = getattr(message, str(kind))
+            order = getattr(message, kind)
             owned = self._owned.get(order.ring)
             if owned is None:
                 continue
             if kind == "ring_abort":
-                await self._over(owned, order.round)
-            elif owned.joined is None or owned.joined.round != order.round:
-                # Of a round that this owner was left out of.
-                continue
-            elif kind == "ring_begin":
-                await self._begin(owned, owned.joined, message.ring_begin)
-            elif kind == "ring_catch_up":
-                await self._catch_up(owned, message.ring_catch_up)
-            elif kind == "ring_commit":
-                await self._commit(owned, owned.joined, message.ring_commit.attempt)
+                await self._end_rounds(owned, order.round)
+            elif owned.joined is not None and owned.joined.round == order.round:
+                # An owner that was left out of a round ignores the other orders of it.
+                await self._handlers[kind](owned, owned.joined, order)
 
-    async def _join(
-        self,
-        round: int,
-        version: int,
-        samples: int,
-        values: Mapping[int, torch.Tensor],
-        counters: Mapping[int, list[int]],
-        shifted: Mapping[int, int],
-    ) -> None:
-        joined = []
-        for number, snapshot in values.items():
+    async def _join(self, round: int, version: int, samples: int, parts: Mapping[int, RingSnapshot]) -> None:
+        reports = []
+        for number, part in parts.items():
             owned = self._owned[number]
-            # Whoever has the mean of a round hears what becomes of it, if late, and before anything of the next. Until
-            # then nobody knows what is new in the snapshot: what counted already would count once more.
+            # If this owner has the mean of the previous round, it waits for the coordinator's decision about it. Until
+            # then it cannot tell which part of the snapshot that mean already contains.
             await owned.decided.wait()
-            await self._over(owned, round - 1)
+            await self._end_rounds(owned, round - 1)
             if round <= owned.over:
-                # The others have not waited.
+                # The round began without this owner.
                 continue
-            contribution = await self._in_thread(owned.contribute, snapshot, counters[number], shifted[number])
-            with self._changed:
-                owned.joined = JoinedRound(round, version, samples, contribution, counters[number])
-                self._changed.notify_all()
-            joined.append(
-                RingJoined(
-                    ring=number,
-                    samples=samples - owned.samples,
-                    norm=contribution.norm if contribution.finite else 0.0,
-                    finite=contribution.finite,
-                    committed=owned.state.committed,
-                    counters=counters[number],
-                )
+            contribution = await self._in_thread(owned.contribute, part)
+            with self.receiver.changing():
+                owned.joined = JoinedRound(round, version, samples, contribution, part.counters)
+            report = RingJoined(
+                ring=number,
+                samples=samples - owned.samples,
+                norm=contribution.norm if contribution.finite else 0.0,
+                finite=contribution.finite,
+                committed=owned.state.committed,
+                counters=part.counters,
             )
+            reports.append(report)
         self._joining -= 1
         for owned in self._owned.values():
-            self._let_go(owned)
-        self._tell(ProviderMessage(round_joined=RoundJoined(deployment=self._deployment, round=round, rings=joined)))
+            self._forget_shifts(owned)
+        self._reports.joined(round, reports)
 
     async def _begin(self, owned: OwnedRing, joined: JoinedRound, order: RingBegin) -> None:
         assert self._lines is not None
@@ -354,88 +253,82 @@ class Rings:
             place = RingPlace(joined.round, order.ring, number, piece.hop, piece.segment, piece.chunk)
             lines.put(after, place, piece.data)
 
-        def ended(error: Exception | None) -> None:
-            self._loop.call_soon_threadsafe(lambda: self._ended(owned, attempt, error))
+        def on_end(error: Exception | None) -> None:
+            self._loop.call_soon_threadsafe(self._on_attempt_end, owned, joined, attempt, error)
 
-        attempt = RingAttempt(number, before, reduce, send, ended)
+        attempt = RingAttempt(number, before, reduce, send, on_end)
         try:
-            lines.want(after)
-            lines.want(before)
+            lines.connect(after)
+            lines.connect(before)
         except PeerError as error:
-            self._fail(owned, number, self._node_id, str(error))
+            self._reports.failed(owned, number, self._node_id, str(error))
             return
-        with self._changed:
-            if owned.attempt is not None:
-                owned.attempt.close()
-            owned.attempt, owned.after, owned.agreed = attempt, after, tuple(order.counters)
+        with self.receiver.changing():
+            if joined.attempt is not None:
+                joined.attempt.run.close()
+            joined.attempt = CurrentAttempt(attempt, after, tuple(order.counters))
             owned.decided.set()
-            self._changed.notify_all()
         await self._in_thread(attempt.start)
 
-    def _ended(self, owned: OwnedRing, attempt: RingAttempt, error: Exception | None) -> None:
+    def _on_attempt_end(
+        self, owned: OwnedRing, joined: JoinedRound, attempt: RingAttempt, error: Exception | None
+    ) -> None:
         """An attempt has the mean, or cannot have it."""
-        if owned.attempt is not attempt or owned.joined is None:
+        if owned.joined is not joined or joined.attempt is None or joined.attempt.run is not attempt:
             return
         if error is not None:
-            # What breaks the rules came from the owner before; whatever else it is, it happened here.
+            # An invalid piece came from the previous owner; any other error happened here.
             blamed = attempt.before if isinstance(error, PeerError) else self._node_id
             text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
-            self._fail(owned, attempt.number, blamed, text)
+            self._reports.failed(owned, attempt.number, blamed, text)
             return
         owned.decided.clear()
-        reduced = RingReduced(
-            deployment=self._deployment,
-            round=owned.joined.round,
-            ring=owned.number,
-            attempt=attempt.number,
-            digest=attempt.reduce.digest,
-            bytes_sent=attempt.bytes_sent,
-            direct=self._lines is not None and self._lines.is_direct(owned.after),
-        )
-        self._tell(ProviderMessage(ring_reduced=reduced))
+        is_direct = self._lines is not None and self._lines.is_direct(joined.attempt.after)
+        self._reports.reduced(joined.round, owned.number, attempt, is_direct)
 
-    async def _commit(self, owned: OwnedRing, joined: JoinedRound, number: int) -> None:
-        attempt = owned.attempt
-        if attempt is None or attempt.number != number or not attempt.reduce.done:
+    async def _commit(self, owned: OwnedRing, joined: JoinedRound, order: RingCommit) -> None:
+        attempt = joined.attempt
+        if attempt is None or attempt.run.number != order.attempt or not attempt.run.reduce.done:
             return
-        shift = await self._in_thread(owned.commit, joined, attempt.reduce)
+        shift = await self._in_thread(owned.commit, joined, attempt.counters, attempt.run.reduce)
         owned.samples = joined.samples
-        await self._over(owned, joined.round)
-        self._apply(owned, joined, shift)
+        await self._end_rounds(owned, joined.round)
+        self._apply(owned, shift, joined.version, partial(self._reports.applied, joined.round, owned.number))
 
-    def _apply(self, owned: OwnedRing, joined: JoinedRound, shift: Shift) -> None:
+    def _apply(self, owned: OwnedRing, shift: Shift, version: int, on_applied: Callable[[], None] | None) -> None:
+        """Shift the stage between two microbatches, towards an anchor that has moved since the stage had `version`."""
         assert self._worker is not None
-        stage, change = self._stage, shift.change
-        applied = RingApplied(deployment=self._deployment, round=joined.round, ring=owned.number)
+        stage, update = self._stage, shift.update
 
         def apply() -> None:
-            unchanged = stage.version == joined.version and stage.is_between_updates
-            counters = counted(owned.ring, stage.state_tensors(), shift.counters)
-            stage.shift({**change.adds, **counters}, change.becomes if unchanged else None, change.not_negative)
+            is_unchanged = stage.version == version and stage.is_between_updates
+            counters = counter_tensors(owned.ring, stage.state_tensors(), shift.counters) if shift.counters else {}
+            becomes = update.becomes if is_unchanged else None
+            stage.shift({**update.adds, **counters}, becomes, update.not_negative)
             owned.shifted += 1
-            self._loop.call_soon_threadsafe(self._shifted, owned, ProviderMessage(ring_applied=applied))
+            self._loop.call_soon_threadsafe(self._on_shifted, owned, on_applied)
 
         self._worker.call_between_tasks(apply)
 
-    def _shifted(self, owned: OwnedRing, message: ProviderMessage | None) -> None:
-        """A shift is in the stage."""
+    def _on_shifted(self, owned: OwnedRing, on_applied: Callable[[], None] | None) -> None:
         owned.known_shifted += 1
-        self._let_go(owned)
-        if message is not None:
-            self._tell(message)
+        self._forget_shifts(owned)
+        if on_applied is not None:
+            on_applied()
 
-    def _let_go(self, owned: OwnedRing) -> None:
-        # A snapshot that was taken before a shift has been counted before anything is heard of that shift.
-        if not self._joining and not self._closed:
-            self._thread.submit(owned.forget_shifts, owned.known_shifted)
+    def _forget_shifts(self, owned: OwnedRing) -> None:
+        # The loop hears of a snapshot before it hears of a shift that the snapshot lacks.
+        if not self._joining and not self._is_closed:
+            self._thread.submit(owned.shifts.forget, owned.known_shifted)
 
-    async def _catch_up(self, owned: OwnedRing, order: RingCatchUp) -> None:
+    async def _catch_up(self, owned: OwnedRing, joined: JoinedRound, order: RingCatchUp) -> None:
         assert self._lines is not None
-        self._lines.want(order.node)
+        self._lines.connect(order.node)
         if not order.donate:
-            with self._changed:
-                owned.expect_donation(order.node, order.committed)
-                self._changed.notify_all()
+            # The donation has the anchor and the outer state, each as long as the coded section.
+            donation = Donation(order.node, order.committed, 2 * owned.state.vector.coded_values)
+            with self.receiver.changing():
+                joined.donation = donation
             return
         values = await self._in_thread(owned.state.donation)
         pieces = torch.split(values, _DONATION_VALUES)
@@ -444,49 +337,31 @@ class Rings:
             place = RingPlace(order.round, order.ring, chunk=number, donation=True, last=last)
             self._lines.put(order.node, place, piece.view(torch.uint8))
 
-    async def _caught_up(self, owned: OwnedRing, donor: str, donated: torch.Tensor) -> None:
-        assert self._worker is not None
-        if owned.joined is None:
+    def _on_donated(self, owned: OwnedRing, donation: Donation) -> None:
+        self._tasks.spawn(self._take_donation(owned, donation))
+
+    async def _take_donation(self, owned: OwnedRing, donation: Donation) -> None:
+        joined = owned.joined
+        if joined is None:
             return
-        round = owned.joined.round
         try:
-            shift = await self._in_thread(owned.catch_up, donated)
+            shift = await self._in_thread(owned.catch_up, donation.committed, donation.values)
         except PeerError as error:
-            self._fail(owned, 0, donor, str(error))
+            self._reports.failed(owned, 0, donation.donor, str(error))
             return
+        self._apply(owned, shift, joined.version, None)
+        self._reports.caught_up(joined.round, owned.number)
 
-        def apply() -> None:
-            self._stage.shift(shift.change.adds)
-            owned.shifted += 1
-            self._loop.call_soon_threadsafe(self._shifted, owned, None)
-
-        self._worker.call_between_tasks(apply)
-        caught_up = RingReduced(deployment=self._deployment, round=round, ring=owned.number, caught_up=True)
-        self._tell(ProviderMessage(ring_reduced=caught_up))
-
-    async def _over(self, owned: OwnedRing, round: int) -> None:
-        """Nothing more of rounds up to this one is awaited."""
-        with self._changed:
+    async def _end_rounds(self, owned: OwnedRing, round: int) -> None:
+        """Rounds up to this one are over for this owner."""
+        with self.receiver.changing():
             owned.forget(round)
-            self._changed.notify_all()
         if self._lines is not None and all(each.joined is None for each in self._owned.values()):
-            await self._lines.rest()
-
-    def _fail(self, owned: OwnedRing, attempt: int, blamed: str, reason: str, again: bool = False) -> None:
-        """Tells the coordinator that this owner cannot go on with an attempt."""
-        failed = RingFailed(
-            deployment=self._deployment,
-            round=0 if owned.joined is None else owned.joined.round,
-            ring=owned.number,
-            attempt=attempt,
-            blamed=blamed,
-            reason=reason,
-            again=again,
-        )
-        self._tell(ProviderMessage(ring_failed=failed))
+            await self._lines.stop_dialling()
 
     async def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a call on the rings' own thread, which changes the state of the rings."""
         return await self._loop.run_in_executor(self._thread, function, *arguments)
 
-    def _averaging_failed(self, error: BaseException) -> None:
+    def _on_error(self, error: BaseException) -> None:
         self.on_failure(f"averaging failed: {type(error).__name__}: {error}")

@@ -70,8 +70,7 @@ async def _join_rings(
 ) -> RingMembership:
     loop = asyncio.get_running_loop()
     rings = await asyncio.to_thread(Rings, order, stage, host.node.node_id, loop, records.tell, restored)
-    generation, take = ring_generation(order), rings.take
-    lines = RingLines(order.ring_peers, generation, host.node, client, take, rings.is_wanted, rings.line_broke)
+    lines = RingLines(order.ring_peers, ring_generation(order), host.node, client, rings.receiver)
     return RingMembership(rings, lines)
 
 

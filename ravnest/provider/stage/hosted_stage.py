@@ -175,7 +175,7 @@ class HostedStage:
     def take_direct(self, line: DirectLine) -> None:
         """Take what another owner of a ring sends over a direct line, until it ends. On a thread of its own."""
         if self._membership is not None:
-            self._membership.rings.take_all(line)
+            self._membership.rings.receiver.take_all(line)
 
     def meet(self, name: str) -> None:
         """Go to the coordinator's relay, where the other end of this link waits."""

@@ -122,7 +122,7 @@ class Hub:
             thread.shutdown()
 
     def _deliver(self, sender: str, receiver: str, place: RingPlace, data: Tensor) -> None:
-        take = self.owners[receiver].take
+        take = self.owners[receiver].receiver.take
         self.taken.append(self._threads[sender, receiver].submit(take, sender, GENERATION, place, data))
 
 
@@ -131,15 +131,13 @@ class HandLines:
 
     def __init__(self, name: str, hub: Hub) -> None:
         self._name, self._hub = name, hub
-        self.wanted: list[str] = []
 
     def open(self) -> None:
         pass
 
-    def want(self, node_id: str) -> None:
+    def connect(self, node_id: str) -> None:
         if node_id not in self._hub.owners:
             raise PeerError(f"{node_id} owns nothing of the rings of this stage")
-        self.wanted.append(node_id)
 
     def put(self, node_id: str, place: RingPlace, data: Tensor) -> None:
         self._hub.put(self._name, node_id, place, data)
@@ -147,7 +145,7 @@ class HandLines:
     def is_direct(self, node_id: str) -> bool:
         return True
 
-    async def rest(self) -> None:
+    async def stop_dialling(self) -> None:
         pass
 
     async def close(self, timeout_seconds: float) -> None:

@@ -16,12 +16,14 @@ from ravnest.engine.worker import StageWorker
 from ravnest.net.frames.frames import Frame, RingPlace
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import Deploy, Neighbour, ProviderMessage
+from ravnest.provider.links.stage_link import StageLink
 from ravnest.provider.replicas.format import Restored
 from ravnest.provider.rings.lines import RingLines, ring_generation
 from ravnest.provider.rings.rings import Rings
 from ravnest.spec import OptimizerSpec
 from tests.provider.rings.driving import begin, commit, join, learn, reduced, same
 from tests.provider.rings.joined_rings import DEPLOYMENT, GENERATION, JoinedRings, Owner, captured, run
+from tests.provider.rings.wanting import Wanting
 
 Part = tuple[int, dict[str, Tensor], dict[str, str]]
 NESTEROV = RingSettings(outer="nesterov", outer_rate=0.7, outer_momentum=0.9)
@@ -192,18 +194,20 @@ def test_other_owners_get_lines_of_their_own_and_the_lines_to_those_that_stay_ar
         linked: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
         lines = RingLines(
             [Neighbour(node="b", link="ab"), Neighbour(node="c", link="ac"), Neighbour(node="d", link="ad")],
-            *(1, NodeIdentity.new(), cast(Any, None), lambda *_: None, lambda _: True),
-            lambda node_id, why: broken.append(node_id),
+            *(1, NodeIdentity.new(), cast(Any, None), Wanting(broken.append)),
         )
         lines.open()
+
+        def end_to(node_id: str) -> StageLink:
+            return next(end for end in lines.ends if end.node_id == node_id)
 
         def watch(node_id: str) -> None:
             async def send(frame: Frame) -> None:
                 linked.put_nowait((node_id, frame.piece))
 
-            lines._line(node_id).end.link.send = send  # type: ignore[method-assign]
+            end_to(node_id).link.send = send  # type: ignore[method-assign]
 
-        stays = lines._line("b")
+        stays = end_to("b")
         watch("b")
         lines.change(
             [
@@ -212,7 +216,7 @@ def test_other_owners_get_lines_of_their_own_and_the_lines_to_those_that_stay_ar
                 Neighbour(node="e", link="ae"),
             ]
         )
-        assert lines._line("b") is stays and sorted(broken) == ["c", "d"]
+        assert end_to("b") is stays and sorted(broken) == ["c", "d"]
         assert sorted((end.node_id, end.name) for end in lines.ends) == [("b", "ab"), ("d", "ad-2"), ("e", "ae")]
         watch("e")
         data = torch.ones(4, dtype=torch.uint8)

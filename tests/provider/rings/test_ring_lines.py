@@ -17,6 +17,7 @@ from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.rings import direct_line_retries as direct_tries
 from ravnest.provider.rings.direct_line_retries import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, DirectLineRetries
 from ravnest.provider.rings.lines import RingLines
+from tests.provider.rings.wanting import Wanting
 
 SECONDS = 20.0
 
@@ -111,10 +112,9 @@ def test_pieces_go_over_the_link_after_a_direct_line_broke_and_in_a_later_round_
             return place
 
         peer = Neighbour(node="b", direct_address=address)
-        lines = RingLines(
-            [peer], 1, ours, cast(Any, None), lambda *_: None, lambda _: True, lambda *why: broken.put_nowait(why[0])
-        )
-        monkeypatch.setattr(lines._line("b").end.link, "send", over_the_link)
+        lines = RingLines([peer], 1, ours, cast(Any, None), Wanting(broken.put_nowait))
+        [end] = lines.ends
+        monkeypatch.setattr(end.link, "send", over_the_link)
         sent = put(1)
         first, place = await asyncio.to_thread(came.get, True, SECONDS)
         assert place == sent and lines.is_direct("b")

@@ -290,8 +290,8 @@ def test_an_anchor_that_does_not_fit_or_that_nobody_asked_for_is_refused_and_bla
             place = RingPlace(1, 0, donation=True, last=True)
             data = torch.zeros(8, dtype=torch.uint8)
             with pytest.raises(PeerError, match="not awaited"):
-                await asyncio.to_thread(a.rings.take, C, GENERATION, place, data)
-            await asyncio.to_thread(a.rings.take, B, GENERATION, place, data)
+                await asyncio.to_thread(a.rings.receiver.take, C, GENERATION, place, data)
+            await asyncio.to_thread(a.rings.receiver.take, B, GENERATION, place, data)
             told = await a.hears("ring_failed")
             assert (told.attempt, told.blamed, told.again) == (0, B, False) and "to catch up" in told.reason
             assert same(a.state(), before)
@@ -306,14 +306,14 @@ def test_a_line_that_breaks_is_reported_as_worth_another_attempt_which_succeeds(
             await learn(swarm, 2, 1, 1)
             joins = await join([a, b, c])
             before = {owner.name: owner.state() for owner in (a, b, c)}
-            a.rings.line_broke(B, "before anything began")
+            a.rings.receiver.on_line_broken(B, "before anything began")
             swarm.hub.hold()
             for owner in (a, b, c):
                 begin(joins)(owner)
             await swarm.hub.first_sent(A, B, C)
-            a.rings.line_broke("c9s9", "has no part in this")
+            a.rings.receiver.on_line_broken("c9s9", "has no part in this")
             for peer in (B, C):
-                a.rings.line_broke(peer, f"the line to {peer} broke")
+                a.rings.receiver.on_line_broken(peer, f"the line to {peer} broke")
                 told = await a.hears("ring_failed")
                 assert (told.round, told.attempt, told.blamed, told.again) == (1, 1, "", True)
                 assert told.reason == f"the line to {peer} broke"
@@ -368,15 +368,15 @@ def test_a_direct_line_that_ends_in_the_middle_of_an_attempt_is_reported_at_once
             pieces = await begun(swarm)
             a, _ = swarm.owners.values()
             ending: Any = EndingLine(B, pieces)
-            await asyncio.to_thread(a.rings.take_all, ending)
+            await asyncio.to_thread(a.rings.receiver.take_all, ending)
             told = await a.hears("ring_failed")
             assert (told.attempt, told.blamed, told.again) == (1, "", True) and "ended" in told.reason
             # One that brought nothing of this attempt says nothing of it.
             for silent in (EndingLine(B, []), EndingLine(B, [(RingPlace(0, 0, attempt=1), pieces[0][1])])):
                 line: Any = silent
-                await asyncio.to_thread(a.rings.take_all, line)
+                await asyncio.to_thread(a.rings.receiver.take_all, line)
             broken: Any = EndingLine(B, [], PeerError("no piece of a ring"))
-            await asyncio.to_thread(a.rings.take_all, broken)
+            await asyncio.to_thread(a.rings.receiver.take_all, broken)
             assert (await a.hears("ring_failed")).reason == "no piece of a ring"
             assert a.said.empty()
 
@@ -389,7 +389,7 @@ def test_a_piece_that_breaks_the_rules_is_blamed_on_who_sent_it() -> None:
             [(place, data), *_] = await begun(swarm)
             a, _ = swarm.owners.values()
             before = a.state()
-            await asyncio.to_thread(a.rings.take, B, GENERATION, place, torch.full_like(data, 255))
+            await asyncio.to_thread(a.rings.receiver.take, B, GENERATION, place, torch.full_like(data, 255))
             told = await a.hears("ring_failed")
             assert (told.attempt, told.blamed, told.again) == (1, B, False) and "not finite" in told.reason
             assert same(a.state(), before)
@@ -409,7 +409,7 @@ def test_a_piece_from_another_than_the_owner_before_or_that_cannot_be_is_refused
                 (B, GENERATION, place, data.float()),
             ):
                 with pytest.raises(PeerError):
-                    await asyncio.to_thread(a.rings.take, peer, generation, where, what)
+                    await asyncio.to_thread(a.rings.receiver.take, peer, generation, where, what)
             assert a.rings.progress() == [(1, 0, 1, 0)] and a.said.empty()
 
     run(test())
@@ -434,10 +434,10 @@ def test_nobody_but_the_owner_before_gets_room_in_what_is_reduced_and_only_once_
             await swarm.hub.first_sent(A, B, round=2)
             place = RingPlace(2, 0, attempt=1, hop=1, segment=0, chunk=0)
             [size] = [d.numel() for _, _, p, d in swarm.hub.sent if p == replace(place, hop=0)]
-            assert a.rings._room("stranger", GENERATION, place, size) is None
-            room = a.rings._room(B, GENERATION, place, size)
-            assert room is not None and a.rings._room(B, GENERATION, place, size) is None
-            await asyncio.to_thread(a.rings.take, B, GENERATION, place, torch.zeros(size, dtype=torch.uint8))
+            assert a.rings.receiver.room("stranger", GENERATION, place, size) is None
+            room = a.rings.receiver.room(B, GENERATION, place, size)
+            assert room is not None and a.rings.receiver.room(B, GENERATION, place, size) is None
+            await asyncio.to_thread(a.rings.receiver.take, B, GENERATION, place, torch.zeros(size, dtype=torch.uint8))
             told = await a.hears("ring_failed")
             assert told.blamed == B and "two lines" in told.reason
 
