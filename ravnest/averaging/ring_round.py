@@ -20,8 +20,8 @@ from ravnest.averaging.round_messages import Abort, Action, Begin, Commit, Join,
 
 
 @dataclass(frozen=True, slots=True)
-class RoundLimits:
-    """The limits of a round, the same for all its rings."""
+class RoundSettings:
+    """The settings of a round, the same for all its rings."""
 
     join_seconds: float
     reduce_seconds: float
@@ -41,12 +41,12 @@ class RingRound:
     """
 
     def __init__(
-        self, round: int, owners: Mapping[str, int], history: RingHistory, limits: RoundLimits, now: float
+        self, round: int, owners: Mapping[str, int], history: RingHistory, settings: RoundSettings, now: float
     ) -> None:
         """`owners`: see `Participants`. Times may be those of any clock that does not go back."""
         self.round = round
         self.outcome: Literal["committed", "aborted"] | None = None
-        self.deadline: float | None = now + limits.join_seconds
+        self.deadline: float | None = now + settings.join_seconds
         """When to call `tick` next; None when the round is over."""
         self.has_nothing_new = False
         """Whether all owners joined with the same anchor and have learned nothing since: there is nothing to
@@ -58,7 +58,7 @@ class RingRound:
         self.typical = history.typical
         """The typical contribution to this round if it committed, otherwise to the last round that did."""
         self._owner_count = len(owners)
-        self._limits = limits
+        self._settings = settings
         self._participants = Participants(owners, history)
         self._attempt = ReduceAttempt(0, (), now)
         self._began = now
@@ -181,7 +181,7 @@ class RingRound:
             return [*actions, *self._advance(now, cut_off=len(late))]
         if not self.attempt:
             behind = self._participants.behind
-            return self._without(behind, f"it did not catch up within {self._limits.reduce_seconds:.3g} s", now)
+            return self._without(behind, f"it did not catch up within {self._settings.reduce_seconds:.3g} s", now)
         return self._on_reduce_timeout(now)
 
     def _advance(self, now: float, cut_off: int = 0) -> list[Action]:
@@ -192,7 +192,7 @@ class RingRound:
                 return []
             self.join_took = PhaseTime(self._last_joined - self._began, cut_off)
             actions += [*self._participants.settle_for_newest(), *self._find_donors()]
-            self.deadline = now + self._limits.reduce_seconds
+            self.deadline = now + self._settings.reduce_seconds
         if self.attempt == 0 and not self._participants.behind:
             actions += self._begin(now)
         return actions
@@ -204,14 +204,14 @@ class RingRound:
         return self.outcome is None and self._attempt.concerns(node, attempt)
 
     def _begin(self, now: float) -> list[Action]:
-        actions, clippings = self._participants.exclude_outliers(self._limits.outlier)
+        actions, clippings = self._participants.exclude_outliers(self._settings.outlier)
         shares = self._participants.shares()
         why = self._hopeless(shares)
         if why is not None:
             return [*actions, *self._abort(why)]
         clipped, members = self._participants.members(shares, clippings)
         self._attempt = ReduceAttempt(self.attempt + 1, tuple(shares), now)
-        self.deadline = now + self._limits.reduce_seconds
+        self.deadline = now + self._settings.reduce_seconds
         return [*actions, *clipped, Begin(self.attempt, tuple(members), self._participants.counters())]
 
     def _hopeless(self, shares: Mapping[str, int]) -> str | None:
@@ -222,13 +222,13 @@ class RingRound:
         if not any(shares.values()):
             self.has_nothing_new = self._participants.has_all_owners
             return "no owner has learned anything since the last round"
-        if self.attempt == self._limits.max_attempts:
-            return f"given up after {self._limits.max_attempts} attempts"
+        if self.attempt == self._settings.max_attempts:
+            return f"given up after {self._settings.max_attempts} attempts"
         return None
 
     def _on_reduce_timeout(self, now: float) -> list[Action]:
         if self._attempt.extend(now):
-            self.deadline = now + max(self._limits.reduce_seconds / 2, SILENT_SECONDS)
+            self.deadline = now + max(self._settings.reduce_seconds / 2, SILENT_SECONDS)
             return []
         stragglers = self._attempt.stragglers(now)
         took = now - self._attempt.began

@@ -15,7 +15,7 @@ from torch import Tensor
 from ravnest.averaging.outer.outer import outer_named
 from ravnest.averaging.participants import RingHistory
 from ravnest.averaging.ring_reduce import Piece, RingReduce
-from ravnest.averaging.ring_round import RingRound, RoundLimits
+from ravnest.averaging.ring_round import RingRound, RoundSettings
 from ravnest.averaging.ring_state import Contribution, RingState
 from ravnest.averaging.round_messages import Abort, Begin, CatchUp, Commit, Join, Notice
 from ravnest.averaging.segments import RingPosition
@@ -25,7 +25,7 @@ from ravnest.errors import PeerError
 
 VECTOR = RingVector([Entry("weight", (5,)), Entry("bias", (2,))], [Entry("mean", (3,))])
 COORDINATOR = "coordinator"
-LIMITS = RoundLimits(join_seconds=10.0, reduce_seconds=20.0, outlier=None)
+SETTINGS = RoundSettings(join_seconds=10.0, reduce_seconds=20.0, outlier=None)
 
 
 def drawn(seed: int) -> Tensor:
@@ -82,7 +82,7 @@ class RingSwarm:
         """Everybody alive takes its snapshot and joins."""
         samples = samples or {name: 10 * (i + 1) for i, name in enumerate(self.nodes)}
         self.commit = None
-        self.ring = RingRound(round, samples, RingHistory(self.newest), LIMITS, self.now)
+        self.ring = RingRound(round, samples, RingHistory(self.newest), SETTINGS, self.now)
         for node in self.survivors:
             node.contribution = node.state.contribute(node.now.clone())
             node.reduce, node.attempt, node.moved_on = None, 0, False

@@ -11,7 +11,7 @@ from ravnest.averaging.guards import TypicalContribution
 from ravnest.averaging.participants import OUTLYING_ROUNDS, RingHistory
 from ravnest.averaging.reduce_attempt import MAX_EXTENSIONS, SILENT_SECONDS
 from ravnest.averaging.ring_reduce import Piece
-from ravnest.averaging.ring_round import RingRound, RoundLimits
+from ravnest.averaging.ring_round import RingRound, RoundSettings
 from ravnest.averaging.round_messages import Abort, Action, Begin, CatchUp, Commit, Join, Notice
 from ravnest.codecs.codec import CODECS
 from tests.averaging.ring_swarm import RingSwarm
@@ -20,8 +20,8 @@ OWNERS = ("a", "b", "c")
 
 
 def a_round(owners: Sequence[str] = OWNERS, max_attempts: int = 5, **history: Any) -> RingRound:
-    limits = RoundLimits(join_seconds=10.0, reduce_seconds=20.0, outlier=10.0, max_attempts=max_attempts)
-    return RingRound(8, dict.fromkeys(owners, 100), RingHistory(**{"committed": 7, **history}), limits, now=1000.0)
+    settings = RoundSettings(join_seconds=10.0, reduce_seconds=20.0, outlier=10.0, max_attempts=max_attempts)
+    return RingRound(8, dict.fromkeys(owners, 100), RingHistory(**{"committed": 7, **history}), settings, now=1000.0)
 
 
 def join(samples: int = 100, norm: float = 1.0, committed: int = 7, **changes: Any) -> Join:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ravnest.averaging.deadlines import Deadlines
-from ravnest.averaging.ring_round import RingRound, RoundLimits
+from ravnest.averaging.ring_round import RingRound, RoundSettings
 from ravnest.averaging.round_messages import Abort, Action, Begin, CatchUp, Commit, Join, Notice
 from ravnest.coordinator.averaging.ring_records import LiveRing, RingRecord
 from ravnest.errors import printable
@@ -130,10 +130,10 @@ class Rounds:
         self._began, self._fed = time.monotonic(), owners
         self._emit("round_begun", reason, round=self._round, fragment=fragment)
         deadlines = self._deadlines
-        limits = RoundLimits(deadlines.joining.seconds, deadlines.reducing.seconds, self._outlier)
+        settings = RoundSettings(deadlines.joining.seconds, deadlines.reducing.seconds, self._outlier)
         for ring in self._rings:
             if fragment in (0, ring.plan.fragment + 1):
-                ring_round = RingRound(self._round, ring.owners_in(owners), ring.history, limits, self._began)
+                ring_round = RingRound(self._round, ring.owners_in(owners), ring.history, settings, self._began)
                 self._live[ring.plan.ring] = LiveRing(ring, ring_round)
         self._settle()
         return self._round
