@@ -47,7 +47,7 @@ class Root(nn.Module):
             1e-2,
             ("is nan: it arose in stage", "the operator log (", "keep what goes into it"),
         ),
-        (Root, 1e-2, ("the gradients became so in stage", "such as sqrt (", "no finite gradient")),
+        (Root, 1e-2, ("the gradients became not finite in stage", "such as sqrt (", "no finite gradient")),
         (None, 1e30, ("it arose in stage", "training has diverged; lower the learning rate")),
     ],
     ids=["a logarithm of zero", "a square root of zero", "a learning rate that explodes"],

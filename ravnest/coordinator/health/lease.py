@@ -131,7 +131,7 @@ class Evidence:
 def judge(evidence: Evidence) -> LeaseVerdict:
     """Whether the provider is well, suspected or lost, why, and when to look again."""
     timeouts = _Timeouts.of(evidence)
-    words = _Words(evidence)
+    words = _Reasons(evidence)
     broken, silent = evidence.broken_seconds, evidence.silent_seconds
     if evidence.spared_seconds <= 0:
         if broken is not None and broken >= timeouts.broken:
@@ -189,7 +189,7 @@ class _Timeouts:
         return left if evidence.broken_seconds is None else min(left, self.suspect_broken - evidence.broken_seconds)
 
 
-class _Words:
+class _Reasons:
     """The parts of a reason."""
 
     def __init__(self, evidence: Evidence) -> None:

@@ -1,10 +1,10 @@
-"""Why nothing is completed: which stage waits for what, from what the stages report and what the coordinator knows.
+"""Explanation of a run that completes nothing: which stage waits for what.
 
-Pure functions. Every stage says what it works on or what it misses; who is to give it that is the stage before or after
-it, or the coordinator. Following that from stage to stage leads to the cause: a stage that is not heard, that is at
-work or sends its state, or the requester's own data loader. Where two stages wait for each other, one of them does not
-do its part, and both are named. Stages may lie: the result is a sentence for the user, and costs no provider
-its stage.
+Every stage reports its current task, or the frames that it waits for. These come from the stage before or after it, or
+from the coordinator. Following them from stage to stage leads to the cause: a stage that is silent, works or uploads
+its state, or the requester's own data loader. If two stages wait for each other, one of them does not do its part, and
+both are named. Stages may lie, so the result is a sentence for the user and never costs a provider its stage. Pure
+functions.
 """
 
 from collections.abc import Sequence
@@ -17,25 +17,25 @@ from ravnest.units import counted
 
 MIN_SECONDS: Final = 10.0
 TIMES_USUAL: Final = 20.0
-"""Patience, in multiples of the mean time between two completed microbatches."""
+"""The explanation is due after this multiple of the mean time between two completed microbatches."""
 FIRST_SECONDS: Final = 60.0
-"""Patience before the first microbatch, when the pace is not known."""
+"""The same before the first microbatch, while the mean is unknown."""
 SILENT_SECONDS: Final = 5.0
-"""A stage that has not reported for this long is what the others wait for, whatever it said last."""
+"""A stage that has not reported for this long is the cause, whatever its last report says."""
 _FADING: Final = 1 / 8
 _MAX_TIMES: Final = 4.0
-"""The mean, that a pause counts for at most."""
+"""Maximum weight of one pause, as a multiple of the mean."""
 _MAX_CLUSTERS: Final = 3
-"""Clusters that are described."""
+"""Maximum number of clusters in an explanation."""
 
 
 class CompletionPace(NamedTuple):
-    """How long it is between two microbatches that are completed."""
+    """Mean time between two completed microbatches."""
 
     mean_seconds: float | None = None
 
     def after(self, gap_seconds: float) -> "CompletionPace":
-        """With one more; a standstill says nothing of how fast the run is."""
+        """The mean with one more pause, which is capped: a standstill does not show how fast the run is."""
         if self.mean_seconds is None:
             return CompletionPace(min(gap_seconds, FIRST_SECONDS))
         gap = min(gap_seconds, _MAX_TIMES * max(self.mean_seconds, MIN_SECONDS / TIMES_USUAL))
@@ -43,18 +43,18 @@ class CompletionPace(NamedTuple):
 
     @property
     def patience_seconds(self) -> float:
-        """How long nothing may be completed before the reason is told."""
+        """Time without a completed microbatch after which the explanation is due."""
         return FIRST_SECONDS if self.mean_seconds is None else max(MIN_SECONDS, TIMES_USUAL * self.mean_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class StateSent:
-    """State that a stage says it sends."""
+    """State that a stage reports to send."""
 
     done_bytes: int
     total_bytes: int
     still_seconds: float
-    """Since some of it last got through."""
+    """Time since some of it last got through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class StageNow:
 
     node: str
     silent_seconds: float = 0.0
-    """Since it last reported."""
+    """Time since it last reported."""
     kind: str = "wait"
-    """What it works on, as `engine.activity.Activity` has it."""
+    """Its current task, as `engine.activity.Activity` has it."""
     microbatch: int = -1
     seconds: float = 0.0
-    """For how long."""
+    """Duration of the task so far."""
     missing: tuple[Missing, ...] = ()
     sends: StateSent | None = None
     unconfirmed: tuple[tuple[str, int], ...] = ()
-    """Frames that neighbours have not confirmed, by node."""
+    """Frames that neighbours have not confirmed, by provider."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ class ClusterNow:
     id: int
     stages: tuple[StageNow, ...]
     under_way: tuple[int, ...] = ()
-    """Microbatches that it was fed and has not completed, evaluations among them."""
+    """Microbatches in flight, evaluations included."""
     forming: str = ""
-    """Why it is being formed again."""
+    """Why it is being redeployed; empty while it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +94,21 @@ class RunNow:
     phase: str
     clusters: tuple[ClusterNow, ...] = ()
     data_seconds: float | None = None
-    """How long the requester's data has been waited for; None while it is not."""
+    """Time that the coordinator has waited for the requester's data; None while it does not."""
     waits: tuple[str, ...] = field(default=())
-    """What the coordinator itself waits for before it feeds more, in words."""
+    """Reasons why the coordinator feeds nothing more, in words."""
 
 
 class Standstill(NamedTuple):
+    """Explanation of a standstill."""
+
     reason: str
     culprits: tuple[str, ...]
-    """Nodes without whom it might go on, as far as can be told; none where it is no provider's doing."""
+    """Providers that the run waits for, as far as known; empty if no provider is the cause."""
 
 
 def explain(run: RunNow) -> Standstill:
-    """Which stage waits for what, and who holds the run up."""
+    """Explains which stage waits for what, and which providers are the cause."""
     told: list[str] = []
     culprits: list[str] = []
     several = len(run.clusters) > 1
@@ -114,7 +116,7 @@ def explain(run: RunNow) -> Standstill:
         if len(told) == _MAX_CLUSTERS:
             break
         if cluster.forming:
-            told.append(f"cluster {cluster.id} is being formed again: {cluster.forming}")
+            told.append(f"cluster {cluster.id} is being redeployed: {cluster.forming}")
             continue
         if not cluster.under_way and not any(_holds_up(stage, cluster) for stage in cluster.stages):
             continue
@@ -132,10 +134,10 @@ def explain(run: RunNow) -> Standstill:
 
 
 def _explain_cluster(cluster: ClusterNow, several: bool) -> Standstill:
-    words = _Words(cluster, several)
+    words = _ClusterText(cluster, several)
     starts = range(len(cluster.stages)) if cluster.under_way else range(0)
     paths = [_follow(cluster.stages, start) for start in starts if _waits(cluster.stages[start])]
-    # The way that passes most stages; of two, the one that ends with a stage that does something.
+    # The longest path; on a tie, the one that ends with a stage that does something.
     path = max(paths, key=lambda path: (len(path.stages), path.other is None), default=_Path((), None, None))
     told = [words.path(path)] if path.stages else []
     culprits = list(words.culprits(path))
@@ -147,14 +149,14 @@ def _explain_cluster(cluster: ClusterNow, several: bool) -> Standstill:
 
 
 class _Path(NamedTuple):
-    """From a stage that waits to the one at the end of what it waits for."""
+    """Path from a waiting stage to the stage that it waits for in the end."""
 
     stages: tuple[int, ...]
-    """Each but the last waits for the one after it."""
+    """Each one but the last waits for the next."""
     missing: Missing | None
-    """What the last one misses; None where it does not wait."""
+    """The frame that the last stage waits for; None if it does not wait."""
     other: int | None
-    """The stage that it misses that of, which is on the way here already; None: the coordinator."""
+    """The stage that the last one waits for, if that is in the path already; None for the coordinator."""
 
 
 def _follow(stages: Sequence[StageNow], start: int) -> _Path:
@@ -175,7 +177,7 @@ def _follow(stages: Sequence[StageNow], start: int) -> _Path:
 
 
 def _target(stage: int, missing: Missing) -> int | None:
-    """The stage that gives it; None: the coordinator."""
+    """The stage that sends it; None for the coordinator."""
     return {"forward": stage - 1, "gradient": stage + 1}.get(missing.what)
 
 
@@ -184,13 +186,14 @@ def _waits(stage: StageNow) -> bool:
 
 
 def _holds_up(stage: StageNow, cluster: ClusterNow) -> bool:
-    """Whether something waits for this stage that does not wait itself: where nothing else is under way, its state."""
+    """Whether the run may wait for this stage, which does not wait itself. With nothing in flight, the run may wait for
+    the stage's state."""
     sends = stage.sends is not None and not cluster.under_way
     return sends or stage.kind != "wait" or stage.silent_seconds >= SILENT_SECONDS
 
 
-class _Words:
-    """What is said of the stages of one cluster."""
+class _ClusterText:
+    """Text about the stages of one cluster."""
 
     def __init__(self, cluster: ClusterNow, several: bool) -> None:
         self._cluster = cluster
@@ -229,7 +232,7 @@ class _Words:
         fed = self._fed(path)
         if fed is None:
             return ()
-        # Nothing comes back to a stage of what it evaluates: it may have sent it on.
+        # An evaluation sends nothing back, so the stage may well have passed it on.
         is_sent_on = fed < 0 and path.missing.microbatch == ANY and len(path.stages) > 1
         return (last, stages[path.stages[-2]].node) if is_sent_on else (last,)
 
@@ -251,9 +254,9 @@ class _Words:
         return f"has been at {stage.kind} of microbatch {stage.microbatch} for {stage.seconds:.0f} s"
 
     def _fed(self, path: _Path) -> int | None:
-        """The microbatch that the last stage says it misses the feed of, or has nothing of, and that was fed."""
+        """The microbatch that was fed although the last stage reports that it waits for it."""
         under_way, missing = self._cluster.under_way, path.missing
-        assert missing is not None, "the last one waits"
+        assert missing is not None, "the last stage waits"
         if missing.microbatch != ANY:
             return missing.microbatch if missing.microbatch in under_way else None
         if len(path.stages) > 1:

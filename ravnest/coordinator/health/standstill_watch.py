@@ -1,7 +1,7 @@
-"""Tells of a run in which nothing has been completed for a while: an event, a line for the user, and the live display.
+"""Watch for a run that completes nothing: it tells the user why, by an event, a message and the live display.
 
-`standstill` is told once it has lasted, again whenever it has lasted twice as long or others are to blame, and
-`went_on` ends it. Nothing is decided here: `stalls` and `leases` say who is given up.
+The event `standstill` is emitted when the standstill has lasted for a while, and again when it has lasted twice as long
+or has another cause; `went_on` ends it. Nothing is decided here: `stalls` and `lease` decide which provider to give up.
 """
 
 import math
@@ -32,7 +32,7 @@ _MAX_SECONDS: Final = 1e9
 
 
 class StandstillWatch:
-    """Of one run. All methods belong to the network's loop; times are of the clock `time.monotonic`."""
+    """Watch of one run. All methods belong to the network's loop; times are of the clock `time.monotonic`."""
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class StandstillWatch:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`look` gives the run at this moment, None while it is not watched; `say` tells the user something."""
+        """`look` gives the present state of the run, None while it is not watched; `say` shows the user a message."""
         self.text = ""
-        """What the display shows; empty while the run goes on."""
+        """Line for the display; empty while the run goes on."""
         self._look = look
         self._emit = emit
         self._say = say
@@ -53,12 +53,12 @@ class StandstillWatch:
         self._moved_at = clock()
         self._looked_at = -math.inf
         self._told_after: float | None = None
-        """How long it had lasted when it was told last; None while nothing is to be told."""
+        """Duration of the standstill at its last event; None before the first."""
         self._culprits: tuple[str, ...] = ()
 
     @property
     def patience_seconds(self) -> float:
-        """How long nothing may be completed before it is told why: many times as long as a microbatch takes."""
+        """Time without a completed microbatch after which the user is told: a multiple of the usual time."""
         return self._pace.patience_seconds
 
     def completed(self) -> None:
@@ -70,7 +70,7 @@ class StandstillWatch:
         self.moved()
 
     def moved(self) -> None:
-        """Something else is done that the run has waited for: a checkpoint, a formation, another phase."""
+        """Something else is done that the run has waited for: a checkpoint, a deployment, another phase."""
         now = self._clock()
         if self._told_after is not None:
             seconds = now - self._moved_at
@@ -79,7 +79,7 @@ class StandstillWatch:
         self._moved_at, self._told_after, self._culprits, self.text = now, None, (), ""
 
     def look(self) -> None:
-        """To be called several times a second."""
+        """Explains the standstill when it is due. To be called several times a second."""
         now = self._clock()
         if now - self._looked_at < _LOOK_SECONDS:
             return
@@ -104,7 +104,7 @@ class StandstillWatch:
 
 
 def cluster_now(cluster: ClusterRun, reports: Mapping[str, Report], silent_seconds: Mapping[str, float]) -> ClusterNow:
-    """A cluster as its stages last reported; `silent_seconds` is how long ago each did."""
+    """A cluster as its stages last reported, each this many seconds ago."""
     stages = (stage_now(node, reports.get(node), silent_seconds.get(node, 0.0)) for node in cluster.nodes)
     under_way = (*cluster.open, *sorted(cluster.again), *cluster.evaluating)
     return ClusterNow(cluster.id, tuple(stages), under_way, cluster.reason if cluster.is_forming else "")

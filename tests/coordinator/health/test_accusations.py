@@ -17,16 +17,16 @@ class Run:
 
 def test_the_accused_goes_and_gets_no_stage_any_more() -> None:
     run = Run()
-    judgement = run.judge("ben", "mallory")
-    assert (judgement.culprit, judgement.cleared) == ("mallory", ()) and "ben says" in judgement.reason
+    ruling = run.judge("ben", "mallory")
+    assert (ruling.culprit, ruling.cleared) == ("mallory", ()) and "ben" in ruling.reason
     assert run.barred() == {"mallory"}
 
 
 def test_one_that_accuses_a_second_neighbour_goes_and_the_first_may_come_back() -> None:
     run = Run()
     run.judge("mallory", "ben")
-    judgement = run.judge("mallory", "cleo")
-    assert judgement.culprit == "mallory" and set(judgement.cleared) == {"ben", "cleo"}
+    ruling = run.judge("mallory", "cleo")
+    assert ruling.culprit == "mallory" and set(ruling.cleared) == {"ben", "cleo"}
     assert run.barred() == {"mallory"}
 
 

@@ -19,7 +19,7 @@ def test_who_sent_what_it_did_not_compute_is_accused_by_who_got_it() -> None:
     words = [StageWord("anna", "", "finite"), StageWord("mallory", **WELL), StageWord("cleo", "nan", "nan")]
     ruling = judge_not_finite(words, 2)
     assert (ruling.accused, ruling.accuser) == ("mallory", "cleo")
-    assert "mallory sent values that are not finite for stage 2" in ruling.reason
+    assert "mallory sent values that are not finite to stage 2" in ruling.reason
 
 
 def test_infinities_of_a_mask_that_everybody_passes_on_accuse_nobody() -> None:
@@ -36,7 +36,7 @@ def test_gradients_are_followed_from_the_leaf_back() -> None:
     ben = StageWord("ben", "finite", "finite", gradients_received="finite", gradients_sent="nan", steep="sqrt")
     leaf = StageWord("cleo", "finite", "finite", gradients_sent="finite")
     ruling = judge_not_finite([root, ben, leaf], 0)
-    assert ruling.accused == "" and "the gradients became so in stage 1 (ben)" in ruling.reason
+    assert ruling.accused == "" and "the gradients became not finite in stage 1 (ben)" in ruling.reason
     assert "such as sqrt has no finite gradient" in ruling.reason
     liar = StageWord("mallory", "finite", "finite", gradients_received="finite", gradients_sent="finite")
     ruling = judge_not_finite([root, liar, leaf], 0)
@@ -45,7 +45,7 @@ def test_gradients_are_followed_from_the_leaf_back() -> None:
 
 def test_one_that_sent_nan_and_says_nothing_of_it_is_accused() -> None:
     ruling = judge_not_finite([StageWord("anna"), StageWord("ben", "nan", "nan")], 1)
-    assert (ruling.accused, ruling.accuser) == ("anna", "ben") and "does not say how" in ruling.reason
+    assert (ruling.accused, ruling.accuser) == ("anna", "ben") and "does not say why" in ruling.reason
 
 
 def test_where_nothing_is_known_nobody_is_accused() -> None:
