@@ -34,7 +34,7 @@ BYTES_PER_MEGABIT: Final = 1e6 / 8
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeEntry:
     """One machine; what it computes, either against this machine (`speed`) or in figures of its own."""
 
     provider: Provider
@@ -48,7 +48,7 @@ class Node:
 class NodesFile:
     """What a nodes.toml says."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeEntry, ...]
     network: Network
     reference_flops_per_second: float | None = None
     """Of the machine that measures the model, where the file says it."""
@@ -156,9 +156,9 @@ def _not_toml(said: str, text: str, source: str) -> str:
     return f"{place}: this is not TOML, {reason[:1].lower()}{reason[1:][:200]}: {fix}"
 
 
-def _nodes(top: Table, where: Where) -> tuple[dict[str, Node], dict[str, tuple[str, ...]]]:
+def _nodes(top: Table, where: Where) -> tuple[dict[str, NodeEntry], dict[str, tuple[str, ...]]]:
     """The machines by name, and under the name of each entry the machines that it stands for."""
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, NodeEntry] = {}
     groups: dict[str, tuple[str, ...]] = {}
     lines: dict[str, Table] = {}
     entries = top.tables("node")
@@ -184,7 +184,7 @@ def _nodes(top: Table, where: Where) -> tuple[dict[str, Node], dict[str, tuple[s
     return nodes, groups
 
 
-def _node(entry: Table, name: str) -> Node:
+def _node(entry: Table, name: str) -> NodeEntry:
     entry.only(NODE_KEYS)
     if entry.has("speed") and (entry.has("gflops") or entry.has("memory_gbs")):
         other = "gflops" if entry.has("gflops") else "memory_gbs"
@@ -212,7 +212,7 @@ def _node(entry: Table, name: str) -> Node:
         cores=cores,
         threads=entry.whole("threads", least=1, most=4096, default=1),
     )
-    return Node(
+    return NodeEntry(
         provider,
         entry.text("device", default=""),
         None if gflops is None else gflops * 1e9,
@@ -234,7 +234,7 @@ def _same_cores(entry: Table, provider: Provider, first_of_host: dict[str, Table
 
 
 def _requester(
-    top: Table, nodes: Mapping[str, Node], where: Where
+    top: Table, nodes: Mapping[str, NodeEntry], where: Where
 ) -> tuple[Requester, tuple[float | None, float | None]]:
     entry = top.table("requester")
     entry.title = "the requester"
@@ -250,7 +250,7 @@ def _requester(
 
 
 def _links(
-    top: Table, nodes: Mapping[str, Node], groups: Mapping[str, tuple[str, ...]], network: Network, where: Where
+    top: Table, nodes: Mapping[str, NodeEntry], groups: Mapping[str, tuple[str, ...]], network: Network, where: Where
 ) -> dict[Pair, Line]:
     measured: dict[Pair, Line] = {}
     for number, entry in enumerate(top.tables("link"), start=1):
@@ -278,7 +278,7 @@ def _links(
 
 
 def _pairs(
-    entry: Table, nodes: Mapping[str, Node], groups: Mapping[str, tuple[str, ...]], where: Where, before: int
+    entry: Table, nodes: Mapping[str, NodeEntry], groups: Mapping[str, tuple[str, ...]], where: Where, before: int
 ) -> list[Pair]:
     """From whom to whom the link runs; a name with a count stands for all of its machines."""
 
