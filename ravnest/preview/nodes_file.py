@@ -1,7 +1,7 @@
-"""nodes.toml: machines and their lines as a person writes them down, for a plan before anybody has joined.
+"""Reader of nodes.toml, the file that describes machines and their links for `ravnest plan`.
 
-A function of the text alone. The format is in docs/planning.md. Every mistake is a PlanError with the file, the line
-and the fix.
+The result depends on the text alone; docs/planning.md describes the format. A mistake in the file is a PlanError that
+names the file, the line and the fix.
 """
 
 import re
@@ -13,12 +13,12 @@ from typing import Any, Final
 from ravnest.errors import PlanError
 from ravnest.planner.problem import NO_LIMIT, Line, Network, Pair, Provider, Requester
 from ravnest.planner.reliability import NEVER_SEEN, estimate_reliability
-from ravnest.preview.nodes_table import Table, Where
+from ravnest.preview.nodes_table import SourceText, Table, nearest, quoted
 
 MAX_BYTES: Final = 8 << 20
 MAX_NODES: Final = 100_000
 MAX_PAIRS: Final = 200_000
-"""Of machines whose line is given, each way counted."""
+"""Maximum number of pairs of machines that [[link]] tables may join, each direction counted."""
 
 NODE_KEYS: Final = (
     *("name", "memory", "speed", "gflops", "memory_gbs", "up_mbps", "down_mbps", "ping_ms", "reachable"),
@@ -35,38 +35,39 @@ BYTES_PER_MEGABIT: Final = 1e6 / 8
 
 @dataclass(frozen=True, slots=True)
 class NodeEntry:
-    """One machine; what it computes, either against this machine (`speed`) or in figures of its own."""
+    """One machine. Its speed is relative to this machine (`provider.compute_speed`), or given in absolute figures."""
 
     provider: Provider
     device: str = ""
-    """For the reader only."""
+    """A description for the reader of the plan, such as "RTX 3060"."""
     flops_per_second: float | None = None
     memory_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NodesFile:
-    """What a nodes.toml says."""
+    """The machines, links and requester of a nodes.toml."""
 
     nodes: tuple[NodeEntry, ...]
     network: Network
     reference_flops_per_second: float | None = None
-    """Of the machine that measures the model, where the file says it."""
+    """Speed of the machine that measures the model; None if the file does not give it."""
     reference_memory_bytes_per_second: float | None = None
 
     @property
     def devices(self) -> Mapping[str, str]:
-        """What each machine is, by its name, where that was said."""
+        """The description of each machine by its name, for machines that have one."""
         return {node.provider.name: node.device for node in self.nodes if node.device}
 
     def providers(
         self, flops_per_second: float, memory_bytes_per_second: float, precision_speed: float = 1.0
     ) -> tuple[Provider, ...]:
-        """The machines, with speeds relative to one of these figures: those measured where the model was; 0: not known.
-        What is said against this machine is in the precision of the job, in which it is so many times as fast.
+        """The machines with their speeds relative to the machine that measured the model.
 
-        What the file says of that machine goes first. PlanError where a node has figures and there are none to hold
-        them against.
+        `flops_per_second` and `memory_bytes_per_second` are the speeds of that machine, 0 if unknown; the file may give
+        other ones, which then count. A node's relative `speed` is multiplied by `precision_speed`: how many times as
+        fast the machine computes in the job's precision as in float32. PlanError if a node gives absolute figures and
+        the speed to compare them with is unknown.
         """
         flops = self.reference_flops_per_second or flops_per_second
         moved = self.reference_memory_bytes_per_second or memory_bytes_per_second
@@ -77,8 +78,8 @@ class NodesFile:
             if node.flops_per_second is not None:
                 if not flops:
                     raise PlanError(
-                        f"{provider.name} has its gflops, and those of this machine are not known: give them in "
-                        "[requester], or give each node its speed"
+                        f"{provider.name} gives gflops, but the gflops of this machine are unknown: set gflops in "
+                        "[requester], or give each node a speed instead"
                     )
                 speed = node.flops_per_second / flops
                 provider = replace(provider, compute_speed=speed, memory_speed=speed)
@@ -89,20 +90,19 @@ class NodesFile:
 
 
 def read_nodes(text: str | bytes, source: str = "nodes.toml") -> NodesFile:
-    """What the text of a nodes.toml says; PlanError names `source`, the line and the fix where something is wrong."""
+    """Read a nodes.toml. A mistake is a PlanError with `source`, the line and the fix."""
     if len(text) > MAX_BYTES:
         raise PlanError(
-            f"{source} is larger than {MAX_BYTES >> 20} MiB: give machines that are alike once, with count = NUMBER"
+            f"{source} is larger than {MAX_BYTES >> 20} MiB: write equal machines once, with count = NUMBER"
         )
     plain = _decoded(text, source)
     values = _parsed(plain, source)
-    where = Where(source, plain)
-    top = Table(values, (), where, "the file")
-    top.only(_TABLES, "the tables are [[node]], [[link]] and [requester]")
-    nodes, groups = _nodes(top, where)
-    requester, figures = _requester(top, nodes, where)
+    top = Table(values, (), SourceText(source, plain), "the file")
+    top.check_keys(_TABLES, "the tables are [[node]], [[link]] and [requester]")
+    nodes, groups = _nodes(top)
+    requester, figures = _requester(top, nodes)
     network = Network({}, requester)
-    measured = _links(top, nodes, groups, network, where)
+    measured = _links(top, nodes, groups, network)
     return NodesFile(tuple(nodes.values()), replace(network, measured=measured), *figures)
 
 
@@ -118,10 +118,10 @@ def _decoded(text: str | bytes, source: str) -> str:
 
 def _parsed(text: str, source: str) -> dict[str, Any]:
     try:
-        # As tomllib does; positions are counted in the same text.
+        # tomllib converts the line ends in the same way, so the columns in its errors are those of this text.
         return tomllib.loads(text.replace("\r\n", "\n"))
     except RecursionError:
-        raise PlanError(f"{source} is nested too deep to be read: write one [[node]] for each machine") from None
+        raise PlanError(f"{source} is nested too deeply to be read: write one [[node]] for each machine") from None
     except ValueError as error:
         raise PlanError(_not_toml(str(error), text, source)) from None
 
@@ -129,13 +129,13 @@ def _parsed(text: str, source: str) -> dict[str, Any]:
 _FIXES: Final = (
     ("Invalid value", 'put text into quotes, as in name = "anna", and write numbers plainly, as in 12.5'),
     ("Cannot overwrite", "it is given twice in one table, remove one of them"),
-    ("twice", "remove one of the two; before each further machine stands [[node]], in two brackets"),
+    ("twice", "remove one of the two; write [[node]], in double brackets, before each machine"),
     ("Expected '='", "each line is key = value, and comments begin with #"),
     ("Expected newline", "write one key = value on a line, and put text into quotes"),
     ("Expected ']", "close the brackets, as in [[node]]"),
     ("Invalid initial character for a key", "each line is key = value, and comments begin with #"),
     ("Unterminated string", "close the quotes on the same line"),
-    ("Illegal character", "remove what is not plain text, or close the quotes before it"),
+    ("Illegal character", "remove the character if it is not plain text, or close the quotes before it"),
     ("Unclosed array", "close it with ]"),
 )
 
@@ -143,34 +143,36 @@ _FIXES: Final = (
 def _not_toml(said: str, text: str, source: str) -> str:
     at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", said)
     if at is None:
-        # Not from the grammar, but from making a number of more digits than Python takes.
+        # Python itself refuses to convert a number with so long a row of digits; this error has no position.
         digits = re.search(r"[\d_]{4000}", text)
         line = text.count("\n", 0, digits.start()) + 1 if digits else 1
         return f"{source}:{line}: this number has too many digits: write numbers plainly, as in 12.5"
     reason = said[: at.start()]
     line, column = (int(at[1]), int(at[2])) if at[1] else (text.rstrip("\n").count("\n") + 1, 0)
     place = f"{source}:{line}:{column}" if column else f"{source}:{line}"
-    fix = next((fix for words, fix in _FIXES if words in reason), "docs/planning.md shows the form")
+    fix = next((fix for words, fix in _FIXES if words in reason), "docs/planning.md shows the format")
     if "Cannot overwrite" in reason and text.split("\n")[line - 1].lstrip().startswith("[["):
-        fix = "the same name stands in single brackets before it, write two, as in [[node]]"
+        fix = "an earlier table of this name has single brackets, use double brackets, as in [[node]]"
     return f"{place}: this is not TOML, {reason[:1].lower()}{reason[1:][:200]}: {fix}"
 
 
-def _nodes(top: Table, where: Where) -> tuple[dict[str, NodeEntry], dict[str, tuple[str, ...]]]:
-    """The machines by name, and under the name of each entry the machines that it stands for."""
+def _nodes(top: Table) -> tuple[dict[str, NodeEntry], dict[str, tuple[str, ...]]]:
+    """The machines by name, and the names of the machines that each entry stands for, by the entry's name."""
     nodes: dict[str, NodeEntry] = {}
     groups: dict[str, tuple[str, ...]] = {}
     lines: dict[str, Table] = {}
     entries = top.tables("node")
     if not entries:
-        raise PlanError(f'{where.source} names no machine: write [[node]], below it name = "anna" and memory = "8GB"')
+        raise PlanError(
+            f'{top.source.name} names no machine: write [[node]], and below it name = "anna" and memory = "8GB"'
+        )
     for number, entry in enumerate(entries, start=1):
         entry.title = f"the {_ordinal(number)} node"
         name = entry.text("name")
         entry.title = name
-        count = entry.whole("count", least=1, most=MAX_NODES, default=1)
+        count = entry.whole("count", minimum=1, maximum=MAX_NODES, default=1)
         if len(nodes) + count > MAX_NODES:
-            entry.fail("count", f"with these the file has more than {MAX_NODES:,} machines: give fewer")
+            entry.fail("count", f"with these the file has more than {MAX_NODES:,} machines: reduce the count")
         node = _node(entry, name)
         names = (name,) if count == 1 else tuple(f"{name}-{i}" for i in range(1, count + 1))
         if name in groups:
@@ -185,19 +187,23 @@ def _nodes(top: Table, where: Where) -> tuple[dict[str, NodeEntry], dict[str, tu
 
 
 def _node(entry: Table, name: str) -> NodeEntry:
-    entry.only(NODE_KEYS)
+    entry.check_keys(NODE_KEYS)
     if entry.has("speed") and (entry.has("gflops") or entry.has("memory_gbs")):
         other = "gflops" if entry.has("gflops") else "memory_gbs"
-        entry.fail(other, f"{name} has both speed and {other}: keep speed, or the figures that ravnest doctor shows")
+        entry.fail(
+            other, f"{name} has both speed and {other}: keep either speed or the figures that ravnest doctor shows"
+        )
     if entry.has("memory_gbs") and not entry.has("gflops"):
         entry.fail("memory_gbs", f"{name} has memory_gbs and no gflops: give both, as ravnest doctor shows them")
     if entry.has("host") != entry.has("cores"):
         given, lacking = ("host", "cores") if entry.has("host") else ("cores", "host")
-        entry.fail(given, f"{name} has {given} and no {lacking}: both say which machines share how many cores")
-    speed = entry.number("speed", least=1e-6, most=1e6, default=1.0)
-    gflops = entry.number("gflops", least=1e-3, most=1e9, default=None)
-    memory_gbs = entry.number("memory_gbs", least=1e-3, most=1e7, default=None)
-    cores = entry.whole("cores", least=1, most=4096, default=1)
+        entry.fail(
+            given, f"{name} has {given} and no {lacking}: give both, for machines that share the cores of one host"
+        )
+    speed = entry.number("speed", minimum=1e-6, maximum=1e6, default=1.0)
+    gflops = entry.number("gflops", minimum=1e-3, maximum=1e9, default=None)
+    memory_gbs = entry.number("memory_gbs", minimum=1e-3, maximum=1e7, default=None)
+    cores = entry.whole("cores", minimum=1, maximum=4096, default=1)
     provider = Provider(
         name=name,
         memory_bytes=entry.size("memory"),
@@ -207,10 +213,10 @@ def _node(entry: Table, name: str) -> NodeEntry:
         down_bytes_per_second=_rate(entry, "down_mbps"),
         latency_seconds=_one_way(entry) or 0.0,
         reachable=entry.flag("reachable", default=True),
-        reliability=entry.number("reliability", least=1e-6, most=1.0, default=UNSEEN),
+        reliability=entry.number("reliability", minimum=1e-6, maximum=1.0, default=UNSEEN),
         host=entry.text("host", default=""),
         cores=cores,
-        threads=entry.whole("threads", least=1, most=4096, default=1),
+        threads=entry.whole("threads", minimum=1, maximum=4096, default=1),
     )
     return NodeEntry(
         provider,
@@ -224,7 +230,7 @@ def _same_cores(entry: Table, provider: Provider, first_of_host: dict[str, Table
     if not provider.host:
         return
     first = first_of_host.setdefault(provider.host, entry)
-    cores = first.whole("cores", least=1, most=4096, default=1)
+    cores = first.whole("cores", minimum=1, maximum=4096, default=1)
     if provider.cores != cores:
         entry.fail(
             "cores",
@@ -233,40 +239,38 @@ def _same_cores(entry: Table, provider: Provider, first_of_host: dict[str, Table
         )
 
 
-def _requester(
-    top: Table, nodes: Mapping[str, NodeEntry], where: Where
-) -> tuple[Requester, tuple[float | None, float | None]]:
+def _requester(top: Table, nodes: Mapping[str, NodeEntry]) -> tuple[Requester, tuple[float | None, float | None]]:
     entry = top.table("requester")
     entry.title = "the requester"
-    entry.only(REQUESTER_KEYS)
+    entry.check_keys(REQUESTER_KEYS)
     host = entry.text("host", default="")
     machines = {node.provider.machine for node in nodes.values()} if host else set()
     if host and host not in machines:
-        entry.fail("host", f"there is no node or host called {where.quoted(host)}: {where.nearest(host, machines)}")
-    gflops = entry.number("gflops", least=1e-3, most=1e9, default=None)
-    memory_gbs = entry.number("memory_gbs", least=1e-3, most=1e7, default=None)
+        entry.fail("host", f"there is no node or host called {quoted(host)}: {nearest(host, machines)}")
+    gflops = entry.number("gflops", minimum=1e-3, maximum=1e9, default=None)
+    memory_gbs = entry.number("memory_gbs", minimum=1e-3, maximum=1e7, default=None)
     figures = (None if gflops is None else gflops * 1e9, None if memory_gbs is None else memory_gbs * 1e9)
     return Requester(host, _rate(entry, "up_mbps"), _rate(entry, "down_mbps")), figures
 
 
 def _links(
-    top: Table, nodes: Mapping[str, NodeEntry], groups: Mapping[str, tuple[str, ...]], network: Network, where: Where
+    top: Table, nodes: Mapping[str, NodeEntry], groups: Mapping[str, tuple[str, ...]], network: Network
 ) -> dict[Pair, Line]:
     measured: dict[Pair, Line] = {}
     for number, entry in enumerate(top.tables("link"), start=1):
         entry.title = f"the {_ordinal(number)} link"
-        entry.only(LINK_KEYS)
+        entry.check_keys(LINK_KEYS)
         if not entry.has("mbps") and not entry.has("ping_ms"):
             entry.fail("", f"{entry.title} has neither mbps nor ping_ms: give one or both")
         rate = _rate(entry, "mbps", default=None)
         one_way = _one_way(entry)
-        for pair in _pairs(entry, nodes, groups, where, len(measured)):
-            # What the link does not say is as without it: what both ends say of themselves.
+        for pair in _pairs(entry, nodes, groups, len(measured)):
+            # A value that the link leaves out follows from the two machines, as without the link.
             sender, receiver = (nodes[name].provider for name in pair)
             if network.relayed(sender, receiver):
                 entry.fail(
                     "",
-                    f"{pair[0]} and {pair[1]} are both reachable = false, so that what they send goes through the "
+                    f"{pair[0]} and {pair[1]} are both reachable = false, so their traffic goes through the "
                     "requester: make one of them reachable, or remove the link",
                 )
             known = network.line(sender, receiver)
@@ -278,30 +282,37 @@ def _links(
 
 
 def _pairs(
-    entry: Table, nodes: Mapping[str, NodeEntry], groups: Mapping[str, tuple[str, ...]], where: Where, before: int
+    entry: Table, nodes: Mapping[str, NodeEntry], groups: Mapping[str, tuple[str, ...]], before: int
 ) -> list[Pair]:
-    """From whom to whom the link runs; a name with a count stands for all of its machines."""
+    """Sender and receiver of each direction of the link. A name with a count stands for all of its machines."""
 
     def named(key: str, names: Sequence[str]) -> list[str]:
         found: list[str] = []
         for name in names:
             members = groups.get(name) or ((name,) if name in nodes else None)
             if members is None:
-                entry.fail(key, f"there is no node called {where.quoted(name)}: {where.nearest(name, groups)}")
+                entry.fail(key, f"there is no node called {quoted(name)}: {nearest(name, groups)}")
             found += members
         return found
 
     both = entry.has("between")
     if both and (entry.has("from") or entry.has("to")):
-        entry.fail("between", f"{entry.title} has between and from or to: between is both ways, from and to one way")
+        entry.fail(
+            "between",
+            f"{entry.title} has between together with from or to: use between for both directions, from and to for one",
+        )
     if both:
         senders = receivers = named("between", entry.texts("between"))
     else:
         if not (entry.has("from") and entry.has("to")):
-            entry.fail("", f'{entry.title} does not say whose it is: give between = ["a", "b"], or from and to')
+            entry.fail(
+                "", f'{entry.title} does not say which nodes it joins: give between = ["a", "b"], or from and to'
+            )
         senders, receivers = named("from", [entry.text("from")]), named("to", [entry.text("to")])
     if before + len(senders) * len(receivers) > MAX_PAIRS + len(senders):
-        entry.fail("between", f"the links join more than {MAX_PAIRS:,} pairs: give up_mbps and down_mbps of the nodes")
+        entry.fail(
+            "between", f"the links join more than {MAX_PAIRS:,} pairs: give the nodes up_mbps and down_mbps instead"
+        )
     pairs = [(a, b) for a in senders for b in receivers if a != b]
     if not pairs:
         entry.fail("between" if both else "from", f"{entry.title} joins a node with itself: name two nodes")
@@ -309,12 +320,12 @@ def _pairs(
 
 
 def _rate(entry: Table, key: str, default: float | None = NO_LIMIT) -> Any:
-    megabits = entry.number(key, least=1e-3, most=1e7, default=None)
+    megabits = entry.number(key, minimum=1e-3, maximum=1e7, default=None)
     return default if megabits is None else megabits * BYTES_PER_MEGABIT
 
 
 def _one_way(entry: Table) -> float | None:
-    ping = entry.number("ping_ms", least=0.0, most=60_000.0, default=None)
+    ping = entry.number("ping_ms", minimum=0.0, maximum=60_000.0, default=None)
     return None if ping is None else ping / 2000
 
 

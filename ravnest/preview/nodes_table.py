@@ -1,16 +1,19 @@
-"""Values out of one table of a nodes.toml, each checked: of its type, within its bounds, or the line and the fix."""
+"""Checked values of one table of a nodes.toml.
+
+A value of the wrong type or outside its bounds is a PlanError that names the file, the line and the fix.
+"""
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Any, Final, NoReturn, overload
 
 from ravnest import units
 from ravnest.errors import PlanError
-from ravnest.preview.toml_lines import Lines, Path
 
 MAX_CHARACTERS: Final = 64
-"""Of a name."""
+"""Maximum length of a text, such as a name."""
 MAX_MEMORY_BYTES: Final = 1 << 50
 
 _MEANT: Final = {
@@ -31,81 +34,120 @@ _MEANT: Final = {
     "provider": "node",
     "coordinator": "requester",
 }
-"""What people write, where that is not spelt nearly like it."""
+"""Words that users write for a key, and the key that they mean, where the spelling does not suggest it."""
 
 
-class Where:
-    """The text that is read, for telling the place of a mistake."""
+Path = tuple[str | int, ...]
+"""Keys of tables, and numbers within arrays of tables, such as ("node", 2, "memory")."""
 
-    def __init__(self, source: str, text: str) -> None:
-        self.source = source
+_OPAQUE: Final = re.compile(
+    r'"""(?:[^\\]|\\.)*?"{3,5}' + r"|'''.*?'{3,5}" + r'|"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'|\#[^\n]*", re.DOTALL
+)
+"""Strings and comments."""
+_HEADER: Final = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
+_KEY: Final = re.compile(r"\s*([^\s=\[\]{}][^=\[\]{}]*?)\s*=")
+
+
+class SourceText:
+    """The text of a nodes.toml, to tell where in it a mistake is: tomllib gives values without their lines."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
         self._text = text
 
+    def line(self, path: Path) -> int:
+        """The line, from 1, of the statement that sets this key, or else of the nearest table or key around it."""
+        while path and path not in self._lines:
+            path = path[:-1]
+        return self._lines.get(path, 1)
+
     @cached_property
-    def lines(self) -> Lines:
-        """Looked for only when there is something to tell."""
-        return Lines(self._text)
+    def _lines(self) -> dict[Path, int]:
+        """The line of every header and of every key that begins a line. Computed when there is a mistake to report."""
+        found: dict[Path, int] = {}
+        tables: dict[str, int] = {}
+        table: Path = ()
+        text = _OPAQUE.sub(lambda match: _kept(match[0]), self._text)
+        for number, line in enumerate(text.split("\n"), start=1):
+            if header := _HEADER.match(line):
+                name = header[2].strip("\"'")
+                table = (name,)
+                if header[1] == "[[":
+                    table = (name, tables.get(name, 0))
+                    tables[name] = table[1] + 1
+                found.setdefault((name,), number)
+                found[table] = number
+            elif key := _KEY.match(line):
+                path = tuple(part.strip(" \t\"'") for part in key[1].split("."))
+                for end in range(1, len(path) + 1):
+                    found.setdefault((*table, *path[:end]), number)
+        return found
 
-    @staticmethod
-    def quoted(text: str) -> str:
-        return f'"{text[:MAX_CHARACTERS]}"'
 
-    @staticmethod
-    def nearest(name: str, known: Iterable[str]) -> str:
-        """ "did you mean anna?", or what there is."""
-        names = list(known)[:1000]
-        near = difflib.get_close_matches(name[:MAX_CHARACTERS], names, n=1)
-        if near:
-            return f"did you mean {near[0]}?"
-        shown = ", ".join(names[:8])
-        return f"the names are {shown}{' and others' if len(names) > 8 else ''}"
+def _kept(opaque: str) -> str:
+    """A string of one line as it is, since it may be a key; otherwise the line ends alone."""
+    return opaque if opaque[0] in "\"'" and "\n" not in opaque else "\n" * opaque.count("\n")
+
+
+def quoted(text: str) -> str:
+    return f'"{text[:MAX_CHARACTERS]}"'
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A fix for an unknown name: "did you mean anna?", or the names there are."""
+    names = list(known)[:1000]
+    near = difflib.get_close_matches(name[:MAX_CHARACTERS], names, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    shown = ", ".join(names[:8])
+    return f"the names are {shown}{' and others' if len(names) > 8 else ''}"
 
 
 class Table:
-    """One table; `title` is what its mistakes are told of."""
+    """One table of the file. `title` names the table in error messages."""
 
-    def __init__(self, values: dict[str, Any], path: Path, where: Where, title: str) -> None:
+    def __init__(self, values: dict[str, Any], path: Path, source: SourceText, title: str) -> None:
         self._values = values
         self._path = path
-        self._where = where
+        self.source = source
         self.title = title
 
     def has(self, key: str) -> bool:
         return key in self._values
 
     def line(self, key: str) -> int:
-        return self._where.lines.of((*self._path, key))
+        return self.source.line((*self._path, key))
 
     def fail(self, key: str, sentence: str) -> NoReturn:
-        """A PlanError at the line of this key."""
-        raise PlanError(f"{self._where.source}:{self.line(key)}: {sentence}")
+        """Raises a PlanError at the line of this key."""
+        raise PlanError(f"{self.source.name}:{self.line(key)}: {sentence}")
 
-    def only(self, known: Collection[str], what: str = "") -> None:
-        """Nothing but these keys may be there."""
+    def check_keys(self, known: Collection[str], fix: str = "") -> None:
+        """PlanError where the table has another key than these; `fix` is told where no known key is similar."""
         for key in self._values:
             if key in known:
                 continue
             near = difflib.get_close_matches(key[:MAX_CHARACTERS].lower(), known, n=1, cutoff=0.6)
             meant = _MEANT.get(key.lower(), near[0] if near else "")
             fit = meant and all(each in known for each in meant.split(" and "))
-            fix = f"did you mean {meant}?" if fit else what or f"the keys are {', '.join(known)}"
-            self.fail(key, f"{self._where.quoted(key)} in {self.title} is not known: {fix}")
+            fix = f"did you mean {meant}?" if fit else fix or f"the keys are {', '.join(known)}"
+            self.fail(key, f"{quoted(key)} in {self.title} is not known: {fix}")
 
     def table(self, key: str) -> "Table":
-        """The table under a key, empty where there is none."""
+        """The table under a key; an empty one if the file has none."""
         value = self._values.get(key, {})
         if not isinstance(value, dict):
-            self.fail(key, f"{key} is {_shown(value)}: write [{key}] in a line of its own, once, and its keys below")
-        return Table(value, (*self._path, key), self._where, key)
+            self.fail(key, f"{key} is {_shown(value)}: write [{key}] once, on a line of its own, and its keys below")
+        return Table(value, (*self._path, key), self.source, key)
 
     def tables(self, key: str) -> list["Table"]:
-        """The tables of an array of tables, none where there is none."""
+        """The tables of an array of tables; an empty list if the file has none."""
         value = self._values.get(key, [])
         if isinstance(value, dict):
-            self.fail(key, f"[{key}] stands in single brackets: write [[{key}]] before each {key}")
+            self.fail(key, f"[{key}] has single brackets: write [[{key}]] before each {key}")
         if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            self.fail(key, f"{key} is {_shown(value)}: write [[{key}]] in a line of its own, and its keys below")
-        return [Table(each, (*self._path, key, i), self._where, key) for i, each in enumerate(value)]
+            self.fail(key, f"{key} is {_shown(value)}: write [[{key}]] on a line of its own, and its keys below")
+        return [Table(each, (*self._path, key, i), self.source, key) for i, each in enumerate(value)]
 
     def text(self, key: str, default: str | None = None) -> str:
         if key not in self._values:
@@ -114,7 +156,7 @@ class Table:
             self.fail("", f'{self.title} has no {key}: give it one, as in {key} = "anna"')
         value = self._values[key]
         if not isinstance(value, str):
-            self.fail(key, f'{key} of {self.title} is {_shown(value)} and not a text: write it as {key} = "anna"')
+            self.fail(key, f'{key} of {self.title} is {_shown(value)}, which is not text: write it as {key} = "anna"')
         return self._checked(key, value)
 
     def texts(self, key: str) -> list[str]:
@@ -124,18 +166,21 @@ class Table:
         return [self._checked(key, each) for each in value]
 
     def size(self, key: str) -> int:
-        """Bytes, of a text with a unit."""
+        """A number of bytes, which the file gives as text with a unit."""
         if key not in self._values:
-            self.fail("", f'{self.title} has no {key}: say how much it lends, as in {key} = "8GB"')
+            self.fail("", f'{self.title} has no {key}: say how much memory it lends, as in {key} = "8GB"')
         value = self._values[key]
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if number and 0 < value < 1e6:
             self.fail(key, f'{key} of {self.title} is {value} without a unit: write it as {key} = "{value}GB"')
         size = units.parse_byte_size(value) if isinstance(value, str) else None
         if size is None:
-            self.fail(key, f'{key} of {self.title} is {_shown(value)} and not a size: write it as {key} = "8GB"')
+            self.fail(key, f'{key} of {self.title} is {_shown(value)}, which is not a size: write it as {key} = "8GB"')
         if size > MAX_MEMORY_BYTES:
-            self.fail(key, f"{key} of {self.title} is {_shown(value)}, more than any machine has: give what it lends")
+            self.fail(
+                key,
+                f"{key} of {self.title} is {_shown(value)}, more than any machine has: give the memory that it lends",
+            )
         return size
 
     def flag(self, key: str, default: bool) -> bool:
@@ -144,28 +189,30 @@ class Table:
             self.fail(key, f"{key} of {self.title} is {_shown(value)}: write {key} = true or {key} = false")
         return value
 
-    def whole(self, key: str, least: int, most: int, default: int) -> int:
+    def whole(self, key: str, minimum: int, maximum: int, default: int) -> int:
         value = self._values.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            self.fail(key, f"{key} of {self.title} is {_shown(value)}: give a whole number from {least:,} to {most:,}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            self.fail(
+                key, f"{key} of {self.title} is {_shown(value)}: give a whole number from {minimum:,} to {maximum:,}"
+            )
         return value
 
     @overload
-    def number(self, key: str, least: float, most: float, default: float) -> float: ...
+    def number(self, key: str, minimum: float, maximum: float, default: float) -> float: ...
 
     @overload
-    def number(self, key: str, least: float, most: float, default: None) -> float | None: ...
+    def number(self, key: str, minimum: float, maximum: float, default: None) -> float | None: ...
 
-    def number(self, key: str, least: float, most: float, default: float | None) -> float | None:
+    def number(self, key: str, minimum: float, maximum: float, default: float | None) -> float | None:
         if key not in self._values:
             return default
         value = self._values[key]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most:
-            bounds = f"from {least:.15g} to {most:,.15g}"
-            if is_number and value <= 0 < least:
+        if not is_number or not minimum <= value <= maximum:
+            bounds = f"from {minimum:.15g} to {maximum:,.15g}"
+            if is_number and value <= 0 < minimum:
                 bounds = "above 0"
-            hint = " and no quotes" if isinstance(value, str) else ""
+            hint = " without quotes" if isinstance(value, str) else ""
             self.fail(key, f"{key} of {self.title} is {_shown(value)}: give a number {bounds}{hint}")
         return float(value)
 
@@ -174,13 +221,13 @@ class Table:
         if not text or len(text) > MAX_CHARACTERS or not text.isprintable():
             self.fail(
                 key,
-                f"{key} of {self.title} is {_shown(text)}: give a text of 1 to {MAX_CHARACTERS} plain characters",
+                f"{key} of {self.title} is {_shown(text)}: give text of 1 to {MAX_CHARACTERS} printable characters",
             )
         return text
 
 
 def _shown(value: Any) -> str:
-    """A value in a few words, whatever it is."""
+    """A value in a few words, for an error message."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A nodes.toml is read as it is meant, and every mistake in it is told with its line and its fix."""
+"""A nodes.toml is read as intended, and an error names the line and the fix for every mistake in it."""
 
 import math
 import time
@@ -92,7 +92,7 @@ def test_a_speed_against_this_machine_is_one_in_the_precision_of_the_job() -> No
 
 
 def test_a_figure_without_anything_to_hold_it_against_is_refused() -> None:
-    with pytest.raises(PlanError, match="office-1 has its gflops"):
+    with pytest.raises(PlanError, match="office-1 gives gflops"):
         read_nodes(changed("gflops = 50\n", "")).providers(0.0, 0.0)
 
 
@@ -138,19 +138,19 @@ def test_windows_line_ends_and_a_byte_order_mark_are_no_mistake() -> None:
 
 MISTAKES = [
     ('memory = "16GB"', "memory = 16", 8, 'is 16 without a unit: write it as memory = "16GB"'),
-    ('memory = "16GB"', 'memory = "16XB"', 8, 'is "16XB" and not a size: write it as memory = "8GB"'),
+    ('memory = "16GB"', 'memory = "16XB"', 8, 'is "16XB", which is not a size: write it as memory = "8GB"'),
     ('memory = "16GB"', 'memory = "9000000TB"', 8, "more than any machine has"),
-    ('memory = "16GB"\n', "", 6, 'anna has no memory: say how much it lends, as in memory = "8GB"'),
+    ('memory = "16GB"\n', "", 6, 'anna has no memory: say how much memory it lends, as in memory = "8GB"'),
     ('name = "anna"\n', "", 6, "the 1st node has no name"),
-    ('name = "anna"', "name = 5", 7, "is 5 and not a text"),
-    ('name = "anna"', 'name = " "', 7, "give a text of 1 to 64 plain characters"),
-    ('name = "anna"', 'name = "a\\u001b[2J"', 7, "plain characters"),
+    ('name = "anna"', "name = 5", 7, "is 5, which is not text"),
+    ('name = "anna"', 'name = " "', 7, "give text of 1 to 64 printable characters"),
+    ('name = "anna"', 'name = "a\\u001b[2J"', 7, "printable characters"),
     ('name = "anna"', 'name = "office"', 13, "there are two nodes called office: give each its own name"),
     ('name = "anna"', 'name = "office-2"', 13, "there are two nodes called office-2"),
     ("speed = 2", "speed = -2", 9, "speed of anna is -2: give a number above 0"),
     ("speed = 2", "speed = nan", 9, "speed of anna is nan"),
     ("speed = 2", "speed = true", 9, "speed of anna is true: give a number"),
-    ("speed = 2", 'speed = "2"', 9, "and no quotes"),
+    ("speed = 2", 'speed = "2"', 9, "without quotes"),
     ("speed = 2", "sped = 2", 9, '"sped" in anna is not known: did you mean speed?'),
     ("speed = 2", "latency_ms = 2", 9, "did you mean ping_ms?"),
     ("speed = 2", "colour = 2", 9, "the keys are name, memory, speed"),
@@ -172,16 +172,16 @@ MISTAKES = [
         'between = ["office"]',
         'from = "anna"',
         23,
-        'does not say whose it is: give between = ["a", "b"], or from and to',
+        'does not say which nodes it joins: give between = ["a", "b"], or from and to',
     ),
-    ('between = ["office"]', 'between = ["office"]\nto = "anna"', 24, "has between and from or to"),
+    ('between = ["office"]', 'between = ["office"]\nto = "anna"', 24, "has between together with from or to"),
     ("mbps = 1000", "", 23, "has neither mbps nor ping_ms: give one or both"),
     ("up_mbps = 40", 'host = "ana"', 3, 'there is no node or host called "ana": did you mean anna?'),
     ("up_mbps = 40", "up_mbs = 40", 3, "did you mean up_mbps?"),
     ("[[link]]", "[[lnk]]", 23, '"lnk" in the file is not known: did you mean link?'),
-    ("[[link]]", "[link]", 23, "[link] stands in single brackets: write [[link]]"),
-    ("[requester]", "[[requester]]", 2, "write [requester] in a line of its own, once"),
-    ("[[node]]", "[node]", 12, "the same name stands in single brackets before it, write two, as in [[node]]"),
+    ("[[link]]", "[link]", 23, "[link] has single brackets: write [[link]]"),
+    ("[requester]", "[[requester]]", 2, "write [requester] once, on a line of its own"),
+    ("[[node]]", "[node]", 12, "an earlier table of this name has single brackets, use double brackets"),
 ]
 
 
@@ -210,7 +210,7 @@ def test_what_is_not_toml_is_told_with_line_and_column(old: str, new: str, place
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing yet\n", "[requester]\nup_mbps = 4\n"])
 def test_a_file_without_a_machine_is_told_how_to_begin(text: str) -> None:
-    assert refusal(text) == 'nodes.toml names no machine: write [[node]], below it name = "anna" and memory = "8GB"'
+    assert refusal(text) == 'nodes.toml names no machine: write [[node]], and below it name = "anna" and memory = "8GB"'
 
 
 def test_rubbish_is_told_to_be_no_text() -> None:
@@ -233,7 +233,7 @@ def test_too_much_is_refused_before_it_is_read() -> None:
     started = time.monotonic()
     assert "larger than 8 MiB" in refusal("#" * (MAX_BYTES + 1))
     assert "more than 200,000 pairs" in refusal(changed("count = 3", "count = 90000"))
-    assert "nested too deep" in refusal("a = " + "[" * 50_000)
+    assert "nested too deeply" in refusal("a = " + "[" * 50_000)
     assert time.monotonic() - started < 5
 
 
@@ -262,3 +262,31 @@ def test_every_key_is_explained_in_the_docs(key: str) -> None:
 def test_what_was_read_is_a_value() -> None:
     assert isinstance(read_nodes(GOOD), NodesFile)
     assert read_nodes(GOOD) == read_nodes(GOOD.encode())
+
+
+ODDLY_WRITTEN = '''\
+# [[node]] in a comment """ counts as nothing
+"requester".gflops = 50  # one
+[[node]]
+device = """
+[[node]]
+name = "not a machine"
+"""
+"name" = 'anna'
+memory = "8GB"
+[[node]] # the second
+name = "ben"
+memory = 8
+'''
+
+
+def test_the_line_is_right_next_to_comments_quoted_keys_and_strings_of_several_lines() -> None:
+    assert refusal(ODDLY_WRITTEN.replace("8GB", "8 apples")).startswith("nodes.toml:9: memory of anna")
+    plain = ODDLY_WRITTEN.replace('"""\n[[node]]\nname = "not a machine"\n"""', '"a\\"b"')
+    assert refusal(plain).startswith("nodes.toml:9: memory of ben")
+    assert refusal(plain.replace("= 8\n", '= "8GB"\n').replace("= 50", "= -5")).startswith("nodes.toml:2: gflops")
+
+
+def test_a_mistake_in_an_inline_table_is_told_at_the_key_that_holds_the_table() -> None:
+    text = 'node = [\n  { name = "a", memory = "1GB" },\n  { name = "b", memory = 2 },\n]\n'
+    assert refusal(text).startswith("nodes.toml:1: memory of b is 2 without a unit")
