@@ -1,7 +1,7 @@
-"""Which values of a graph share memory, and which operators write into it.
+"""Alias analysis: which values of a graph share memory, and which operators write into it.
 
-Cutting a model must never separate a value from an operator that later changes it in place, and evaluation must not
-change the model's state. Both questions are answered here, once, from the operators' schemas.
+Both follow from the operators' schemas. Partition uses them so that no cut separates a value from an operator that
+later changes it in place; evaluation uses them so that it does not change the model's state.
 """
 
 from dataclasses import replace
@@ -13,11 +13,11 @@ from ravnest.graph.portable import Node, PortableGraph
 _HANDING_BACK: Final = frozenset(
     "alpha_dropout contiguous dropout feature_alpha_dropout feature_dropout lift_fresh to type_as".split()
 )
-"""Operators that yield their argument itself where nothing has to be done."""
+"""Operators that return their argument itself if they have nothing to do."""
 
 
 class Aliases:
-    """Groups of names that may share memory. `group(name)` is the same object for two names of one group."""
+    """Groups of names that may share memory. `group(name)` is the same for two names of one group."""
 
     def __init__(self, graph: PortableGraph) -> None:
         self._parent: dict[str, str] = {}
@@ -33,7 +33,7 @@ class Aliases:
 
 
 def written_names(node: Node) -> list[str]:
-    """Names of the values this node changes in place, in training or in evaluation."""
+    """Names of the values that this node changes in place, in training or in evaluation."""
     return [
         name
         for form in _forms(node)
@@ -44,7 +44,7 @@ def written_names(node: Node) -> list[str]:
 
 
 def aliased_names(node: Node) -> list[str]:
-    """Names of the values whose memory this node's result may share, in training or in evaluation."""
+    """Names of the values that may share memory with this node's result, in training or in evaluation."""
     return [
         name
         for form in _forms(node)
@@ -54,14 +54,14 @@ def aliased_names(node: Node) -> list[str]:
 
 
 def handed_back_names(node: Node) -> list[str]:
-    """Names of the values of which this node may yield the very one, not a view of it: what it writes in place, what
-    it has no reason to copy."""
+    """Names of the values that this node may return themselves, not as views: those that it writes in place, and those
+    that it has no reason to copy."""
     hands_back = not ops.is_python(node.op) and ops.short_name(node.op) in _HANDING_BACK
     return aliased_names(node) if hands_back else written_names(node)
 
 
 def _forms(node: Node) -> list[Node]:
-    """The node as it runs in training and, where it says so itself, as it runs in evaluation."""
+    """The node as it runs in training and, if it has an evaluation form, as it runs in evaluation."""
     if node.evaluation is None:
         return [node]
     form = node.evaluation
@@ -72,7 +72,7 @@ def _forms(node: Node) -> list[Node]:
 
 
 def _is_frozen_norm(node: Node) -> bool:
-    """Whether this is a norm that reads its running statistics and does not count the batch in."""
+    """Whether this is a norm that reads its running statistics and does not update them."""
     if ops.is_python(node.op) or ops.short_name(node.op) not in _NORMS:
         return False
     return (node.args[5] if len(node.args) > 5 else node.kwargs.get(ops.argument_name(node.op, 5), True)) is False

@@ -1,8 +1,8 @@
-"""The requester's batches as named tensors, and back.
+"""Conversion of the requester's batches to named tensors and back.
 
-A batch is `(inputs, targets)`, each a tensor, a tuple or list of tensors, or a dict of them; inputs are given to the
-model as `model(x)`, `model(*inputs)` or `model(**inputs)`. The structure is read off the first batch; every later one
-must have it.
+A batch is `(inputs, targets)`, each a tensor, a tuple or list of tensors, or a dict of tensors. The model is called as
+`model(x)`, `model(*inputs)` or `model(**inputs)`. The first batch determines the structure; a later batch with another
+structure, shape or dtype is a JobError.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _SHAPE_FIX = "make every item a tensor, or a tuple, list or dict of tensors"
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How the tensors of a batch are laid out: 'tensor', a number of items, or the keys of a dict."""
+    """Structure of a batch. Inputs and targets are each 'tensor', a number of items, or the keys of a dict."""
 
     inputs: str | int | tuple[str, ...]
     targets: str | int | tuple[str, ...]
@@ -36,7 +36,7 @@ class Structure:
         return (*_names("inputs", self.inputs), *_names("targets", self.targets))
 
     def flatten(self, batch: Any) -> dict[str, torch.Tensor]:
-        """The batch's tensors by name; JobError where it is laid out otherwise than the first batch was."""
+        """The batch's tensors by name; JobError if its structure differs from that of the first batch."""
         inputs, targets = _pair(batch)
         return {**_flatten("inputs", self.inputs, inputs), **_flatten("targets", self.targets, targets)}
 
@@ -45,14 +45,14 @@ class Structure:
         return _unflatten(self.inputs, tensors[:count]), _unflatten(self.targets, tensors[count:])
 
     def call(self, model: Any, inputs: Any) -> Any:
-        """`model(...)` as the layout of its inputs asks for."""
+        """Call the model with inputs of this structure."""
         if self.inputs == "tensor":
             return model(inputs)
         return model(*inputs) if isinstance(self.inputs, int) else model(**inputs)
 
 
 def samples_in(tensors: Mapping[str, torch.Tensor]) -> int:
-    """How many samples a batch holds: the first size of its first tensor that has one."""
+    """The number of samples in a batch: the first dimension of its first tensor that has dimensions."""
     for tensor in tensors.values():
         if tensor.dim():
             return int(tensor.shape[0])
@@ -60,7 +60,7 @@ def samples_in(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def check_shapes(tensors: Mapping[str, torch.Tensor], specs: tuple[ValueSpec, ...], where: str) -> None:
-    """JobError when a batch does not fit what was captured: it names the tensor, both shapes and the fix."""
+    """JobError if a batch does not fit the captured graph. The error names the tensor, both shapes and the fix."""
     free: dict[str, tuple[str, int]] = {}
     for spec in specs:
         tensor = tensors[spec.name]
@@ -71,15 +71,16 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], specs: tuple[ValueSpec, ..
             wanted = "x".join("any" if isinstance(s, str) else str(s) for s in spec.shape)
             have = "x".join(str(s) for s in tensor.shape)
             raise JobError(
-                f"{where}: {spec.name} has shape {have or 'scalar'}, the model was captured for {wanted or 'scalar'}; "
+                f"{where}: {spec.name} has shape {have or 'scalar'}, but the model was captured for "
+                f"{wanted or 'scalar'}; "
                 "pad or crop the data to one shape (a size may vary if it differs within the first two batches)"
             )
         for size, count in zip(spec.shape, tensor.shape, strict=True):
             other, equal = free.setdefault(size, (spec.name, count)) if isinstance(size, str) else ("", count)
             if count != equal:
                 raise JobError(
-                    f"{where}: {spec.name} has the size {count} where {other} has {equal}, "
-                    "which were equal in the first batch; give each sample its target"
+                    f"{where}: a dimension of {spec.name} is {count} and that of {other} is {equal}, "
+                    "but they were equal in the first batch; give each sample its target"
                 )
         if tensor.dtype != spec.dtype:
             raise JobError(
@@ -87,7 +88,7 @@ def check_shapes(tensors: Mapping[str, torch.Tensor], specs: tuple[ValueSpec, ..
                 f"{str(spec.dtype).removeprefix('torch.')}; convert the data to one type"
             )
     if wrong := misfit(specs, tensors, sizes_of(specs, tensors)):
-        raise JobError(f"{where}: {wrong}, as in the first batches; pad or crop the data so that it is in every batch")
+        raise JobError(f"{where}: {wrong}, as in the first batches; pad or crop the data so that every batch fits")
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
@@ -106,9 +107,9 @@ def _layout(value: Any, what: str) -> str | int | tuple[str, ...]:
         return len(value)
     if isinstance(value, Mapping):
         if not all(isinstance(k, str) and k.isidentifier() for k in value):
-            raise JobError(f"the keys of {what} must be plain names, not {sorted(map(str, value))}")
+            raise JobError(f"the keys of {what} must be Python identifiers, not {sorted(map(str, value))}")
         return tuple(value)
-    raise JobError(f"{what} of a batch is a {type(value).__name__}; {_SHAPE_FIX}")
+    raise JobError(f"the {what} of a batch are a {type(value).__name__}; {_SHAPE_FIX}")
 
 
 def _names(prefix: str, layout: str | int | tuple[str, ...]) -> tuple[str, ...]:
@@ -124,12 +125,12 @@ def _flatten(prefix: str, layout: str | int | tuple[str, ...], value: Any) -> di
         items = [value]
     elif isinstance(layout, int):
         if not isinstance(value, tuple | list) or len(value) != layout:
-            raise JobError(f"{prefix} of a batch had {layout} items in the first batch and now is {_described(value)}")
+            raise JobError(f"the {prefix} of the first batch had {layout} items, but now they are {_described(value)}")
         items = list(value)
     else:
         if not isinstance(value, Mapping) or set(value) != set(layout):
             raise JobError(
-                f"{prefix} of a batch had the keys {sorted(layout)} in the first batch and now is {_described(value)}"
+                f"the {prefix} of the first batch had the keys {sorted(layout)}, but now they are {_described(value)}"
             )
         items = [value[key] for key in layout]
     return {name: _tensor(name, item) for name, item in zip(_names(prefix, layout), items, strict=True)}

@@ -1,4 +1,4 @@
-"""The clock by which computation is timed, so that a machine that others use for a moment is not called slow."""
+"""Clock for timing computation, which other programs on the same machine disturb as little as possible."""
 
 import time
 from collections.abc import Callable
@@ -7,8 +7,6 @@ import torch
 
 
 def work_clock() -> Callable[[], float]:
-    """Counts the time that this thread got of the processor, where it computes alone.
-
-    With several threads it is the time that passes: they wait for one another, and what one of them got says little.
-    """
+    """The processor time of this thread if torch computes with one thread, otherwise the elapsed time: several threads
+    wait for one another, so the processor time of one of them means little."""
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

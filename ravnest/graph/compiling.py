@@ -1,7 +1,8 @@
-"""A graph as one function for torch.compile, which makes code for the device at hand of it.
+"""Compilation of a graph with torch.compile, for the stage's device.
 
-Nothing of what a peer sent becomes source: the values are numbered anew, and the operators are those of the allow-list.
-A compiled dropout draws other numbers than one that is not compiled, the same ones whenever a microbatch runs.
+No text that a peer sent becomes source code: values get new names by number, and the operators are those of the
+allow-list. A compiled dropout draws other random numbers than an uncompiled one, but the same ones each time that a
+microbatch runs. A graph that cannot be compiled on this machine runs uncompiled, with a warning.
 """
 
 import warnings
@@ -22,7 +23,7 @@ _COMPILER_ERRORS = (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.
 def as_module(
     nodes: Iterable[Node], given: Sequence[str], outputs: Sequence[str], device: torch.device
 ) -> fx.GraphModule:
-    """A function of what is `given`, in order, that yields the outputs, in order."""
+    """The nodes as a function from the values named in `given`, in order, to the outputs, in order."""
     graph = fx.Graph()
     values: dict[str, fx.Node] = {name: graph.placeholder(f"g{i}") for i, name in enumerate(given)}
     recording = True
@@ -41,9 +42,9 @@ def as_module(
 
 
 class Compiled:
-    """The same function, compiled at its first call, and again for shapes that differ in more than a batch's size.
+    """A function that is compiled at its first call, and again when shapes change in more than the batch size.
 
-    Where that cannot be done here, because there is no compiler say, it runs as it is, and `failure` says why.
+    If compilation fails, for example because the machine has no compiler, it runs uncompiled and `failure` says why.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:

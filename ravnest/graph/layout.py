@@ -1,11 +1,11 @@
-"""Where a graph may be cut.
+"""Layout of a graph for partition: the places where it may be cut, and the values that cross each cut.
 
-Its nodes fall in two kinds. *Shared* nodes are cheap functions of the batch alone (position ids, masks, sizes): every
-stage that needs one computes it again from the inputs, so none of them ever crosses a link. The others, the *line*,
-run in order; a cut is a place between two of them. What was computed before a cut and is needed after it crosses the
-cut: activations, and also a trained parameter that both sides use, which is how tied weights stay one weight wherever
-the cut falls. Something has to cross it, whether or not a gradient comes back for it: a stage that nothing leaves has
-no part in a microbatch.
+A graph has two kinds of nodes. *Shared* nodes are cheap functions of the batch alone (position ids, masks, sizes):
+each stage that needs one recomputes it from the inputs, so its value never crosses a link. The other nodes, the *line*,
+run in order, and a cut is a place between two of them. Values that are computed before a cut and used after it cross
+the cut: activations, and trained parameters that both sides use, so that tied weights remain one weight wherever the
+cut falls. At least one value has to cross, with or without a gradient: a stage that sends nothing takes no part in a
+microbatch.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _PICK = "py.getitem"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`line` in order; `cuts` are the places in it where a cut may fall (cut c: line[:c] | line[c:])."""
+    """The line in order, and the places in it where a cut may fall (cut c: line[:c] | line[c:])."""
 
     line: tuple[Node, ...]
     shared: dict[str, Node]
@@ -28,13 +28,13 @@ class Layout:
     crossing: dict[int, tuple[ValueSpec, ...]]
     """For every cut, the values that cross it; at least one."""
     first_use: dict[str, int]
-    """For every trained parameter (by name), the place of the first node that uses it: the stage there owns it."""
+    """For every trained parameter by name, the place of the first node that uses it. The stage of that node owns it."""
     state_use: dict[str, int]
     """The same for every state (a buffer that training changes); no cut falls between two of its uses."""
 
 
 def layout(graph: PortableGraph) -> Layout:
-    """The line, its cuts and what crosses them."""
+    """The line, its cuts and the values that cross them."""
     shared = _shared(graph)
     line = tuple(n for n in graph.nodes if n.name not in shared)
     place = {n.name: i for i, n in enumerate(line)}
@@ -49,7 +49,7 @@ def layout(graph: PortableGraph) -> Layout:
                 last_use[name] = i
             if name in parameters:
                 first_use.setdefault(name, i)
-    # Metrics are read at the end, where the loss is, wherever the value was computed.
+    # The stage that has the loss also reads the metrics, wherever their values are computed.
     for name in graph.metrics.values():
         if name in place or name in parameters:
             last_use[name] = len(line)
@@ -84,8 +84,8 @@ def layout(graph: PortableGraph) -> Layout:
 
 
 def _specs(graph: PortableGraph, line: tuple[Node, ...], aliases: Aliases) -> dict[str, ValueSpec | None]:
-    """What each value is where it can cross: behind all that is written into it. A tensor of zeros needs no gradient
-    when it is made, and does once something trained has been written into it or into a view of it."""
+    """The spec of each value after the last write into it, which is when it can cross a cut. A tensor of zeros needs no
+    gradient when it is made, but does after a trained value has been written into it or into a view of it."""
     needing = _needing(graph, line)
     trained = {
         aliases.group(name): place
@@ -104,8 +104,8 @@ def _specs(graph: PortableGraph, line: tuple[Node, ...], aliases: Aliases) -> di
 
 
 def _needing(graph: PortableGraph, line: tuple[Node, ...]) -> set[str]:
-    """Values that a gradient leads back from. Under no_grad too, an operator that hands back its argument (a write in
-    place, `contiguous`) hands it back with all that it depends on."""
+    """Values that gradients flow back from. An operator that returns its argument itself (a write in place,
+    `contiguous`) keeps the argument's gradient, even under no_grad."""
     needing = {p.name for p in graph.parameters}
     for node in line:
         handed_back = not node.grad and needing.intersection(handed_back_names(node))
@@ -117,7 +117,7 @@ def _needing(graph: PortableGraph, line: tuple[Node, ...]) -> set[str]:
 def _shared(graph: PortableGraph) -> dict[str, Node]:
     aliases = Aliases(graph)
     written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
-    # A frozen weight with more than one dimension belongs to a frozen layer: real work, not a mask.
+    # A frozen weight with more than one dimension belongs to a frozen layer, which is real work, unlike a mask.
     from_batch = {v.name for v in graph.inputs} | {
         c.name for c in graph.constants if not _is_frozen_layer(c.key, c.shape)
     }
@@ -156,9 +156,9 @@ def _state_uses(graph: PortableGraph, line: tuple[Node, ...], aliases: Aliases) 
 
 
 def _function_span(line: tuple[Node, ...], place: dict[str, int], end: int) -> tuple[int, int]:
-    """From where to where a custom function reaches, whose backward pass is at `end`: from the first operator of its
-    forward, which runs without gradients. A hook on a parameter reaches to the parameter's first use, so that the stage
-    that uses it owns it."""
+    """First and last place of a custom function whose backward pass is at `end`. It starts with the first operator of
+    its forward, which runs without gradients. A hook on a parameter extends to the parameter's first use, so that the
+    stage that uses the parameter owns it."""
     node = line[end]
     outputs = node.references_at(0)
     if not any(name in place and line[place[name]].op != _PICK for name in outputs) and outputs == node.references_at(
@@ -182,7 +182,8 @@ def _forbidden(
     aliases: Aliases,
     state_uses: dict[str, list[int]],
 ) -> set[int]:
-    """Cuts that would part a value from an operator that changes it in place, or a list of results from its readers."""
+    """Cuts that would separate a value from an operator that changes it in place, or a list of results from its
+    readers."""
     spans: list[tuple[int, int]] = []
     spans += [(i, last_use.get(n.name, i)) for i, n in enumerate(line) if n.output is None]
     members: dict[str, list[int]] = {}

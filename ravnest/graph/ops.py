@@ -1,7 +1,7 @@
-"""The operators a portable graph may use, by name, and what each operator does that a cut must respect.
+"""Operators that a portable graph may use, by name, and the properties that partition has to respect.
 
 A provider runs a stranger's graph, so an operator is allowed only as an exact overload of the table in
-`operators/allowed.py`, named `aten.<name>.<overload>`, with arguments that fit its signature.
+`operators/allowed.py`, named `aten.<name>.<overload>`. Any other name is a GraphError.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ravnest.graph.operators.allowed import OVERLOADS
 from ravnest.graph.operators.python_numbers import FUNCTIONS, TARGETS
 
 OWN_GRADIENT = "py.own_gradient"
-"""Passes its first list of values on, with the backward pass that the node brings (own_gradient.py runs it)."""
+"""Operator that returns its first list of values, with the backward pass that the node carries (own_gradient.py)."""
 
 
 def _without_gradient(outputs: Any, inputs: Any, saved: Any) -> Any:
@@ -39,7 +39,7 @@ _RANDOM = frozenset(
     """.split()
 )
 
-# These may hand back their argument, or a view of it, although their schema does not say so.
+# These may return their argument or a view of it, although their schema does not say so.
 _MAY_ALIAS = frozenset(
     """
     alpha_dropout atleast_1d atleast_2d atleast_3d broadcast_tensors channel_shuffle dropout einsum
@@ -48,8 +48,8 @@ _MAY_ALIAS = frozenset(
 )
 
 
-# These change the form of a tensor and not its values. Called on what another kernel saved for its backward, they would
-# change that, too: so they run as the view of the same name, which is what later nodes get in any case.
+# These change the shape of a tensor in place, but not its values. If another kernel had saved the tensor for its
+# backward, that would change as well. So they run as the view of the same name, which later nodes get in any case.
 _AS_VIEWS = {
     "aten.detach_.default": "aten.detach.default",
     "aten.squeeze_.default": "aten.squeeze.default",
@@ -101,8 +101,8 @@ def is_allowed(op: str) -> bool:
 
 
 def compilable(op: str) -> Callable[..., Any]:
-    """The callable for a compiler, which follows plain numbers as symbols: without our own checks of them. GraphError
-    for a node that brings a backward pass, which is interpreted."""
+    """The callable for a compiler, without our own checks of plain numbers, because a compiler traces them as symbols.
+    GraphError for a node with a backward pass of its own, which can only be interpreted."""
     if op == OWN_GRADIENT:
         raise GraphError(f"{OWN_GRADIENT} cannot be compiled: the backward pass of its node is interpreted")
     return TARGETS[op] if op in TARGETS else resolve(op)
@@ -110,8 +110,8 @@ def compilable(op: str) -> Callable[..., Any]:
 
 @cache
 def without_out(target: object) -> str | None:
-    """The operator that computes what this one writes into its `out=`; None for an operator without, or where what it
-    computes is not on the allow-list."""
+    """The operator that computes the value which this one writes into its `out=`. None if this operator has no `out=`,
+    or the other operator is not on the allow-list."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.startswith("aten::"):
         return None
     arguments = target._schema.arguments
@@ -127,7 +127,7 @@ def without_out(target: object) -> str | None:
 
 
 def is_heavy(op: str) -> bool:
-    """Whether recomputing this operator on several stages would cost real time."""
+    """Whether recomputing this operator on several stages would take considerable time."""
     return not is_python(op) and short_name(op) in _HEAVY
 
 
@@ -138,7 +138,7 @@ def is_random(op: str) -> bool:
 
 @cache
 def argument_name(op: str, position: int) -> str:
-    """The keyword by which the argument at this position may be given as well (`out`, for one, only ever is)."""
+    """The keyword of the argument at this position. Some arguments, such as `out`, can be given by keyword only."""
     if is_python(op):
         return ""
     arguments = resolve(op)._schema.arguments  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ def device_arguments(op: str) -> tuple[tuple[int, str], ...]:
 
 @cache
 def written_arguments(op: str) -> tuple[int, ...]:
-    """Positions of the arguments this operator changes in place (batch norm's running statistics included)."""
+    """Positions of the arguments that this operator changes in place (batch norm's running statistics included)."""
     if is_python(op):
         return ()
     if short_name(op) in ("batch_norm", "instance_norm"):

@@ -1,8 +1,8 @@
-"""Interpreter of a backward pass that the model brings along: a custom autograd function, a hook on a tensor.
+"""Interpreter of a backward pass that the model defines itself: a custom autograd function or a hook on a tensor.
 
-A `py.own_gradient` node yields its outputs as they are. When their gradients arrive, autograd calls the one function
-below, which runs the node's list of operators on these gradients and on the values that were saved. So a backward pass
-is data for a provider too, interpreted by the same steps as a forward pass.
+A `py.own_gradient` node returns its outputs unchanged. When their gradients arrive, autograd calls the function below,
+which runs the node's list of operators on the gradients and the saved values. A backward pass is therefore data for a
+provider, like a forward pass, and the same steps interpret it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +15,16 @@ from ravnest.errors import GraphError
 from ravnest.graph.portable import Node
 
 Run = Callable[[Sequence[Any]], list[Any]]
-"""Runs a backward pass: gradients that arrive, then saved values, become the gradients that leave."""
+"""Runs a backward pass: from incoming gradients followed by saved values to outgoing gradients."""
 
 
 def with_own_gradient(node: Node, run: Run) -> Callable[..., list[torch.Tensor]]:
-    """The function that a `py.own_gradient` node calls with its three lists. `run` is its backward pass."""
+    """The function that a `py.own_gradient` node calls with its three lists; `run` is its backward pass."""
 
     def call(outputs: Any, inputs: Any, saved: Any) -> list[torch.Tensor]:
         if not all(isinstance(value, torch.Tensor) for value in (*outputs, *inputs)):
-            raise GraphError(f"node {node.name!r} of the portable graph gives a gradient to what is no tensor")
-        # In a list, autograd does not see the outputs: what they were computed from must not count a second time.
+            raise GraphError(f"node {node.name!r} of the portable graph gives a gradient to a value that is no tensor")
+        # Autograd does not see outputs inside a list. Otherwise their own history would be differentiated as well.
         results = _OwnGradient.apply(run, list(outputs), list(saved), *inputs)  # type: ignore[no-untyped-call]
         return list(results)
 
@@ -37,7 +37,7 @@ class _OwnGradient(torch.autograd.Function):
         ctx.run = run
         ctx.plain = [None if isinstance(value, torch.Tensor) else value for value in saved]
         ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in saved))
-        # A detached value is no view, so the model may change it in place as it may any result of an operator.
+        # A detached value is no view, so the model may change it in place like the result of any operator.
         return tuple(value.detach() for value in outputs)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Cuts a model into contiguous stages, each a graph of its own. Where to cut is the planner's to say."""
+"""Partition of a model into contiguous stages, each a graph of its own. The planner chooses the cuts."""
 
 import itertools
 from bisect import bisect_left
@@ -12,12 +12,13 @@ _SIZE = "aten.sym_size.int"
 
 
 def max_stages(graph: PortableGraph) -> int:
-    """Into how many stages the model can be cut at most: each must own a trained parameter."""
+    """The maximum number of stages: each must own a trained parameter."""
     return len(_smallest_stages(layout(graph))) + 1
 
 
 def split(graph: PortableGraph, places: Sequence[int]) -> tuple[PortableGraph, ...]:
-    """The stages of the model cut at `places`, each a graph of its own that receives what crosses and sends it on."""
+    """The stages of the model cut at `places`. Each receives the values that cross its first cut and sends those that
+    cross its last one."""
     plan = layout(graph)
     bounds = [0, *places, len(plan.line)]
     stages = []
@@ -66,8 +67,8 @@ def _stage(
 def _sizes_from_near(
     graph: PortableGraph, plan: Layout, line: tuple[Node, ...], receives: tuple[ValueSpec, ...]
 ) -> dict[str, Node]:
-    """The shared nodes, with batch sizes read off a value this stage has anyway rather than off an input sent for that
-    alone."""
+    """The shared nodes, with batch sizes read from a value that this stage has in any case, rather than from an input
+    that would be sent for this purpose alone."""
     direct = _direct_inputs(plan, line)
     near = [*receives, *(v for v in graph.inputs if v.name in direct)]
     found: dict[str, tuple[str, int]] = {}
@@ -87,7 +88,7 @@ def _sizes_from_near(
 
 
 def _direct_inputs(plan: Layout, line: tuple[Node, ...]) -> set[str]:
-    """Inputs this stage needs for more than their sizes."""
+    """Inputs that this stage needs for more than their sizes."""
     wanted = {name for node in line if node.op != _SIZE for name in node.references()}
     for node in reversed(list(plan.shared.values())):
         if node.name in wanted and node.op != _SIZE:
@@ -96,7 +97,7 @@ def _direct_inputs(plan: Layout, line: tuple[Node, ...]) -> set[str]:
 
 
 def _smallest_stages(plan: Layout) -> list[int]:
-    """The cuts that make as many stages as there can be: each as soon as the stage before it owns a parameter."""
+    """The cuts that make the maximum number of stages: each as soon as the stage before it owns a parameter."""
     owned = sorted(plan.first_use.values())
     cuts: list[int] = []
     start = 0

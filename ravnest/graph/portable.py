@@ -1,8 +1,8 @@
-"""The portable graph: a model as data. What a provider receives instead of the requester's Python.
+"""Portable graph: a model as data, which a provider receives instead of the requester's Python.
 
-A graph is a list of operator calls in order, with names for values; the same type describes a whole model and one
-stage of it. It reads and writes as plain JSON (docs/portable-graph.md). `from_json` checks everything: names,
-references, operators, sizes; whatever is off raises GraphError, and nothing is built from it.
+A graph is an ordered list of operator calls with names for values. The same type describes a whole model and one stage
+of it. Its file format is plain JSON (docs/portable-graph.md). `from_json` checks names, references, operators and
+sizes; a graph that fails any check is a GraphError, and nothing is built from it.
 """
 
 import json
@@ -44,14 +44,14 @@ _MEMORY_FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An argument that is the value of that name."""
+    """An argument that refers to the value of that name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An argument that is whatever device the stage runs on."""
+    """An argument that stands for the device of the stage."""
 
 
 _FORMS = Forms(Ref, Device)
@@ -65,7 +65,7 @@ Argument = (
 class ValueSpec:
     """A tensor (or, with dtype None, a plain number) that crosses into or out of a graph.
 
-    A size that is a text is free (the batch); the same text means the same size.
+    A size given as text is free, as that of the batch is; the same text means the same size.
     """
 
     name: str
@@ -76,7 +76,7 @@ class ValueSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """A tensor the graph owns: `name` inside the graph, `key` in the weights file (the model's own parameter name)."""
+    """A tensor that the graph owns: `name` in the graph, `key` (the model's own parameter name) in the weights file."""
 
     name: str
     key: str
@@ -86,7 +86,7 @@ class WeightSpec:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationForm:
-    """The operator call that stands in a node's place in evaluation, where the switch does not say it."""
+    """The operator call that replaces a node in evaluation, if the operator's train/eval switch cannot express it."""
 
     op: str
     args: tuple[Argument, ...] = ()
@@ -95,10 +95,10 @@ class EvaluationForm:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The backward pass of a `py.own_gradient` node: operator calls that run in place of the derivatives of PyTorch.
+    """The backward pass of a `py.own_gradient` node: operator calls that replace PyTorch's derivatives.
 
-    Its names are its own. The node's arguments are three lists: the values whose gradients arrive, those whose
-    gradients leave, and those that the backward pass reads besides.
+    It has names of its own. The node's arguments are three lists: the values whose gradients arrive, the values whose
+    gradients leave, and the saved values that the backward pass reads.
     """
 
     gradients: tuple[str, ...]
@@ -107,12 +107,12 @@ class Backward:
     """Names of the values in the node's third list."""
     nodes: tuple["Node", ...]
     yields: tuple[str | None, ...]
-    """For each value in the node's second list, the name of its gradient; None where it gets none."""
+    """For each value in the node's second list, the name of its gradient, or None if it gets none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One operator call. `grad` False: it runs without recording gradients, as inside the model's own `no_grad`."""
+    """One operator call. With `grad` False it runs without recording gradients, as inside the model's `no_grad`."""
 
     name: str
     op: str
@@ -120,17 +120,17 @@ class Node:
     kwargs: Mapping[str, Argument] = field(default_factory=dict)
     grad: bool = True
     seed: int | None = None
-    """Number of this random operator in the whole model: with the microbatch it seeds the draw, wherever the cuts
-    fall."""
+    """Number of this random operator in the whole model. Together with the microbatch it seeds the draw, so that the
+    cuts do not change it."""
     output: ValueSpec | None = None
-    """What it yields, where that is one tensor or number; None for a list of tensors."""
+    """The result, if it is one tensor or number; None for a list of tensors."""
     evaluation: EvaluationForm | None = None
-    """What runs in evaluation instead; None where the switch of its operator says it."""
+    """The call that runs in evaluation instead; None if the operator's train/eval switch is enough."""
     backward: Backward | None = None
-    """The backward pass of a `py.own_gradient` node, which has no other."""
+    """The backward pass of a `py.own_gradient` node; None for every other operator."""
 
     def references(self) -> Iterator[str]:
-        """Names of the values it takes, in training or in evaluation."""
+        """Names of the values that the node takes, in training or in evaluation."""
         for argument in (*self.args, *self.kwargs.values()):
             yield from _references(argument)
         if self.evaluation is not None:
@@ -138,7 +138,7 @@ class Node:
                 yield from _references(argument)
 
     def references_at(self, position: int) -> list[str]:
-        """Names of the values that the argument at this position is, or has in it."""
+        """Names of the values in the argument at this position."""
         if position < len(self.args):
             argument = self.args[position]
         else:
@@ -152,9 +152,9 @@ class PortableGraph:
     """A model, or one stage of it.
 
     inputs      fed by the coordinator with every microbatch (model inputs and targets)
-    receives    come from the stage before; sends go to the stage after
+    receives    come from the previous stage; sends go to the next stage
     parameters  trained here; constants never change; states change in the forward (batch-norm statistics)
-    loss        name of the loss value in the graph that has it; metrics: metric name -> value name
+    loss        name of the loss value, in the graph that has it; metrics: metric name -> value name
     """
 
     nodes: tuple[Node, ...]
@@ -172,7 +172,7 @@ class PortableGraph:
         return (*self.parameters, *self.constants, *self.states)
 
     def given_names(self) -> list[str]:
-        """Names of everything that is there before the first node runs."""
+        """Names of all values that exist before the first node runs."""
         return [v.name for v in (*self.inputs, *self.receives)] + [w.name for w in self.weights]
 
     def to_json(self) -> str:
@@ -196,7 +196,7 @@ class PortableGraph:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "PortableGraph":
-        """The graph in `text`, checked; GraphError says what is wrong with it."""
+        """The checked graph in `text`; GraphError if anything in it is wrong."""
         try:
             data = read_json(text, MAX_VALUES)
         except ValueError as error:
@@ -206,8 +206,8 @@ class PortableGraph:
             raise GraphError("this is not a portable graph (no format 'ravnest.graph')")
         if top.get("version") != FORMAT_VERSION:
             raise GraphError(
-                f"the portable graph has format version {str(top.get('version'))[:40]}, this Ravnest reads "
-                f"{FORMAT_VERSION}; update the older of the two machines"
+                f"the portable graph has format version {str(top.get('version'))[:40]}, but this Ravnest reads version "
+                f"{FORMAT_VERSION}; update Ravnest on the older of the two machines"
             )
         graph = cls(
             nodes=tuple(_node_from_json(n) for n in _array(top.get("nodes"), "nodes", MAX_NODES)),
@@ -225,8 +225,8 @@ class PortableGraph:
 
 
 def check(graph: PortableGraph) -> None:
-    """Every name defined once and before its use, every operator on the allow-list with arguments that fit it; else
-    GraphError."""
+    """GraphError unless every name is defined once and before its use, and every operator is on the allow-list with
+    arguments that fit it."""
     known: set[str] = set()
     for name in graph.given_names():
         if name in known:
@@ -245,15 +245,15 @@ def check(graph: PortableGraph) -> None:
             count += len(node.backward.nodes)
         known.add(node.name)
     if count + len(graph.nodes) > MAX_NODES:
-        raise GraphError(f"the portable graph has more than {MAX_NODES:,} nodes, those of backward passes counted")
+        raise GraphError(f"the portable graph has more than {MAX_NODES:,} nodes, including those of backward passes")
     wanted = [v.name for v in graph.sends] + list(graph.metrics.values()) + ([graph.loss] if graph.loss else [])
     for name in wanted:
         if name not in known:
-            raise GraphError(f"the portable graph should yield {name!r} but never computes it")
+            raise GraphError(f"the portable graph should yield {name!r}, but never computes it")
 
 
 def _check_node(node: Node, known: set[str]) -> None:
-    """What holds for every operator call, be it of a forward or of a backward pass."""
+    """The checks of every operator call, in a forward or a backward pass."""
     if (node.op == ops.OWN_GRADIENT) != (node.backward is not None):
         raise GraphError(f"node {node.name!r} of the portable graph must be {ops.OWN_GRADIENT} to have a backward pass")
     check_node(node)
@@ -268,7 +268,7 @@ def check_node(node: Node) -> None:
     """GraphError unless the operator is on the allow-list and its arguments fit its signature."""
     operator = ops.resolve(node.op)
     if node.op == ops.OWN_GRADIENT:
-        # Its three lists are held against the backward pass that it brings.
+        # _check_backward compares its three lists with its backward pass.
         return
     if not ops.is_python(node.op):
         check_arguments(node.name, node.op, operator, node.args, node.kwargs, _FORMS)
@@ -279,8 +279,8 @@ def check_node(node: Node) -> None:
 
 
 def _check_backward(node: Node, backward: Backward) -> None:
-    """A backward pass is checked as a graph of its own: it defines each name once and before its use, is not nested,
-    draws nothing, and changes nothing that it did not make itself."""
+    """GraphError unless a backward pass defines each name once and before its use, is not nested, draws no random
+    numbers, and writes into no value that it did not make itself."""
     where = f"the backward pass of node {node.name!r} of the portable graph"
     sizes = (len(backward.gradients), len(backward.yields), len(backward.saved))
     lists = [a for a in node.args if isinstance(a, tuple) and all(isinstance(item, Ref) for item in a)]
@@ -294,7 +294,7 @@ def _check_backward(node: Node, backward: Backward) -> None:
     for inner in backward.nodes:
         _check_node(inner, known)
         if inner.backward is not None or inner.evaluation is not None or ops.is_random(inner.op):
-            raise GraphError(f"{where} has the node {inner.name!r}, which no backward pass may have")
+            raise GraphError(f"{where} has the node {inner.name!r}, which is not allowed in a backward pass")
         if any(foreign[name] for position in ops.written_arguments(inner.op) for name in inner.references_at(position)):
             raise GraphError(f"{where} changes a value in place that it did not make")
         shared = [name for position in ops.aliased_arguments(inner.op) for name in inner.references_at(position)]
@@ -302,7 +302,7 @@ def _check_backward(node: Node, backward: Backward) -> None:
         known.add(inner.name)
     for name in backward.yields:
         if name is not None and name not in known:
-            raise GraphError(f"{where} should yield {name!r} but never computes it")
+            raise GraphError(f"{where} should yield {name!r}, but never computes it")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -311,7 +311,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_named(name: object) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
-        raise GraphError(f"{str(name)[:80]!r} is not a tensor type a portable graph may use")
+        raise GraphError(f"{str(name)[:80]!r} is not a tensor type that a portable graph may use")
     return _DTYPES[name]
 
 
@@ -344,7 +344,7 @@ def _argument_to_json(argument: Argument) -> Any:
 def _argument_from_json(data: Any, depth: int = 0) -> Argument:
     if data is None or isinstance(data, bool | int | float | str):
         if isinstance(data, str) and len(data) > 256:
-            raise GraphError("an argument of the portable graph is a text of more than 256 characters")
+            raise GraphError("an argument of the portable graph is text of more than 256 characters")
         if isinstance(data, int) and not isinstance(data, bool) and not -(2**63) <= data < 2**63:
             raise GraphError("an argument of the portable graph is an integer of more than 64 bits")
         return data
@@ -396,7 +396,7 @@ def _weight_from_json(data: Any) -> WeightSpec:
     item = _object(data, "weight")
     key = item.get("key")
     if not isinstance(key, str) or not _KEY.fullmatch(key) or ".." in key:
-        raise GraphError(f"{str(key)[:80]!r} is not a name a weight may have")
+        raise GraphError(f"{str(key)[:80]!r} is not a valid name for a weight")
     shape = tuple(_size(s) for s in _array(item.get("shape"), "shape", 64))
     return WeightSpec(_name(item.get("name")), key, dtype_named(item.get("dtype")), shape)
 
@@ -465,23 +465,23 @@ def _backward_from_json(item: dict[str, Any]) -> Backward:
 
 def _object(data: Any, what: str) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise GraphError(f"the portable graph has no proper {what} (a JSON object)")
+        raise GraphError(f"the portable graph has no valid {what} (a JSON object)")
     return data
 
 
 def _array(data: Any, what: str, limit: int = MAX_LIST) -> list[Any]:
     if not isinstance(data, list) or len(data) > limit:
-        raise GraphError(f"the portable graph has no proper {what} (a JSON array of at most {limit})")
+        raise GraphError(f"the portable graph has no valid {what} (a JSON array of at most {limit} items)")
     return data
 
 
 def _name(data: Any) -> str:
     if not isinstance(data, str) or not _NAME.fullmatch(data):
-        raise GraphError(f"{str(data)[:80]!r} is not a name a value may have")
+        raise GraphError(f"{str(data)[:80]!r} is not a valid name for a value")
     return data
 
 
 def _size(data: Any) -> int:
     if not isinstance(data, int) or isinstance(data, bool) or not 0 <= data < 2**40:
-        raise GraphError(f"{str(data)[:80]!r} is not a size a tensor may have")
+        raise GraphError(f"{str(data)[:80]!r} is not a valid size of a tensor")
     return data

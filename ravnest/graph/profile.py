@@ -1,7 +1,7 @@
-"""What each node of a graph costs on this machine: time forward and backward, and the bytes it yields and saves.
+"""Profile of a graph: forward and backward time of each node on this machine, and the bytes that it yields and saves.
 
-Each node is timed alone, on the values it really gets, with its own backward: so the cost of a stage is the sum over
-its nodes, whichever way the model is cut. Measured once, on the requester's machine.
+Each node is timed alone, on the values that it really gets, with its own backward. The cost of a stage is therefore the
+sum over its nodes for every way of cutting the model. The requester's machine measures the profile once.
 """
 
 import time
@@ -28,11 +28,11 @@ class NodeCost:
     backward_seconds: float
     output_bytes: int
     saved_bytes: int
-    """Memory that autograd keeps from this node until its backward (parameters and earlier nodes' savings not
-    counted)."""
+    """Memory that autograd keeps from this node until its backward, without parameters and values that earlier nodes
+    already saved."""
     heavy: bool = False
-    """Whether it is products of matrices or convolutions, whose time goes with a machine's arithmetic; that of others
-    goes with its memory."""
+    """Whether the node is a matrix product or convolution, whose time depends on a machine's arithmetic speed; that of
+    other nodes depends on its memory speed."""
 
     @property
     def seconds(self) -> float:
@@ -48,16 +48,15 @@ class CostProfile:
     threads: int
     update: UpdateCost = field(default_factory=UpdateCost)
     flops_per_second: float = 0.0
-    """Of the machine that measured, with so many threads: what a provider's own figure is held against. 0: not
-    known."""
+    """Speed of the measuring machine with `threads` threads, to compare a provider's speed with; 0 if unknown."""
     memory_bytes_per_second: float = 0.0
     precision: str = "float32"
-    """In which providers compute products; the costs are those of float32 in any case."""
+    """Precision in which providers compute products. The costs are always those of float32."""
     precision_speed: float = 1.0
-    """How many times as fast the machine that measured computes products in that."""
+    """How many times as fast as in float32 the measuring machine computes products in that precision."""
     stage_seconds: float = 0.0
-    """What each stage takes for a microbatch beside its nodes and its update, however it is cut: between two of its
-    tasks the processor does other things, and each task finds little in the cache of what it needs."""
+    """Time that each stage takes for a microbatch in addition to its nodes and its update, wherever the cuts fall:
+    between two tasks of a stage the processor does other work, so each task starts with a cold cache."""
 
     def seconds(self, name: str) -> float:
         cost = self.nodes.get(name)
@@ -67,7 +66,7 @@ class CostProfile:
 def profile(
     graph: PortableGraph, weights: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor], samples: int
 ) -> CostProfile:
-    """Measures every node of a whole model's graph on the sample; takes a few passes, fewer where one is slow."""
+    """Measure every node of a whole model's graph on the sample. Takes a few passes, or fewer if one is slow."""
     program = Program(graph)
     saved = _saved_bytes(program, graph, weights, sample)
     env = program.environment(sample, _copies(graph, weights))
@@ -89,7 +88,8 @@ def profile(
 
 
 def _copies(graph: PortableGraph, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights for a trial run: states copied, because the forward changes them; parameters with gradients."""
+    """Weights for a trial run: parameters with gradients, and copies of the states, because the forward changes
+    them."""
     leaves = {p.name: weights[p.key].detach().requires_grad_() for p in graph.parameters}
     fixed = {c.name: weights[c.key].detach() for c in graph.constants}
     return {**leaves, **fixed, **{s.name: weights[s.key].clone() for s in graph.states}}
@@ -123,7 +123,7 @@ class _Trial:
     def backward(self, leaves: list[torch.Tensor]) -> float:
         results = self._result if isinstance(self._result, tuple | list) else [self._result]
         wanted = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
-        # A view taken under no_grad claims to require a gradient and has none.
+        # A view taken under no_grad reports requires_grad, but has no gradient.
         if not self._grad or not wanted or not leaves:
             return 0.0
         ones = [torch.ones_like(r) for r in wanted]
@@ -133,7 +133,7 @@ class _Trial:
 
 
 def _marked(value: Any, step: Step) -> Any:
-    """The value cut off from what made it, and asking for a gradient where it does in the model."""
+    """The value detached from the node that made it, requiring a gradient if it does in the model."""
     if isinstance(value, tuple | list):
         return [_marked(v, step) for v in value]
     if not isinstance(value, torch.Tensor):
@@ -152,7 +152,7 @@ def _leaf(argument: Any, leaves: list[torch.Tensor], copy: bool) -> Any:
     if argument.requires_grad:
         fresh = fresh.requires_grad_()
         leaves.append(fresh)
-    # An operator that writes into its argument must get a value that is not a leaf, as it would in the model.
+    # An operator that writes into its argument must get a non-leaf, as in the model.
     return fresh.clone() if copy else fresh
 
 
@@ -181,7 +181,7 @@ def _saved_bytes(
         for step in program.train_steps:
             current = step.node.name
             step.call(env)
-            # Held until the end: memory that is freed and used again would be counted once for two savings.
+            # The results are kept until the end: reused memory would be counted once for two saved values.
             kept.append(env[program.slot(current)])
     return saved
 

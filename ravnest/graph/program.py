@@ -1,8 +1,9 @@
-"""A portable graph made ready to run: a list of steps over numbered slots.
+"""Interpreter of a portable graph: a list of steps over numbered slots.
 
-It is an interpreter, not generated code: nothing that a provider was sent becomes source, unless a job asks for
-torch.compile, which is given numbered values and operators of the allow-list alone (compiling.py).
-Values are dropped as soon as no later step needs them, so a stage holds what autograd saves and nothing more.
+No text that a provider receives becomes source code. Even if a job asks for torch.compile, the compiler sees numbered
+values and operators of the allow-list alone (compiling.py). A value is dropped after its last use, so a stage holds
+only the values that autograd saves. A microbatch that a check refuses, or that would take more memory than is lent,
+ends with a GraphError.
 """
 
 import warnings
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 _MASK = (1 << 63) - 1
 _UNLIMITED_BYTES = 1 << 62
 _MAX_SHAPES = 10_000
-"""Sets of shapes that are remembered as checked."""
+"""Maximum number of sets of shapes that are remembered as checked."""
 
 
 def draw_seed(seed: int, microbatch: int, number: int) -> int:
-    """The seed of one random operator for one microbatch: the same on whichever stage and however often it runs."""
+    """The seed of one random operator for one microbatch: the same on every stage and in every run."""
     mixed = (seed * 0x9E3779B97F4A7C15 + microbatch * 0xBF58476D1CE4E5B9 + number * 0x94D049BB133111EB + 1) & _MASK
     mixed ^= mixed >> 31
     return (mixed * 0xD6E8FEB86659FD93) & _MASK
@@ -39,12 +40,12 @@ def draw_seed(seed: int, microbatch: int, number: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeightUse:
-    """An operator that was run with weights cut off from the rest of the graph, so that their gradients can wait."""
+    """An operator call whose weights were detached from the rest of the graph, so that their gradients can wait."""
 
     output: GradientEdge
-    """Where the gradient of what came out arrives."""
+    """The place in the autograd graph where the gradient of the result arrives."""
     weights: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """Each as it was, and the leaf that the operator got in its place; they share their memory."""
+    """Each weight and the leaf that the operator got in its place; the two share memory."""
 
 
 class Program:
@@ -58,8 +59,8 @@ class Program:
         compiled: bool = False,
         memory_bytes: int | None = None,
     ) -> None:
-        """With `compiled`, what is run in training is compiled for the device. With `memory_bytes`, a microbatch that
-        would take more than that ends with a LentMemoryError before it does."""
+        """With `compiled`, training is compiled for the device. With `memory_bytes`, a microbatch that would take more
+        memory ends with a LentMemoryError before the memory is allocated."""
         self.graph = graph
         self.device = torch.device(device)
         self._slots = {name: i for i, name in enumerate(graph.given_names())}
@@ -84,7 +85,7 @@ class Program:
         if self._not_compiled:
             warnings.warn(f"this stage runs uncompiled: {self._not_compiled}", stacklevel=2)
         elif compiled:
-            # Here, because the compiler takes seconds to import, and hardly anybody uses it.
+            # Imported here because the compiler takes seconds to import and few jobs use it.
             from ravnest.graph import compiling
 
             nodes = [step.node for step in self._train]
@@ -102,11 +103,11 @@ class Program:
         microbatch: int = 0,
         apart: list[WeightUse] | None = None,
     ) -> dict[str, Any]:
-        """What the graph sends on, its loss and (in evaluation) its metrics, by value name.
+        """Run the graph. Returns the values that it sends, its loss and, in evaluation, its metrics, by value name.
 
-        `values` holds the inputs and receives, `weights` the parameters, constants and states, by name in the graph.
-        With a list for `apart`, the uses of weights whose gradients can wait are appended to it, in the order they were
-        run in: no gradient reaches those weights through them but by way of the list.
+        `values` holds the inputs and received values, `weights` the parameters, constants and states, by name in the
+        graph. If `apart` is a list, the uses of weights whose gradients can wait are appended to it in the order of the
+        calls. Gradients then reach those weights only through the list.
         """
         env = self.environment(values, weights)
         signature = self._signature(env, train)
@@ -134,7 +135,7 @@ class Program:
             if len(self._checked) >= _MAX_SHAPES:
                 self._checked.clear()
             self._checked.add(signature)
-        # In training the loss alone: whatever else came back with a gradient would be trained on.
+        # No metrics in training: a result with a gradient would be trained on.
         return {name: env[self._slots[name]] for name in (self._trained if train else self._evaluated)}
 
     def watch(
@@ -147,8 +148,8 @@ class Program:
         before: Callable[[Node, list[Any]], None],
         after: Callable[[Node, Any], None],
     ) -> None:
-        """Runs in training as `run` does, never compiled, and shows every operator before it with its arguments and
-        after it with what it yields."""
+        """Run in training like `run`, but never compiled. Calls `before` with each node and its arguments, and `after`
+        with the node and its result."""
         env = self.environment(values, weights)
         self._account.begin(env[: self._given])
         generator = self._generator()
@@ -162,7 +163,7 @@ class Program:
                 env[slot] = None
 
     def _try_out(self, env: list[Any], account: MemoryAccount) -> None:
-        """Runs the steps once, with their checks, for nothing: what is compiled has none of these."""
+        """Run the steps once with their checks and discard the results, because compiled code has no checks."""
         states = {self._slots[state.name] for state in self.graph.states}
         trial = [v.clone() if slot in states else v for slot, v in enumerate(env)]
         for step in self._train:
@@ -171,17 +172,17 @@ class Program:
                 trial[slot] = None
 
     def _signature(self, env: list[Any], train: bool) -> Any:
-        """What the shapes of all values follow from. Weights always have theirs."""
+        """The mode and the shapes that determine the shapes of all values. The shapes of weights never change."""
         shapes = [v.shape if isinstance(v, torch.Tensor) else v for v in env[: self._fed]]
         types = [v.dtype for v in env[: self._fed] if isinstance(v, torch.Tensor)]
         return train, torch.is_grad_enabled(), *shapes, *types
 
     def environment(self, values: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> list[Any]:
-        """The slots at the start of a run; GraphError where something the graph needs is not given."""
+        """The slots at the start of a run; GraphError if a value that the graph needs is missing."""
         env: list[Any] = [None] * len(self._slots)
         for spec in (*self.graph.inputs, *self.graph.receives):
             if spec.name not in values:
-                raise GraphError(f"the stage needs the value {spec.name!r} and did not get it")
+                raise GraphError(f"the stage needs the value {spec.name!r}, but did not get it")
             env[self._slots[spec.name]] = values[spec.name]
         for weight in self.graph.weights:
             env[self._slots[weight.name]] = weights[weight.name]
@@ -189,7 +190,7 @@ class Program:
 
     @property
     def not_compiled(self) -> str:
-        """Why it runs uncompiled though it was to be compiled, once that is known."""
+        """Why the graph runs uncompiled although the job asks for compilation; empty if compiled or not yet known."""
         return self._not_compiled if self._compiled is None else self._compiled.failure
 
     @property
@@ -202,7 +203,7 @@ class Program:
 
     @property
     def can_split(self) -> bool:
-        """Whether there is any weight whose gradient can wait; what is compiled runs as one."""
+        """Whether any weight's gradient can wait. Never for compiled code, which runs as one operator."""
         return bool(self._uses) and self._compiled is None
 
     def slot(self, name: str) -> int:
@@ -234,7 +235,7 @@ class Program:
         ]
 
     def _needed(self, nodes: Iterable[Node], outputs: Iterable[str]) -> list[Node]:
-        """The nodes that the outputs depend on, and those that change a value which these or the caller can see."""
+        """The nodes that the outputs depend on, and those that change a value visible to these or to the caller."""
         chosen: list[Node] = []
         needed = set(outputs)
         seen = {self._aliases.group(name) for name in (*self.graph.given_names(), *needed)}
@@ -249,19 +250,20 @@ class Program:
 
 
 def _uncompilable(steps: "Iterable[Step]") -> str:
-    """Why these steps must run one by one: a compiled graph has no checks between them. Empty where it may be."""
+    """Why these steps must run uncompiled, since compiled code has no checks between operators; empty if they need
+    not."""
     for step in steps:
         if step.node.backward is not None:
-            return "the model brings a backward pass of its own, which is interpreted"
+            return "the model defines its own backward pass, which can only be interpreted"
         if step.needs_its_checks:
-            return f"{step.node.op} is checked before each call, which a compiled graph cannot do"
+            return f"the arguments of {step.node.op} have to be checked before each call"
     return ""
 
 
 def _call_apart(
     step: Step, used: tuple[int, ...], env: list[Any], apart: list[WeightUse], account: MemoryAccount | None
 ) -> None:
-    """Runs the step with a leaf in place of each of these weights."""
+    """Run the step with a leaf in place of each of these weights."""
     weights = {slot: env[slot] for slot in used if isinstance(env[slot], torch.Tensor) and env[slot].requires_grad}
     leaves = {slot: weight.detach().requires_grad_() for slot, weight in weights.items()}
     for slot, leaf in leaves.items():
@@ -270,11 +272,11 @@ def _call_apart(
     for slot, weight in weights.items():
         env[slot] = weight
     if leaves:
-        # The place in the graph and not the tensor: that may be written to later, and then is another place.
+        # The edge instead of the tensor: a later write in place would move the tensor to another edge.
         output = get_gradient_edge(env[step.slot])
         apart.append(WeightUse(output, tuple((weight, leaves[slot]) for slot, weight in weights.items())))
 
 
 def _called_with(node: Node) -> list[str]:
-    """The values that the node takes as it is, whatever it takes in evaluation."""
+    """The values that this form of the node takes."""
     return list(replace(node, evaluation=None).references())

@@ -1,8 +1,8 @@
-"""Free sizes of a graph: symbols such as `s87` that stand for the same number everywhere in it, and expressions.
+"""Free sizes of a graph: symbols such as `s87` that stand for the same number in the whole graph, and expressions.
 
-A stage's specs name the free sizes of its values as texts. The size of the batch may stand as `s87` in one value, as
-`2*s87` or `s87 + 1` in another: with the symbols known, every size that a value may have is known. An expression of
-another form than those below cannot be evaluated; then the same text still means the same size.
+A stage's specs give the free sizes of its values as text. The size of the batch may be `s87` in one value and `2*s87`
+or `s87 + 1` in another: the symbols determine every size. An expression of an unknown form cannot be evaluated, but the
+same text still means the same size.
 """
 
 import ast
@@ -15,7 +15,7 @@ import torch
 from ravnest.graph.portable import ValueSpec
 
 _LARGEST: Final = 1 << 62
-"""Sizes, and numbers on the way to one, stay below this."""
+"""Upper bound of a size and of every intermediate result."""
 _MAX_POWER: Final = 8
 _MAX_DEPTH: Final = 40
 
@@ -23,7 +23,7 @@ _Sizes = Mapping[str, int]
 
 
 def size_of(text: str, sizes: _Sizes) -> int | None:
-    """What a size is, given the symbols; None where a symbol is missing or the expression has another form."""
+    """The value of a size, given the symbols. None if a symbol is missing or the expression has an unknown form."""
     known = sizes.get(text)
     if known is not None or text.isidentifier():
         return known
@@ -35,8 +35,8 @@ def size_of(text: str, sizes: _Sizes) -> int | None:
 
 
 def sizes_of(specs: Iterable[ValueSpec], values: Mapping[str, Any]) -> dict[str, int]:
-    """The symbols that the shapes of these values tell, those of `2*s87` or `s87 + 1` included. A symbol of which they
-    tell different things has the first; `misfit` finds the other."""
+    """The symbols that follow from the shapes of these values, also from sizes such as `2*s87` or `s87 + 1`. If two
+    shapes disagree about a symbol, the first one counts, and `misfit` reports the other."""
     found: dict[str, int] = {}
     expressions: list[tuple[str, int]] = []
     for spec in specs:
@@ -59,9 +59,10 @@ def sizes_of(specs: Iterable[ValueSpec], values: Mapping[str, Any]) -> dict[str,
 
 
 def misfit(specs: Iterable[ValueSpec], values: Mapping[str, Any], sizes: MutableMapping[str, int]) -> str:
-    """Which value has another size than the symbols say, and what it should be; empty where all fit.
+    """The first value whose size differs from the one that the symbols require, in words; empty if all fit.
 
-    Texts that the symbols do not tell are entered into `sizes` as they are met: the same text means the same size.
+    A size that the symbols do not determine is added to `sizes` under its text, since the same text means the same
+    size.
     """
     for spec in specs:
         value = values.get(spec.name)
@@ -98,7 +99,7 @@ def _symbols(text: str) -> tuple[str, ...]:
 
 
 def _solved(text: str, symbol: str, have: int, known: _Sizes) -> int | None:
-    """The symbol for which an expression that is linear in it has this value."""
+    """The symbol's value, given that of an expression that is linear in it."""
     at = [size_of(text, {**known, symbol: size}) for size in (0, 1)]
     if at[0] is None or at[1] is None or at[0] == at[1]:
         return None
@@ -122,11 +123,11 @@ _CALLS: Final[Mapping[str, Callable[..., int]]] = {
     "CleanDiv": lambda a, b: a // b,
     "CeilDiv": lambda a, b: -(-a // b),
 }
-"""By the names that torch writes into a shape."""
+"""Functions by the names that torch uses in a shape."""
 
 
 def _value(node: ast.expr, sizes: _Sizes, depth: int) -> int:
-    """What a parsed expression yields. ValueError for a form that no size has; KeyError for an unknown symbol."""
+    """The value of a parsed expression. ValueError for an unsupported form; KeyError for an unknown symbol."""
     if depth > _MAX_DEPTH:
         raise ValueError(depth)
     if isinstance(node, ast.Constant) and type(node.value) is int:

@@ -21,5 +21,5 @@ def weight_bytes(graph: PortableGraph) -> int:
 
 
 def max_state_bytes(graph: PortableGraph) -> int:
-    """The maximum size of a stage's state with what optimizers remember."""
+    """The maximum size of a stage's state, with the state of its optimizer."""
     return _SPARE_BYTES + _STATE_FACTOR * weight_bytes(graph)

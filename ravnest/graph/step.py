@@ -1,7 +1,7 @@
-"""One node of a portable graph made ready to be called: its operator, its arguments, and the checks in front of it.
+"""Step: one node of a portable graph, prepared for calls: its operator, its arguments, and the checks before a call.
 
-What happens on failure: a call that the operator's kernel would not survive, or that would take more memory than is
-lent, is a GraphError that names the node, and nothing has been computed.
+A call that would crash the operator's kernel, or take more memory than is lent, is a GraphError that names the node;
+the operator is then not called.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from ravnest.graph.switch import draws_random_numbers
 
 
 class Step:
-    """One node with its arguments laid out: constants in place, references as (position, slot)."""
+    """One node with its arguments prepared: constants in place, references as (position, slot)."""
 
     __slots__ = (
         "_args",
@@ -45,7 +45,7 @@ class Step:
     def __init__(
         self, node: Node, slots: Mapping[str, int], device: torch.device, frees: tuple[int, ...], memory_bytes: int
     ) -> None:
-        """With `memory_bytes` for a backward pass that the node brings."""
+        """`memory_bytes` limits the backward pass of a `py.own_gradient` node."""
         self.node = node
         self.seed = node.seed if draws_random_numbers(node) else None
         self.frees = frees
@@ -68,8 +68,7 @@ class Step:
 
     @property
     def needs_its_checks(self) -> bool:
-        """Whether a call may have to be refused for the values of its tensors, or its results' sizes follow from
-        these."""
+        """Whether the values of its tensors may make a call invalid or determine the sizes of its results."""
         return self._value_guard is not None or self.follows_values
 
     def arguments(self, env: list[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -83,9 +82,9 @@ class Step:
         return args, {**self._kwargs, **{k: resolve(env) for k, resolve in self._slot_kwargs}}
 
     def call(self, env: list[Any], account: MemoryAccount | None = None) -> None:
-        """Runs the operator, after the checks that its kernel leaves out; GraphError says what it is refused for.
+        """Run the operator after the checks that its kernel does not make itself; GraphError if one of them fails.
 
-        With an account, its arguments are checked too that were computed, and what it takes is held to the account.
+        With an account, computed arguments are checked as well, and the call's memory is charged to the account.
         """
         args, kwargs = self.arguments(env)
         call = None
@@ -100,7 +99,7 @@ class Step:
             account.note(self.node.name, call, env[self.slot])
 
     def _checked(self, args: list[Any], kwargs: dict[str, Any], account: MemoryAccount | None) -> Call | None:
-        """The call, which is as it should be; None for arithmetic on sizes, which checks itself."""
+        """The valid call; None for arithmetic on sizes, which checks its own arguments."""
         if not self._parameters:
             return None
         call = Call(self.node.op, self._parameters, args, kwargs)
@@ -116,10 +115,9 @@ class Step:
 
 
 class BackwardPass:
-    """The backward pass of one node, laid out as steps over slots of its own: gradients, saved values, results.
+    """The backward pass of one node, as steps over slots of its own: gradients, saved values, results.
 
-    Autograd calls it, outside the run of the program: so it checks each of its calls itself, and holds them to the lent
-    memory.
+    Autograd calls it outside the run of the program, so it checks each call itself and has a memory account of its own.
     """
 
     def __init__(self, backward: Backward, device: torch.device, memory_bytes: int) -> None:
@@ -150,7 +148,7 @@ class BackwardPass:
 
 
 def function_of(node: Node, device: torch.device, memory_bytes: int) -> Callable[..., Any]:
-    """What the node calls: its operator, or, where it brings a backward pass, that pass."""
+    """The function that the node calls: its operator, with its own backward pass if it has one."""
     if node.backward is None:
         return ops.resolve(node.op)
     return with_own_gradient(node, BackwardPass(node.backward, device, memory_bytes))

@@ -1,7 +1,7 @@
-"""Train and eval are one graph with a switch: this is the switch.
+"""Train/eval switch: training and evaluation share one graph.
 
-A graph is captured in training mode. `evaluation_form` gives the same node as it runs in evaluation: dropout passes its
-input on, batch norm uses its running statistics, attention drops nothing.
+A graph is captured in training mode. `evaluation_form` gives a node as it runs in evaluation: dropout returns its
+input, batch norm uses its running statistics, attention drops nothing.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ _NORMS = frozenset({"batch_norm", "instance_norm"})
 
 
 def evaluation_form(node: Node, is_state: Callable[[str], bool] = lambda name: False) -> Node:
-    """The node as it runs in evaluation. What would change the model's state (counting batches, a running mean) yields
-    that state as it is. Where the node says itself what runs in evaluation, that is it."""
+    """The node as it runs in evaluation: its own evaluation form if it has one, otherwise the switched operator. An
+    operator that would change the model's state (a running mean, a counter of batches) returns that state unchanged."""
     if node.evaluation is not None:
         form = node.evaluation
         return replace(node, op=form.op, args=form.args, kwargs=form.kwargs, evaluation=None)
@@ -41,7 +41,7 @@ def evaluation_form(node: Node, is_state: Callable[[str], bool] = lambda name: F
         position, keyword, value = _SWITCHES[name]
         return _with_argument(node, position, keyword, value)
     if name in _RECURRENT:
-        # (input, hx, params, has_biases, num_layers, dropout, train, …), one later where sequences are packed
+        # (input, hx, params, has_biases, num_layers, dropout, train, …), shifted by one for packed sequences
         return _with_argument(node, 7 if node.op.endswith(".data") else 6, "train", False)
     if name in _NORMS:
         has_statistics = len(node.args) > 4 and node.args[3] is not None and node.args[4] is not None
@@ -53,7 +53,7 @@ def evaluation_form(node: Node, is_state: Callable[[str], bool] = lambda name: F
 
 
 def draws_random_numbers(node: Node) -> bool:
-    """Whether this node, in training, really draws: a dropout with probability 0 does not."""
+    """Whether this node draws random numbers in training. A dropout with probability 0 does not."""
     if not ops.is_random(node.op):
         return False
     name = ops.short_name(node.op)

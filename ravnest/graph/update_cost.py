@@ -1,10 +1,11 @@
-"""What an update costs on this machine: the optimizer's step, measured on parameters made for that alone.
+"""Cost of an update on this machine: the time of the optimizer's step, measured on parameters made for this purpose.
 
-A stage's update grows with the number of its parameters and with their size; both are told apart here, so that the
-cost of a stage is known for every way of cutting the model, without a copy of it.
+The time depends on the number of a stage's parameters and on their size. Both are measured separately, so that the cost
+of a stage is known for every way of cutting the model, without a copy of the model.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,35 +17,35 @@ _REPETITIONS = 5
 _SMALL = (8, 8)
 _MANY = 9
 _SIDES = (256, 512, 1024, 2048)
-"""Of the square whose step tells what each byte costs. The last is large enough that it and the optimizer's state do
-not fit into a processor's cache, as those of a real model."""
+"""Sides of the square parameters whose steps give the cost of a byte. The largest and its optimizer state do not fit
+into a processor's cache, like those of a real model."""
 _AFFORDABLE_SECONDS = 0.2
-"""For one step: a square of twice the side is not tried where its step might take longer."""
+"""Maximum time of one step: the next larger square is not measured if its step might take longer."""
 _GROWTH = 8
-"""Times as long a step takes at most on a square of twice the side: Muon multiplies matrices, in bfloat16, at a few
-billion operations a second where a processor has no instructions for that. 2048 would take it minutes there."""
+"""Maximum factor between the steps of two successive squares. Muon multiplies matrices in bfloat16; a processor without
+instructions for bfloat16 computes a few billion operations per second, and would take minutes for the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """One update costs so much, and so much more for each parameter and each byte of them."""
+    """Cost of one update: a fixed time, a time for each parameter, and a time for each byte of parameters."""
 
     step_seconds: float = 0.0
     parameter_seconds: float = 0.0
     byte_seconds: float = 0.0
     copy_byte_seconds: float = 0.0
-    """More for each byte where a microbatch in flight holds the weights: they move to fresh memory first, in every
-    stage but a leaf."""
+    """Additional time for each byte if a microbatch in flight still uses the weights, so that the update has to copy
+    them first. This is so in every stage but a leaf."""
     state_bytes_per_byte: float = 0.0
-    """Memory that the optimizer keeps for a byte of parameters: Adam 2, SGD 0, with momentum 1."""
+    """Bytes of optimizer state for each byte of parameters: 2 for Adam, 0 for SGD, 1 for SGD with momentum."""
 
     def seconds(self, parameters: int, size_bytes: int, *, held: bool = False) -> float:
-        """Of an update of so many parameters that take so many bytes together; `held` where versions are kept."""
+        """Time of an update of this many parameters with this total size; `held` if older versions are kept."""
         byte = self.byte_seconds + held * self.copy_byte_seconds
         return self.step_seconds + parameters * self.parameter_seconds + size_bytes * byte
 
     def scaled(self, factor: float) -> "UpdateCost":
-        """The optimizer's step so many times as long."""
+        """The same cost with the optimizer's step `factor` times as long."""
         return replace(
             self,
             step_seconds=factor * self.step_seconds,
@@ -53,59 +54,42 @@ class UpdateCost:
         )
 
 
-def time_update(optimizer: OptimizerSpec, accumulate: int = 1) -> UpdateCost:
-    """The cost of this optimizer's updates for each microbatch, where every `accumulate` of them make one."""
-    one, many = (_found(optimizer, shapes) for shapes in ([_SMALL], [_SMALL] * _MANY))
-    large = _large(optimizer)
-    parameter = max(0.0, (many.step - one.step) / (_MANY - 1))
-    return UpdateCost(
-        step_seconds=max(0.0, one.step - parameter) / accumulate,
-        parameter_seconds=parameter / accumulate,
-        byte_seconds=max(0.0, large.step - one.step) / large.size_bytes / accumulate,
-        copy_byte_seconds=_copy_byte_seconds() / accumulate,
-        state_bytes_per_byte=large.state_bytes / large.size_bytes,
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _Found:
-    step: float
+class StepMeasurement:
+    """Time of one step of an optimizer, and the sizes of its parameters and of its state."""
+
+    seconds: float
     size_bytes: int
     state_bytes: int
 
 
-def _large(optimizer: OptimizerSpec) -> _Found:
-    """Of the largest square that can be afforded."""
-    found = None
-    for side in _SIDES:
-        if found is not None and _GROWTH * found.step > _AFFORDABLE_SECONDS:
-            break
-        found = _found(optimizer, [(side, side)])
-    assert found is not None
-    return found
+Shape = tuple[int, int]
+StepTimer = Callable[[OptimizerSpec, Sequence[Shape]], StepMeasurement]
 
 
-def _found(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> _Found:
+def measure_step(optimizer: OptimizerSpec, shapes: Sequence[Shape]) -> StepMeasurement:
+    """The fastest of several steps of the optimizer on new parameters of these shapes."""
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-    made = optimizer.build(parameters)
-    step = math.inf
+    built = optimizer.build(parameters)
+    seconds = math.inf
     clock = work_clock()
     for _ in range(_REPETITIONS):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         start = clock()
-        made.step()
-        step = min(step, clock() - start)
-    # A counter of steps is not of the parameter's size.
-    kept = [value for state in made.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    states = sum(value.nbytes for value in kept if value.numel() > 1)
-    return _Found(step, sum(parameter.nbytes for parameter in parameters), states)
+        built.step()
+        seconds = min(seconds, clock() - start)
+    # Scalars, such as a counter of steps, do not grow with the parameter.
+    tensors = [value for state in built.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    state_bytes = sum(value.nbytes for value in tensors if value.numel() > 1)
+    return StepMeasurement(seconds, sum(parameter.nbytes for parameter in parameters), state_bytes)
 
 
-def _copy_byte_seconds() -> float:
+def measure_copy() -> float:
+    """Seconds per byte of a copy of weights into new memory."""
     weights = torch.ones(_SIDES[-1], _SIDES[-1])
     seconds = math.inf
-    # Versions are held while the next one is made: each gets memory that nobody has had yet.
+    # All copies are kept, so that each one gets memory that was not used before.
     versions = []
     clock = work_clock()
     for _ in range(_REPETITIONS):
@@ -113,3 +97,32 @@ def _copy_byte_seconds() -> float:
         versions.append(weights.clone())
         seconds = min(seconds, clock() - start)
     return seconds / weights.nbytes
+
+
+def time_update(
+    optimizer: OptimizerSpec,
+    accumulate: int = 1,
+    step_timer: StepTimer = measure_step,
+    copy_timer: Callable[[], float] = measure_copy,
+) -> UpdateCost:
+    """The cost of this optimizer's updates per microbatch, with one update for every `accumulate` microbatches."""
+    one, many = (step_timer(optimizer, shapes) for shapes in ([_SMALL], [_SMALL] * _MANY))
+    large = _measure_large(optimizer, step_timer)
+    parameter = max(0.0, (many.seconds - one.seconds) / (_MANY - 1))
+    return UpdateCost(
+        step_seconds=max(0.0, one.seconds - parameter) / accumulate,
+        parameter_seconds=parameter / accumulate,
+        byte_seconds=max(0.0, large.seconds - one.seconds) / large.size_bytes / accumulate,
+        copy_byte_seconds=copy_timer() / accumulate,
+        state_bytes_per_byte=large.state_bytes / large.size_bytes,
+    )
+
+
+def _measure_large(optimizer: OptimizerSpec, step_timer: StepTimer) -> StepMeasurement:
+    """The measurement of the largest square that is affordable."""
+    measured = step_timer(optimizer, [(_SIDES[0], _SIDES[0])])
+    for side in _SIDES[1:]:
+        if _GROWTH * measured.seconds > _AFFORDABLE_SECONDS:
+            break
+        measured = step_timer(optimizer, [(side, side)])
+    return measured

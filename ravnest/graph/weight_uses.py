@@ -1,9 +1,9 @@
-"""Where a graph uses its weights so that their gradients can be computed after all others, and at no extra cost.
+"""Uses of weights whose gradients can be computed after all others at no extra cost.
 
-The backward of a product or a convolution is two products that share nothing: one for what came in, one for the weight.
-So the second can wait until the first has been sent on. A weight may have been transposed, normed or otherwise computed
-from weights alone before it is used: then that chain waits too. Every other use of a weight (a batch norm, a bias that
-is added) keeps its place in the backward: it costs little there, and would share work with the rest if it came later.
+The backward of a product or convolution consists of two independent products: one for the input, one for the weight.
+The second can wait until the gradient of the input has been sent. If the weight was transposed, normalised or otherwise
+computed from weights alone before its use, those operators wait as well. Every other use of a weight (a batch norm, a
+bias that is added) keeps its place in the backward: it is cheap there, and shares work with the other gradients.
 """
 
 from dataclasses import replace
@@ -19,12 +19,12 @@ _SEPARABLE: Final = frozenset(
     embedding linear matmul mm tensordot
     """.split()
 )
-"""One tensor comes out of each, in memory of its own, and each gradient of it is computed by itself."""
+"""Operators that return one tensor in memory of its own, and whose gradients are computed independently."""
 
 
 def weight_uses(graph: PortableGraph) -> dict[str, tuple[str, ...]]:
-    """By the name of a node, the values it takes whose gradients may wait: trained parameters, and what was computed
-    from these and constants alone."""
+    """By the name of a node, its arguments whose gradients may wait: trained parameters, and values computed from
+    parameters and constants alone."""
     aliases = Aliases(graph)
     written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
     constant = {spec.name for spec in graph.constants}
@@ -43,5 +43,5 @@ def weight_uses(graph: PortableGraph) -> dict[str, tuple[str, ...]]:
 
 
 def _is_plain(node: Node) -> bool:
-    """Whether what comes out depends on what goes in alone, and nothing else changes."""
+    """Whether the result depends on the arguments alone and the node changes nothing else."""
     return not ops.is_random(node.op) and not ops.written_arguments(node.op)

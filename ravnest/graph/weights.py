@@ -1,8 +1,8 @@
-"""Weights as a stream of bytes: a safetensors file, written and read without a copy of the whole.
+"""Stream of weights: a safetensors file in chunks, written and read without a copy of the whole.
 
-The sender walks its tensors one after the other and yields chunks; the receiver allocates every tensor
-once, from the header, and copies each chunk to where it belongs. What the receiver is told is checked
-before it is used: a stream that is off in any way raises GraphError and nothing of it is returned.
+The sender yields the chunks of one tensor after the other. The receiver allocates every tensor once, from the header,
+and copies each chunk into place. It checks everything before use: an invalid stream is a GraphError, and nothing of it
+is returned.
 """
 
 import hashlib
@@ -50,12 +50,11 @@ def stream_tensors(
     chunk_bytes: int = 1 << 20,
     offset_bytes: int = 0,
 ) -> Iterator[bytes]:
-    """Yields a valid safetensors file in chunks of `chunk_bytes` (the last may be shorter), from a byte of it on.
+    """Yield a valid safetensors file in chunks of `chunk_bytes` (the last may be shorter), starting at `offset_bytes`.
 
-    The same names, values and metadata are the same bytes, in whatever order they are given and wherever they lie.
-    At most one tensor at a time is made contiguous or brought to the CPU; the values are read as the stream
-    is consumed, so whoever goes on training must hand in a snapshot. A dtype safetensors cannot hold is a
-    GraphError.
+    The same names, values and metadata give the same bytes, whatever their order and device. At most one tensor at a
+    time is made contiguous or copied to the CPU. The values are read while the stream is consumed, so a caller that
+    continues training must pass a snapshot. A dtype that safetensors cannot hold is a GraphError.
     """
     assert chunk_bytes > 0 and offset_bytes >= 0
     buffer = bytearray()
@@ -76,12 +75,12 @@ def stream_tensors(
 
 
 def stream_size_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> int:
-    """The exact number of bytes `stream_tensors` will yield for the same arguments."""
+    """The exact number of bytes that `stream_tensors` yields for the same arguments."""
     return len(_header(tensors, metadata or {})) + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
 def content_hash(chunks: Iterable[bytes]) -> str:
-    """The sha256 of a stream, as hexadecimal text; the same for every way of cutting it into chunks."""
+    """The sha256 of a stream as hexadecimal text, independent of how it is cut into chunks."""
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
@@ -91,15 +90,15 @@ def content_hash(chunks: Iterable[bytes]) -> str:
 class WeightsReader:
     """Builds tensors from the chunks of one safetensors stream of exactly `size_bytes` bytes.
 
-    - Memory is allocated only after the header agreed with `size_bytes`, so a liar cannot make us allocate
-      more.
-    - Any disagreement (sizes, offsets, dtypes, names, too much, too little) raises GraphError; the reader
-      is then of no more use.
+    - Memory is allocated only after the header has been compared with `size_bytes`, so a malicious sender cannot make
+      the receiver allocate more.
+    - Any disagreement (sizes, offsets, dtypes, names, too many or too few bytes) is a GraphError, and the reader cannot
+      be used after it.
     """
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes < _LENGTH_BYTES + 2:
-            raise GraphError(f"a weights stream of {size_bytes} bytes is too short to hold a header; send it again.")
+            raise GraphError(f"a weights stream of {size_bytes} bytes is too short to hold a header; send it again")
         self._size_bytes = size_bytes
         self._received_bytes = 0
         self._head = bytearray()
@@ -114,31 +113,31 @@ class WeightsReader:
         return self._received_bytes
 
     def feed(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Takes the next bytes of the stream, in order."""
+        """Take the next bytes of the stream."""
         view = memoryview(chunk).cast("B")
         self._received_bytes += len(view)
         if self._received_bytes > self._size_bytes:
-            raise GraphError(f"a weights stream was announced as {self._size_bytes} bytes but goes on; send it again.")
+            raise GraphError(f"a weights stream is longer than the announced {self._size_bytes} bytes; send it again")
         if self._entries is None:
             view = self._feed_header(view)
         while view:
             view = self._feed_tensor(view)
 
     def finish(self) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """The tensors by name and the metadata; a stream that ended early raises GraphError."""
+        """The tensors by name, and the metadata; GraphError if the stream ended early."""
         if self._entries is None or self._received_bytes != self._size_bytes:
             raise GraphError(
-                f"a weights stream ended after {self._received_bytes} of {self._size_bytes} bytes; resend it."
+                f"a weights stream ended after {self._received_bytes} of {self._size_bytes} bytes; send it again"
             )
         tensors: dict[str, Tensor] = {}
         for entry, buffer in zip(self._entries, self._buffers, strict=True):
             if entry.dtype is torch.bool and buffer.numel() and int(buffer.max()) > 1:
-                raise GraphError(f"tensor {entry.name!r} is of type BOOL but holds other bytes than 0 and 1.")
+                raise GraphError(f"tensor {entry.name!r} is of type BOOL, but holds other bytes than 0 and 1")
             tensors[entry.name] = buffer.view(entry.dtype).view(entry.shape)
         return tensors, self._metadata
 
     def _feed_header(self, view: memoryview) -> memoryview:
-        """Collects the header, once it is whole allocates the tensors; returns the bytes behind it."""
+        """Collect the header, and allocate the tensors once it is complete; returns the bytes after it."""
         view = self._collect(view, _LENGTH_BYTES)
         if len(self._head) < _LENGTH_BYTES:
             return view
@@ -146,7 +145,7 @@ class WeightsReader:
         if header_bytes > min(MAX_HEADER_BYTES, self._size_bytes - _LENGTH_BYTES):
             raise GraphError(
                 f"a weights stream of {self._size_bytes} bytes announces a header of {header_bytes} bytes, "
-                f"which is more than it or the limit of {MAX_HEADER_BYTES} can hold."
+                f"more than fit into the stream or the limit of {MAX_HEADER_BYTES} bytes"
             )
         view = self._collect(view, _LENGTH_BYTES + header_bytes)
         if len(self._head) < _LENGTH_BYTES + header_bytes:
@@ -164,7 +163,7 @@ class WeightsReader:
         return view[missing:]
 
     def _feed_tensor(self, view: memoryview) -> memoryview:
-        """Copies what belongs to the current tensor into it; returns the rest."""
+        """Copy the bytes of the current tensor into it; returns the rest."""
         while self._position == self._buffers[self._current].numel():
             self._current += 1
             self._position = 0
@@ -197,7 +196,7 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], skip: in
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
-    # Widest first keeps every tensor aligned to its element size, which memory-mapped readers rely on.
+    # The widest dtype first, so that every tensor is aligned to its element size: memory-mapped readers rely on it.
     return sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
 
 
@@ -207,9 +206,9 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
     for name in _order(tensors):
         tensor = tensors[name]
         if tensor.dtype not in _DTYPE_NAMES:
-            raise GraphError(f"tensor {name!r} is of type {tensor.dtype}, which weights cannot hold; convert it first.")
+            raise GraphError(f"tensor {name!r} is of type {tensor.dtype}, which safetensors cannot hold; convert it")
         if name == _METADATA_KEY:
-            raise GraphError(f"a tensor cannot be called {_METADATA_KEY!r}, the format keeps that name; rename it.")
+            raise GraphError(f"a tensor cannot be called {_METADATA_KEY!r}, the format reserves that name; rename it")
         end = begin + tensor.numel() * tensor.itemsize
         described[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
@@ -226,20 +225,20 @@ def _parse_header(text: bytes, data_bytes: int) -> tuple[list[_Entry], dict[str,
     try:
         header = read_json(text, MAX_HEADER_VALUES, object_pairs_hook=_without_repeats)
     except ValueError as error:
-        raise GraphError(f"the header of a weights stream is not valid JSON ({error}); send it again.") from None
+        raise GraphError(f"the header of a weights stream is not valid JSON ({error}); send it again") from None
     if not isinstance(header, dict):
-        raise GraphError("the header of a weights stream is not a JSON object; send it again.")
+        raise GraphError("the header of a weights stream is not a JSON object; send it again")
     metadata = header.pop(_METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise GraphError("the metadata of a weights stream is not a map of texts; send it again.")
+        raise GraphError("the metadata of a weights stream does not consist of text; send it again")
     entries = sorted((_entry(name, described) for name, described in header.items()), key=_span)
     position = 0
     for entry in entries:
         if entry.begin != position:
-            raise GraphError(f"tensor {entry.name!r} starts at byte {entry.begin} of the data, expected {position}.")
+            raise GraphError(f"tensor {entry.name!r} starts at byte {entry.begin} of the data, not at {position}")
         position = entry.end
     if position != data_bytes:
-        raise GraphError(f"the tensors of a weights stream cover {position} of its {data_bytes} bytes of data.")
+        raise GraphError(f"the tensors of a weights stream cover {position} of its {data_bytes} bytes of data")
     return entries, metadata
 
 
@@ -249,22 +248,22 @@ def _span(entry: _Entry) -> tuple[int, int]:
 
 def _entry(name: str, described: object) -> _Entry:
     if len(name) > MAX_NAME_CHARACTERS:
-        raise GraphError(f"a tensor has a name of {len(name)} characters, more than {MAX_NAME_CHARACTERS}.")
+        raise GraphError(f"a tensor has a name of {len(name)} characters, more than {MAX_NAME_CHARACTERS}")
     if not isinstance(described, dict) or described.keys() != {"dtype", "shape", "data_offsets"}:
-        raise GraphError(f"tensor {name!r} must be described by dtype, shape and data_offsets alone.")
+        raise GraphError(f"tensor {name!r} must be described by dtype, shape and data_offsets alone")
     dtype_name, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-        raise GraphError(f"tensor {name!r} has the dtype {str(dtype_name)[:40]!r}; known are {', '.join(DTYPES)}.")
+        raise GraphError(f"tensor {name!r} has the dtype {str(dtype_name)[:40]!r}; known are {', '.join(DTYPES)}")
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise GraphError(f"the shape of tensor {name!r} is not a list of at most {MAX_DIMENSIONS} sizes.")
+        raise GraphError(f"the shape of tensor {name!r} is not a list of at most {MAX_DIMENSIONS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise GraphError(f"the data_offsets of tensor {name!r} are not two sizes.")
+        raise GraphError(f"the data_offsets of tensor {name!r} are not two sizes")
     dtype, (begin, end) = DTYPES[dtype_name], offsets
     if math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 1 << 63:
-        raise GraphError(f"the shape of tensor {name!r} is too large to address, empty or not.")
+        raise GraphError(f"the shape of tensor {name!r} is too large to address")
     needed = math.prod(shape) * dtype.itemsize
     if end - begin != needed:
-        raise GraphError(f"tensor {name!r} needs {needed} bytes for its shape but its offsets hold {end - begin}.")
+        raise GraphError(f"tensor {name!r} needs {needed} bytes for its shape, but its offsets span {end - begin}")
     return _Entry(name, dtype, tuple(shape), begin, end)
 
 
@@ -285,5 +284,5 @@ def _allocate(entry: _Entry) -> Tensor:
     except (RuntimeError, MemoryError):
         raise GraphError(
             f"tensor {entry.name!r} of {entry.end - entry.begin} bytes does not fit into memory; "
-            "free some or use more providers."
+            "free some memory or use more providers"
         ) from None

@@ -16,7 +16,6 @@ from ravnest.graph.aliasing import Aliases
 from ravnest.graph.operators.allowed import OVERLOADS
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
 from ravnest.graph.program import Program, draw_seed
-from ravnest.graph.step import Step
 from ravnest.spec import OptimizerSpec
 from tests.graph.cutting import ALL, example, kept_generator, run
 
@@ -70,7 +69,7 @@ def test_every_value_that_shares_memory_with_another_is_known_to(name: str, trai
     kept = []
     for name_, value in [(n, env[program.slot(n)]) for n in found.graph.given_names()]:
         owners.update(dict.fromkeys(_memory(value), name_))
-    steps = program.train_steps if train else _evaluation_steps(program)
+    steps = program.train_steps if train else program.evaluation_steps
     with kept_generator(), torch.no_grad():
         for step in steps:
             step.call(env)
@@ -218,7 +217,3 @@ def _memory(value: Any) -> list[int]:
     if isinstance(value, torch.Tensor):
         return [value.untyped_storage().data_ptr()] if value.numel() else []
     return [m for v in value for m in _memory(v)] if isinstance(value, tuple | list) else []
-
-
-def _evaluation_steps(program: Program) -> list[Step]:
-    return program._evaluate

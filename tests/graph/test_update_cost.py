@@ -1,8 +1,10 @@
-"""The cost of an update is measured, and told apart by what it grows with."""
+"""The cost of an update is measured, with separate figures for its number of parameters and their size."""
+
+from collections.abc import Sequence
 
 import pytest
 
-from ravnest.graph.update_cost import UpdateCost, _Found, time_update
+from ravnest.graph.update_cost import Shape, StepMeasurement, UpdateCost, time_update
 from ravnest.spec import OptimizerSpec
 
 
@@ -10,37 +12,33 @@ from ravnest.spec import OptimizerSpec
 def test_every_part_of_an_update_costs_something(name: str) -> None:
     cost = time_update(OptimizerSpec(name, {"lr": 0.01}))
     assert cost.byte_seconds > 0 and cost.copy_byte_seconds > 0 and cost.step_seconds + cost.parameter_seconds > 0
-    # Nobody's optimizer takes a second for a megabyte, or a tenth of one for nothing.
+    # No optimizer takes a second for a megabyte, or a tenth of a second for nothing.
     assert cost.byte_seconds * 1e6 < 1 and cost.step_seconds + cost.parameter_seconds < 0.1
 
 
-def test_an_update_for_several_microbatches_costs_each_of_them_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_for_several_microbatches_costs_each_of_them_its_part() -> None:
     seconds = {1: 3e-6, 9: 11e-6}
 
-    def found(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> _Found:
+    def measured(optimizer: OptimizerSpec, shapes: Sequence[Shape]) -> StepMeasurement:
         size = sum(4 * rows * columns for rows, columns in shapes)
-        return _Found(3e-6 + size * 1e-9 if shapes[0][0] > 8 else seconds[len(shapes)], size, size)
+        return StepMeasurement(3e-6 + size * 1e-9 if shapes[0][0] > 8 else seconds[len(shapes)], size, size)
 
-    monkeypatch.setattr("ravnest.graph.update_cost._found", found)
-    monkeypatch.setattr("ravnest.graph.update_cost._copy_byte_seconds", lambda: 2e-9)
-    once, shared = (time_update(OptimizerSpec("SGD"), accumulate) for accumulate in (1, 4))
+    once, shared = (time_update(OptimizerSpec("SGD"), n, measured, lambda: 2e-9) for n in (1, 4))
     approx = pytest.approx
     assert once == UpdateCost(approx(2e-6), approx(1e-6), approx(1e-9), approx(2e-9), approx(1.0))
     assert shared == UpdateCost(approx(0.5e-6), approx(0.25e-6), approx(0.25e-9), approx(0.5e-9), approx(1.0))
 
 
 @pytest.mark.parametrize(("cubic_seconds", "largest"), [(1e-12, 2048), (1e-9, 512), (1e-6, 256)])
-def test_a_slow_optimizer_is_measured_on_no_more_than_can_be_afforded(
-    monkeypatch: pytest.MonkeyPatch, cubic_seconds: float, largest: int
-) -> None:
+def test_a_slow_optimizer_is_measured_on_affordable_parameters_alone(cubic_seconds: float, largest: int) -> None:
     sides = []
 
-    def found(optimizer: OptimizerSpec, shapes: list[tuple[int, int]]) -> _Found:
+    def measured(optimizer: OptimizerSpec, shapes: Sequence[Shape]) -> StepMeasurement:
         sides.append(shapes[0][0])
-        return _Found(cubic_seconds * sides[-1] ** 3, 4 * sides[-1] ** 2, 0)
+        return StepMeasurement(cubic_seconds * sides[-1] ** 3, 4 * sides[-1] ** 2, 0)
 
-    monkeypatch.setattr("ravnest.graph.update_cost._found", found)
-    assert time_update(OptimizerSpec("Muon")).byte_seconds == pytest.approx(cubic_seconds * largest / 4, rel=1e-3)
+    found = time_update(OptimizerSpec("Muon"), step_timer=measured)
+    assert found.byte_seconds == pytest.approx(cubic_seconds * largest / 4, rel=1e-3)
     assert max(sides) == largest
 
 

@@ -1,4 +1,4 @@
-"""Capture: from the requester's model, loss and metrics to one portable graph, and the proof that it is the same.
+"""Capture: turns the requester's model, loss and metrics into one portable graph and verifies that both train the same.
 
-Runs on the requester's machine only: no provider imports it.
+Knows the portable graph and torch.export. Runs on the requester's machine only: no provider imports it.
 """

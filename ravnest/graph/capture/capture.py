@@ -1,11 +1,11 @@
-"""Turns a model, its loss and its metrics into one portable graph, without changing the model.
+"""Capture of a model, its loss and its metrics as one portable graph, without changing the model.
 
-The requester's Python runs here and nowhere else. The graph is exported in training, with a free batch size; each
-module is in the mode that the user left it in (modes.py). Custom backward passes and hooks are traced with it
-(traced_gradients.py). Before the graph is handed on, it trains and evaluates the first batch next to the model itself
-(capture_check.py): another loss, metric, gradient or buffer is refused here and not found out after a day of training.
-Only where evaluation differs by more than the switch can express is the model exported a second time, in evaluation
-(evaluation_alignment.py).
+The requester's Python runs here and nowhere else. The model is exported in training mode, with a free batch size; each
+module is in the mode that the user left it in (modes.py). Custom backward passes and hooks are traced as well
+(traced_gradients.py). Before the graph is returned, it trains and evaluates the first batch next to the model itself
+(capture_check.py): a different loss, metric, gradient or buffer is a CaptureError now instead of a surprise after a day
+of training. If evaluation differs by more than the train/eval switch can express, the model is exported a second time,
+in evaluation mode (evaluation_alignment.py).
 """
 
 import contextlib
@@ -35,30 +35,32 @@ from ravnest.graph.switch import draws_random_numbers, evaluation_form
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A model as data, with everything needed to give it back under its own names."""
+    """A model as data, with everything that is needed to restore it under its own names."""
 
     graph: PortableGraph
     weights: Mapping[str, torch.Tensor]
-    """Initial value of every parameter, constant and state, by key. The model's own memory: copy before changing."""
+    """Initial value of every parameter, constant and state, by key. They share the model's memory: copy before
+    changing."""
     structure: Structure
     sample: Mapping[str, torch.Tensor]
     """The first batch, by input name."""
     aliases: Mapping[str, str]
-    """Names in the model's state_dict that are another entry's tensor (tied weights) -> that entry's key."""
+    """Names in the model's state_dict that share another entry's tensor (tied weights) -> that entry's key."""
     static: Mapping[str, torch.Tensor]
-    """Entries of the state_dict that the graph never uses; they are handed back as they were."""
+    """Entries of the state_dict that the graph never uses; they are returned unchanged."""
     not_saved: frozenset[str]
     """Keys of weights that are not in the state_dict (non-persistent buffers, constants inside forward)."""
     frozen_modules: tuple[str, ...] = ()
-    """Modules that the user put in eval() and that stay in it while the rest trains."""
+    """Modules that the user put in eval(), which remain in it while the rest trains."""
 
 
 def capture(
     model: nn.Module, loss: Callable[..., Any], metrics: Mapping[str, Callable[..., Any]], batches: Sequence[Any]
 ) -> Captured:
-    """The portable graph of model, loss and metrics, captured on `batches` (one or two; sizes that differ stay free).
+    """The portable graph of model, loss and metrics, captured on one or two batches. Sizes that differ remain free.
 
-    CaptureError names the line of the user's code that cannot be captured; JobError what is wrong with the data.
+    A CaptureError names the line of the user's code that cannot be captured; a JobError says what is wrong with the
+    data.
     """
     _refuse_shared_memory(model)
     refuse_hooks(model)
@@ -77,7 +79,7 @@ def capture(
         difference = evaluation_difference(lowered, whole, sample, expected)
         if difference or _draws_in_evaluation(lowered.graph):
             whole.eval()
-            lowered = _evaluating_alike(lowered, whole, shapes, sample, expected, difference)
+            lowered = _with_evaluation(lowered, whole, shapes, sample, expected, difference)
             set_modes(modes)
         own = own_training(whole.without_metrics(), sample)
         graph = with_gradients(lowered, whole, sample, own)
@@ -102,11 +104,11 @@ def _lowered(whole: "_Whole", shapes: Any, inputs: tuple[str, ...], metrics: Map
 
 
 def _draws_in_evaluation(graph: PortableGraph) -> bool:
-    """Whether random numbers would be drawn in evaluation: then one batch does not tell if the model draws them."""
+    """Whether the graph would draw random numbers in evaluation: then one batch cannot show whether the model does."""
     return any(draws_random_numbers(evaluation_form(node)) for node in graph.nodes)
 
 
-def _evaluating_alike(
+def _with_evaluation(
     lowered: Lowered,
     whole: "_Whole",
     shapes: Any,
@@ -114,7 +116,8 @@ def _evaluating_alike(
     expected: Sequence[torch.Tensor],
     difference: str,
 ) -> Lowered:
-    """The graph with the evaluation of the model, which is in evaluation mode; CaptureError where it has none."""
+    """The graph with the evaluation of the model, which is in evaluation mode; CaptureError if that cannot be
+    captured."""
     names = [metric for metric in lowered.graph.metrics]
     try:
         found = aligned(lowered, _lowered(whole, shapes, tuple(sample), dict.fromkeys(names)))
@@ -123,7 +126,7 @@ def _evaluating_alike(
         raise CaptureError(f"{told}{error}") from error
     if difference := evaluation_difference(found, whole, sample, expected):
         raise CaptureError(
-            f"in evaluation {difference}: the model does something else in eval() than it shows when it is captured"
+            f"in evaluation {difference}: the model behaves differently in eval() from when it is captured"
         )
     return found
 
@@ -142,7 +145,7 @@ class _Whole(nn.Module):
         self._hooks = hooks_of_parameters(model)
 
     def without_metrics(self) -> "_Whole":
-        """The same module, which yields the loss alone, as training does."""
+        """The same module, but returning the loss alone, as in training."""
         return _Whole(self.model, self.loss, {}, self._structure)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -158,19 +161,19 @@ class _Whole(nn.Module):
 
 
 def _refuse_results(results: Sequence[Any], metrics: Mapping[str, Any]) -> None:
-    """JobError where loss or metrics are not what they must be."""
+    """JobError unless the loss and each metric are tensors with one number."""
     for name, result in zip(("loss", *(f"metric {m!r}" for m in metrics)), results, strict=True):
         if not isinstance(result, torch.Tensor):
-            raise JobError(f"{name} must return a tensor, it returned a {type(result).__name__}; do not call .item()")
+            raise JobError(f"{name} must return a tensor, but returned a {type(result).__name__}; do not call .item()")
         if result.dim() != 0:
             shape = "x".join(map(str, result.shape))
-            raise JobError(f"{name} must be one number, it returned a tensor of shape {shape}; end it with .mean()")
+            raise JobError(f"{name} must return one number, but returned shape {shape}; end it with .mean()")
     if not results[0].is_floating_point():
-        raise JobError(f"loss must be a floating-point number, it returned {results[0].dtype}")
+        raise JobError(f"loss must return a floating-point number, but returned {results[0].dtype}")
 
 
 def _at_least_two(sample: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The sample with a batch of two or more: a size of one would be captured as fixed."""
+    """The sample with a batch size of two or more: torch.export captures a size of one as fixed."""
     sized = [t for t in sample.values() if t.dim()]
     if sized and all(t.shape[0] == 1 for t in sized):
         return tuple(torch.cat([t, t]) if t.dim() else t.clone() for t in sample.values())
@@ -205,7 +208,7 @@ def _export(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch prints whole graphs beside the error it raises; the error is all a user needs."""
+    """Suppress the graphs that torch prints in addition to the error that it raises."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -219,10 +222,10 @@ def _quiet() -> Iterator[None]:
 def _advice(error: Exception) -> str:
     if "data" in type(error).__name__.lower() or "data-dependent" in str(error):
         return (
-            "the path through the model must not depend on the values in a tensor: use torch.where or a mask in place "
+            "the path through the model must not depend on the values in a tensor: use torch.where or a mask instead "
             "of `if`, and avoid .item(), .tolist() and numpy in forward"
         )
-    return "use plain torch operators there, on whole tensors and without numpy, .item() or .tolist()"
+    return "use torch operators on whole tensors there, without numpy, .item() or .tolist()"
 
 
 def _trained_names(model: nn.Module) -> frozenset[str]:
@@ -232,8 +235,7 @@ def _trained_names(model: nn.Module) -> frozenset[str]:
 def _state_names(
     model: nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The model's own state_dict, and which of its names are second names for a tensor: name -> the graph's key for
-    it."""
+    """The model's own state_dict, and the graph's key for each of its names that is a second name for a tensor."""
     state = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
     owner = {id(tensor): name for name, tensor in reversed(state.items())}
     owner.update({id(tensor): key for key, tensor in tensors.items()})
@@ -242,7 +244,7 @@ def _state_names(
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """CaptureError for two parameters over one memory: PyTorch would update it twice, a swarm each on its own."""
+    """CaptureError for two parameters that share memory: PyTorch would update it twice, a swarm each separately."""
     spans = sorted(
         (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
         for name, p in model.named_parameters()
@@ -251,6 +253,6 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise CaptureError(
-                f"the parameters {first} and {second} are two parameters over the same memory; tie them by assigning "
-                "the parameter itself, as in head.weight = embedding.weight"
+                f"the parameters {first} and {second} share memory, but are two parameters; tie them by assigning the "
+                "parameter itself, as in head.weight = embedding.weight"
             )

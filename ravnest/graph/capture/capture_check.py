@@ -1,9 +1,9 @@
-"""Check of a capture against the model itself: what the graph trains must be what the model would train.
+"""Check of a capture against the model itself: the graph must train in the same way as the model.
 
-The model runs one training forward and backward on the first batch, and one evaluation; so does the graph, with the
-same random numbers. Loss, metrics, the gradient of every parameter and the new value of every buffer must agree. Of the
-model's gradients only fingerprints are kept, and each gradient of the graph is compared and dropped as it arises.
-A difference is a CaptureError that names the parameter or buffer and the line that uses it.
+The model runs one training forward and backward on the first batch, and one evaluation. The graph does the same with
+the same random numbers. Loss, metrics, the gradient of every parameter and the new value of every buffer must agree. To
+save memory, only fingerprints of the model's gradients are kept, and each gradient of the graph is dropped after its
+comparison. A difference is a CaptureError that names the parameter or buffer and the line that uses it.
 """
 
 import random
@@ -30,34 +30,34 @@ _TOLERANCES: Final = {
     torch.float16: (2e-2, 1e-4),
     torch.bfloat16: (5e-2, 1e-3),
 }
-"""How far a gradient may be off: relative to its own norm, and to the largest norm of a gradient in the model. The
-second is for gradients that are nothing but rounding, such as that of a bias in front of a batch norm. Both runs take
-the same steps, so they nearly always agree to the last digit."""
+"""Tolerances of a gradient: relative to its own norm, and to the largest gradient norm in the model. The second is for
+gradients that consist of rounding errors alone, such as that of a bias before a batch norm. Both runs execute the same
+operators, so they nearly always agree to the last digit."""
 
 Call = Callable[..., tuple[torch.Tensor, ...]]
-"""A module's forward: tensors of a batch to the loss, and metrics where they are asked for."""
+"""A module's forward: from the tensors of a batch to the loss, and the metrics if requested."""
 
 
 @dataclass(slots=True)
 class OwnTraining:
-    """What one training step of the model itself does."""
+    """Results of one training step of the model itself."""
 
     loss: torch.Tensor
     gradients: dict[int, Fingerprint]
-    """By the id of the parameter; none where it gets no gradient."""
+    """By the id of the parameter. A parameter without a gradient has no entry."""
     buffers: dict[str, torch.Tensor]
     """New value of every buffer."""
 
 
 def own_evaluation(whole: nn.Module, sample: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Loss and metrics of the model itself, in the modes it is in. The model stays as it is."""
+    """Loss and metrics of the model itself, in its current modes. The model is not changed."""
     with _on_the_first_batch(), pinned(whole), torch.no_grad():
         results = torch.func.functional_call(whole, _lent_buffers(whole), _lent(sample))
     return tuple(results)
 
 
 def own_training(whole: nn.Module, sample: Mapping[str, torch.Tensor]) -> OwnTraining:
-    """One training step of the model itself, in the modes it is in. The model stays as it is, gradients included."""
+    """One training step of the model itself, in its current modes. The model and its gradients are not changed."""
     buffers = _lent_buffers(whole)
     found: dict[int, Fingerprint] = {}
     trained = [p for p in whole.parameters() if p.requires_grad]
@@ -73,7 +73,7 @@ def own_training(whole: nn.Module, sample: Mapping[str, torch.Tensor]) -> OwnTra
             with torch.enable_grad():
                 loss = torch.func.functional_call(whole, buffers, _lent(sample))[0]
                 if loss.requires_grad and trained:
-                    # Not for these parameters alone: checkpoints do not allow that.
+                    # Not torch.autograd.grad for these parameters: activation checkpointing does not support it.
                     torch.autograd.backward(loss)
         finally:
             for hook in hooks:
@@ -87,8 +87,8 @@ def with_gradients(
     sample: Mapping[str, torch.Tensor],
     own: OwnTraining,
 ) -> PortableGraph:
-    """The graph with `needs_grad` of every value as one training step of it shows; CaptureError where that step is not
-    the model's own."""
+    """The graph with `needs_grad` of every value, as observed in one training step; CaptureError if that step differs
+    from the model's own."""
     graph, weights = lowered.graph, lowered.weights
     program = Program(_with_unused_draws(lowered))
     leaves = {p.name: weights[p.key].detach().requires_grad_() for p in graph.parameters}
@@ -99,7 +99,7 @@ def with_gradients(
         needs = _run(program, env)
         if graph.loss is None or not needs.get(graph.loss, False):
             raise JobError(
-                "loss does not depend on any trainable parameter; check requires_grad and detach() in model and loss"
+                "the loss does not depend on any trainable parameter; check requires_grad and detach() in model and loss"
             )
         loss = env[program.slot(graph.loss)]
         del env
@@ -122,7 +122,7 @@ def evaluation_difference(
     sample: Mapping[str, torch.Tensor],
     expected: Sequence[torch.Tensor],
 ) -> str:
-    """What differs between the graph's evaluation and the model's own, in words; empty where nothing does."""
+    """The difference between the graph's evaluation and the model's own, in words; empty if there is none."""
     graph = lowered.graph
     program = Program(_with_unused_draws(lowered, evaluated=True))
     weights = {w.name: lowered.weights[w.key].detach() for w in program.graph.weights}
@@ -136,14 +136,14 @@ def evaluation_difference(
     for (name, value), want in zip(names.items(), expected, strict=True):
         have = env[program.slot(value)]
         if not torch.allclose(have.double(), want.double(), rtol=1e-3, atol=1e-5, equal_nan=True):
-            return f"the captured {name} is {have.item():.6g} where the model's own is {want.item():.6g}"
+            return f"the captured {name} is {have.item():.6g}, but the model's own is {want.item():.6g}"
     return ""
 
 
 @contextmanager
 def pinned(module: nn.Module) -> Iterator[None]:
-    """The same random numbers in each such block. CaptureError where Python or NumPy is asked for one: a graph has
-    torch's alone."""
+    """Fix the random numbers, so that each such block draws the same ones. CaptureError if the block draws from Python
+    or NumPy: a graph has torch's random numbers alone."""
     devices = sorted({p.device.index for p in module.parameters() if p.device.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -158,8 +158,8 @@ def pinned(module: nn.Module) -> Iterator[None]:
         np.random.set_state(numpy)
     if drawn:
         raise CaptureError(
-            f"the forward draws from {drawn}: a graph would have the same number for ever; draw with torch.rand, and "
-            "choose with torch.where"
+            f"the forward draws random numbers from {drawn}: a graph would repeat the same number for ever; draw with "
+            "torch.rand, and choose with torch.where"
         )
 
 
@@ -171,7 +171,7 @@ class _Check:
         self._own = own
         self._ids = {key: id(tensor) for key, tensor in lowered.weights.items()}
         self._names = {id(p): name.removeprefix("model.") for name, p in whole.named_parameters()}
-        # Metrics are no part of training, nor are their buffers.
+        # Metrics and their buffers are not part of training.
         self._buffers = {name: buffer for name, buffer in whole.named_buffers() if name in own.buffers}
         self._relative, floor = max(_TOLERANCES.get(d, (0.0, 0.0)) for d in _dtypes(lowered.graph))
         norms = [f.norm for f in own.gradients.values() if f.is_finite]
@@ -183,12 +183,12 @@ class _Check:
         want = self._own.loss
         if not torch.allclose(loss.double(), want.double(), rtol=self._relative, atol=1e-5, equal_nan=True):
             raise CaptureError(
-                f"in training the captured loss is {loss.item():.6g} where the model's own is {want.item():.6g}, with "
+                f"in training the captured loss is {loss.item():.6g}, but the model's own is {want.item():.6g}, with "
                 "the same random numbers: the forward depends on more than its inputs, weights and buffers"
             )
 
     def taking(self, key: str) -> Callable[[torch.Tensor], None]:
-        """Compares the gradient that a parameter has now, and drops it."""
+        """A hook that compares the current gradient of a parameter and drops it."""
 
         def take(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
@@ -196,9 +196,9 @@ class _Check:
             leaf.grad = None
             if want is None:
                 if have.norm > self._floor:
-                    self._wrong[key] = f"has the norm {have.norm:.3g} where the model's own has none"
+                    self._wrong[key] = f"has the norm {have.norm:.3g}, but the model's own parameter gets none"
             elif have.is_finite != want.is_finite:
-                self._wrong[key] = "is a finite number where the model's own is not, or the other way round"
+                self._wrong[key] = "is finite and the model's own is not, or the other way round"
             elif have.is_finite and have.distance(want) > self._relative * want.norm + self._floor:
                 self._wrong[key] = (
                     f"has the norm {have.norm:.3g} and the model's own {want.norm:.3g}, and they differ by "
@@ -208,25 +208,25 @@ class _Check:
         return take
 
     def gradients(self) -> None:
-        """CaptureError where any gradient was another one."""
+        """CaptureError if any gradient differed."""
         for parameter, want in self._left.items():
             if want.norm > self._floor:
                 key = next((k for k, i in self._ids.items() if i == parameter), self._names[parameter])
-                self._wrong[key] = f"is none where the model's own has the norm {want.norm:.3g}"
+                self._wrong[key] = f"is missing, but the model's own has the norm {want.norm:.3g}"
         if not self._wrong:
             return
-        # Of several, the one nearest to the loss: what went wrong did so behind it.
+        # The error names the wrong gradient nearest to the loss, since the cause lies between it and the loss.
         place = self._uses()
         key = max(self._wrong, key=lambda k: place.get(k, (-1, ""))[0])
-        others = f" (and of {len(self._wrong) - 1} more)" if len(self._wrong) > 1 else ""
+        others = f" (and {len(self._wrong) - 1} more)" if len(self._wrong) > 1 else ""
         raise CaptureError(
             f"the gradient of {key}{place.get(key, (0, ''))[1]}{others} in the captured graph {self._wrong[key]}: "
-            "between there and the loss something changes gradients that a capture cannot follow, such as a hook on "
+            "between there and the loss, gradients are changed in a way that capture cannot trace, such as a hook on "
             "grad_fn, saved_tensors_hooks or a checkpoint whose inputs need no gradient; use an autograd.Function"
         )
 
     def buffers(self, states: Mapping[str, torch.Tensor]) -> None:
-        """CaptureError where a buffer has become another one."""
+        """CaptureError if a buffer has another new value than in the model."""
         by_id = {self._ids[key]: value for key, value in states.items()}
         for name, before in self._buffers.items():
             have, want = by_id.get(id(before), before), self._own.buffers[name]
@@ -234,7 +234,7 @@ class _Check:
                 key = name.removeprefix("model.")
                 line = self._uses().get(key, (0, ""))[1]
                 raise CaptureError(
-                    f"in training the buffer {key}{line} becomes another one in the captured graph than in the model; "
+                    f"in training the buffer {key}{line} gets another value in the captured graph than in the model; "
                     "change it in place, in forward and with torch operators alone"
                 )
 
@@ -250,18 +250,18 @@ class _Check:
 
 
 def _after_gradient(leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Calls the hook when the gradient of a leaf is there; returns a handle."""
+    """Call the hook when the gradient of a leaf has been computed; returns a handle."""
     return leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _run(program: Program, env: list[Any]) -> dict[str, bool]:
-    """Runs a training forward as the model draws its random numbers, one after the other; whether each value has a
+    """Run a training forward that draws its random numbers in the model's order. Returns whether each value has a
     gradient."""
     needs: dict[str, bool] = {}
     for step in program.train_steps:
         step.call(env)
         result = env[program.slot(step.node.name)]
-        # A view taken under no_grad claims to require a gradient, yet nothing leads back from it.
+        # A view taken under no_grad reports requires_grad, but has no gradient.
         needs[step.node.name] = step.node.grad and isinstance(result, torch.Tensor) and result.requires_grad
         for slot in step.frees:
             env[slot] = None
@@ -269,8 +269,8 @@ def _run(program: Program, env: list[Any]) -> dict[str, bool]:
 
 
 def _with_unused_draws(lowered: Lowered, evaluated: bool = False) -> PortableGraph:
-    """The graph, with the random operators whose results nothing uses: without them all later ones would draw other
-    numbers than the model does."""
+    """The graph with the random operators whose results are not used: without them, all later ones would draw other
+    numbers than in the model."""
     graph, program = lowered.graph, Program(lowered.graph)
     steps = program.evaluation_steps if evaluated else program.train_steps
     used = {step.node.name for step in steps} | (lowered.training_only if evaluated else lowered.evaluation_only)

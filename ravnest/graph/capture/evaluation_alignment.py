@@ -1,10 +1,10 @@
-"""Evaluation of a model that the switch cannot express, as a form of its own for each node that differs.
+"""Alignment of training and evaluation, for a model whose evaluation the train/eval switch cannot express.
 
-A model may do anything else in eval() than in train(): leave paths out (stochastic depth), go on drawing noise, clamp
-its outputs. Such a model is exported a second time, in evaluation, and the two lists of operators are laid over each
-other. Where they agree a node stays as it is; where a node takes other values, or there is no such node, it gets an
-evaluation form. In training the result is the first list, in evaluation the second, by construction and whatever the
-overlay is: that only decides how much the two share.
+A model may behave quite differently in eval() and train(): skip paths (stochastic depth), draw noise in evaluation,
+clamp its outputs. Such a model is exported a second time, in evaluation mode, and the two lists of operators are
+aligned like two texts. A node that occurs in both stays as it is; a node that takes other values in evaluation, or
+occurs in one list only, gets an evaluation form. By construction the result runs the first list in training and the
+second in evaluation; the alignment only decides how many nodes the two share.
 """
 
 import re
@@ -23,18 +23,19 @@ from ravnest.graph.switch import evaluation_form
 
 _SAME = "aten.alias.default"
 _SIZE = re.compile(r"\b[su]\d+\b")
-"""A free size, in a size that is computed from it."""
+"""A free size within a size that is computed from it."""
 
 
 def aligned(trained: Lowered, evaluated: Lowered) -> Lowered:
-    """One graph that trains as the one and evaluates as the other; CaptureError where that changes a buffer."""
+    """One graph that trains like the first and evaluates like the second; CaptureError if evaluation changes a
+    buffer."""
     if evaluated.graph.states:
         key = evaluated.graph.states[0].key
         name = evaluated.graph.states[0].name
         line = next((evaluated.lines.get(n.name, "") for n in evaluated.graph.nodes if name in written_names(n)), "")
         raise CaptureError(
-            f"the model does something else in eval() than a swarm can: it changes {key}{line}, and evaluation must "
-            "leave a model as it is; change it `if self.training` alone"
+            f"the model changes {key}{line} in eval(), but evaluation in a swarm must not change a model; "
+            "change it under `if self.training:` only"
         )
     return _Alignment(trained, evaluated).result()
 
@@ -45,11 +46,11 @@ class _Alignment:
     evaluated: Lowered
     nodes: list[Node] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
-    """What a value of the evaluated graph is called in the one that is made."""
+    """Names of the evaluated graph's values in the new graph."""
     only_trained: set[str] = field(default_factory=set)
     only_evaluated: set[str] = field(default_factory=set)
     added: dict[str, tuple[WeightSpec, torch.Tensor]] = field(default_factory=dict)
-    """Constants that evaluation alone uses, by key."""
+    """Constants that are used in evaluation only, by key."""
 
     def __post_init__(self) -> None:
         train = self.trained.whole
@@ -115,7 +116,7 @@ class _Alignment:
         return EvaluationForm(node.op, args, {k: self._there(a) for k, a in node.kwargs.items()})
 
     def _there(self, argument: Argument) -> Argument:
-        """The argument with the names of the graph that is made."""
+        """The argument with the names of the new graph."""
         if isinstance(argument, Ref):
             followed = _followed(argument, self.hidden)
             assert isinstance(followed, Ref)
@@ -131,7 +132,7 @@ class _Alignment:
         )
 
     def _spec(self, spec: ValueSpec, name: str) -> ValueSpec | None:
-        """The spec with the names that sizes have in the graph that is made; None where a size has none there."""
+        """The spec with the names that its sizes have in the new graph; None if a size has none there."""
         shape: list[int | str] = []
         for size in spec.shape:
             if isinstance(size, str) and not self.sizes.keys() >= set(_SIZE.findall(size)):
@@ -140,7 +141,7 @@ class _Alignment:
         return ValueSpec(name, spec.dtype, tuple(shape))
 
     def _name_weights(self) -> None:
-        """Weights are the same by their key; constants made in forward by their value."""
+        """Match weights of the two graphs by their key, and constants made in forward by their value."""
         known = {w.key: w.name for w in self.trained.whole.weights}
         loose = {k: t for k, t in self.trained.weights.items() if k.startswith("@") and k in known}
         for spec in self.evaluated.whole.weights:
@@ -192,7 +193,7 @@ class _Alignment:
 
 
 def _sizes(evaluated: PortableGraph, trained: PortableGraph) -> dict[str, str]:
-    """What a free size of the one graph is called in the other: inputs have the same shapes in both."""
+    """Names of the one graph's free sizes in the other one, found from the inputs, whose shapes agree."""
     there = {v.name: v.shape for v in trained.inputs}
     return {
         size: other
@@ -203,7 +204,7 @@ def _sizes(evaluated: PortableGraph, trained: PortableGraph) -> dict[str, str]:
 
 
 class _Both(dict[str, str]):
-    """Lines of the one graph, and of what came from the other under a name of its own."""
+    """Lines of the user's code for the nodes of both graphs."""
 
     def __init__(self, first: Mapping[str, str], second: Mapping[str, str]) -> None:
         super().__init__()

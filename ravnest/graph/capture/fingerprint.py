@@ -1,8 +1,8 @@
-"""Fingerprints of gradients: enough to tell two apart, without holding both.
+"""Fingerprints of gradients, to compare two gradients without holding both.
 
-A small tensor is its own fingerprint. Of a large one it is a sketch: its rows, added up with random signs, which
-keeps the length of a difference between two tensors (a count sketch). So the check of a large model needs a few
-megabytes for each parameter, and not a second set of gradients.
+A small tensor is its own fingerprint. The fingerprint of a large tensor is a count sketch: the sum of its rows with
+random signs, which preserves the norm of the difference of two tensors. So the check of a large model needs a few
+megabytes for each parameter instead of a second set of gradients.
 """
 
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from typing import Final
 import torch
 
 _WHOLE: Final = 1 << 20
-"""Elements up to which a tensor is kept whole."""
+"""Maximum number of elements of a tensor that is kept whole."""
 _WIDTH: Final = 1 << 16
 _ROWS_AT_ONCE: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What is kept of one tensor."""
+    """Fingerprint of one tensor."""
 
     norm: float
     values: torch.Tensor
@@ -30,7 +30,7 @@ class Fingerprint:
         return cls(norm, flat.clone() if flat.numel() <= _WHOLE else _sketch(flat))
 
     def distance(self, other: "Fingerprint") -> float:
-        """Length of the difference between the two tensors: exact for small ones, an estimate for large ones."""
+        """Norm of the difference of the two tensors: exact for small tensors, an estimate for large ones."""
         difference = self.values.to(torch.promote_types(self.values.dtype, torch.float32)) - other.values
         if not self.is_finite and not other.is_finite:
             return 0.0

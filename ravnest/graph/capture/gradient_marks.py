@@ -1,8 +1,8 @@
-"""Marks in a traced program: which operators belong to a custom backward pass.
+"""Marks in a traced program, which show the operators of a custom backward pass.
 
-The marks are operators of our own, which compute nothing: what goes into a function; a stand-in for the gradient of a
-value; values that have a backward pass of their own; and values whose gradients a hook changes. The number of the call
-says what belongs together. Anything that cannot be marked is refused here, in one form.
+The marks are custom operators that compute nothing: one for a function's arguments, one for the stand-in of a value's
+gradient, one for values with a backward pass of their own, and one for values whose gradients a hook changes. Marks of
+one call share its number. Code that cannot be marked is a CaptureError.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,17 +26,17 @@ _MARKS: dict[str, Callable[..., Any]] = {
 for _schema, _on_shapes in _MARKS.items():
     _library.define(_schema)
     _library.impl(_schema.partition("(")[0], _on_shapes, "CompositeExplicitAutograd")
-# Nothing uses what a hook's mark yields: without this it would be dropped as dead.
+# The result of a hook's mark is never used: without this, torch.export would drop the mark as dead code.
 torch.fx.node._side_effectful_functions.add(torch.ops.ravnest.hooked.default)
 
 marks: Any = torch.ops.ravnest
 _calls: list[str] = []
-"""What each call is, by its number, while something is traced."""
+"""Description of each call, by its number, while a model is traced."""
 
 
 @contextmanager
 def numbering() -> Iterator[list[str]]:
-    """Within the block, `numbered` counts from 0 and adds to the list that this yields."""
+    """Within the block, `numbered` counts from 0 and appends to the yielded list."""
     global _calls
     before, _calls = _calls, []
     try:
@@ -46,14 +46,14 @@ def numbering() -> Iterator[list[str]]:
 
 
 def numbered(what: str) -> int:
-    """The number of a call that is this, in words."""
+    """A new number for the call with this description."""
     _calls.append(what)
     return len(_calls) - 1
 
 
 @contextmanager
 def told_as(what: str) -> Iterator[None]:
-    """Says of an error in the block what it arose in, and where."""
+    """Turns an error in the block into a CaptureError that names this call and the line."""
     try:
         yield
     except CaptureError:
@@ -61,11 +61,11 @@ def told_as(what: str) -> Iterator[None]:
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
-            f"{what} cannot be captured{line_of_error(error)}: {reason[:300]}; use torch operators there whose path "
-            "does not depend on the values in a tensor"
+            f"{what} cannot be captured{line_of_error(error)}: {reason[:300]}; use torch operators there, without "
+            "branches that depend on the values in a tensor"
         ) from error
 
 
 def refuse(what: str, reason: str) -> NoReturn:
-    """CaptureError for what has no form as a graph."""
+    """Raise a CaptureError for code that has no form in a graph."""
     raise CaptureError(f"{what} cannot be captured: {reason}")

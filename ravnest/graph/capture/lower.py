@@ -1,7 +1,7 @@
-"""From torch.export's program to a portable graph: names, arguments, operators, nothing else.
+"""Lowering of torch.export's program to a portable graph: names, arguments and operators.
 
-Sub-graphs that export makes for `torch.no_grad()` are laid out flat, checks that only export needs are dropped, and
-every operator is looked up in the allow-list, with the user's line in the message when it is not there.
+Sub-graphs that export makes for `torch.no_grad()` are inlined, and checks that only export needs are dropped. An
+operator that is not on the allow-list is a CaptureError with the user's line.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,32 +34,32 @@ _DROPPED = frozenset(
         *("sym_constrain_range_for_size", "_functional_assert_async"),
     }
 )
-# Reading memory that nothing was written to could show a stranger what a provider held there before.
+# Uninitialised memory could show a stranger the data that a provider held there before.
 _INSTEAD = {
     "aten.empty.memory_format": "aten.zeros.default",
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
 }
 _INSTEAD_OF_READING = {
-    "aten.item.default": "leave the number in its tensor: without .item(), float() and int() the same line works"
+    "aten.item.default": "keep the number in its tensor: the line works without .item(), float() and int()"
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A portable graph with what capture needs to know of where it came from."""
+    """A portable graph, with the origin of its nodes for error messages and checks."""
 
     graph: PortableGraph
     weights: Mapping[str, torch.Tensor]
     """By key."""
     lines: Mapping[str, str]
-    """For a node of the graph, ` at file:line (code)` of the user's, as far as that is known."""
+    """The user's line of each node, as ` at file:line (code)`, if known."""
     whole: PortableGraph
-    """The graph with what nothing uses, too: the model draws random numbers there as well."""
+    """The graph including nodes whose results are not used, since the model draws random numbers there as well."""
     training_only: frozenset[str] = frozenset()
-    """Nodes of the whole that the model runs in training alone, as far as that is known."""
+    """Nodes of `whole` that the model is known to run in training only."""
     evaluation_only: frozenset[str] = frozenset()
-    """The same for evaluation."""
+    """Nodes of `whole` that the model is known to run in evaluation only."""
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class Lowered:
         training_only: frozenset[str] = frozenset(),
         evaluation_only: frozenset[str] = frozenset(),
     ) -> "Lowered":
-        """From a graph with everything that the model does, what has a use."""
+        """From a graph with everything that the model does, the nodes that are used."""
         return cls(_numbered(_states_found(live(whole))), weights, lines, whole, training_only, evaluation_only)
 
 
@@ -81,9 +81,9 @@ def lower(
     output_names: tuple[str, ...],
     trained: frozenset[str],
 ) -> Lowered:
-    """The portable graph of an exported program and its weights by key; CaptureError where it has no portable form.
+    """The portable graph of an exported program and its weights by key; CaptureError if it has no portable form.
 
-    `calls` are the custom backward passes in it, in words, by the number that they are marked with.
+    `calls` describes its custom backward passes, by the number of their marks.
     """
     lowering = _Lowering(exported, calls, input_names, trained)
     whole = _inputs_kept(_getitems_together(lowering.graph(output_names)))
@@ -96,7 +96,7 @@ class _Lowering:
     ) -> None:
         self._calls = calls
         self._inside = ""
-        """The backward pass that is being read, in words."""
+        """Description of the backward pass that is being read; empty outside of one."""
         self.weights: dict[str, torch.Tensor] = {}
         self._env: dict[FxNode, Argument] = {}
         self._nodes: list[Node] = []
@@ -114,7 +114,7 @@ class _Lowering:
         for name, ref in zip(output_names, refs, strict=True):
             if ref is None:
                 raise CaptureError(
-                    f"{name} does not depend on the batch: it is a constant; compute it from outputs and targets"
+                    f"{name} is a constant that does not depend on the batch; compute it from outputs and targets"
                 )
         weights = [ValueSpec(w.name, w.dtype, w.shape) for w in (*self._parameters, *self._others)]
         graph = PortableGraph(
@@ -146,7 +146,7 @@ class _Lowering:
             else:
                 tensor = exported.constants[spec.target]
             if id(tensor) in known:
-                # A tied weight is listed under each of its names; it stays one weight, under the first.
+                # A tied weight is listed under each of its names. It remains one weight, under the first name.
                 self._env[node] = Ref(known[id(tensor)].name)
                 continue
             if spec.kind == InputKind.PARAMETER and key.startswith("@") and tensor.requires_grad:
@@ -194,7 +194,7 @@ class _Lowering:
             raise CaptureError(
                 f"{user} uses the operator {op or target}{self._line(node)}, which a provider may not run; "
                 + _INSTEAD_OF_READING.get(
-                    op or "", "replace it by operators of torch (docs/portable-graph.md lists them)"
+                    op or "", "replace it with operators of torch (docs/portable-graph.md lists them)"
                 )
             )
         kwargs = {k: self._argument(v) for k, v in node.kwargs.items() if not (k == "pin_memory" and not v)}
@@ -210,7 +210,7 @@ class _Lowering:
         self._env[node] = Ref(name)
 
     def _read_written(self, node: FxNode, op: str, grad: bool) -> None:
-        """What the model writes through `out=`: here it is computed, and then copied to there."""
+        """Replace a write through `out=` by a computation and a copy of its result."""
         kwargs = {k: self._argument(v) for k, v in node.kwargs.items() if k != "out"}
         computed, copied = self._fresh(f"{node.name}_computed"), self._fresh(node.name)
         output = _value_spec(copied, node)
@@ -222,7 +222,7 @@ class _Lowering:
         self._env[node] = Ref(copied)
 
     def _read_subgraph(self, module: GraphModule, node: FxNode, grad: bool) -> None:
-        """`with torch.no_grad()` inside the model: export made a function of it; here its nodes come in line."""
+        """Inline the function that export makes of a `with torch.no_grad()` block in the model."""
         kind = str(node.target)
         if "wrap_with_set_grad_enabled" not in kind:
             raise CaptureError(
@@ -251,10 +251,10 @@ class _Lowering:
             value, bool | int | float | str | torch.dtype | torch.memory_format | torch.layout
         ):
             return value
-        raise CaptureError(f"the model passes a {type(value).__name__} to an operator, which has no portable form")
+        raise CaptureError(f"the model passes an operator a {type(value).__name__}, which has no portable form")
 
     def _line(self, node: FxNode) -> str:
-        """The line of the forward; a backward pass says itself where it is."""
+        """The user's line of a node in the forward; empty in a backward pass, whose description has the line."""
         return "" if self._inside else line_of_trace(node.meta.get("stack_trace"))
 
     def _fresh(self, name: str) -> str:
@@ -262,7 +262,7 @@ class _Lowering:
 
 
 def _untaken(name: str, taken: set[str]) -> str:
-    """The name, with a number where it is taken; taken from now on."""
+    """The name, with a number appended if it is taken; the result is marked as taken."""
     fresh, n = name, 1
     while fresh in taken:
         fresh, n = f"{name}_{n}", n + 1
@@ -280,7 +280,7 @@ def _value_spec(name: str, node: FxNode) -> ValueSpec | None:
 
 
 class _Lines(Mapping[str, str]):
-    """By the name of a node, the line of the user's code it comes from. Only those asked for are looked up."""
+    """The user's line of each node by the node's name, looked up on demand."""
 
     def __init__(self) -> None:
         self._traces: dict[str, str | None] = {}
@@ -299,7 +299,7 @@ class _Lines(Mapping[str, str]):
 
 
 def live(graph: PortableGraph, also: Iterable[str] = ()) -> PortableGraph:
-    """Without what neither loss nor metrics nor the model's state depend on, nor what is wanted `also`."""
+    """The graph without nodes that neither the loss, the metrics, the model's state nor the values in `also` need."""
     needed = {graph.loss, *graph.metrics.values(), *also}
     kept: list[Node] = []
     for node in reversed(graph.nodes):
@@ -316,7 +316,8 @@ def live(graph: PortableGraph, also: Iterable[str] = ()) -> PortableGraph:
 
 
 def _getitems_together(graph: PortableGraph) -> PortableGraph:
-    """Each `getitem` right behind the operator whose results it picks, so that no cut can fall between them."""
+    """The graph with each `getitem` moved next to the operator whose results it picks, so that no cut can separate
+    them."""
     picks: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "py.getitem" and isinstance(node.args[0], Ref):
@@ -330,7 +331,7 @@ def _getitems_together(graph: PortableGraph) -> PortableGraph:
 
 
 def _inputs_kept(graph: PortableGraph) -> PortableGraph:
-    """A model that changes its input in place changes a copy: the batch itself may be needed by another stage."""
+    """The graph with a copy of each input that the model changes in place, since another stage may need the input."""
     aliases = Aliases(graph)
     written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
     changed = [v for v in graph.inputs if aliases.group(v.name) in written]
@@ -347,7 +348,8 @@ def _inputs_kept(graph: PortableGraph) -> PortableGraph:
 
 
 def _states_found(graph: PortableGraph) -> PortableGraph:
-    """Weights that the forward changes become states; a trained parameter must not be among them."""
+    """The graph with weights that the forward changes as states; CaptureError if one of them is a trained
+    parameter."""
     aliases = Aliases(graph)
     written = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
     for parameter in graph.parameters:
@@ -361,7 +363,7 @@ def _states_found(graph: PortableGraph) -> PortableGraph:
 
 
 def _numbered(graph: PortableGraph) -> PortableGraph:
-    """Random operators numbered through the whole model: those of training first, then those of evaluation alone."""
+    """The graph with numbered random operators: first those of training, then those of evaluation only."""
     alone = [replace(n, evaluation=None) for n in graph.nodes]
     trained = {n.name for n in live(replace(graph, nodes=tuple(alone), metrics={})).nodes}
     draws = [n.name for n in graph.nodes if draws_random_numbers(n) or draws_random_numbers(evaluation_form(n))]

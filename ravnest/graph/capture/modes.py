@@ -1,8 +1,8 @@
-"""Training and evaluation modes of a user's modules: which are meant, and everything as it was afterwards.
+"""Training and evaluation modes of a user's modules, as the user means them, and their restoration after a capture.
 
-A module that the user put in eval() stays in it while the model trains: a frozen batch norm, a frozen dropout. A model
-that is in eval() as a whole, as `from_pretrained` gives it, is trained in train mode, as every training loop does. A
-module whose own train() leaves it, or parts of it, in evaluation mode is taken at its word.
+A module that the user put in eval() remains in it while the model trains: a frozen batch norm, a frozen dropout. A
+model that is in eval() as a whole, as `from_pretrained` returns it, trains in train mode, as in every training loop. If
+a module's own train() leaves it or parts of it in evaluation mode, capture respects that.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,13 @@ _MODE_MATTERS = (
     *(nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd, nn.RNNBase, nn.RReLU, nn.MultiheadAttention),
     *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
-"""Modules of torch that look at their mode; the others of torch.nn do the same in both."""
+"""Modules of torch whose behaviour depends on their mode. The other modules of torch.nn do the same in both modes."""
 
 Modes = Mapping[nn.Module, bool]
 
 
 def training_modes(model: nn.Module) -> Modes:
-    """The mode of each module of the model in training; CaptureError where that cannot be told."""
+    """The mode of each module of the model in training; CaptureError if it is ambiguous."""
     left = {module: module.training for module in model.modules()}
     with left_as_it_was(model):
         model.train()
@@ -34,14 +34,14 @@ def training_modes(model: nn.Module) -> Modes:
     trained = [name for name, module in model.named_modules() if module.training and _looks_at_its_mode(module)]
     if trained:
         raise CaptureError(
-            f"the model is in eval() but {trained[0]} in it is in train(), so it is not clear in which mode the rest "
-            "is to train; call model.train(), and then eval() on the modules that are to stay in evaluation mode"
+            f"the model is in eval(), but its module {trained[0]} is in train(), so the mode of the rest in training "
+            "is not clear; call model.train(), and then eval() on the modules that should remain in evaluation mode"
         )
     return trains
 
 
 def frozen_modules(model: nn.Module, modes: Modes) -> list[str]:
-    """Names of the modules that stay in eval() in training, the outermost ones alone."""
+    """Names of the outermost modules that remain in eval() in training."""
     names: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in names)
@@ -57,7 +57,7 @@ def set_modes(modes: Modes) -> None:
 
 @contextmanager
 def left_as_it_was(*things: Any) -> Iterator[None]:
-    """Whatever modules among these change in the block, modes, attributes and hooks of parameters, is undone."""
+    """Undo all changes to the modules among these at the end of the block: modes, attributes and parameter hooks."""
     modules = list(dict.fromkeys(m for thing in things if isinstance(thing, nn.Module) for m in thing.modules()))
     attributes = [dict(vars(m)) for m in modules]
     tensors = {id(v): v for each in attributes for v in each.values() if isinstance(v, torch.Tensor)}
@@ -81,7 +81,7 @@ def left_as_it_was(*things: Any) -> Iterator[None]:
 
 
 def _looks_at_its_mode(module: nn.Module) -> bool:
-    """Whether what the module itself does may hang on its mode."""
+    """Whether the module's own behaviour may depend on its mode."""
     if type(module).__module__.startswith("torch.nn.modules"):
         return isinstance(module, _MODE_MATTERS)
     return True

@@ -1,8 +1,8 @@
-"""From the marks of `gradient_marks.py` to `py.own_gradient` nodes that carry their backward pass.
+"""Conversion of the marks of gradient_marks.py to `py.own_gradient` nodes that carry their backward pass.
 
-In the list of operators that was exported, a backward pass stands between the stand-in for the first gradient that
-arrives and the mark that names the gradients which leave. What lies between and leads from the one to the other moves
-into the node; what it takes from outside becomes a saved value.
+In the exported list of operators, a backward pass lies between the stand-in for its first incoming gradient and the
+mark that names its outgoing gradients. The operators that lead from the one to the other move into the node; values
+that they take from outside become saved values. A backward pass that has no such form is a CaptureError.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ ENTER = "ravnest.enter.default"
 def with_backward_passes(nodes: Sequence[Node], given: Iterable[ValueSpec], calls: Sequence[str]) -> list[Node]:
     """The nodes without marks. CaptureError for a backward pass that has no form.
 
-    `given` are the values that are there before the first node; `calls` what each backward pass is, by its number.
+    `given` are the values that exist before the first node; `calls` describes each backward pass, by its number.
     """
     if not any(n.op in MARKS for n in nodes):
         return list(nodes)
@@ -39,9 +39,9 @@ class _Gathering:
     place: dict[str, int] = field(default_factory=dict)
     by_name: dict[str, Node] = field(default_factory=dict)
     moved: set[str] = field(default_factory=set)
-    """Names of nodes that belong to a backward pass, and not to the forward any more."""
+    """Names of nodes that have moved from the forward into a backward pass."""
     hooked: dict[str, str] = field(default_factory=dict)
-    """What stands for a value that has a hook, and that value."""
+    """Stand-ins for values that have a hook, each with its value."""
 
     def __post_init__(self) -> None:
         self.place = {n.name: i for i, n in enumerate(self.nodes)}
@@ -56,7 +56,7 @@ class _Gathering:
                 kept.append(self._gathered(node, i, outputs, inputs, found))
             elif node.op == HOOKED:
                 values, found = (_names(a) for a in node.args[:2])
-                # The hook that was registered last is the last to get the gradient: it is next to the value itself.
+                # The hook that was registered last gets the gradient last, so it is next to the value itself.
                 values = [self.hooked.get(str(v), v) for v in values]
                 made = self._gathered(node, i, values, values, found)
                 self._place_hook(node, made, kept, values)
@@ -83,8 +83,8 @@ class _Gathering:
         foreign = [n for n in self._references(body, found) if n not in made and n not in arriving]
         for name in foreign:
             if self.by_name.get(name) is not None and self.by_name[name].op == GRADIENT_OF:
-                self._refuse(mark, "it needs the gradient of another value than the one it is for")
-        # What a backward pass computes is nothing that the forward could use.
+                self._refuse(mark, "it needs the gradient of another value than its own")
+        # The forward cannot use values that are computed in a backward pass.
         self.moved |= tainted | made | ({n.name for n in region} - self._used_elsewhere(region, mark))
         local = {name: f"g{i}" for i, name in enumerate(arriving)}
         local.update({name: f"s{i}" for i, name in enumerate(foreign)})
@@ -101,7 +101,7 @@ class _Gathering:
         )
 
     def _tainted(self, region: Sequence[Node]) -> set[str]:
-        """What depends on a gradient."""
+        """Names of the values that depend on a gradient."""
         tainted = {n.name for n in self.nodes if n.op == GRADIENT_OF}
         for node in region:
             if not tainted.isdisjoint(node.references()):
@@ -111,8 +111,8 @@ class _Gathering:
     def _body(
         self, region: Sequence[Node], wanted: set[str], arriving: Sequence[str], tainted: set[str], mark: Node
     ) -> list[Node]:
-        """What leads to the gradients that leave. What does not depend on a gradient and is used elsewhere, too, stays
-        where it is."""
+        """The nodes that lead to the outgoing gradients, except those that depend on no gradient and are also used
+        elsewhere: these remain where they are."""
         aliases = Aliases(PortableGraph(tuple(region)))
         inside = {n.name for n in region}
         shared = self._used_elsewhere(region, mark)
@@ -135,13 +135,13 @@ class _Gathering:
         return body[::-1]
 
     def _is_foreign(self, aliases: Aliases, name: str, inside: set[str], arriving: Sequence[str]) -> bool:
-        """Whether a value shares its memory with one from outside the backward pass, gradients not counted."""
+        """Whether a value shares memory with a value from outside the backward pass that is not a gradient."""
         members = {n for n in self.by_name if aliases.group(n) == aliases.group(name)} | {name}
         members |= {n for n in self.given if aliases.group(n) == aliases.group(name)}
         return any(n not in inside and n not in arriving for n in members)
 
     def _used_elsewhere(self, region: Sequence[Node], mark: Node) -> set[str]:
-        """What of the region the forward uses, directly or not."""
+        """Names of the region's values that the forward uses, directly or indirectly."""
         inside = {n.name for n in region}
         used = {
             name
@@ -161,7 +161,7 @@ class _Gathering:
 
     @staticmethod
     def _own_gradients(body: tuple[Node, ...], arriving: int) -> tuple[Node, ...]:
-        """The body, with a copy of each gradient that it changes in place: others may get that gradient as well."""
+        """The body with a copy of each gradient that it changes in place, since others may receive that gradient."""
         aliases = Aliases(PortableGraph(body))
         written = {
             aliases.group(name)
@@ -175,7 +175,8 @@ class _Gathering:
         return (*copies, *(renamed_references(node, renamed) for node in body))
 
     def _place_hook(self, node: Node, made: Node, kept: list[Node], values: Sequence[str | None]) -> None:
-        """Puts a hook's node, and the picks of its results, right behind its values, whose users get the results."""
+        """Put a hook's node and the picks of its results directly after its values; users of the values then take the
+        results."""
         names = [str(v) for v in values]
         there = {name: i for i, name in enumerate(n.name for n in kept)}
         saved = [a.name for a in made.args[2]]  # type: ignore[union-attr]
@@ -203,20 +204,22 @@ class _Gathering:
         self.by_name = {n.name: n for n in self.nodes}
 
     def _without_moved(self, kept: list[Node]) -> list[Node]:
-        """Without what moved into backward passes; nothing that is left may depend on it."""
+        """The nodes that have not moved into backward passes; CaptureError if one of them depends on a node that
+        has."""
         left = [n for n in kept if n.name not in self.moved]
         owners = {n.name for n in left if n.op == ops.OWN_GRADIENT}
-        # Traced where gradients were off; here the results have one.
+        # They were traced with gradients off, but their results have gradients.
         left = [replace(n, grad=True) if n.op == "py.getitem" and owners & {*n.references()} else n for n in left]
         for node in left:
             if not self.moved.isdisjoint(node.references()):
                 raise CaptureError(
-                    f"the forward uses {node.op} on what a backward pass or a hook computed, which is there only later"
+                    f"the forward uses {node.op} on a value that a backward pass or a hook computes only later"
                 )
         return left
 
     def _next_to_their_users(self, nodes: list[Node]) -> list[Node]:
-        """With hooks on parameters moved to where the parameter is used: the stage that uses it is to own it."""
+        """The nodes with each hook on a parameter moved to the parameter's use, since the stage that uses a parameter
+        owns it."""
         for hook in reversed([n for n in nodes if n.op == ops.OWN_GRADIENT]):
             if not all(self.hooked.get(name, name) in self.given for name in hook.references_at(0)):
                 continue
@@ -237,14 +240,14 @@ class _Gathering:
 
 
 def call_of(mark: Node) -> int:
-    """The number of the call that a mark belongs to."""
+    """The number of the call to which a mark belongs."""
     number = mark.args[-1]
     assert isinstance(number, int)
     return number
 
 
 def renamed_references(node: Node, names: Mapping[str, str]) -> Node:
-    """The node with other names in the place of those it refers to."""
+    """The node with its references renamed."""
     if not names or names.keys().isdisjoint(node.references()):
         return node
     form = node.evaluation

@@ -1,7 +1,7 @@
 """Custom autograd functions while a model is exported: their backward passes are traced next to their forward.
 
-A function is run as autograd runs it, without gradients inside, and its backward at once after its forward, on
-stand-ins for the gradients and with the very values that were saved.
+A function runs as in autograd, without gradients inside. Its backward runs directly after its forward, on stand-ins for
+the gradients and with the same saved tensors. A function that cannot be traced is a CaptureError.
 """
 
 import inspect
@@ -22,25 +22,25 @@ Tensor = torch.Tensor
 
 
 def traced_apply(cls: Any, *args: Any, **named: Any) -> Any:
-    """In place of the `apply` of every custom function."""
+    """Replacement for the `apply` of every custom function."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     plain = super(_SingleLevelFunction, cls).apply
     if cls is _Inline:
         return plain(*args)
     if cls is torch.utils.checkpoint.CheckpointFunction:
-        # It computes the forward again to save memory, which the pipeline does by itself: (function, flag, *arguments).
+        # It recomputes the forward to save memory, which the pipeline does itself: (function, flag, *arguments).
         return args[0](*args[2:])
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         return plain(*args, **named)
     if named:
-        refuse(f"{cls.__name__}{line_of_caller()}", "it has arguments that can be given by name alone")
+        refuse(f"{cls.__name__}{line_of_caller()}", "it has keyword-only arguments")
     function = _Function(cls, args)
     marked = _Inline.apply(function.run, *(t for t in tensors if t.requires_grad))  # type: ignore[no-untyped-call]
     return function.result(marked if isinstance(marked, tuple) else (marked,))
 
 
 class _Context(FunctionCtx):
-    """What a custom function gets as `ctx`: the same as from autograd, with the very tensors that were saved."""
+    """The `ctx` of a custom function: the same as autograd's, with the same tensors as were saved."""
 
     to_save: tuple[Any, ...] = ()
     non_differentiable: tuple[Tensor, ...] = ()
@@ -54,7 +54,7 @@ class _Context(FunctionCtx):
 
 
 class _Inline(torch.autograd.Function):
-    """Runs something as autograd runs a custom forward: without gradients inside, and with one outside."""
+    """Runs a callable as autograd runs a custom forward: without gradients inside, but with one for the result."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Any], *_: Tensor) -> Any:
@@ -63,7 +63,7 @@ class _Inline(torch.autograd.Function):
 
 @dataclass
 class _Function:
-    """One call of a custom function: its forward, and its backward behind it."""
+    """One call of a custom function: its forward, followed by its backward."""
 
     cls: Any
     args: tuple[Any, ...]
@@ -75,14 +75,14 @@ class _Function:
         self.what = f"the backward pass of {self.cls.__name__}{line_of_function(backward)}"
 
     def run(self) -> tuple[Tensor, ...]:
-        """The outputs that have a gradient, marked. Runs both passes."""
+        """Run both passes. Returns the outputs that have a gradient, marked."""
         with _without_gradients():
             entered = [marks.enter(a) if isinstance(a, Tensor) else a for a in self.args]
             ctx = _Context()
             ctx.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in self.args)
             outputs = self._forward(ctx, entered)
             if getattr(ctx, "dirty_tensors", None):
-                refuse(f"{self.cls.__name__}{line_of_caller()}", "it changes what it is given (ctx.mark_dirty)")
+                refuse(f"{self.cls.__name__}{line_of_caller()}", "it changes its arguments in place (ctx.mark_dirty)")
             inputs = [e for e, needed in zip(entered, ctx.needs_input_grad, strict=True) if needed]
             call = numbered(self.what)
             gradients = {i: marks.gradient_of(outputs[i], call) for i in self.differentiable}
@@ -92,7 +92,7 @@ class _Function:
             return tuple(marks.own_gradient(results, inputs, found, call))
 
     def result(self, marked: Sequence[Tensor]) -> Any:
-        """What the caller gets: with the marked outputs in the place of those that have a gradient."""
+        """The result for the caller, with the marked outputs in place of those that have a gradient."""
         if isinstance(self.outputs, Tensor):
             return marked[0] if self.differentiable else self.outputs
         values = list(self.outputs)
@@ -139,8 +139,8 @@ class _Function:
 
 @contextmanager
 def _without_gradients() -> Iterator[None]:
-    """As torch.no_grad. Autograd has turned gradients off itself for what runs inside a custom function, unseen by
-    the export: so this says it, and says it again at the end."""
+    """Like torch.no_grad, but visible to the export: autograd turns gradients off inside a custom function without the
+    export's notice, so this records it at the beginning and at the end of the block."""
     torch.set_grad_enabled(False)
     yield
     torch.set_grad_enabled(True)

@@ -1,9 +1,9 @@
 """Interceptor of custom backward passes and gradient hooks while a model is exported.
 
-torch.export follows the forward alone: what an `autograd.Function` or a hook does to a gradient leaves no trace in it.
-While `traced` is open, both are run as the model calls them, and their backward passes at once after that
-(traced_functions.py, traced_hooks.py). Marks in the exported program say which operators belong to such a backward pass
-(gradient_marks.py); own_backward.py takes it from there. Nothing of this is left when the block ends.
+torch.export traces the forward alone, so it misses how an `autograd.Function` or a hook changes a gradient. Within a
+`traced` block, both run when the model calls them, followed directly by their backward passes (traced_functions.py,
+traced_hooks.py). Marks in the exported program show the operators of such a backward pass (gradient_marks.py), which
+own_backward.py converts. At the end of the block all interceptions are removed.
 """
 
 from collections.abc import Iterator
@@ -28,11 +28,11 @@ from ravnest.graph.capture.traced_hooks import (
 
 @contextmanager
 def traced() -> Iterator[list[str]]:
-    """Within the block, custom backward passes and hooks become part of what is traced; CaptureError where they
-    cannot. Yields what each of them is, in words, in the order in which the marks number them."""
+    """Within the block, custom backward passes and hooks are traced as well; CaptureError if they cannot be. Yields
+    their descriptions, in the order of the numbers in the marks."""
     with ExitStack() as stack:
         calls = stack.enter_context(numbering())
-        # Every way to `apply` ends here, also one that a user keeps under another name.
+        # Every call of `apply` ends here, including those through another name that a user gave it.
         stack.enter_context(patch.object(_SingleLevelFunction, "apply", classmethod(traced_apply), create=True))
         stack.enter_context(patch.object(torch.Tensor, "register_hook", traced_register_hook))
         stack.enter_context(patch.object(torch.nn.modules.module, "BackwardHook", TracedModuleHooks))
@@ -45,4 +45,4 @@ _REFUSED: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "register_post_accumulate_grad_hook", AFTER_ADDING),
     (torch.autograd.graph, "register_multi_grad_hook", ON_SEVERAL),
 )
-"""What registers hooks that have no form as a graph: where it is, its name, and why."""
+"""Functions that register hooks without a form in a graph: the object, the function's name, and the reason."""

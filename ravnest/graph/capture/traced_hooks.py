@@ -1,7 +1,7 @@
 """Gradient hooks while a model is exported: a hook that returns a new gradient is traced as a backward pass.
 
-A hook that returns nothing could only run the user's Python on a provider, and a hook that runs after a gradient was
-added up has no place in a graph: both are refused by name.
+A hook that returns nothing could only run the user's Python on a provider, and a hook that runs after the accumulation
+of a gradient has no place in a graph. Both are a CaptureError that names the hook.
 """
 
 from collections import OrderedDict
@@ -19,12 +19,12 @@ from ravnest.graph.capture.users_line import line_of_caller, line_of_function
 
 Tensor = torch.Tensor
 
-AFTER_ADDING: Final = "it runs after a gradient was added up, in Python of yours, and providers run tensors alone"
-ON_SEVERAL: Final = "it runs on several gradients, in Python of yours, and providers run tensors alone"
+AFTER_ADDING: Final = "it runs your Python after the gradient is accumulated, and providers run tensor operators only"
+ON_SEVERAL: Final = "it runs your Python on several gradients, and providers run tensor operators only"
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """CaptureError for the hooks on a model that have no form as a graph, by the parameter or module they are on."""
+    """CaptureError for a hook on the model that has no form in a graph; it names the parameter or module."""
     for name, parameter in model.named_parameters():
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
@@ -40,12 +40,12 @@ def refuse_hooks(model: nn.Module) -> None:
             hook = next(iter(module._backward_hooks.values()))
             refuse(
                 f"the backward hook {_name(hook)}{line_of_function(hook)} on the module {name or 'model'}",
-                "register_backward_hook gives it other gradients than the module's; use register_full_backward_hook",
+                "register_backward_hook passes it gradients other than the module's; use register_full_backward_hook",
             )
 
 
 def hooks_of_parameters(model: nn.Module) -> list[tuple[str, list[Callable[..., Any]]]]:
-    """The hooks on trained parameters, by the parameter's name, in the order they run."""
+    """The hooks on trained parameters by the parameter's name, in the order in which they run."""
     found = []
     for name, parameter in model.named_parameters():
         hooks = list((getattr(parameter, "_backward_hooks", None) or {}).values())
@@ -55,20 +55,20 @@ def hooks_of_parameters(model: nn.Module) -> list[tuple[str, list[Callable[..., 
 
 
 def trace_parameter_hooks(model: nn.Module, hooks: Sequence[tuple[str, list[Callable[..., Any]]]]) -> None:
-    """Traces the hooks on parameters, which must be the first that a traced forward does."""
+    """Trace the hooks on parameters. A traced forward has to call this first."""
     for name, each in hooks:
         for hook in each:
             _trace_hook(model.get_parameter(name), hook, f"the parameter {name}")
 
 
 def traced_register_hook(tensor: Tensor, hook: Callable[..., Any]) -> RemovableHandle:
-    """In place of `Tensor.register_hook`."""
+    """Replacement for `Tensor.register_hook`."""
     if not tensor.requires_grad:
         raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
     if tensor.is_leaf:
         refuse(
             f"the hook {_name(hook)} on a parameter{line_of_caller()}",
-            "the forward registers it, one more each time it runs; register it once, where the model is made",
+            "each forward registers it again; register it once, when the model is constructed",
         )
     _trace_hook(tensor, hook, "a tensor")
     return _Fixed(OrderedDict())
@@ -90,11 +90,11 @@ class _Fixed(RemovableHandle):
     """The handle of a hook that has become part of the graph."""
 
     def remove(self) -> None:
-        refuse(f"the removal of a hook{line_of_caller()}", "a hook is part of the captured model; register none there")
+        refuse(f"the removal of a hook{line_of_caller()}", "the hook is part of the captured model; do not remove it")
 
 
 class TracedModuleHooks:
-    """In place of torch's BackwardHook: what the full backward hooks of a module do becomes part of the trace."""
+    """Replacement for torch's BackwardHook that traces the full backward hooks of a module."""
 
     def __init__(self, module: nn.Module, user_hooks: Sequence[Any], user_pre_hooks: Sequence[Any]) -> None:
         self._module = module
@@ -103,7 +103,7 @@ class TracedModuleHooks:
 
     def setup_input_hook(self, args: Any) -> Any:
         if any(isinstance(a, Tensor) and a.requires_grad for a in args) and torch.is_grad_enabled():
-            # Only what the module itself does with its inputs counts, so it gets aliases of them.
+            # The module gets aliases of its inputs, so that only its own use of them counts.
             args = self._inputs = tuple(_alias(a) for a in args)
         return args
 
@@ -137,7 +137,7 @@ class TracedModuleHooks:
             _refuse_watching(what)
         found = found if isinstance(found, tuple | list) else (found,)
         if len(found) != len(before):
-            raise CaptureError(f"{what} returns {len(found)} gradients where {len(before)} are to be returned")
+            raise CaptureError(f"{what} returns {len(found)} gradients instead of {len(before)}")
         return tuple(found)
 
     def _what(self, hook: Callable[..., Any]) -> str:
@@ -158,7 +158,7 @@ def _stand_ins(values: Sequence[Any], call: int) -> tuple[Tensor | None, ...]:
 
 
 def refusal(name: str, reason: str) -> Callable[..., NoReturn]:
-    """In place of a function that registers hooks which have no form as a graph."""
+    """Replacement for a function that registers hooks without a form in a graph."""
 
     def refused(*_: Any, **__: Any) -> NoReturn:
         refuse(f"{name}{line_of_caller()}", reason)
@@ -169,8 +169,8 @@ def refusal(name: str, reason: str) -> Callable[..., NoReturn]:
 def _refuse_watching(what: str) -> NoReturn:
     refuse(
         what,
-        "it returns no gradient, so all it can do is run Python of yours, and providers run tensors alone; return the "
-        "new gradient, or remove it",
+        "it returns no gradient, so it can only run your Python, and providers run tensor operators only; return the "
+        "new gradient, or remove the hook",
     )
 
 

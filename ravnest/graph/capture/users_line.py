@@ -1,4 +1,4 @@
-"""The line of the user's code that an error or an operator of a graph comes from."""
+"""Line of the user's code from which an error or an operator of a graph originates."""
 
 import re
 import traceback
@@ -15,23 +15,23 @@ Frame = tuple[str, str, str]
 
 
 def line_of_error(error: BaseException) -> str:
-    """` at file:line (code)` of the innermost frame that is the user's, or nothing where there is none."""
+    """` at file:line (code)` of the innermost frame in the user's code; empty if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     return _told([(f.filename, str(f.lineno), str(f.line)) for f in frames], own_only=True)
 
 
 def line_of_trace(trace: str | None) -> str:
-    """The same of a trace as torch keeps it for an operator; in a library where that is all there is."""
+    """The same for a stack trace that torch keeps for an operator; a line of a library if there is no other."""
     return _told(_FRAME.findall(trace or ""), own_only=False)
 
 
 def line_of_caller() -> str:
-    """The same of the code that runs now."""
+    """The same for the calling code."""
     return _told([(f.filename, str(f.lineno), str(f.line)) for f in traceback.extract_stack()], own_only=True)
 
 
 def line_of_function(function: object) -> str:
-    """` at file:line` where a function is defined, or nothing where that cannot be told."""
+    """` at file:line` of a function's definition; empty if unknown."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 

@@ -1,1 +1,4 @@
-"""Allow-list of a portable graph: which operators it may name, with which arguments, and how much they may make."""
+"""Allow-list of operators: which ones a portable graph may name, with which arguments, and how much memory each takes.
+
+Knows torch alone, and nothing of graphs: the modules check one call of one operator.
+"""

@@ -1,10 +1,11 @@
 """Allow-list of operators, by exact overload.
 
-An entry `name` allows `aten.name.default`; `name:a,b` allows `aten.name.a` and `aten.name.b`. An overload is here if
-`torch.export` emits it for Python code that computes tensors from tensors. Not here: overloads that write into `out=`
-(capture makes a computation and a copy of each), that take a generator or names of dimensions, that compute plain
-numbers from plain numbers or that only TorchScript emits; operators that open a file, run a callable, show
-uninitialised memory (`empty`), reinterpret storage (`as_strided`, `set_`, `_unsafe_view`) or register anything.
+An entry `name` allows `aten.name.default`; `name:a,b` allows `aten.name.a` and `aten.name.b`. The table has the
+overloads that `torch.export` emits for Python code that computes tensors from tensors. It leaves out overloads that
+write into `out=` (capture replaces each by a computation and a copy), take a generator or names of dimensions, compute
+plain numbers from plain numbers, or are emitted by TorchScript alone. It also leaves out operators that open a file,
+run a callable, expose uninitialised memory (`empty`), reinterpret storage (`as_strided`, `set_`, `_unsafe_view`) or
+register anything.
 """
 
 from typing import Final

@@ -1,4 +1,4 @@
-"""Attention: sizes of queries, keys and values, of which the fused kernels look at some and use them for all."""
+"""Guards of attention: the fused kernels check only some of the sizes of queries, keys and values."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -14,9 +14,9 @@ def _attention(call: Call) -> str:
         return "gives queries, keys or values of fewer than two dimensions"
     if query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
-        return f"gives queries, keys and values of shapes that do not fit each other, {shapes}"
+        return f"gives queries, keys and values of incompatible shapes, {shapes}"
     if not 0 <= (call["dropout_p"] or 0.0) <= 1:
-        return "drops a share that is not between 0 and 1"
+        return "gives a dropout probability that is not between 0 and 1"
     batches = [[1] * (dimensions - t.dim()) + [*t.shape[:-2]] for t in tensors]
     together = [max(sizes) for sizes in zip(*batches, strict=True)]
     if call["enable_gqa"]:
@@ -24,9 +24,9 @@ def _attention(call: Call) -> str:
             return "groups queries that have no heads"
         heads = [batch.pop() for batch in batches]
         if min(heads) < 1 or heads[1] != heads[2] or heads[0] % heads[1]:
-            return f"groups {heads[0]} heads of queries for {heads[1]} of keys and {heads[2]} of values"
+            return f"gives {heads[0]} heads of queries for {heads[1]} of keys and {heads[2]} of values"
     if any(not _spreads(batch, other) for batch in batches for other in batches):
-        return "gives queries, keys and values for different batches"
+        return "gives queries, keys and values of different batches"
     if mask is not None:
         sizes = (*together, query.shape[-2], key.shape[-2])
         if mask.dim() > len(sizes) or not all(m in (1, s) for m, s in zip(mask.shape[::-1], sizes[::-1], strict=False)):

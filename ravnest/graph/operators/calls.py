@@ -1,4 +1,4 @@
-"""Arguments of one call of an operator, by name, with the operator's defaults where nothing is given."""
+"""Arguments of one operator call by name, with the operator's defaults for arguments that are not given."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from ravnest.graph.operators.signatures import Parameter
 
 
 class Call:
-    """What an operator is called with."""
+    """One call of an operator: its arguments by name."""
 
     __slots__ = ("_given", "_parameters", "op", "short_name")
 
@@ -25,7 +25,7 @@ class Call:
         return self._given.get(name)
 
     def first(self) -> Any:
-        """The first argument, which is the tensor that most operators are about."""
+        """The first argument, which for most operators is the main input."""
         return self._given.get(self._parameters[0].name)
 
     def number(self, name: str, default: int) -> int:
@@ -33,7 +33,7 @@ class Call:
         return default if value is None else int(value)
 
     def numbers(self, name: str, count: int, default: int) -> list[int]:
-        """A list with an entry for each dimension; one number stands for all of them, and an empty list for the
+        """A list with an entry for each dimension. One number stands for all dimensions, and an empty list for the
         default."""
         value = self._given.get(name)
         if value is None or (isinstance(value, list | tuple) and not value):
@@ -52,7 +52,7 @@ class Call:
                         yield entry
 
     def values(self) -> Iterator[tuple[Parameter, Any]]:
-        """What is given, with what the signature says of it."""
+        """The arguments that are given, each with its parameter of the signature."""
         for parameter in self._parameters:
             if parameter.name in self._given:
                 yield parameter, self._given[parameter.name]

@@ -1,4 +1,4 @@
-"""Arguments that were computed as the graph runs: a tensor where the signature has a tensor, a number in its range."""
+"""Check of arguments that the running graph computed: a tensor for a tensor, a number within its range."""
 
 from typing import Any, Final
 
@@ -11,13 +11,13 @@ _NUMBERS: Final = {"int": (int,), "float": (float, int), "number": (bool, int, f
 
 
 def misfit(call: Call) -> str:
-    """What is wrong with an argument of the call; empty where nothing is."""
+    """The first invalid argument of the call, in words; empty if all are valid."""
     for parameter, value in call.values():
         if value is None or parameter.kind not in ("Tensor", *_NUMBERS):
             continue
         entries = value if parameter.is_list and isinstance(value, list | tuple) else (value,)
         if parameter.is_list and parameter.kind == "Tensor" and entries is not value:
-            return f"{parameter.name!r} is no list of tensors"
+            return f"{parameter.name!r} is not a list of tensors"
         for entry in entries:
             reason = _entry_misfit(parameter, entry)
             if reason:
@@ -29,9 +29,9 @@ def _entry_misfit(parameter: Parameter, entry: Any) -> str:
     if parameter.kind == "Tensor":
         if entry is None or isinstance(entry, torch.Tensor | bool | int | float):
             return ""
-        return f"a {type(entry).__name__} and no tensor"
+        return f"a {type(entry).__name__} instead of a tensor"
     if type(entry) not in _NUMBERS[parameter.kind]:
-        return f"a {type(entry).__name__}, where a plain number belongs"
-    if parameter.kind == "int" and not parameter.least <= entry <= parameter.most:
-        return f"{entry}; it takes {parameter.least} to {parameter.most}"
+        return f"a {type(entry).__name__} instead of a plain number"
+    if parameter.kind == "int" and not parameter.minimum <= entry <= parameter.maximum:
+        return f"{entry}; it takes {parameter.minimum} to {parameter.maximum}"
     return ""

@@ -1,6 +1,6 @@
-"""Arguments that choose one of a few ways to compute: the values that torch knows for them, and no others.
+"""Enumeration arguments: the values that torch knows for each of them.
 
-Kernels trust these: an unknown interpolation mode, for one, leaves the result unwritten.
+Kernels do not check these arguments: an unknown interpolation mode, for example, leaves the result unwritten.
 """
 
 import re
@@ -38,8 +38,8 @@ _EQUATION: Final = re.compile(r"[A-Za-z., >-]{1,256}", re.ASCII)
 
 
 def is_known(short_name: str, argument: str, value: str | int) -> bool:
-    """Whether torch knows this value for this argument. A number for an argument that has no list here is known; a text
-    is not."""
+    """Whether torch knows this value for this argument. For an argument without a list here, every number is known and
+    no text is."""
     if short_name == "einsum" and argument == "equation":
         return isinstance(value, str) and _EQUATION.fullmatch(value) is not None
     values = _BY_OPERATOR.get((short_name, argument), _BY_ARGUMENT.get(argument))

@@ -1,11 +1,11 @@
-"""Checks in front of kernels that do not check what they are given.
+"""Guards: checks before kernels that do not check their own arguments.
 
-torch leaves some arguments to its Python layer, which a graph does not go through: the kernels below then read or write
-past the end of a tensor, divide by zero, or leave part of their result unwritten. A guard sees one call and returns
-what is wrong with it, as the end of a sentence.
+torch checks some arguments in its Python layer, which a graph bypasses. With invalid arguments the kernels below read
+or write past the end of a tensor, divide by zero, or leave part of their result unwritten. A guard looks at one call
+and returns the reason to refuse it, as the end of a sentence, or nothing.
 
-Guards over shapes and plain numbers run when a microbatch of new shapes comes; guards over the values of tensors run
-with every call, and are few.
+Guards of shapes and plain numbers run for each microbatch with new shapes. Guards of tensor values, of which there are
+few, run for every call.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ravnest.graph.operators import (
 from ravnest.graph.operators.calls import Call
 
 Guard = Callable[[Call], str]
-"""What is wrong with a call; empty where nothing is."""
+"""From a call to the reason to refuse it; empty if it is valid."""
 
 _SHAPES: Final[dict[str, Guard]] = {
     **recurrent_guards.SHAPES,
@@ -47,19 +47,19 @@ _FOLLOW_VALUES: Final = frozenset(
 
 
 def shape_guard(op: str) -> Guard | None:
-    """The check of shapes and numbers in front of this operator."""
+    """The guard of shapes and numbers for this operator."""
     return _for(_SHAPES, op)
 
 
 def value_guard(op: str, second: Any = None) -> Guard | None:
-    """The check of values in front of this operator; `second` is its second argument, where that is fixed."""
+    """The guard of tensor values for this operator; `second` is its second argument, if that is constant."""
     if isinstance(second, int | float) and second != -1 and op.split(".")[1] in index_guards.DIVISIONS:
         return None
     return _for(_VALUES, op)
 
 
 def refusal(guard: Guard | None, call: Call) -> str:
-    """What the guard says of the call. Arguments that it cannot even look at do not fit each other."""
+    """The guard's reason to refuse the call. If the guard itself fails, the arguments do not fit each other."""
     try:
         return "" if guard is None else guard(call)
     except (AttributeError, IndexError, OverflowError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -67,7 +67,7 @@ def refusal(guard: Guard | None, call: Call) -> str:
 
 
 def shape_follows_values(op: str) -> bool:
-    """Whether the shape of what comes out depends on the values of a tensor."""
+    """Whether the shape of the result depends on the values of a tensor."""
     name = op.partition(".")[2]
     return name in _FOLLOW_VALUES or name.partition(".")[0] in _FOLLOW_VALUES
 

@@ -1,4 +1,4 @@
-"""Places and divisors that kernels use unchecked."""
+"""Guards of indices and divisors that kernels use unchecked."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -15,12 +15,12 @@ def _bag_shapes(call: Call) -> str:
     if weight.dim() != 2 or 0 in weight.shape or indices.dim() != 1 or offsets.dim() != 1:
         return "gives weights, indices or offsets of other dimensions than it takes"
     if indices.dtype not in _WHOLE or offsets.dtype not in _WHOLE:
-        return "gives indices or offsets that are no whole numbers"
+        return "gives indices or offsets that are not integers"
     if not offsets.numel():
         return "gives no bag"
     scales = call["per_sample_weights"]
     if scales is not None and (scales.shape != indices.shape or scales.dtype != weight.dtype or call.number("mode", 0)):
-        return "gives weights that do not fit its indices"
+        return "gives weights of another shape than its indices"
     padding = call["padding_idx"]
     if padding is not None and not -weight.shape[0] <= padding < weight.shape[0]:
         return f"pads with row {padding} of {weight.shape[0]}"
@@ -33,23 +33,23 @@ def _bag_values(call: Call) -> str:
         return reason
     weight, indices, offsets = call["weight"], call["indices"], call["offsets"]
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < weight.shape[0]:
-        return f"gives indices beyond {weight.shape[0]} rows"
+        return f"gives indices outside the {weight.shape[0]} rows"
     if int(offsets[0]) != 0 or int(offsets[-1]) > indices.numel() or bool((offsets[1:] < offsets[:-1]).any()):
-        return "gives offsets that do not rise from 0 to the number of indices"
+        return "gives offsets that do not increase from 0 to the number of indices"
     if call["include_last_offset"] and int(offsets[-1]) != indices.numel():
         return "gives a last offset that is not the number of indices"
     return ""
 
 
 def _grid_values(call: Call) -> str:
-    """Coordinates that are no numbers become places outside the input, in the backward at the latest."""
+    """Non-finite coordinates become positions outside the input, at the latest in the backward."""
     grid = call["grid"]
     on_processor = grid.device.type == "cpu"
     return "gives coordinates that are not finite" if on_processor and not bool(grid.isfinite().all()) else ""
 
 
 def _division(divided: str, divisor: str) -> Callable[[Call], str]:
-    """The smallest whole number divided by -1 is one more than the largest: the processor stops the process."""
+    """The smallest integer divided by -1 overflows, and the processor aborts the process."""
 
     def guard(call: Call) -> str:
         own, other = call[divided], call[divisor]
@@ -64,7 +64,7 @@ def _division(divided: str, divisor: str) -> Callable[[Call], str]:
             return ""
         smallest = int(own.min()) if isinstance(own, torch.Tensor) and own.numel() else own
         if isinstance(smallest, int) and smallest in (-(2**31), -(2**63)):
-            return "divides the smallest whole number by -1"
+            return "divides the smallest integer by -1"
         return ""
 
     return guard
@@ -83,7 +83,7 @@ def _rounded(call: Call) -> str:
 _WHOLE_DIVISIONS: Final = "floor_divide floor_divide_ fmod fmod_ remainder remainder_".split()
 _ROUNDED_DIVISIONS: Final = ("div", "div_", "divide")
 DIVISIONS: Final = frozenset((*_WHOLE_DIVISIONS, *_ROUNDED_DIVISIONS))
-"""Operators of which only a divisor of -1 needs a look."""
+"""Operators for which only a divisor of -1 is dangerous."""
 SHAPES: Final[dict[str, Callable[[Call], str]]] = {}
 VALUES: Final[dict[str, Callable[[Call], str]]] = {
     "embedding_bag": _bag_values,

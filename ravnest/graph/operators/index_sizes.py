@@ -1,4 +1,4 @@
-"""Memory of operators that look places up: embeddings, indices, scattering, counting and sorting."""
+"""Memory of operators with indices: embeddings, indexing, scattering, counting and sorting."""
 
 import math
 
@@ -52,7 +52,7 @@ def index(call: Call) -> int:
     if used > own.dim():
         raise ValueError("there are more indices than dimensions")
     picked = broadcast_elements([*(i.shape for i in whole), *((m.numel(),) for m in masks)])
-    # Which dimensions are picked from decides what is left; the largest may be.
+    # The size of the result depends on which dimensions are indexed; the largest ones may remain.
     rest = math.prod(sorted(own.shape)[used:]) if used else own.numel()
     converted = sum(8 * i.numel() for i in whole) + sum(24 * m.numel() * max(1, m.dim()) for m in masks)
     return int(picked * rest * own.element_size() + converted)
@@ -73,8 +73,8 @@ def one_hot(call: Call) -> int:
 
 def bincount(call: Call) -> int:
     own = call.first()
-    most = int(own.max()) + 1 if own.numel() and not own.is_floating_point() else 0
-    return int(max(most, call.number("minlength", 0)) * 8 + own.numel() * 8)
+    count = int(own.max()) + 1 if own.numel() and not own.is_floating_point() else 0
+    return int(max(count, call.number("minlength", 0)) * 8 + own.numel() * 8)
 
 
 def multinomial(call: Call) -> int:
@@ -104,7 +104,7 @@ def ctc(call: Call) -> int:
 
 
 def searched(call: Call) -> int:
-    """Places of values among others, which are laid out in a row for it."""
+    """Positions of values in a sorted sequence, of which the kernel makes a contiguous copy."""
     places = call["self"].numel() if isinstance(call["self"], torch.Tensor) else 1
     return 8 * places + 2 * all_bytes(call)
 
@@ -113,20 +113,20 @@ def sampled(call: Call) -> int:
     """One value for each channel and point of the grid."""
     own, grid = call["input"], call["grid"]
     if own.dim() < 4 or grid.dim() != own.dim():
-        raise ValueError("the input and the grid have other numbers of dimensions")
+        raise ValueError("the input and the grid have different numbers of dimensions")
     points = math.prod(grid.shape[1:-1])
     return int(own.shape[0] * own.shape[1] * points * own.element_size() + own.nbytes + grid.nbytes)
 
 
 def compared(call: Call) -> int:
-    """A loss of pairs, with a target for each."""
+    """A loss over pairs, with a target for each pair."""
     pairs = broadcast_elements([call["input1"].shape, call["input2"].shape])
     targets = broadcast_elements([call["target"].shape, call["input1"].shape[:-1], call["input2"].shape[:-1]])
     return 6 * (pairs + targets) * element_bytes(call)
 
 
 def places_of_true(call: Call) -> int:
-    """Indices of what is not zero, one for each dimension; with two values to choose from, these."""
+    """Indices of non-zero elements, one for each dimension; with two values to choose from, the chosen values."""
     own = call["self" if call.short_name == "nonzero" else "condition"]
     if call.short_name == "where" and len(list(call.tensors())) + isinstance(call["self"], int | float) > 1:
         return common_elements(call) * element_bytes(call)

@@ -1,4 +1,4 @@
-"""Losses whose kernels use labels and lengths as places in memory."""
+"""Guards of losses whose kernels use labels and lengths as memory offsets."""
 
 from collections.abc import Callable
 from typing import Final
@@ -17,22 +17,22 @@ def _ctc_shapes(call: Call) -> str:
     if targets.dim() not in (1, 2) or targets.dtype not in _WHOLE:
         return f"gives labels of {targets.dim()} dimensions and type {targets.dtype}"
     if not 0 <= call.number("blank", 0) < own.shape[-1]:
-        return "gives a blank that is no class"
+        return "gives a blank that is not a class"
     batch = own.shape[1] if own.dim() == 3 else 1
     if targets.dim() == 2 and targets.shape[0] != batch:
-        return "gives labels for another batch"
+        return "gives labels of another batch size"
     for name in ("input_lengths", "target_lengths"):
         given = call[name]
         if isinstance(given, torch.Tensor):
             if given.dtype not in _WHOLE or given.dim() > 1 or given.numel() != batch:
-                return f"gives {name} that are not one whole number for each sample"
+                return f"gives {name} that are not one integer for each sample"
         elif len(given) != batch:
             return f"gives {len(given)} {name} for {batch} samples"
     return ""
 
 
 def _ctc_values(call: Call) -> str:
-    """Labels and lengths; what lies behind a sample's last label may be anything."""
+    """Checks labels and lengths; padding after a sample's last label may have any value."""
     reason = _ctc_shapes(call)
     if reason:
         return reason
@@ -55,7 +55,7 @@ def _ctc_values(call: Call) -> str:
             return f"gives lengths of {sum(lengths)} labels together, of {targets.numel()}"
         labels = targets[: sum(lengths)]
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < own.shape[-1]:
-        return f"gives labels that are no classes of {own.shape[-1]}"
+        return f"gives labels outside the {own.shape[-1]} classes"
     return ""
 
 
@@ -64,13 +64,13 @@ def _whole(given: torch.Tensor | list[int]) -> list[int]:
 
 
 def _spreads(weight: torch.Tensor, own: torch.Tensor) -> bool:
-    """Whether it can be expanded to the shape of the other."""
+    """Whether the weight can be expanded to the shape of the other tensor."""
     sizes = zip(reversed(weight.shape), reversed(own.shape), strict=False)
     return weight.dim() <= own.dim() and all(size in (1, wanted) for size, wanted in sizes)
 
 
 def _pairs(call: Call) -> str:
-    """One target for each value, as torch's Python layer asks for."""
+    """Checks that there is one target for each value, as torch's Python layer does."""
     own, target, weight = call["self"], call["target"], call["weight"]
     if own.shape != target.shape:
         return f"gives targets of shape {tuple(target.shape)} for values of shape {tuple(own.shape)}"

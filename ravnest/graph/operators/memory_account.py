@@ -1,9 +1,9 @@
-"""Account of the memory that a graph takes, against what the provider lends.
+"""Account of the memory that a graph takes, limited to the memory that the provider lends.
 
-Before each call, what is alive and what the call may take are added up; beyond the limit the graph ends with a
-GraphError that names the node, and nothing has been allocated. What is alive are the results that the graph, or
-autograd, still holds. A view of a few bytes may stand for far more elements: it is held to the limit by the elements,
-because later kernels go over all of them and gradients have memory for each.
+Before each call, the account adds the memory that the call may take to the memory of live results, which the graph or
+autograd still holds. Beyond the limit the call is a GraphError that names the node, and nothing has been allocated. A
+view of a few bytes may have far more elements: the limit applies to its elements, because later kernels process all of
+them and gradients have memory for each.
 """
 
 import weakref
@@ -18,7 +18,7 @@ from ravnest.units import byte_size
 
 
 class MemoryAccount:
-    """Of the runs of one graph, those included whose results autograd still holds."""
+    """Memory of all runs of one graph, including earlier runs whose results autograd still holds."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -26,20 +26,20 @@ class MemoryAccount:
         self._given: set[int] = set()
         self._alive_bytes = 0
         self.follows_values = False
-        """Whether shapes turned out to depend on the values of a tensor."""
+        """Whether a shape turned out to depend on the values of a tensor."""
         self._gradient_bytes = 0
-        """What gradients will take beyond what is usual."""
+        """Memory that gradients will take in excess of the usual amount."""
         self._largest_bytes = 0
-        """Of the results that get a gradient: it has that size, too."""
+        """Size of the largest result with a gradient, and so of the largest gradient."""
 
     def begin(self, given: Any) -> None:
-        """A run begins, with these values, which the stage holds anyway."""
+        """Begin a run with these values, which the stage holds in any case."""
         self._forget_dead()
         self._gradient_bytes = self._largest_bytes = 0
         self._given = {key for key, _ in _storages(given)}
 
     def expect(self, name: str, call: Call) -> None:
-        """GraphError where the call may take more than is left."""
+        """GraphError if the call may take more memory than is left."""
         if call.short_name.startswith("index"):
             self.follows_values |= any(t.dtype in (torch.bool, torch.uint8) for t in call.tensors())
         try:
@@ -49,12 +49,12 @@ class MemoryAccount:
         self._hold(name, call, wanted)
 
     def note(self, name: str, call: Call, result: Any) -> None:
-        """The call was made, with this result."""
+        """Record the result of a call."""
         logical = logical_bytes(result)
         if logical > self.limit_bytes:
             raise LentMemoryError(
-                f"node {name!r} ({call.op}) makes a tensor of {byte_size(logical)}, and {byte_size(self.limit_bytes)} "
-                "are lent; it is not used"
+                f"node {name!r} ({call.op}) made a tensor of {byte_size(logical)}, but only "
+                f"{byte_size(self.limit_bytes)} are lent: use smaller microbatches, or lend more with --memory"
             )
         for key, storage in _storages(result):
             if key in self._given or (key in self._held and self._held[key][0]() is not None):
@@ -76,7 +76,7 @@ class MemoryAccount:
         total = self._alive_bytes + more
         if total > self.limit_bytes:
             raise LentMemoryError(
-                f"node {name!r} ({call.op}) would take the stage to {byte_size(total)} for one microbatch, and "
+                f"node {name!r} ({call.op}) would take the stage to {byte_size(total)} for one microbatch, but only "
                 f"{byte_size(self.limit_bytes)} are lent: use smaller microbatches, or lend more with --memory"
             )
 
@@ -86,14 +86,13 @@ class MemoryAccount:
 
 
 def _weak(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
-    """Tells whether the memory is still held, by the graph or by autograd, and does not hold it: the object lives as
-    long as the memory does."""
+    """A weak reference to the memory: alive as long as the graph or autograd holds it."""
     return weakref.ref(storage)
 
 
 def _more_in_backward(call: Call, result: Any) -> int:
-    """What gradients take beyond what is usual. Each has the elements of its tensor, and the memory of a view may have
-    fewer: so the excess over three times the memory that the call has to do with."""
+    """Memory that gradients take in excess of the usual amount. A gradient has all elements of its tensor, but a view
+    may have less memory than elements: the excess is over three times the memory of the call's tensors."""
     if not torch.is_grad_enabled():
         return 0
     gradients = sum(t.numel() * t.element_size() for t in call.tensors() if t.requires_grad)

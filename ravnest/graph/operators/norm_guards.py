@@ -1,4 +1,4 @@
-"""Norms whose kernels trust the sizes that they are told."""
+"""Guards of norms whose kernels do not check the sizes that they are given."""
 
 from collections.abc import Callable
 from typing import Final
@@ -26,7 +26,7 @@ def _native_group_norm(call: Call) -> str:
     if own.dim() < 2 or min(batch, channels, rest, groups) < 1:
         return "gives sizes below 1"
     if own.shape[0] != batch or own.shape[1] != channels or batch * channels * rest != own.numel() or channels % groups:
-        return f"gives sizes that are not those of its input, {tuple(own.shape)}"
+        return f"gives sizes that differ from those of its input, {tuple(own.shape)}"
     for name in ("weight", "bias"):
         if call[name] is not None and tuple(call[name].shape) != (channels,):
             return f"gives a {name} of shape {tuple(call[name].shape)} for {channels} channels"
@@ -39,9 +39,9 @@ def _group_norm(call: Call) -> str:
 
 
 def _typed_view(call: Call) -> str:
-    """A byte that is neither 0 nor 1 is no bool: kernels that count them would count wrong."""
+    """A bool is a byte of 0 or 1: kernels would miscount other bytes."""
     changed = call["dtype"] != call["self"].dtype
-    return "makes a bool of other bytes" if changed and torch.bool in (call["dtype"], call["self"].dtype) else ""
+    return "reinterprets other bytes as bool" if changed and torch.bool in (call["dtype"], call["self"].dtype) else ""
 
 
 SHAPES: Final[dict[str, Callable[[Call], str]]] = {

@@ -10,7 +10,7 @@ from ravnest.graph.operators.size_parts import all_bytes, broadcast_elements, el
 
 
 def _matmul(a: Sequence[int], b: Sequence[int], size: int) -> int:
-    """Also where one of the two is copied for each of a batch of the other."""
+    """Includes the copies of one factor for each matrix of a batch of the other."""
     if not a or not b:
         return 0
     rows, columns = (a[-2] if len(a) > 1 else 1), (b[-1] if len(b) > 1 else 1)
@@ -68,19 +68,19 @@ def tensordot(call: Call) -> int:
 
 
 def einsum(call: Call) -> int:
-    """The result, and what is made on the way to it: operands are joined two by two, and a letter is summed as soon as
-    no later operand has it."""
+    """The result and the intermediate ones: operands are multiplied two by two, and a letter is summed as soon as no
+    later operand has it."""
     left, arrow, right = str(call["equation"]).replace(" ", "").partition("->")
     terms, tensors = left.split(","), call["tensors"]
     if len(terms) != len(tensors):
-        raise ValueError("einsum has another number of operands than its equation")
+        raise ValueError("einsum has a different number of operands than its equation")
     sizes: dict[str, int] = {}
     letters = []
     for term, tensor in zip(terms, tensors, strict=True):
         named = term.replace("...", "")
         free = tensor.dim() - len(named)
         if free < 0 or (free and "..." not in term):
-            raise ValueError("einsum has an operand with another number of dimensions than its equation")
+            raise ValueError("einsum has an operand with a different number of dimensions than its equation")
         before = term.split("...")[0] if "..." in term else term
         dots = [f".{place}" for place in range(free, 0, -1)]
         spread = [*before, *dots, *named[len(before) :]]
@@ -96,7 +96,7 @@ def einsum(call: Call) -> int:
     while len(letters) > 1:
         pair = sorted((path.pop(0), path.pop(0))) if len(path) > 1 else [0, 1]
         if not 0 <= pair[0] < pair[1] < len(letters):
-            raise ValueError("einsum has a path that leads nowhere")
+            raise ValueError("einsum has an invalid path")
         second, first = letters.pop(pair[1]), letters.pop(pair[0])
         later = kept.union(*letters) if letters else kept
         joined = (first | second) & later
@@ -134,7 +134,7 @@ def attention(call: Call) -> int:
 
 
 def _is_fused(call: Call) -> bool:
-    """Whether a kernel is used that never holds the whole of the attention weights."""
+    """Whether torch uses a kernel that never holds all attention weights at once."""
     try:
         chosen = torch._fused_sdp_choice(
             call["query"],

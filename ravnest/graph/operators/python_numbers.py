@@ -1,7 +1,7 @@
 """Arithmetic on sizes: the `py.` operators, on plain numbers of at most 64 bits.
 
-Python's own whole numbers grow without an end: squared fifty times, one fills the memory and holds the interpreter, and
-no signal ends it. So each result is held to what a tensor's size can be.
+Python's integers have no size limit: an integer squared fifty times fills the memory and blocks the interpreter, which
+no signal can end. So each result is limited to the range of a tensor's size. A result outside it is a GraphError.
 """
 
 import operator
@@ -17,7 +17,7 @@ _INT64: Final = 1 << 63
 
 def _getitem(source: Any, key: Any) -> Any:
     if not isinstance(source, tuple | list) or isinstance(key, bool) or not isinstance(key, int):
-        raise GraphError("py.getitem picks one of several results, by its number")
+        raise GraphError("py.getitem picks one of several results by its number")
     try:
         return source[key]
     except IndexError:
@@ -46,7 +46,7 @@ _PLAIN: Final = frozenset({int, float, bool})
 
 
 def _told(value: object) -> str:
-    return "a number of more bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return "a larger number" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 _TWO: Final[dict[str, Callable[..., Any]]] = {
@@ -73,26 +73,26 @@ _ONE: Final[dict[str, Callable[..., Any]]] = {
 }
 
 TARGETS: Final[dict[str, Callable[..., Any]]] = {"py.getitem": operator.getitem, **_TWO, **_ONE}
-"""What torch.export calls, by the portable name."""
+"""The functions that torch.export calls, by their portable names."""
 
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "py.getitem": _getitem,
     **{name: _bounded(name, function, 2) for name, function in _TWO.items()},
     **{name: _bounded(name, function, 1) for name, function in _ONE.items()},
 }
-"""What a stage calls."""
+"""The functions that a stage calls, by their portable names."""
 
 _COUNTS: Final = {"py.getitem": 2, **dict.fromkeys(_TWO, 2), **dict.fromkeys(_ONE, 1)}
 
 
 def unfit_numbers(op: str, args: tuple[Any, ...], kwargs: Any, reference: type) -> str:
-    """What is wrong with the arguments of a `py.` node, as it is read; empty where nothing is."""
+    """Why the arguments of a `py.` node that is being read are invalid; empty if they are valid."""
     if kwargs:
-        return f"{op} takes no arguments by name"
+        return f"{op} takes no keyword arguments"
     if len(args) != _COUNTS[op]:
         return f"{op} takes {_COUNTS[op]} arguments, not {len(args)}"
     if op == "py.getitem" and isinstance(args[0], tuple):
-        return f"{op} picks one of several results, by its number"
+        return f"{op} picks one of several results by its number"
     if any(not isinstance(argument, reference | int | float) for argument in args):
         return f"{op} computes with plain numbers and with values of the graph"
     return ""

@@ -1,4 +1,4 @@
-"""Recurrent layers: sizes of states and weights, which their kernels take from one tensor and use for all."""
+"""Guards of recurrent layers: their kernels read the sizes of one tensor and assume them for all states and weights."""
 
 import itertools
 from collections.abc import Callable
@@ -23,10 +23,10 @@ def _shapes(call: Call) -> str:
     if packed:
         sizes = call["batch_sizes"]
         if sizes.dim() != 1 or sizes.dtype is not torch.int64 or sizes.device.type != "cpu" or not sizes.numel():
-            return "gives sizes of the batch that are no list of whole numbers in main memory"
+            return "gives batch sizes that are not a list of integers on the CPU"
     states = call["hx"] if call.short_name == "lstm" else [call["hx"]]
     if len(states) != (2 if call.short_name == "lstm" else 1) or any(s.dim() != 3 for s in states):
-        return "gives first states of the wrong number or dimensions"
+        return "gives initial states of the wrong number or dimensions"
     return _weights_misfit(call, own, list(states), batch)
 
 
@@ -39,18 +39,18 @@ def _weights_misfit(call: Call, own: torch.Tensor, states: list[torch.Tensor], b
     projects = given_back != hidden
     each = 2 + 2 * bool(call["has_biases"]) + projects
     if layers * directions * each != len(params):
-        return f"gives {len(params)} weights where {layers * directions * each} belong"
+        return f"gives {len(params)} weights instead of {layers * directions * each}"
     if not 0 <= (call["dropout"] or 0.0) <= 1:
-        return "drops a share that is not between 0 and 1"
+        return "gives a dropout probability that is not between 0 and 1"
     for state, width in zip(states, (given_back, hidden), strict=False):
         if state.shape[0] != layers * directions or state.shape[2] != width or state.numel() == 0:
-            return "gives a first state of the wrong size"
+            return "gives an initial state of the wrong size"
         if batch is not None and state.shape[1] != batch:
-            return "gives a first state for another batch"
+            return "gives an initial state of another batch size"
     if len({s.shape[1] for s in states}) != 1:
-        return "gives first states for different batches"
+        return "gives initial states of different batch sizes"
     tensors = [own, *states, *params]
-    # Autocast makes one type of all of them.
+    # Autocast converts them to one type.
     types = {t.dtype for t in tensors if not torch.is_autocast_enabled(own.device.type)}
     if len(types) > 1 or any(not t.is_floating_point() or t.device != own.device for t in tensors):
         return "mixes element types or devices"
@@ -61,18 +61,18 @@ def _weights_misfit(call: Call, own: torch.Tensor, states: list[torch.Tensor], b
         expected += [(given_back, hidden)] if projects else []
         for weight, shape in zip(params[place * each : (place + 1) * each], expected, strict=True):
             if tuple(weight.shape) != shape:
-                return f"gives a weight of shape {tuple(weight.shape)} where {shape} belongs"
+                return f"gives a weight of shape {tuple(weight.shape)} instead of {shape}"
     return ""
 
 
 def _packed_sizes(call: Call) -> str:
-    """The sizes of the batch step by step: they fall, and are together the input's."""
+    """Checks the batch size of each step: the sizes never increase, and their sum is the input's size."""
     sizes, own = call["batch_sizes"], call["data"]
     states = call["hx"] if call.short_name == "lstm" else [call["hx"]]
     steps = sizes.tolist()
     falls = all(later <= earlier for earlier, later in itertools.pairwise(steps))
     if not falls or steps[-1] < 1 or sum(steps) != own.shape[0] or any(s.shape[1] != steps[0] for s in states):
-        return "gives sizes of the batch that do not fit its input"
+        return "gives batch sizes that do not fit its input"
     return ""
 
 

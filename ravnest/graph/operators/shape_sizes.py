@@ -1,4 +1,4 @@
-"""Memory of operators whose result has a shape of its own: factories, repetitions, padding and parts."""
+"""Memory of operators whose arguments give the shape of the result: factories, repetitions, padding and parts."""
 
 import math
 from collections.abc import Callable
@@ -17,20 +17,20 @@ def nothing(call: Call) -> int:
 
 
 def shaped(name: str) -> Callable[[Call], int]:
-    """Operators whose result has the shape in that argument."""
+    """Rule for operators whose result has the shape in this argument."""
 
     def rule(call: Call) -> int:
         shape = call[name]
         sizes = [shape] if isinstance(shape, int) else list(shape or [])
         if any(s < 0 for s in sizes):
-            raise ValueError(f"{name} has a size below zero")
+            raise ValueError(f"{name} has a negative size")
         return math.prod(sizes) * max(8, element_bytes(call))
 
     return rule
 
 
 def counted(*names: str) -> Callable[[Call], int]:
-    """Operators whose result has as many elements as these arguments say, multiplied."""
+    """Rule for operators whose number of elements is the product of these arguments."""
     return lambda call: math.prod(max(0, call.number(n, 0)) for n in names) * 8
 
 
@@ -43,7 +43,7 @@ def arange(call: Call) -> int:
     start, end, step = call["start"] or 0, call["end"], call["step"] or 1
     count = (end - start) / step
     if not math.isfinite(count):
-        raise ValueError("start, end and step do not make a range")
+        raise ValueError("start, end and step do not form a range")
     return int(max(0, math.ceil(count)) * 8)
 
 
@@ -55,26 +55,26 @@ def repeat(call: Call) -> int:
     own, repeats = call.first(), call["repeats"] if call["repeats"] is not None else call["dims"]
     counts = [repeats] if isinstance(repeats, int) else list(repeats)
     if any(c < 0 for c in counts):
-        raise ValueError("something is repeated less than no times")
+        raise ValueError("the number of repetitions is negative")
     return int(2 * own.numel() * math.prod(counts) * own.element_size())
 
 
 def repeat_interleave(call: Call) -> int:
     repeats, own, dim = call["repeats"], call["self"], call["dim"]
     if isinstance(repeats, torch.Tensor) and (repeats.is_floating_point() or repeats.is_complex()):
-        raise ValueError("how often something is repeated is a whole number")
+        raise ValueError("the number of repetitions is not an integer")
     places = 1 if own is None else own.numel() if dim is None else own.shape[dim]
     if not isinstance(repeats, torch.Tensor):
         times = max(0, repeats) * places
     elif not repeats.numel():
         times = 0
     else:
-        # In floating point, where a sum of large numbers stays large.
+        # The sum is computed in floating point, where it cannot overflow to a small number.
         times = int(min(2.0**62, float(repeats.double().clamp(min=0).sum())))
         times *= places if repeats.numel() == 1 else 1
     if call["output_size"] not in (None, times):
-        # The kernel takes the memory for that size before it sees that the result has another one.
-        raise ValueError(f"the result has {times} places, and not the {call['output_size']} of output_size")
+        # The kernel allocates output_size before it finds that the result has another size.
+        raise ValueError(f"the result has {times} elements, but output_size is {call['output_size']}")
     if own is None:
         return int(times * 16)
     each = 1 if dim is None else own.numel() // max(1, own.shape[dim])
@@ -91,7 +91,7 @@ def pad(call: Call) -> int:
     for place in range(len(pads) // 2):
         sizes[-1 - place] += pads[2 * place] + pads[2 * place + 1]
     if any(s < 0 for s in sizes):
-        raise ValueError("the padding takes more away than there is")
+        raise ValueError("the negative padding is larger than the input")
     return int(2 * math.prod(sizes) * own.element_size())
 
 

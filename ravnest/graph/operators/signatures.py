@@ -1,8 +1,8 @@
-"""Arguments of a node against the operator's signature, when a graph is read.
+"""Check of a node's arguments against the operator's signature when a graph is read.
 
-torch converts what it is given: a plain number stands for an element type, a text for a device. Kernels then run with
-values that no Python code could have passed. So each argument must have the form that the schema names, and a number
-must be one that the argument can mean. GraphError names the node, the argument and the reason.
+torch converts arguments implicitly: a plain number to an element type, text to a device. Kernels would then run with
+values that no Python code can pass. So each argument must have the type that the schema names, and a number must be in
+the argument's range. Otherwise a GraphError names the node, the argument and the reason.
 """
 
 from collections.abc import Callable
@@ -16,9 +16,9 @@ from ravnest.errors import GraphError
 from ravnest.graph.operators import enumerations
 
 MAX_SIZE: Final = 1 << 40
-"""Sizes, and how many times something is repeated."""
+"""Maximum of a size or of a number of repetitions."""
 MAX_WINDOW: Final = 1 << 24
-"""Kernels, strides, paddings, dilations and shifts: torch computes with their products in 64 bits."""
+"""Maximum of a kernel size, stride, padding, dilation or shift: torch multiplies them in 64 bits."""
 MAX_LAYERS: Final = 4096
 MAX_DIMENSIONS: Final = 64
 _INT64: Final = 1 << 63
@@ -41,13 +41,13 @@ _DIMENSIONS: Final = frozenset(
     """.split()
 )
 _LONG_LISTS: Final = frozenset({"input_lengths", "target_lengths", "split_size", "split_sizes", "indices", "params"})
-"""Lists with an entry for each sample, part or layer; every other list of numbers is about dimensions."""
+"""Lists with an entry for each sample, part or layer. Every other list of numbers has one for each dimension."""
 MAX_LONG_LIST: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of an operator, as its schema has it."""
+    """One argument of an operator, as its schema defines it."""
 
     name: str
     kind: str
@@ -55,14 +55,14 @@ class Parameter:
     optional: bool
     is_list: bool
     entries_optional: bool
-    """Of a list."""
+    """Whether an entry of a list may be None."""
     spreads: bool
     """Whether one number may stand for a list of equal ones."""
     required: bool
     positional: bool
-    least: int
-    most: int
-    """For whole numbers, both included."""
+    minimum: int
+    maximum: int
+    """Bounds of an integer, both inclusive."""
 
 
 @cache
@@ -81,7 +81,7 @@ def check_arguments(
     parameters = parameters_of(overload)
     places = [p for p in parameters if p.positional]
     if len(args) > len(places):
-        raise GraphError(f"node {node_name!r} gives {op} {len(args)} arguments in order, it takes {len(places)}")
+        raise GraphError(f"node {node_name!r} gives {op} {len(args)} positional arguments, but it takes {len(places)}")
     given = dict(zip((p.name for p in places), args, strict=False))
     for keyword, value in kwargs.items():
         if keyword in given:
@@ -90,7 +90,7 @@ def check_arguments(
     for parameter in parameters:
         if parameter.name not in given:
             if parameter.required:
-                raise GraphError(f"node {node_name!r} does not give {op} its argument {parameter.name!r}")
+                raise GraphError(f"node {node_name!r} gives {op} no argument {parameter.name!r}")
             continue
         reason = _misfit(short_name, parameter, given.pop(parameter.name), forms)
         if reason:
@@ -101,21 +101,21 @@ def check_arguments(
 
 @dataclass(frozen=True, slots=True)
 class Forms:
-    """How a graph writes what is not a plain value."""
+    """The types by which a graph represents arguments that are not plain values."""
 
     reference: type
     device: type
 
 
 def _misfit(short_name: str, parameter: Parameter, value: Any, forms: Forms) -> str:
-    """What is wrong with the value; empty where nothing is."""
+    """Why the value is invalid; empty if it is valid."""
     if value is None:
-        # torch.export writes None where a model leaves a default alone.
-        return "" if parameter.optional or parameter.kind == "Generator" else "nothing, which it cannot do without"
+        # torch.export writes None for an argument that the model left at its default.
+        return "" if parameter.optional or parameter.kind == "Generator" else "nothing, but it is required"
     if parameter.kind == "Generator":
-        return "a generator: a stage draws with its own"
+        return "a generator, but a stage uses its own"
     if parameter.name == "pin_memory":
-        return "" if value is False else "true: pinned memory is the stage's own business"
+        return "" if value is False else "true, but the stage itself decides about pinned memory"
     if isinstance(value, forms.reference):
         known = ("Tensor", "number", "int", "float", "bool")
         return "" if parameter.kind in known else f"a computed value; it must be a fixed {_words(parameter)}"
@@ -123,19 +123,19 @@ def _misfit(short_name: str, parameter: Parameter, value: Any, forms: Forms) -> 
         return _entry_misfit(short_name, parameter, value, forms)
     if not isinstance(value, tuple):
         return _entry_misfit(short_name, parameter, value, forms) if parameter.spreads else "no list"
-    most = MAX_LONG_LIST if parameter.name in _LONG_LISTS or parameter.kind == "Tensor" else MAX_DIMENSIONS
-    if len(value) > most:
-        return f"a list of {len(value)} entries; it takes at most {most}"
+    maximum = MAX_LONG_LIST if parameter.name in _LONG_LISTS or parameter.kind == "Tensor" else MAX_DIMENSIONS
+    if len(value) > maximum:
+        return f"a list of {len(value)} entries; it takes at most {maximum}"
     for entry in value:
         if isinstance(entry, forms.reference):
             continue
         if entry is None:
             if not parameter.entries_optional:
-                return "a list with nothing in a place"
+                return "a list with a missing entry"
             continue
         reason = _entry_misfit(short_name, parameter, entry, forms)
         if reason:
-            return f"a list with {reason}"
+            return f"a list that contains {reason}"
     return ""
 
 
@@ -149,20 +149,20 @@ def _entry_misfit(short_name: str, parameter: Parameter, value: Any, forms: Form
             return f"{_told(value)}, which has more than 64 bits"
         return "" if fits else f"{_told(value)}, which is no {_words(parameter)}"
     if kind == "Device":
-        # Any other form would name a device of the provider's machine.
+        # Any other value would name a device of the provider's machine.
         return (
-            "" if isinstance(value, forms.device) else f"{_told(value)}, which names a device; a stage chooses its own"
+            "" if isinstance(value, forms.device) else f"{_told(value)}, which names a device; the stage chooses it"
         )
     expected = _TYPES[kind]
     fits = isinstance(value, expected) and (kind == "bool" or not isinstance(value, bool))
     if not fits:
         return f"{_told(value)}, which is no {_words(parameter)}"
     if kind == "Layout" and value is not torch.strided:
-        return f"{_told(value)}; the one layout is strided"
-    if kind == "int" and not parameter.least <= value <= parameter.most:
-        return f"{_told(value)}; it takes {parameter.least} to {parameter.most}"
+        return f"{_told(value)}; the only layout is strided"
+    if kind == "int" and not parameter.minimum <= value <= parameter.maximum:
+        return f"{_told(value)}; it takes {parameter.minimum} to {parameter.maximum}"
     if kind in ("int", "str") and not enumerations.is_known(short_name, parameter.name, value):
-        return f"{_told(value)}, which it does not know"
+        return f"{_told(value)}, which the operator does not know"
     return ""
 
 
@@ -208,7 +208,7 @@ def _parameter(operator: str, argument: Any) -> Parameter:
         kind, entries_optional = kind[9:-1], True
     if kind not in _WORDS:
         raise GraphError(f"operator {operator!r} takes a {kind}, which a portable graph cannot give")
-    least, most = _range(operator, argument.name) if kind == "int" else (0, 0)
+    minimum, maximum = _range(operator, argument.name) if kind == "int" else (0, 0)
     return Parameter(
         name=argument.name,
         kind=kind,
@@ -218,14 +218,14 @@ def _parameter(operator: str, argument: Any) -> Parameter:
         spreads=is_list and kind in ("int", "float"),
         required=not argument.has_default_value(),
         positional=not argument.kwarg_only,
-        least=least,
-        most=most,
+        minimum=minimum,
+        maximum=maximum,
     )
 
 
 def range_of(parameter: Parameter) -> tuple[int, int]:
-    """What the numbers of this argument may be, when they are computed as the graph runs."""
-    return parameter.least, parameter.most
+    """The bounds of a number of this argument that the running graph computes."""
+    return parameter.minimum, parameter.maximum
 
 
 def _range(operator: str, name: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Parts of the rules for sizes: what broadcasts to what, and how many bytes an element has."""
+"""Building blocks of the memory rules: shapes after broadcasting, and bytes per element."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from ravnest.graph.operators.calls import Call
 
 
 def element_bytes(call: Call) -> int:
-    """Of a result: that of the largest type involved. Whole numbers may become numbers of 64 bits."""
+    """Bytes per element of a result: those of the largest type involved. Integers may become 64 bits wide."""
     most = 4
     for tensor in call.tensors():
         most = max(most, tensor.element_size() if tensor.is_floating_point() or tensor.is_complex() else 8)
@@ -18,13 +18,13 @@ def element_bytes(call: Call) -> int:
 
 
 def common_elements(call: Call) -> int:
-    """Elements of what the tensors broadcast to; where they do not, torch refuses them or uses each by itself."""
+    """Number of elements of the shape that the call's tensors broadcast to."""
     return broadcast_elements([t.shape for t in call.tensors()])
 
 
 def broadcast_elements(shapes: Sequence[Sequence[int]]) -> int:
-    """Elements of what these shapes broadcast to; of the largest where they do not: torch then refuses them, or uses
-    each by itself."""
+    """Number of elements of the shape that these shapes broadcast to. If they do not broadcast, that of the largest
+    one: torch then refuses them, or uses each on its own."""
     largest = max((math.prod(s) for s in shapes), default=0)
     count = 1
     for place in range(1, max((len(s) for s in shapes), default=0) + 1):
@@ -36,17 +36,17 @@ def broadcast_elements(shapes: Sequence[Sequence[int]]) -> int:
 
 
 def own_times(factor: int) -> Callable[[Call], int]:
-    """Operators that make that many values of the first argument's size, whatever sizes the others have."""
+    """Rule for operators that make `factor` values of the first argument's size, whatever the other sizes."""
     return lambda call: int(factor * call.first().numel() * max(call.first().element_size(), 4))
 
 
 def times(factor: int) -> Callable[[Call], int]:
-    """Operators that make that many values of the common size, their intermediate ones included."""
+    """Rule for operators that make `factor` values of the broadcast size, including intermediate ones."""
     return lambda call: factor * common_elements(call) * max(element_bytes(call), 4)
 
 
 def copy_bytes(call: Call) -> int:
-    """Results that have as many elements as the first argument."""
+    """Rule for results with as many elements as the first argument."""
     own = call.first()
     if isinstance(own, list | tuple):
         return all_bytes(call)
@@ -65,7 +65,7 @@ def all_bytes(call: Call) -> int:
 def spatial_sizes(
     sizes: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[int]:
-    """Sizes of what a window yields that goes over these sizes, rounded up."""
+    """Output sizes, rounded up, of a window that moves over these sizes."""
     return [
         max(0, -(-(size + 2 * p - d * (k - 1) - 1) // s) + 1)
         for size, k, s, p, d in zip(sizes, kernel, stride, padding, dilation, strict=True)

@@ -1,8 +1,8 @@
-"""How many bytes a call may take, before it is made: its results and what its kernel needs meanwhile.
+"""Memory of a call before it is made: its results and the temporary buffers of its kernel.
 
-A graph of ten nodes can ask for more memory than there is. So what a call makes is computed first, from the shapes of
-what it is given. The figures are upper bounds: exact for the results of most operators, with room for a kernel's own
-buffers.
+A graph of ten nodes can ask for more memory than a machine has, so the size of a result is computed first, from the
+shapes of the arguments. The figures are upper bounds: exact for the results of most operators, with a margin for a
+kernel's own buffers.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ravnest.graph.operators.size_parts import all_bytes, common_elements, copy_
 
 
 def call_bytes(call: Call) -> int:
-    """An upper bound of the memory that the call takes; ValueError where its arguments are nonsense."""
+    """An upper bound of the memory that the call takes; ValueError if its arguments are invalid."""
     rule = _RULES.get(call.short_name)
     if rule is not None:
         return rule(call)
@@ -24,8 +24,8 @@ def call_bytes(call: Call) -> int:
 
 
 def logical_bytes(value: Any) -> int:
-    """What a result would take if each of its elements had memory of its own: most later kernels go over, or make,
-    that many."""
+    """The memory of a result if each element had memory of its own, since most later kernels process or make that
+    many elements."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
     return max((logical_bytes(v) for v in value), default=0) if isinstance(value, tuple | list) else 0

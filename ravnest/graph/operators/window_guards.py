@@ -1,4 +1,4 @@
-"""Windows over a tensor: convolutions, pools, columns and resizing. Kernels divide by strides and trust scales."""
+"""Guards of window operators: convolutions, pools, columns and resizing. Kernels divide by strides and trust scales."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from ravnest.graph.operators.calls import Call
 from ravnest.graph.operators.size_parts import spatial_sizes
 
 _MAX_STRIDE: Final = 64
-"""A window may step beyond the end of its input, as 1x1 convolutions over small pictures do, and no further."""
+"""Maximum stride. A stride may be larger than the input, as in 1x1 convolutions of small images, up to this limit."""
 
 
 def _convolution(call: Call) -> str:
@@ -38,7 +38,7 @@ def _steps_misfit(call: Call, count: int, sizes: list[int], kernel: list[int], m
     padding = [0] * count if spans else call.numbers("padding", count, 0)
     extra = call.numbers("output_padding", count, 0)
     if any(len(given) != count for given in (stride, dilation, padding, extra)):
-        return "gives strides, paddings or dilations for another number of dimensions"
+        return "gives strides, paddings or dilations for a different number of dimensions"
     if min(*stride, *dilation) < 1 or min(*padding, *extra) < 0:
         return "gives a stride or dilation below 1, or a padding below 0"
     if not moved and any(s > max(_MAX_STRIDE, n + 2 * p) for s, n, p in zip(stride, sizes, padding, strict=True)):
@@ -59,7 +59,7 @@ def _pool(count: int) -> Callable[[Call], str]:
         if own.dim() not in (count + 1, count + 2):
             return f"gives an input of {own.dim()} dimensions"
         if any(len(given) != count for given in (kernel, stride, padding, dilation)):
-            return "gives a window of another number of dimensions"
+            return "gives a window of a different number of dimensions"
         if min(*kernel, *stride, *dilation) < 1 or min(padding) < 0:
             return "gives a window, stride or dilation below 1, or a padding below 0"
         if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
@@ -91,7 +91,7 @@ def _columns(call: Call) -> str:
     padding, dilation = call.numbers("padding", 2, 0), call.numbers("dilation", 2, 1)
     own = call.first()
     if any(len(given) != 2 for given in (kernel, stride, padding, dilation)):
-        return "gives a window of another number of dimensions"
+        return "gives a window of a different number of dimensions"
     if min(*kernel, *stride, *dilation) < 1 or min(padding) < 0:
         return "gives a window, stride or dilation below 1, or a padding below 0"
     if call.short_name == "im2col":
@@ -103,7 +103,7 @@ def _columns(call: Call) -> str:
         if own.dim() not in (2, 3) or 0 in own.shape[-2:] or len(sizes) != 2 or min(sizes) < 1:
             return f"gives an input of shape {tuple(own.shape)} for sizes {sizes}"
         if own.shape[-2] % math.prod(kernel):
-            return "gives columns that are no whole number of windows"
+            return "gives columns that are not an integer number of windows"
     room = [n + 2 * p - d * (k - 1) - 1 for n, p, d, k in zip(sizes, padding, dilation, kernel, strict=True)]
     if min(room) < 0:
         return "has no room for its window"
@@ -134,9 +134,9 @@ def _resize(count: int) -> Callable[[Call], str]:
 
 
 def _scales_misfit(own: list[int], sizes: list[int] | None, scales: list[float | None]) -> str:
-    """Kernels find where to read by the scales, not by the sizes."""
+    """Kernels compute the positions that they read from the scales, not from the sizes."""
     if len(scales) != len(own):
-        return "gives scales for another number of dimensions"
+        return "gives scales for a different number of dimensions"
     for place, scale in enumerate(scales):
         if scale is None:
             continue
@@ -148,10 +148,10 @@ def _scales_misfit(own: list[int], sizes: list[int] | None, scales: list[float |
     return ""
 
 
-def _at_least(name: str, least: int) -> Callable[[Call], str]:
+def _at_least(name: str, minimum: int) -> Callable[[Call], str]:
     def guard(call: Call) -> str:
         value = call[name]
-        return "" if value is None or value >= least else f"gives {value} as {name!r}"
+        return "" if value is None or value >= minimum else f"gives {value} as {name!r}"
 
     return guard
 

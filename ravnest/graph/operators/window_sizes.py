@@ -1,4 +1,4 @@
-"""Memory of windows over a tensor: convolutions, pools, resizing and columns."""
+"""Memory of window operators: convolutions, pools, resizing and columns."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ def convolution(call: Call) -> int:
     own, weight = call["input"], call["weight"]
     count = weight.dim() - 2
     if count < 1 or own.dim() not in (count + 1, count + 2):
-        raise ValueError("the input and the weight of a convolution have other numbers of dimensions")
+        raise ValueError("the input and the weight of a convolution have different numbers of dimensions")
     batch = own.shape[0] if own.dim() == count + 2 else 1
     kernel, sizes = list(weight.shape[2:]), list(own.shape[-count:])
     stride, dilation = call.numbers("stride", count, 1), call.numbers("dilation", count, 1)
@@ -36,7 +36,7 @@ def convolution(call: Call) -> int:
     padded = batch * own.shape[-count - 1] * math.prod(n + 2 * max(0, p) for n, p in zip(sizes, padding, strict=True))
     total = 2 * batch * channels * math.prod(out) + padded + 2 * weight.numel()
     if own.dtype is not torch.float32 or own.device.type != "cpu":
-        # Kernels that lay each window out beside the others.
+        # Some kernels copy every window into one large matrix.
         total += (1 if own.device.type != "cpu" else batch) * own.shape[-count - 1] * math.prod(kernel) * columns
     else:
         total += own.shape[-count - 1] * math.prod(kernel) * columns if count == 3 else 0
@@ -50,7 +50,7 @@ def pool(count: int) -> Callable[[Call], int]:
         stride = kernel if not call["stride"] else call.numbers("stride", count, 1)
         padding, dilation = call.numbers("padding", count, 0), call.numbers("dilation", count, 1)
         if any(s < 1 for s in stride):
-            raise ValueError("a stride is at least 1")
+            raise ValueError("a stride must be at least 1")
         out = spatial_sizes(own.shape[-count:], kernel, stride, padding, dilation)
         return int(int(math.prod(own.shape[:-count]) * math.prod(out) * (own.element_size() + 8) * 2) + own.nbytes)
 
