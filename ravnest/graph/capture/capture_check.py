@@ -99,7 +99,7 @@ def with_gradients(
         needs = _run(program, env)
         if graph.loss is None or not needs.get(graph.loss, False):
             raise JobError(
-                "the loss does not depend on any trainable parameter; check requires_grad and detach() in model and loss"
+                "the loss depends on no trainable parameter; check requires_grad and detach() in model and loss"
             )
         loss = env[program.slot(graph.loss)]
         del env

@@ -150,9 +150,7 @@ def _entry_misfit(short_name: str, parameter: Parameter, value: Any, forms: Form
         return "" if fits else f"{_told(value)}, which is no {_words(parameter)}"
     if kind == "Device":
         # Any other value would name a device of the provider's machine.
-        return (
-            "" if isinstance(value, forms.device) else f"{_told(value)}, which names a device; the stage chooses it"
-        )
+        return "" if isinstance(value, forms.device) else f"{_told(value)}, which names a device; the stage chooses it"
     expected = _TYPES[kind]
     fits = isinstance(value, expected) and (kind == "bool" or not isinstance(value, bool))
     if not fits:
