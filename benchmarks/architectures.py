@@ -1,8 +1,8 @@
-"""Which public model architectures can be captured, and whether each capture trains what the model itself would.
+"""Architectures: which public model architectures can be captured, so that the capture trains like the model itself.
 
-Every architecture is built small and with random weights from its configuration in transformers, and captured with a
-loss. The capture itself compares loss, gradients and buffers with the model's own. A model that is refused counts as
-not captured, and its row says why.
+Each architecture is built with a small configuration of transformers and random weights, and captured with a loss. The
+capture itself compares loss, gradients and buffers with the model's own. A model that is refused counts as not
+captured, and its row has the reason.
 """
 
 import importlib
@@ -31,16 +31,16 @@ _SHARE_CAPTURED = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture of transformers, by the names of its classes, and how it is fed."""
+    """One architecture of transformers: the names of its classes, and its inputs."""
 
     model: str
-    """Class in transformers; its configuration has the same first words."""
+    """Class in transformers; the name of its configuration begins in the same way."""
     config: str
     settings: Mapping[str, Any]
     batch: Callable[[int], Batch]
     loss: Callable[[Any, Tensor], Tensor]
     evaluated_first: bool = field(default=False)
-    """Whether the model is handed over in eval(), as `from_pretrained` gives it."""
+    """Whether the model is in eval() before the capture, as after `from_pretrained`."""
 
     def build(self) -> nn.Module:
         transformers = importlib.import_module("transformers")
@@ -50,7 +50,7 @@ class Architecture:
 
 
 def captured(architecture: Architecture) -> Captured:
-    """The capture of a small model of this architecture, always the same one; CaptureError where there is none."""
+    """The capture of a small model of this architecture, always the same one; CaptureError if it is refused."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -257,7 +257,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "CLIP vision": Architecture("CLIPVisionModel", "CLIPVisionConfig", _VISION, _images(16), _pooled),
     "SigLIP vision": Architecture("SiglipVisionModel", "SiglipVisionConfig", _VISION, _images(16), _pooled),
 }
-"""By the name under which an architecture is known."""
+"""Architectures by their common names."""
 
 QUICK = {name: ARCHITECTURES[name] for name in ("BERT", "GPT-2", "Llama", "T5", "ViT", "ConvNeXt", "ResNet", "Swin")}
 

@@ -1,11 +1,11 @@
-"""How fast rings average, and whether they are in the way of training: against gloo, hivemind and the lines' bound.
+"""Averaging: how fast rings average, against gloo, hivemind and the bound of the links, and whether they slow training.
 
-On loopback 4 members average 100 MB, in alternating runs with gloo's `all_reduce`, both without encryption; ours with
-TLS, which is all the product has, beside that. In the WAN lab 4 hosts behind lines of 100 Mbit/s do the same with every
-codec: ours always with TLS, gloo over the hosts' interfaces, and hivemind where `--hivemind` names an interpreter that
-has it. `of bound` is the share of 2(C-1)/C x bytes / rate: float32 over lines that are full both ways from the first
-moment to the last. `processor seconds` are those of all members. At last a training run of two clusters, with a round
-every 20 updates of each cluster and with none.
+On loopback 4 members average 100 MB, in alternating runs with gloo's `all_reduce`, both without encryption; a further
+row has TLS, which the product always uses. In the WAN lab 4 hosts with links of 100 Mbit/s do the same with every
+codec: Ravnest with TLS, gloo over the hosts' interfaces, and hivemind if `--hivemind` names an interpreter that has it.
+`of bound` is the share of 2(C-1)/C x bytes / rate: float32 over links that are full in both directions all the time.
+`processor seconds` are those of all members. The last part is a training run of two clusters, with a round every 20
+updates of each cluster and without rounds.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tests.wan import Path as LabPath
 
 _MEMBERS = 4
 _PAUSES = (0.0, 0.5, 1.0, 2.0)
-"""Seconds before a turn over lines, in one repetition after the other."""
+"""Seconds before a turn over links, one value for each repetition."""
 _LOOPBACK_BYTES = 100_000_000
 _LINE_MBPS = 100.0
 _CODECS = ("float32", "lossless", "float16", "bfloat16", "int8", "int4")
@@ -41,7 +41,7 @@ _PARTS = ("loopback", "lines", "training")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What each contender took, by its name; and why one failed at last, where it did."""
+    """The measurements of each contender by its name, and the reason for its last failure, if any."""
 
     took: Mapping[str, Sequence[Took]]
     failures: Mapping[str, str]
@@ -62,17 +62,17 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.averaging", description="How fast rings average.")
     parser.add_argument("--quick", action="store_true", help="fewer cases, within a minute")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result to this file")
+    parser.add_argument("--record", action="store_true", help="also write the table to benchmarks/history/")
     parser.add_argument("--hivemind", metavar="PYTHON", help="an interpreter that can import hivemind")
-    parser.add_argument("--only", choices=_PARTS, action="append", help="this part alone; may be repeated")
+    parser.add_argument("--only", choices=_PARTS, action="append", help="run only this part; may be repeated")
     given = parser.parse_args()
     given.only = given.only or _PARTS
     return given
 
 
 def _loopback(given: argparse.Namespace) -> tuple[list[Row], list[Target]]:
-    """100 MB between processes of one machine: what our own code costs."""
+    """100 MB between processes of one machine, which shows the cost of our own code."""
     contenders = [_gloo("lo"), _ours("float32", "plaintext"), _ours("float32", "tls")]
     if given.hivemind and not given.quick:
         contenders.append(_hivemind(given.hivemind))
@@ -80,7 +80,7 @@ def _loopback(given: argparse.Namespace) -> tuple[list[Row], list[Target]]:
     sites = [Site("127.0.0.1")] * _MEMBERS
     measured = _measured(case, contenders, sites, _LOOPBACK_BYTES, 5 if given.quick else 15)
     gloo, plain = measured.took["gloo"], measured.took["ravnest float32, plaintext"]
-    # Of pairs that ran one after the other: whatever disturbed the machine disturbed both.
+    # The ratio of pairs that ran one after the other, so that a busy machine slows both.
     ratio = statistics.median(theirs.seconds / ours.seconds for theirs, ours in zip(gloo, plain, strict=True))
     rows: list[Row] = [_row(case, name, measured) for name in measured.took]
     aimed = "reached" if ratio >= _LOOPBACK_AIM else "not reached"
@@ -89,7 +89,7 @@ def _loopback(given: argparse.Namespace) -> tuple[list[Row], list[Target]]:
 
 
 def _lines(given: argparse.Namespace) -> tuple[list[Row], list[Target]]:
-    """Over lines of 100 Mbit/s: what is lost of them, and what codecs gain."""
+    """Links of 100 Mbit/s: the share of their rate that is used, and the gain of codecs."""
     if reason := Lab.unavailable():
         say(f"the lines are left out: {reason}")
         return [], []
@@ -160,21 +160,21 @@ def _measured(
     repetitions: int,
     pauses: bool = False,
 ) -> Measured:
-    """Each contender averages once for nothing, which opens its connections, and then they take turns. None begins
-    before the others have prepared their next: gloo's members copy their vectors, which costs as much as averaging.
-    The pauses between turns differ: BBR stands still for 0.2 s every ten seconds of a connection's life, which a turn
-    that comes back every ten seconds would always meet at the same place, or never."""
+    """Each contender averages once as a warm-up, which opens its connections, and then the contenders take turns. No
+    turn begins before the others have prepared their next one: gloo's members copy their vectors, which costs as much
+    as averaging. The pauses between turns differ: BBR pauses for 0.2 s every ten seconds of a connection's life, and a
+    turn every ten seconds would always meet that pause at the same place, or never."""
     took: dict[str, list[Took]] = {}
     failures: dict[str, str] = {}
     with ExitStack() as stack:
-        everybody = []
+        all_members = []
         for contender in contenders:
             members = Members(contender, sites, size_bytes // 4, {**os.environ, "OMP_NUM_THREADS": "1"})
-            everybody.append(stack.enter_context(members))
+            all_members.append(stack.enter_context(members))
             took[contender.name] = []
         for number in range(repetitions + 1):
-            for members in everybody:
-                for each in everybody:
+            for members in all_members:
+                for each in all_members:
                     each.wait_until_ready()
                 time.sleep(_PAUSES[number % len(_PAUSES)] if pauses else 0.0)
                 result = None if members.has_given_up else members.average()
@@ -196,7 +196,7 @@ def _row(case: str, name: str, measured: Measured) -> dict[str, object]:
         "seconds": _seconds(took),
         "min_seconds": min(one.seconds for one in took),
         "of_gloo_speed": _seconds(measured.took["gloo"]) / _seconds(took),
-        # hivemind computes in processes of its own, whose time nobody tells us.
+        # hivemind computes in processes of its own, whose processor time is unknown.
         "processor_seconds": None if name == "hivemind" else statistics.median(one.processor_seconds for one in took),
     }
 

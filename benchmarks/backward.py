@@ -1,7 +1,7 @@
-"""What a backward in two parts costs against one at once, and how much sooner the stage before gets its gradients.
+"""Split backward: its cost against a single backward, and how much earlier the previous stage gets its gradients.
 
-A model is cut into two stages, and the leaf is trained both ways by turns, on one thread: the part that the stage
-before waits for, the part that is left for afterwards, and both together against the backward at once.
+A model is cut into two stages, and the leaf alternates between the two ways on one thread. The figures are the part
+that the previous stage waits for, the part that is postponed, and both together relative to the single backward.
 """
 
 import statistics
@@ -26,8 +26,8 @@ from ravnest.jobfile import load_job
 from ravnest.spec import OptimizerSpec
 
 _SETTINGS = OptimizerSpec("SGD", {"lr": 0.0}).to_json()
-_MOST = 1.35
-"""Times the backward at once, for both parts together; planner/search/split_choice.py assumes no more."""
+_MAX_COST = 1.35
+"""Maximum time of both parts together, relative to the single backward; planner/search/split_choice.py assumes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Case:
 
 
 def main() -> int:
-    given = arguments("backward", "What a backward in two parts costs, and what it gains the stage before.")
+    given = arguments("backward", "Cost of a split backward, and its gain for the previous stage.")
     torch.set_num_threads(1)
     seconds = 3.0 if given.quick else 15.0
     rows = []
@@ -47,7 +47,7 @@ def main() -> int:
         rows.append(_measure(case, seconds))
         say(f"{case.name}: both parts take {rows[-1]['cost']:.3f} of the backward at once")
     worst = max(float(str(row["cost"])) for row in rows)
-    return finish("backward", given, rows, [Target("both parts / backward at once", worst, _MOST, at_most=True)])
+    return finish("backward", given, rows, [Target("both parts / backward at once", worst, _MAX_COST, at_most=True)])
 
 
 def _cases(quick: bool) -> list[Case]:
@@ -104,7 +104,7 @@ def _measure(case: Case, seconds: float) -> Row:
 
 
 def _step(stage: Stage, given: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Seconds of forward, backward and what is left of it, of the processor."""
+    """Processor seconds of the forward, the backward, and its postponed part."""
     values = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
     marks = [time.thread_time()]
     stage.forward(0, values)

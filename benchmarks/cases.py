@@ -1,4 +1,4 @@
-"""The jobs whose speed is compared with a plain loop: the same model, data and optimizer for both."""
+"""Jobs for the comparison with a plain loop: both train the same model with the same data and optimizer."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ravnest.jobfile import load_job
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A job of `steps` microbatches, made by `job(steps)`; what it is compared with, and the ratio promised."""
+    """A job of `steps` microbatches, made by `job(steps)`, with the loop to compare it with and the target ratio."""
 
     title: str
     job: Callable[[int], ravnest.Job]
@@ -30,7 +30,7 @@ class Case:
 
 
 def digits(steps: int) -> ravnest.Job:
-    """The network of examples/digits on its own data, batches of 64 made beforehand."""
+    """The network of examples/digits on its own data, in prepared batches of 64."""
     example = load_job(str(ROOT / "examples/digits/job.py"))
     return _job(example.model, example.loss, list(islice(example.train_batches(), 22)), steps, example.optimizer)
 
@@ -115,4 +115,4 @@ GPU_CASES = {
         device="cuda:0",
     ),
 }
-"""Measured where there is a GPU, and left out elsewhere."""
+"""Cases that need a GPU; left out on other machines."""

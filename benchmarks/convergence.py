@@ -1,23 +1,23 @@
-"""Whether several clusters learn as well as one: the loss on held-out data after the same number of samples.
+"""Convergence: whether several clusters learn as well as one, by the loss on held-out data after the same samples.
 
-Clusters of two providers each train the tasks of benchmarks/learning.py from three seeds: one cluster, two and four,
-with the plain mean, in the background and waiting for rounds, the latter in float32 and int8, and with Nesterov's step,
-also with DiLoCo's values. Providers compute as machines that are several times slower than this one, which leaves
-enough of its cores to all of them: two clusters then train twice as fast as one, as they would on machines of their
-own, and seconds can be compared.
+Clusters of two providers train the tasks of benchmarks/learning.py from three seeds: one, two and four clusters; with
+the plain mean in the background; with the plain mean in blocking rounds, in float32 and int8; and with Nesterov's step,
+also with DiLoCo's values. Providers simulate machines that are several times slower than this one, so that its cores
+are enough for all of them: two clusters then train twice as fast as one, as on separate machines, and times can be
+compared.
 
-The loss of a run is the mean of its last four evaluations, because a single one jumps with whatever batch came last.
-Four clusters apply a quarter of the updates that one applies to the same samples, each from four times the data; a
-short run that is limited by the number of updates must end higher then. Hence two measures for several clusters:
+The loss of a run is the mean of its last four evaluations, because a single one depends on the last batch. Four
+clusters apply a quarter of the updates that one cluster applies to the same samples, each from four times the data. A
+short run that is limited by the number of updates therefore ends with a higher loss, so there are two measures:
 
-- after the same samples: by how much their mean loss over the seeds is above one cluster's, less two standard errors
-  of that difference;
-- after the same seconds: by how much it is above one cluster's loss at the time when the several had finished, which
-  is the mean of its four evaluations up to the first one from then on.
+- after the same samples: the difference between their mean loss over the seeds and one cluster's, minus two standard
+  errors of that difference;
+- after the same seconds: the difference to one cluster's loss at the time when the several clusters had finished,
+  which is the mean of its four evaluations up to the first one after that time.
 
-The target is on the smaller of the two, for the defaults: at most 0.01. The other settings are in the table for
-comparison. The target for int8 is on the mean over seeds and cluster counts of the difference to the same run in
-float32, both waiting for rounds: in the background a codec that takes longer also means fewer rounds. At most 0.01.
+The target is at most 0.01 for the smaller of the two, with the default settings; the table has the other settings for
+comparison. A second target is at most 0.01 for the mean difference, over seeds and cluster counts, between int8 and
+float32 in blocking rounds: in the background a slower codec would also mean fewer rounds.
 """
 
 import math
@@ -39,27 +39,27 @@ from ravnest.monitor.metrics import read_metrics
 
 _STAGES: Final = 2
 _SLOWER: Final = 8.0
-"""Over the machine's cores: how many times slower than it providers are."""
+"""Factor by which providers are slower than this machine, divided by its number of cores."""
 _DILOCO: Final = (0.7, 0.9)
-"""Rate and momentum of the outer step in DiLoCo (arXiv 2311.08105)."""
+"""Learning rate and momentum of the outer step in DiLoCo (arXiv 2311.08105)."""
 _UPDATES_BETWEEN_ROUNDS: Final = 10
-"""Of each cluster."""
+"""Updates of each cluster between two rounds."""
 _EVALUATIONS: Final = 4
 _NOISE: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How clusters are trained."""
+    """One way to train several clusters."""
 
     clusters: int
     outer: str = ravnest.Averaging().outer
     codec: str = "float32"
     rate: float | None = None
     momentum: float | None = None
-    """Of the outer step; None for its default."""
+    """Momentum of the outer step; None for its default."""
     blocking: bool = False
-    """Whether training waits for rounds: then nothing but the setting can make a difference."""
+    """Whether training waits for rounds, so that timing cannot influence the result."""
 
     @property
     def title(self) -> str:
@@ -74,7 +74,7 @@ ONE: Final = Setting(clusters=1)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: its evaluations as (seconds since the first update, loss), and how fast it was."""
+    """One run: its evaluations as (seconds since the first update, loss), and its speed."""
 
     curve: tuple[tuple[float, float], ...]
     samples_per_second: float
@@ -89,7 +89,8 @@ class Outcome:
         return self.loss_after(self.seconds)
 
     def loss_after(self, seconds: float) -> float:
-        """The mean of the evaluations up to the first one from then on, four at most; the last four where none is."""
+        """The mean of the last four evaluations up to and including the first one after that time; if there is none,
+        of the last four of the run."""
         upto = next((number for number, (at, _) in enumerate(self.curve, 1) if at >= seconds), len(self.curve))
         return statistics.mean(loss for _, loss in self.curve[max(0, upto - _EVALUATIONS) : upto])
 
@@ -113,7 +114,7 @@ def main() -> int:
             outcomes: Outcomes = {setting: [] for setting in settings}
             epochs = task.quick_epochs if given.quick else task.epochs
             for seed in range(1, seeds + 1):
-                # All settings of a seed before the next one: a machine that is busy for a while disturbs them all.
+                # All settings of a seed run before the next seed, so that a busy machine slows them all.
                 for number, setting in enumerate(outcomes):
                     run = Path(folder, f"{tasks.index(task)}-{seed}-{number}")
                     outcomes[setting].append(_train(swarm, task, setting, seed, epochs, run))
@@ -196,7 +197,7 @@ def above_after_seconds(runs: Sequence[Outcome], one: Sequence[Outcome]) -> floa
 
 
 def standard_error(runs: Sequence[Outcome], one: Sequence[Outcome]) -> float:
-    """Of the difference between the two means."""
+    """Standard error of the difference between the two means."""
     return math.sqrt(sum(statistics.variance(run.loss for run in group) / len(group) for group in (runs, one)))
 
 

@@ -1,8 +1,8 @@
-"""What clusters learn in benchmarks of quality: to read digits, and to write like this project's documentation.
+"""Learning tasks of the quality benchmarks: recognition of digits, and prediction of characters of the documentation.
 
-Nothing is downloaded: the digits come with scikit-learn, and the text is what the repository ships. A seed decides the
-initial weights, the order of the data and everything random in the model, so that two runs of one seed differ only in
-how they were trained.
+Nothing is downloaded: the digits come with scikit-learn, and the text is in the repository. A seed determines the
+initial weights, the order of the data and all random numbers of the model, so that two runs with one seed differ only
+in the way of training.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ _OTHER: Final = 95
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to learn: `job(seed, epochs)` evaluates after every epoch."""
+    """A task; `job(seed, epochs)` evaluates after every epoch."""
 
     title: str
     job: Callable[[int, int], ravnest.Job]
@@ -47,7 +47,7 @@ def digits(seed: int, epochs: int) -> ravnest.Job:
     return replace(
         example,
         model=type(example.model)(),
-        # Without a generator of its own it is shuffled by the job's seed.
+        # Without a generator of its own, the job's seed determines the order.
         train_data=DataLoader(example.train_data.dataset, batch_size=64, shuffle=True, drop_last=True),
         epochs=epochs,
         seed=seed,
@@ -82,7 +82,7 @@ TASKS: Final = (
 
 
 class Windows:
-    """So many batches of windows from anywhere in a text; which ones, torch's random state of the moment decides."""
+    """Batches of windows at random places of a text, drawn with torch's global generator."""
 
     def __init__(self, text: torch.Tensor, batches: int) -> None:
         self._text = text
@@ -101,7 +101,7 @@ class Windows:
 
 @cache
 def documentation() -> tuple[torch.Tensor, torch.Tensor]:
-    """README and docs/ as numbers of characters: nine tenths to learn from, and every tenth kilobyte held out."""
+    """README and docs/ as character numbers: nine tenths for training, and every tenth kilobyte held out."""
     files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     numbers = torch.tensor([_number(character) for character in text])
@@ -113,7 +113,7 @@ def documentation() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _number(character: str) -> int:
-    """The end of a line, 94 printable characters of ASCII, and one number for all others."""
+    """A number for a line end, for each of 94 printable ASCII characters, and one for all others."""
     if character == "\n":
         return 0
     place = ord(character) - ord(" ") + 1
@@ -121,7 +121,7 @@ def _number(character: str) -> int:
 
 
 def _initialise(model: nn.Module) -> None:
-    """Weights in proportion to the width: the usual 0.02 is made for a width of 768, and learns slowly at 64."""
+    """Initialise weights in proportion to the width: the usual 0.02 is for a width of 768, and learns slowly at 64."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and ("tokens" in name or "positions" in name):
             nn.init.normal_(parameter, std=0.5)

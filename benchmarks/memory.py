@@ -1,8 +1,8 @@
-"""How much memory a provider takes, against its share of the model from first principles.
+"""Memory: how much a provider takes, relative to the share of its stage computed from first principles.
 
-The share of a stage is what training it cannot do without: its parameters, their gradients, the optimizer's state, and
-what its version policy keeps for the microbatches in flight: older versions of the weights, activations, what came in.
-The target allows 1.3 times that, on top of what a process takes that imports torch and does nothing else.
+The share of a stage is the memory that training needs at least: parameters, gradients, optimizer state, and the data
+that its version policy keeps for microbatches in flight, which are older versions of the weights, activations and
+inputs. The target is 1.3 times the share, in addition to the memory of a process that only imports torch.
 """
 
 import subprocess
@@ -42,7 +42,7 @@ def main() -> int:
     cases: list[tuple[int, str, int | None]] = (
         [(2, "stash", None)] if given.quick else [(stages, "stash", None) for stages in (2, 3, 4)]
     )
-    # The same number in flight for every policy: what they differ in is what they keep for each of them.
+    # The same number in flight for every policy, so that only the data kept for each microbatch differs.
     cases += [(2, versions, _IN_FLIGHT) for versions in (("recompute", "latest") if given.quick else POLICIES)]
     for stages, versions, in_flight in cases:
         found = _measure(stages, versions, in_flight, prepared, bare)
@@ -57,7 +57,7 @@ def main() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one stage needs, in bytes."""
+    """Memory that one stage needs, in bytes."""
 
     parameters: int
     gradients: int
@@ -71,12 +71,12 @@ class Share:
 
 
 def share_of(stage: PortableGraph, prepared: PreparedJob, in_flight: int, limit: int, policy: VersionPolicy) -> Share:
-    """The share of a stage trained with Adam while `in_flight` microbatches are between forward and backward there.
+    """The share of a stage trained with Adam while it has `in_flight` microbatches between forward and backward.
 
-    `limit` microbatches are in flight in the cluster: as many may have arrived here, and wait or are worked on.
+    `limit` microbatches are in flight in the cluster, and all of them may have arrived at this stage.
     """
     if stage.loss is not None:
-        # Its backward follows at once.
+        # Its backward follows immediately.
         in_flight = 1
     parameters = sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in stage.parameters)
     nodes = prepared.costs.nodes
@@ -84,17 +84,17 @@ def share_of(stage: PortableGraph, prepared: PreparedJob, in_flight: int, limit:
     received = sum(_bytes(value, prepared) for value in (*stage.receives, *stage.inputs))
     return Share(
         parameters=parameters,
-        # Those that are summed up lie beside those of the microbatch at hand.
+        # The accumulated gradients exist in addition to those of the current microbatch.
         gradients=(2 if policy.within_accumulate else 1) * parameters,
         optimizer=2 * parameters,
-        # The newest microbatch in flight uses the weights as they are; older ones need what the policy keeps.
+        # The newest microbatch in flight uses the current weights; older ones need the versions that the policy keeps.
         versions=int(policy.older_versions(in_flight)) * parameters,
         activations=(in_flight if policy.keeps_activations else 1) * saved + limit * received,
     )
 
 
 def _measure(stages: int, versions: str, in_flight: int | None, prepared: PreparedJob, bare: int) -> list[Row]:
-    """A row for each stage of a run that is long enough for as many in flight as there will ever be."""
+    """A row for each stage of a run that is long enough to reach the maximum number in flight."""
     with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(stages) as swarm:
         run = Path(folder, "run")
         job = _job(3 * max(stages + 1, in_flight or 0), versions, in_flight)
@@ -104,8 +104,8 @@ def _measure(stages: int, versions: str, in_flight: int | None, prepared: Prepar
     graphs = split(prepared.captured.graph, planned["places"][0])
     limit = planned["in_flight"][0]
     for graph, ran in zip(graphs, summary.clusters[0].stages, strict=True):
-        # A microbatch's staleness is the number of those that were in flight when its forward ran, unless several of
-        # them make an update.
+        # A microbatch's staleness is the number of microbatches in flight at its forward, unless several of them make
+        # one update.
         flying = ran.staleness.max + 1 if job.pipeline.accumulate == 1 else limit
         share = share_of(graph, prepared, flying, limit, POLICIES[versions])
         rows.append(_row(f"{versions}, stage {ran.stage} of {stages} ({ran.role})", flying, ran, share, bare))
@@ -145,7 +145,7 @@ def _job(steps: int, versions: str = "stash", in_flight: int | None = None) -> r
 
 
 def _bare_import_bytes() -> int:
-    """The most that a fresh process takes which imports torch and does nothing else."""
+    """The peak memory of a new process that only imports torch."""
     code = "import torch; print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM:')))"
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     return int(shown.stdout.split()[1]) * 1024

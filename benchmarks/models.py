@@ -1,4 +1,4 @@
-"""The models that benchmarks train, in plain PyTorch, with data for them that costs nothing to make."""
+"""Models of the benchmarks in plain PyTorch, with synthetic data."""
 
 import itertools
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Six convolutions with batch norms over small pictures, and a classifier."""
+    """Six convolutions with batch norms over small images, and a classifier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 
 class Repeated:
-    """A few batches made beforehand, handed out again and again: `steps` of them in each pass."""
+    """A few prepared batches, repeated: `steps` batches in each pass."""
 
     def __init__(self, batches: list[Batch], steps: int) -> None:
         self.batches = batches
@@ -119,7 +119,7 @@ def token_batches(size: GPTSize, batch_size: int, count: int = 8) -> list[Batch]
 
 
 def picture_batches(batch_size: int, count: int = 8) -> list[Batch]:
-    """Random pictures of 32 by 32 points, and a random class for each."""
+    """Random images of 32 by 32 pixels, and a random class for each."""
     generator = torch.Generator().manual_seed(0)
     pictures = torch.randn((count, batch_size, 3, 32, 32), generator=generator)
     return list(zip(pictures, torch.randint(10, (count, batch_size), generator=generator), strict=True))

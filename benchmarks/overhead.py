@@ -1,7 +1,7 @@
-"""What Ravnest costs against a plain PyTorch loop, and how soon the demo makes its first update.
+"""Overhead: throughput of Ravnest relative to a plain PyTorch loop, and the time to the demo's first update.
 
-Each case alternates between the two, several times in one invocation, so that a busy machine disturbs both; the ratio
-is the median of the pairs' ratios. Ours is the real embedded swarm, measured by its own summary.json.
+Each case alternates between the two several times in one invocation, so that a busy machine slows both; the ratio is
+the median of the pairs' ratios. Ravnest runs as an embedded swarm, and its figures come from summary.json.
 """
 
 import os
@@ -26,7 +26,7 @@ _FIRST_UPDATE_SECONDS = 12.0
 
 def main() -> int:
     cases = {**CASES, **(GPU_CASES if torch.cuda.is_available() else {})}
-    given = arguments("overhead", "What Ravnest costs against a plain PyTorch loop.", [*cases, _FIRST_UPDATE])
+    given = arguments("overhead", "Throughput of Ravnest relative to a plain PyTorch loop.", [*cases, _FIRST_UPDATE])
     rows: list[Row] = []
     targets: list[Target] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -34,7 +34,7 @@ def main() -> int:
             if name == _FIRST_UPDATE:
                 continue
             case = cases[name]
-            # No more providers than the case has: those that stand by are sent replicas, on the same cores.
+            # Exactly the providers of the case: standbys would receive replicas on the same cores.
             with (
                 EmbeddedSwarm(case.providers, devices=(case.device,)) as swarm,
                 PlainLoop(name, case.plain_threads) as loop,

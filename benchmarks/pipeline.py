@@ -1,29 +1,28 @@
-"""Whether pipelines over real lines are ever idle: Ravnest against torch.distributed.pipelining's GPipe and 1F1B.
+"""Pipeline: whether pipelines over real lines are ever idle, against GPipe and 1F1B of torch.distributed.pipelining.
 
-The same model, cut at the same places, with the same microbatches, in the WAN lab: every stage on a host of its own,
-lines of every rate and delay between each two of them, the coordinator near all of them. One core each is more than
-there is, so stages are paced: a forward takes 50 ms and a backward 100, most of it waiting, for every contender alike;
-1 MiB of float32 crosses between two stages each way. GPipe and 1F1B run over gloo with 8 microbatches a step, their
-optimizer steps included; the fastest of a few steps counts. Ravnest's rate is that between the first seconds and the
-end of the data, over TLS, with float32 on the links and with what it chooses itself. float32 is bit for bit float32 at
-both ends; on slow lines Ravnest packs it without loss, and `kb` says what really went each way.
+All contenders train the same model, cut at the same places, with the same microbatches in the WAN lab: each stage on a
+host of its own, lines of various rates and delays between any two hosts, and the coordinator near all of them. This
+machine has too few cores for all stages, so stages are paced: for every contender a forward takes 50 ms and a backward
+100 ms, most of it waiting, and 1 MiB of float32 crosses between two stages in each direction. GPipe and 1F1B run over
+gloo with 8 microbatches per step, including their optimizer steps; the fastest of a few steps counts. Ravnest's rate is
+measured between the first seconds and the end of the data, over TLS, once with float32 on the links and once with its
+own choice of codec. On slow lines Ravnest compresses float32 without loss; `kb` is the size that was really sent.
 
-`of limit` is the share of what neither idle stages nor idle lines would make of the values as they are, without a byte
-for headers: 6.67 microbatches a second, or the line's rate over the bytes of a microbatch. Packed float32 may be above
-1 there: its limit is that of a MiB. `of tcp` is the share of the line that was used, where the line is the limit: the
-bytes that went, against what bare TCP connections carry, one over each line of the pipeline, all of them full both
-ways, in the same lab; the slowest direction of the slowest counts. A target without congestion control and
-acknowledgements, what headers leave of the line, is there too. Such cells are measured for 40 s, after 20 s or ten
-times the way of a microbatch: so long the number in flight takes to settle there. `busy` is the share of the time that
-the slowest stage worked, `flight` the microbatches in flight, `stale` the largest staleness, `auto` the run whose codec
-Ravnest chose, and `idle` the share of the machine's processor that was left: where there is little, some of what is
-measured is waiting for it. Rows of "real" compute as fast as they can: a GPT of 10 million parameters on 2 stages.
-There the mean of all steps counts but for the first, and Ravnest's run with float32 makes an update after 8
-microbatches as the others do; `auto`, as always, makes one after each.
+`of limit` is relative to the rate without idle stages, idle lines and headers: 6.67 microbatches per second, or the
+line's rate divided by the bytes of a microbatch. Compressed float32 may be above 1, because the limit is that of a full
+MiB. `of tcp` is for cells in which the line is the limit: the bytes sent, relative to bare TCP connections, one over
+each line of the pipeline, all full in both directions in the same lab; the slowest direction of the slowest line
+counts. Another target is the line's rate minus headers, without congestion control and acknowledgements. Such cells are
+measured for 40 s, after 20 s or ten times the way of a microbatch, in which the number in flight settles. `busy` is the
+busy share of the slowest stage, `flight` the number of microbatches in flight, `stale` the largest staleness, `auto`
+the run with the codec that Ravnest chose, and `idle` the idle share of the machine's processor: if it is small, the
+measurement includes waiting for the processor. Rows of "real" compute without a pace: a GPT of 10 million parameters on
+2 stages. There the mean of all steps but the first counts, and Ravnest's run with float32 makes one update per 8
+microbatches like the others; `auto` makes one per microbatch, as always.
 
-With `--slow-motion N` all of that happens N times slower: the pace, the rates of lines and their delays, for every
-contender, and what is reported is as if it had not been. Two cores have N times as long for a microbatch then. What TCP
-does by the clock of its own stays as it is, BBR's standing still for 0.2 s or a round trip every ten seconds for one.
+With `--slow-motion N` everything runs N times slower for every contender: the pace, the rates of lines and their
+delays. The reported figures are scaled back. The machine's cores then have N times as long for a microbatch. Timers of
+TCP itself are not scaled, such as the pause of BBR for 0.2 s or a round trip every ten seconds.
 """
 
 import argparse
@@ -59,36 +58,37 @@ _DEFAULT_TARGET = 8.0
 _QUICK_SECONDS = 5.0
 _SETTLING_SECONDS = 20.0
 _SETTLING_WAYS = 10
-"""Where the line is the limit with float32: one decision on the number in flight takes some ways."""
+"""Warm-up in round trips, if the line is the limit: each decision about the number in flight takes several."""
 _SLOW_SECONDS = 40.0
-"""Where the line is the limit. BBR stands still about every ten seconds: less would see one of these, or none."""
+"""Duration of a measurement if the line is the limit. BBR pauses about every ten seconds, so a shorter measurement
+would include one pause or none."""
 _BARE_SECONDS = 20.0
 _REAL_SECONDS = 20.0
-"""Nobody knows beforehand how long a microbatch takes, but some are needed."""
+"""Duration of a measurement with real compute: enough for several microbatches."""
 _REAL_STEPS = 8
-"""Of the other contenders in about that time."""
+"""Steps of the other contenders, which take about the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What all contenders did in a cell."""
+    """Rates of all contenders in one cell."""
 
     cell: Cell
     gpipe: TorchRate
     one_f_one_b: TorchRate
     equal: RavnestRate
-    """With float32 on the links."""
+    """Ravnest with float32 on the links."""
     default: RavnestRate
     idle: float
-    """Share of the processor that nobody used meanwhile: where there is none, waiting for it is measured too."""
+    """Idle share of the processor during the measurement. Without idle time, waiting for the processor is measured."""
     tcp_bytes: float | None
-    """What bare TCP carries over the line in a second, where the line is the limit."""
+    """Bytes per second that bare TCP carries over the line, if the line is the limit."""
 
 
 def main() -> int:
     given = _arguments()
     if reason := Lab.unavailable():
-        say(f"there is no lab here: {reason}")
+        say(f"the WAN lab is not available: {reason}")
         return 2
     try:
         usual = QUICK if given.quick else ALL if given.all else USUAL
@@ -98,7 +98,7 @@ def main() -> int:
         return 2
     if given.slow_motion != 1.0:
         cells = [cell for cell in cells if cell.paced]
-        say(f"{given.slow_motion:g} times slower, and reported as if it were not; without rows of real compute")
+        say(f"runs {given.slow_motion:g} times slower and reports scaled figures; without rows of real compute")
     found: list[Measured] = []
     for paced in (True, False):
         group = [cell for cell in cells if cell.paced == paced]
@@ -114,29 +114,32 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks.pipeline", description="Whether pipelines are ever idle."
     )
     parser.add_argument("--quick", action="store_true", help="one cell, within a minute")
-    parser.add_argument("--all", action="store_true", help="the CNN with every number of stages too: 50 minutes")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
+    parser.add_argument("--all", action="store_true", help="also the CNN with every number of stages: 50 minutes")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result to this file")
+    parser.add_argument("--record", action="store_true", help="also write the table to benchmarks/history/")
     parser.add_argument(
-        "--only", metavar="CELL", action="append", help="these cells alone, such as gpt,4,100/50 or 8; may be repeated"
+        "--only",
+        metavar="CELL",
+        action="append",
+        help="run only these cells, such as gpt,4,100/50 or 8; may be repeated",
     )
     parser.add_argument(
         "--in-flight",
         metavar="N",
-        help="microbatches in flight; `needed`: from rates and delays (default: Ravnest's choice)",
+        help="microbatches in flight; `needed`: computed from rates and delays (default: Ravnest's choice)",
     )
-    parser.add_argument("--codec", help="of Ravnest's second run in each cell (default: Ravnest's choice)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="that each run of Ravnest is measured for")
+    parser.add_argument("--codec", help="codec of Ravnest's second run in each cell (default: Ravnest's choice)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of each measurement of Ravnest")
     parser.add_argument(
         "--slow-motion",
         metavar="N",
         type=float,
         default=1.0,
-        help="everything N times slower, for machines with few cores",
+        help="run everything N times slower, for machines with few cores",
     )
     given = parser.parse_args()
     if not 1 <= given.slow_motion <= 10:
-        parser.error(f"--slow-motion is from 1 to 10, not {given.slow_motion:g}")
+        parser.error(f"--slow-motion must be from 1 to 10, not {given.slow_motion:g}")
     return given
 
 
@@ -172,7 +175,7 @@ def _measured(cells: Sequence[Cell], paced: bool, given: argparse.Namespace) -> 
 def _cell(
     cell: Cell, ours: RavnestSwarm, theirs: TorchPipelines, given: argparse.Namespace, tcp_bytes: float | None
 ) -> Measured:
-    """The contenders take turns, so that what disturbs the machine for a while disturbs both."""
+    """The contenders take turns, so that a busy machine slows both."""
     steps = 2 if given.quick or (cell.line.mbps is not None and cell.line.mbps <= 100) else 3
     if not cell.paced:
         steps = _REAL_STEPS
@@ -208,7 +211,7 @@ def _ravnest(cell: Cell, ours: RavnestSwarm, codec: str | None, given: argparse.
     try:
         rate = ours.rate(cell.task, cell.stages, warm_seconds * slow, seconds * slow, pipeline)
     except RunFailedError as error:
-        say(f"{cell.name}: once more, as a run failed: {error}")
+        say(f"{cell.name}: a run failed and is repeated: {error}")
         rate = ours.rate(cell.task, cell.stages, warm_seconds * slow, seconds * slow, pipeline)
     rate = replace(rate, microbatches_per_second=rate.microbatches_per_second * slow, predicted=rate.predicted * slow)
     _check_cuts(cell, rate)
@@ -226,7 +229,7 @@ def _say_torch(cell: Cell, schedule: str, rate: TorchRate) -> None:
 
 
 def _check_cuts(cell: Cell, rate: RavnestRate) -> None:
-    """Only the same cuts may be compared."""
+    """The comparison is valid for equal cuts only."""
     wanted = [f"blocks.{block}." for block in cut_blocks(cell.stages, TASKS[cell.task].blocks)]
     same = len(wanted) == len(rate.begins) and all(
         begin.startswith(name) for begin, name in zip(rate.begins, wanted, strict=True)
@@ -314,7 +317,7 @@ def _targets(found: Sequence[Measured]) -> list[Target]:
 
 
 def _least(what: str, values: dict[str, float], target: float) -> Target:
-    """Every cell has to reach it: the one that is furthest from it is named."""
+    """A target for all cells, with the name of the worst one."""
     worst = min(values, key=lambda name: values[name])
     return Target(f"{what}, in every cell (least in {worst})", values[worst], target)
 

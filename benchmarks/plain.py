@@ -1,6 +1,6 @@
-"""The plain PyTorch loop that Ravnest is compared with, in a process of its own so that its threads are its own.
+"""Plain PyTorch loop for comparison with Ravnest, in a process of its own, which has its own threads.
 
-`PlainLoop` starts the process; it imports torch, builds the case and then waits for "measure" on its standard input.
+`PlainLoop` starts the process, which imports torch, builds the case and then waits for "measure" on its standard input.
 """
 
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PlainLoop:
-    """A process that trains one case of benchmarks/cases.py with `threads` threads, each time it is asked to."""
+    """A process that trains one case of benchmarks/cases.py with `threads` threads, once for each `measure`."""
 
     def __init__(self, case: str, threads: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -38,7 +38,7 @@ class PlainLoop:
         self._process.wait()
 
     def measure(self, steps: int) -> float:
-        """Samples/s over so many steps, after two that are not counted."""
+        """Samples/s over this many steps, after two steps of warm-up."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(steps, file=self._process.stdin, flush=True)
         return float(json.loads(self._process.stdout.readline()))

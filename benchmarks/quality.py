@@ -1,26 +1,26 @@
-"""How well asynchronous pipelines learn: the loss after the same samples as synchronous training has seen.
+"""Quality: how well asynchronous pipelines learn, by the loss after the same samples as in synchronous training.
 
 Real stages of the engine, made by the real partition, train in one process and in virtual time
-(benchmarks/quality_parts/virtual.py): it is the loss that is measured, not the speed. As many microbatches are in
-flight as a plan begins with, which is more than even stages would need, because real ones are not even. Synchronous
-training is one stage, which more stages with one microbatch in flight equal exactly.
+(benchmarks/quality_parts/virtual.py), since the loss is measured and not the speed. The number of microbatches in
+flight is the one with which a plan begins, which is more than equal stages need, because real stages are not equal.
+Synchronous training is one stage; more stages with one microbatch in flight equal it exactly.
 
-Every way of training gets the learning rate that is best for it among the same few: the two that are best with the
-first seed are tried with all of them, and the better mean counts. The loss is the mean over three seeds of the loss on
-held-out data at the end (of digits, where the rate is constant, the mean of the last four evaluations). Ways are 2, 4
-and 8 stages with every version policy and every correction. "recompute" must give what "stash" gives, so one row of it
-is enough; "double" needs as many microbatches in an update as are in flight.
+Each way of training gets its best learning rate out of the same few: the two rates that are best with the first seed
+are tried with all seeds, and the better mean counts. The loss is the mean over three seeds of the final loss on
+held-out data (for digits, with a constant rate, the mean of the last four evaluations). Ways are 2, 4 and 8 stages with
+every version policy and every correction. "recompute" must give the result of "stash", so one row of it is enough;
+"double" needs as many microbatches per update as are in flight.
 
-Every number of stages has a row with int8 on its links, coded as providers do it, which may be 0.01 above float32.
+Each number of stages has a row with int8 on its links, encoded as in providers, which may be 0.01 above float32.
 
-The aim is on the defaults: at most 0.02 above synchronous training with 4 stages, 0.05 with 8. One row trains in an
-embedded swarm with real processes and links instead, and must agree with its virtual twin.
+The targets are for the defaults: at most 0.02 above synchronous training with 4 stages, and 0.05 with 8. One row trains
+in an embedded swarm with real processes and links, and must agree with its virtual twin.
 
-The time to a fixed loss at 100 Mbit/s and 50 ms is the samples that ours needs to it, with the links' delay in virtual
-time, over the rate that `python -m benchmarks.pipeline` has measured (`--rates FILE`, its JSON). For 1F1B they are
-those of synchronous training with an update after every eight microbatches, as it was measured; with one after every
-microbatch it would be no faster than a single microbatch on its way through all stages. What it would be if it had
-both, that rate and an update after every microbatch, is in the row too.
+The time to a fixed loss at 100 Mbit/s and 50 ms is the number of samples that Ravnest needs, with the links' delay in
+virtual time, divided by the rate from `python -m benchmarks.pipeline` (`--rates FILE`, its JSON). For 1F1B the samples
+are those of synchronous training with one update per eight microbatches, as in the measurement; with one update per
+microbatch it would be no faster than single microbatches through all stages. The row also has the hypothetical time
+with both that rate and one update per microbatch.
 """
 
 import argparse
@@ -49,12 +49,12 @@ _STAGES: Final = (2, 4, 8)
 _SEEDS: Final = 3
 _AIMS: Final = {4: 0.02, 8: 0.05}
 _LINK: Final = 2.2
-"""How many forwards of 50 ms a link of 100 Mbit/s and 50 ms takes for 1 MiB, one way."""
+"""Time of 1 MiB in one direction of a link of 100 Mbit/s and 50 ms, in forwards of 50 ms."""
 _MAX_LINK: Final = 100.0
 _CODED: Final = 0.01
-"""Nats that int8 on the links may cost."""
+"""Maximum increase of the loss by int8 on the links, in nats."""
 _NOISE: Final = 0.03
-"""Nats by which the swarm may differ from its twin, whose cuts and turns are not the same."""
+"""Maximum difference between the swarm and its virtual twin, in nats; their cuts and schedules differ."""
 
 
 def main() -> int:
@@ -70,7 +70,7 @@ def main() -> int:
         table.append(row)
         targets.append(target)
     elif given.swarm:
-        say("no row in a real swarm: the default with up to 4 stages is not among these ways")
+        say("no row in a real swarm: the default with up to 4 stages is not selected")
     rates = None if given.rates is None else read_rates(given.rates, stages=4)
     more, faster = times_to_loss(found, rates)
     return finish("quality", given, [*table, *more], [*targets, *faster])
@@ -81,31 +81,33 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks.quality", description="How well asynchronous pipelines learn."
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases, within a minute")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: the cores)")
-    parser.add_argument("--task", choices=TASKS, action="append", help="this task alone; may be repeated")
-    parser.add_argument("--stages", type=int, choices=_STAGES, action="append", help="so many stages; may be repeated")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result to this file")
+    parser.add_argument("--record", action="store_true", help="also write the table to benchmarks/history/")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    parser.add_argument("--task", choices=TASKS, action="append", help="run only this task; may be repeated")
     parser.add_argument(
-        "--versions", choices=VERSION_POLICIES, action="append", help="this policy alone; may be repeated"
+        "--stages", type=int, choices=_STAGES, action="append", help="only this number of stages; may be repeated"
     )
     parser.add_argument(
-        "--correction", choices=CORRECTIONS, action="append", help="this correction alone; may be repeated"
+        "--versions", choices=VERSION_POLICIES, action="append", help="run only this policy; may be repeated"
+    )
+    parser.add_argument(
+        "--correction", choices=CORRECTIONS, action="append", help="run only this correction; may be repeated"
     )
     parser.add_argument(
         "--link",
         metavar="FORWARDS",
         type=float,
         action="append",
-        help="the default with links that take so long one way, and no rows with int8 and others; may be repeated",
+        help="run the default with links of this latency, and no rows with int8 and others; may be repeated",
     )
-    parser.add_argument("--epochs", type=int, help="of every run, in place of the tasks' own")
-    parser.add_argument("--part", metavar="I/N", default="1/1", help="every N-th way alone, from the I-th on")
-    parser.add_argument("--rates", metavar="FILE", type=Path, help="what benchmarks.pipeline --json wrote")
+    parser.add_argument("--epochs", type=int, help="epochs of every run (default: those of the task)")
+    parser.add_argument("--part", metavar="I/N", default="1/1", help="run only every N-th way, starting with the I-th")
+    parser.add_argument("--rates", metavar="FILE", type=Path, help="output file of benchmarks.pipeline --json")
     parser.add_argument("--no-swarm", dest="swarm", action="store_false", help="leave out the row in a real swarm")
     given = parser.parse_args()
     if given.link is not None and not all(0 < link <= _MAX_LINK for link in given.link):
-        parser.error(f"--link is more than 0 forwards, and at most {_MAX_LINK:g}")
+        parser.error(f"--link must be above 0 forwards and at most {_MAX_LINK:g}")
     given.task = given.task or (["digits"] if given.quick else list(TASKS))
     given.stages = given.stages or ([4] if given.quick else list(_STAGES))
     given.swarm = given.swarm and not given.quick
@@ -119,11 +121,11 @@ def _ways(given: argparse.Namespace) -> list[Way]:
         ways = [way for stages in given.stages for way in _of_stages(task, stages, given.quick)]
         ways = [way for way in ways if given.versions is None or way.versions in given.versions]
         ways = [way for way in ways if given.correction is None or way.correction in given.correction]
-        # Every part needs what the others are compared with.
+        # Every part needs the rows that the others are compared with.
         found += [Way(task), *ways[part - 1 :: parts]]
         defaults = [way for way in ways if way.versions == "stash" and way.correction == DEFAULT]
         if given.link and not defaults:
-            say(f"no rows with --link: stash with {DEFAULT}, the default, is not among these ways")
+            say(f"no rows with --link: stash with {DEFAULT}, the default, is not selected")
         if given.link:
             found += [replace(way, link=link) for way in defaults for link in given.link]
         elif not given.quick and part == 1 and defaults:
@@ -161,7 +163,7 @@ def _aims(found: dict[Way, Found]) -> list[Target]:
 
 
 def _swarm(each: Found, epochs: dict[str, int]) -> tuple[Row, Target]:
-    """A way in real processes with real links."""
+    """Train one way in real processes with real links."""
     twin, task = each.way, TASKS[each.way.task]
     losses = []
     with tempfile.TemporaryDirectory() as folder, EmbeddedSwarm(twin.stages) as swarm:

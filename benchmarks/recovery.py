@@ -1,14 +1,14 @@
-"""How long a swarm takes to train on after a machine is killed, and what faults cost it in the long run.
+"""Recovery: how long a swarm takes to resume training after a machine is killed, and the throughput under many faults.
 
-A small network (2 million parameters, AdamW) on 3 or 4 machines in the WAN lab, every line between two of them at
-100 Mbit/s and 50 ms there and back; real `ravnest serve` and `ravnest join` processes. The machine of the first, a
-middle or the last stage is killed with SIGKILL. `whole` is the time from the kill to the first update of the stage that
-was restored, as anybody can read it from the run directory (reports come every 0.2 s); `detect`, `decide`, `fetch` and
-`resume` are its parts, as the run tells them. With a standby, another machine has the stage's graph and recent state
-already; without, the model is divided anew among the machines that are left.
+A small network (2 million parameters, AdamW) trains on 3 or 4 machines in the WAN lab, with 100 Mbit/s and a round trip
+of 50 ms between any two, in real `ravnest serve` and `ravnest join` processes. SIGKILL ends the machine of the first, a
+middle or the last stage. `whole` is the time from the kill to the first update of the restored stage in the run
+directory (with reports every 0.2 s); `detect`, `decide`, `fetch` and `resume` are its parts, as the run reports them.
+With a standby, another machine already has the stage's graph and recent state; without one, the model is re-partitioned
+over the remaining machines.
 
-`kept` is the rate of a swarm with spare machines during so many minutes of faults of every kind (tests/chaos), against
-its rate before the first or after the last, whichever is higher.
+`kept` is the rate of a swarm with spare machines during some minutes of faults of every kind (tests/chaos), relative to
+its rate before the first or after the last fault, whichever is higher.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _FIGURES = ("whole", "detect", "decide", "fetch", "resume", "told")
 def main() -> int:
     given = _arguments()
     if reason := Lab.unavailable():
-        say(f"there is no lab here: {reason}")
+        say(f"the WAN lab is not available: {reason}")
         return 2
     rows: list[Row] = []
     targets: list[Target] = []
@@ -61,21 +61,21 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks.recovery", description="How long a swarm takes to recover."
     )
     parser.add_argument("--quick", action="store_true", help="one kill each, within a minute; no long run")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
-    parser.add_argument("--only", choices=_PARTS, action="append", help="this part alone; may be repeated")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each role is killed, at most 3 (default: 3)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="of faults; 0 for none (default: 30)")
-    parser.add_argument("--seed", type=int, default=1, help="of the faults")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result to this file")
+    parser.add_argument("--record", action="store_true", help="also write the table to benchmarks/history/")
+    parser.add_argument("--only", choices=_PARTS, action="append", help="run only this part; may be repeated")
+    parser.add_argument("--rounds", type=int, default=3, help="kills of each role, at most 3 (default: 3)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of faults; 0 for none (default: 30)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the faults")
     given = parser.parse_args()
     given.only = given.only or [part for part in _PARTS if part != "faults" or not given.quick]
     return given
 
 
 def _with_standby(roles: Sequence[str]) -> "Kills":
-    """One after another in the same swarm; who was killed comes back and stands by. Without any, one kill."""
+    """Kills one machine after another in the same swarm; each comes back as a standby. Without roles, one kill."""
     kills = Kills("standby")
-    # One for each stage, or for the one whose machine will be killed.
+    # One standby for each stage, or for the stage whose machine will be killed.
     with kills.counted() as folder, RecoverySwarm(folder, stages=3, spares=3 if roles else 1) as swarm:
         swarm.wait_for_training()
         for number, role in enumerate(roles or (swarm.warm_role(),)):
@@ -88,7 +88,7 @@ def _with_standby(roles: Sequence[str]) -> "Kills":
 
 
 def _without(orders: Sequence[Sequence[str]]) -> "Kills":
-    """One after another: those that are left hold the whole model each time."""
+    """Kills one machine after another; the remaining ones can hold the whole model each time."""
     kills = Kills("without")
     for roles in orders:
         with kills.counted() as folder, RecoverySwarm(folder, stages=len(roles) + 1, spares=0) as swarm:
@@ -100,13 +100,13 @@ def _without(orders: Sequence[Sequence[str]]) -> "Kills":
 
 
 class Kills:
-    """What came of several kills, of one kind."""
+    """Recoveries from several kills of one kind."""
 
     def __init__(self, title: str) -> None:
         self.title = title
         self.mended: list[Recovery] = []
         self.broken = 0
-        """Swarms that could not be used any more."""
+        """Number of swarms that became unusable."""
 
     def add(self, recovery: Recovery) -> None:
         self.mended.append(recovery)
@@ -114,7 +114,7 @@ class Kills:
 
     @contextmanager
     def counted(self) -> Iterator[Path]:
-        """A folder for a swarm. One that does not go on is counted, and told; the benchmark goes on with another."""
+        """A folder for a swarm. A swarm that fails is counted and reported, and another one follows."""
         try:
             with tempfile.TemporaryDirectory() as folder:
                 yield Path(folder)
@@ -137,7 +137,7 @@ class Kills:
         return rows
 
     def targets(self, title: str, way: str, seconds: float) -> list[Target]:
-        """The time, and that it was this way of recovering that was measured."""
+        """Targets for the time, and for the way of recovery that was measured."""
         others = sum(each.way != way for each in self.mended)
         targets = [
             Target(f"swarms {title} that broke", float(self.broken), 0.0, at_most=True),
@@ -150,7 +150,7 @@ class Kills:
 
 
 def _faults(minutes: float, seed: int, undisturbed_seconds: float = 90.0) -> tuple[Row, list[Target]]:
-    """Faults of every kind, two a minute, where machines are spare: of several clusters, one at a time suffers."""
+    """Faults of every kind, two per minute, in a swarm with spare machines and several clusters."""
     from tests.chaos.chaos import run_chaos
 
     report = run_chaos(

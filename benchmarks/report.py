@@ -1,7 +1,7 @@
-"""What every benchmark shares: its arguments, the table on screen, the JSON file, and the exit code.
+"""Common part of all benchmarks: arguments, the table on screen, the JSON file, and the exit code.
 
-A benchmark measures rows and compares some of their figures with targets; `finish` shows both, writes them where the
-user asked for, and gives 1 when a target is missed, so that a script notices.
+A benchmark measures rows and compares some of their figures with targets. `finish` shows both, writes them to the
+requested files, and returns exit code 1 if a target is missed.
 """
 
 import argparse
@@ -27,12 +27,12 @@ HISTORY = Path(__file__).resolve().parent / "history"
 _FILE_COLUMNS = 140
 
 Row = Mapping[str, object]
-"""One measured case: its name under "case", then figures by name; a row need not have the figures of the others."""
+"""One measured case: its name under "case", then figures by name. Rows may have different figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A promise about one figure: `value` is to be at least `target`, or at most with `at_most`."""
+    """Target for one figure: `value` must be at least `target`, or at most, with `at_most`."""
 
     name: str
     value: float
@@ -49,13 +49,13 @@ class Target:
 
 
 def arguments(name: str, description: str, parts: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line every benchmark has: `quick`, `json` and `record`; of one with parts, `only`, a list of them."""
+    """The command line of a benchmark: `quick`, `json` and `record`, and `only`, a list, if it has parts."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer cases, within a minute")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here too")
-    parser.add_argument("--record", action="store_true", help="write the table to benchmarks/history/ too")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result to this file")
+    parser.add_argument("--record", action="store_true", help="also write the table to benchmarks/history/")
     if parts:
-        parser.add_argument("--only", choices=parts, action="append", help="this part alone; may be repeated")
+        parser.add_argument("--only", choices=parts, action="append", help="run only this part; may be repeated")
     given = parser.parse_args()
     if parts:
         given.only = given.only or list(parts)
@@ -63,12 +63,12 @@ def arguments(name: str, description: str, parts: Sequence[str] = ()) -> argpars
 
 
 def say(text: str) -> None:
-    """Shows that the benchmark goes on; the result alone goes to standard output."""
+    """Print progress to standard error; standard output has the result alone."""
     print(text, file=sys.stderr, flush=True)
 
 
 def finish(name: str, given: argparse.Namespace, rows: Sequence[Row], targets: Sequence[Target]) -> int:
-    """Shows and writes the result; the exit code."""
+    """Show and write the result; returns the exit code."""
     result = {
         "benchmark": name,
         "commit": commit(),
@@ -85,7 +85,7 @@ def finish(name: str, given: argparse.Namespace, rows: Sequence[Row], targets: S
 
 
 def commit() -> str:
-    """The commit that is checked out, with "+" where files differ from it."""
+    """The commit that is checked out, with "+" if files differ from it."""
     try:
         git = ["git", "-C", str(ROOT)]
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
@@ -96,7 +96,7 @@ def commit() -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """Description of the machine."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count() or 1,
@@ -136,7 +136,7 @@ def _show(result: Mapping[str, Any]) -> None:
 
 
 def _record(result: Mapping[str, Any]) -> None:
-    """Writes the result as a new file of the history; an existing file is never changed."""
+    """Write the result as a new file of the history; an existing file is never changed."""
     lines = [f"# {result['benchmark']}, {time.strftime('%Y-%m-%d')}\n", f"{_described(result)}\n"]
     for rows in (result["rows"], result["targets"]):
         if rows:
@@ -153,7 +153,7 @@ def _record(result: Mapping[str, Any]) -> None:
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
-    """The figures that fit into a table: a curve, or what was tried, is for the file alone."""
+    """The figures that fit into a table; curves and lists are in the file only."""
     return list(
         dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list | dict))
     )

@@ -1,9 +1,10 @@
-"""How much of what gRPC and the line can carry arrives through our transport: frames over a link over mutual TLS.
+"""Transport: throughput of frames over a link with mutual TLS, relative to gRPC and to the rate of a line.
 
-On loopback it is compared with bare grpc.aio over the same TLS, in alternating runs; over a shaped line of 100 Mbit/s,
-between two hosts of the WAN lab, with the line's rate. Frames are encoded, counted, confirmed and decoded on the way.
-Last, two hosts send frames of 1 MiB to one another at once, as neighbouring stages do, over lines of 20 and 100 Mbit/s:
-that is compared with a bare TCP connection, both ways at once, over the same line and with the same congestion control.
+On loopback it is compared with bare grpc.aio over the same TLS, in alternating runs; over a shaped line of 100 Mbit/s
+between two hosts of the WAN lab, with the line's rate. Frames are encoded, counted, confirmed and decoded.
+In the last part, two hosts send frames of 1 MiB to one another at the same time, like neighbouring stages, over lines
+of 20 and 100 Mbit/s. The comparison is a bare TCP connection in both directions at the same time, over the same line
+and with the same congestion control.
 """
 
 import contextlib
@@ -34,17 +35,17 @@ _LINE_DELAYS_MS = (10.0, 30.0)
 _LOOPBACK_TARGET = 0.8
 _LINE_TARGET = 0.93
 _BOTH_LINES = ((100.0, 50.0), (20.0, 100.0))
-"""Mbit/s each way, and the round trip in ms."""
+"""Mbit/s in each direction, and the round trip in ms."""
 _BOTH_TARGET = 0.95
 _BOTH_FRAME_BYTES = 1 << 20
 _WARMUP_SECONDS = 4.0
 
 On = Callable[[list[str]], list[str]]
-"""Turns a command into one that runs on a certain host."""
+"""Turns a command into one that runs on a given host."""
 
 
 def main() -> int:
-    given = arguments("transport", "What arrives through Ravnest's transport, of what gRPC and a line can carry.")
+    given = arguments("transport", "Throughput of Ravnest's transport, relative to gRPC and to the rate of a line.")
     rows: list[Row] = []
     targets: list[Target] = []
     with tempfile.TemporaryDirectory() as name:
@@ -131,7 +132,7 @@ def _both_ways(folder: Path, mbps: float, rtt_ms: float, quick: bool) -> Row:
 
 
 def _bare_tcp(near: LabHost, far: LabHost, seconds: float) -> float:
-    """Bytes per second that arrive over one TCP connection at its slower end, while both ends send."""
+    """Received bytes per second of one TCP connection at its slower end, while both ends send."""
     ends = connect(near, far, timeout_seconds=10)
     block = bytes(1 << 18)
     rates = []
@@ -177,7 +178,7 @@ def _make_nodes(folder: Path) -> None:
 
 @contextmanager
 def _receiver(kind: str, folder: Path, host: str, on: On) -> Iterator[int]:
-    """The port of a receiver at work."""
+    """The port of a running receiver."""
     command = on([sys.executable, "-m", "benchmarks.transport_ends", "receive", kind, str(folder), host])
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -189,7 +190,7 @@ def _receiver(kind: str, folder: Path, host: str, on: On) -> Iterator[int]:
 
 
 def _send(kind: str, folder: Path, address: str, messages: int, on: On) -> float:
-    """Bytes per second that arrived."""
+    """Received bytes per second."""
     ends = [sys.executable, "-m", "benchmarks.transport_ends", "send", kind, str(folder), address]
     done = subprocess.run(
         on([*ends, str(messages), str(_MESSAGE_BYTES)]), stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True

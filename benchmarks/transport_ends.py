@@ -1,12 +1,12 @@
-"""The two ends that benchmarks/transport.py measures between, each in a process of its own.
+"""Sender and receiver of benchmarks/transport.py, each in a process of its own.
 
     python -m benchmarks.transport_ends receive bare|ravnest FOLDER HOST            prints its port, serves until killed
     python -m benchmarks.transport_ends send bare|ravnest FOLDER HOST:PORT MESSAGES BYTES       prints bytes per second
     python -m benchmarks.transport_ends send both FOLDER HOST:PORT SECONDS BYTES       prints those of both directions
 
-`bare` is grpc.aio and nothing else: a stream of byte messages over the same mutual TLS. The rate is the receiver's:
-from when the first message arrives to when the last does. `both` sends both ways at once, as two stages do, and counts
-what arrives within some seconds once the start is over.
+`bare` is grpc.aio alone: a stream of byte messages over the same mutual TLS. The rate is the receiver's, from the
+arrival of the first message to that of the last. `both` sends in both directions at the same time, like two stages, and
+counts the bytes that arrive within some seconds after a warm-up.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _WARMUP_SECONDS = 4.0
 
 
 class Meter:
-    """Counts what arrives."""
+    """Counts received bytes."""
 
     def __init__(self) -> None:
         self.bytes, self.first, self.last = 0, 0.0, 0.0
@@ -61,7 +61,7 @@ class Meter:
 
 
 class Window:
-    """Counts what arrives in so many seconds, after a warm-up."""
+    """Counts the bytes that arrive within this many seconds after a warm-up."""
 
     def __init__(self, seconds: float, warmup_seconds: float) -> None:
         self._seconds, self._warmup = seconds, warmup_seconds
@@ -70,7 +70,7 @@ class Window:
         self.bytes_per_second = 0.0
 
     def arrived(self, size: int) -> bool:
-        """Whether that was the last one that counts."""
+        """Record a message; returns whether it was the last one that counts."""
         now = time.perf_counter()
         self._first = self._first or now
         if now < self._first + self._warmup:
@@ -126,7 +126,7 @@ async def receive(kind: str, folder: Path, host: str) -> None:
 
 
 async def _stream(link: ResumableLink, seconds: int, size: int) -> tuple[float, float]:
-    """Sends frames without end, and returns what arrived here and what the other end says arrived there."""
+    """Send frames for this many seconds; returns the rate received here and the rate that the other end reports."""
     window, here, there = Window(seconds, _WARMUP_SECONDS), 0.0, 0.0
     tensor = torch.ones(size // 4)
 
@@ -143,7 +143,7 @@ async def _stream(link: ResumableLink, seconds: int, size: int) -> tuple[float, 
             if window.arrived(frame.tensors["x"].nbytes):
                 here = here or window.bytes_per_second
             there = float(frame.scalars.get("bytes_per_second", 0.0))
-        # The other end has to hear of it, too.
+        # The other end needs this message as well.
         await asyncio.sleep(seconds)
     finally:
         sending.cancel()
@@ -151,7 +151,7 @@ async def _stream(link: ResumableLink, seconds: int, size: int) -> tuple[float, 
 
 
 async def send_both(folder: Path, address: str, seconds: int, size: int) -> tuple[float, float]:
-    """Bytes per second that arrived at the other end, and here, while both sent."""
+    """Received bytes per second at the other end and here, while both send."""
     node, link = _node(folder, SENDER), ResumableLink(RECEIVER, _AHEAD_BYTES)
     label = f"{_BOTH}{seconds},{size}"
     dialling = asyncio.create_task(link.keep_dialling(lambda: dial_link(address, RECEIVER, node, label)))
@@ -178,7 +178,7 @@ async def send(kind: str, folder: Path, address: str, messages: int, size: int) 
     options = [*_LIMIT, *expecting(node_host(RECEIVER))]
     async with aio.secure_channel(address, channel_credentials(node.tls_keys()), options=options) as channel:
         call: aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(_METHOD)()
-        # As our own sender does: the bytes of each message are put together from where they lie.
+        # Like our own sender, this joins the parts of each message without a further copy.
         content = memoryview(bytearray(size))
         for _ in range(messages + 1):
             await call.write(bytes(content))

@@ -73,8 +73,8 @@ def short_count(value: int) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """ "1 core", "8 cores"; `plural` where that is not the noun and an s."""
-    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
+    """ "1 core", "8 cores"; `plural` if it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def metric(value: float | None) -> str:

@@ -1,1 +1,1 @@
-"""The parts of benchmarks.averaging: the members of each contender, how they are started, and the training run."""
+"""Parts of benchmarks.averaging: the members of each contender, their processes, and the training run."""

@@ -1,4 +1,4 @@
-"""The processes of one contender, a member each, on loopback or on hosts of the WAN lab."""
+"""Processes of one contender, one for each member, on loopback or on hosts of the WAN lab."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ PARTS = "benchmarks.averaging_parts"
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a member runs: its address, and what turns a command into one that runs there."""
+    """The place where a member runs: its address, and a function that turns a command into one that runs there."""
 
     address: str
     on: Callable[[list[str]], list[str]] = list
@@ -26,14 +26,14 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Something that averages: the module of its members, and what it gives each as `extra`."""
+    """An implementation of averaging: the module of its members, and their argument `extra`."""
 
     name: str
     module: str
     extra: str = "-"
     interpreter: str = sys.executable
     make_folder: Callable[[Path, int], None] | None = None
-    """Puts what the members need into their folder."""
+    """Writes the files that the members need into their folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Took:
 
 
 class Members:
-    """A contender at work, from `with` to its end."""
+    """The running members of a contender, within a `with` block."""
 
     def __init__(
         self, contender: Contender, sites: Sequence[Site], values: int, environment: Mapping[str, str]
@@ -58,7 +58,7 @@ class Members:
         self._ready = False
         self._failed_in_a_row = 0
         self.failure = ""
-        """Why the last averaging failed; nothing where it went well."""
+        """Why the last averaging failed; empty if it succeeded."""
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -81,19 +81,19 @@ class Members:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether it failed so often that trying on is a waste of time."""
+        """Whether it failed so often that further attempts would be a waste of time."""
         return self._failed_in_a_row >= _TRIES
 
     def wait_until_ready(self) -> None:
-        """What its members do before an averaging, and what does not count, is over: they disturb nobody's any more."""
+        """Wait until its members have prepared their next averaging, which is not measured and would disturb others."""
         if not self._ready and not self.has_given_up:
             for process in self._processes:
                 assert self._hear(process) == "ready"
             self._ready = True
 
     def average(self) -> Took | None:
-        """All members average once; None where that failed, with `failure` for the reason. Begins when the last one is
-        ready."""
+        """All members average once, starting when the last one is ready. None if that failed, with the reason in
+        `failure`."""
         self.wait_until_ready()
         self._ready = False
         for process in self._processes:
@@ -128,7 +128,7 @@ class Members:
         return json.loads(line)
 
     def _end(self) -> None:
-        # A member that sees the end of its lines ends by itself; one that does not is killed.
+        # A member ends by itself at the end of its input; one that does not is killed.
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()

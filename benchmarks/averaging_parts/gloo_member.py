@@ -1,4 +1,4 @@
-"""A member of gloo's `all_reduce`, as benchmarks.averaging starts it; its argument `extra` is the interface it uses."""
+"""Member process of gloo's `all_reduce` in benchmarks.averaging; its argument `extra` is the network interface."""
 
 import os
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""A member of hivemind's averager, as benchmarks.averaging starts it, with an interpreter that has hivemind.
+"""Member process of hivemind's averager in benchmarks.averaging, started with an interpreter that has hivemind.
 
-Only the all-reduce counts: members have found their group before they say that they are ready.
+Only the all-reduce is measured: members find their group before they say that they are ready.
 """
 
 import os
@@ -13,7 +13,7 @@ from benchmarks.averaging_parts.member import base_values, check_mean, meet, my_
 
 _LOOK_SECONDS = 0.02
 _GROUP_SECONDS = 20.0
-"""For finding each other, which often fails: the benchmark is not to wait for that for minutes."""
+"""Timeout for finding a group, which often fails."""
 _REDUCE_SECONDS = 60.0
 
 
@@ -45,10 +45,10 @@ def main() -> None:
     def prepare() -> Any:
         with averager.get_tensors() as tensors:
             tensors[0].copy_(base * (place.index + 1))
-        # Its time counts from here to the end of the averaging, and there is no other limit to finding a group.
+        # This timeout covers the averaging as well, and there is no separate one for finding a group.
         control = averager.step(wait=False, require_trigger=True, timeout=_GROUP_SECONDS + _REDUCE_SECONDS)
         until = time.monotonic() + _GROUP_SECONDS
-        # The averager is a process of its own and tells of its state in shared memory alone, so one has to look.
+        # The averager is a process of its own, whose state has to be polled in shared memory.
         while control.stage is AveragingStage.LOOKING_FOR_GROUP or control.stage is AveragingStage.IDLE:
             if control.done() or time.monotonic() > until:
                 control.cancel()

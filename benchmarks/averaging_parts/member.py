@@ -1,8 +1,8 @@
-"""What a member process of any contender shares: how it speaks with the benchmark, its values, the check of its mean.
+"""Common part of the member processes of all contenders: the exchange with the benchmark, the values, and their check.
 
-A member gets its place as arguments and speaks in lines of JSON. It says its address, is told everybody's, then says
-"ready", waits for a line, averages, says how long that took, and so on until there are no more lines. Needs torch and
-nothing else, so that it also runs where Ravnest is not installed.
+A member gets its place as arguments and communicates in lines of JSON. It prints its address and reads the addresses of
+all members. Then it prints "ready", waits for a line, averages, prints the time, and so on until the input ends. It
+needs torch alone, so that it also runs where Ravnest is not installed.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 _SAMPLED = 997
-"""Every so many values are compared with what they should be."""
+"""One value of this many is compared with its expected value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which member this is, of how many, where it listens, and how many values there are to average."""
+    """The place of this member: its index, the number of members, its address, and the number of values to average."""
 
     index: int
     count: int
@@ -37,7 +37,7 @@ class Place:
 
 
 def my_place() -> Place:
-    """Of the command line. From here on torch computes on one thread."""
+    """The place given on the command line. Also limits torch to one thread."""
     parser = argparse.ArgumentParser()
     for name, kind in (("index", int), ("count", int), ("host", str), ("values", int), ("folder", str), ("extra", str)):
         parser.add_argument(name, type=kind)
@@ -46,21 +46,22 @@ def my_place() -> Place:
 
 
 def meet(address: str) -> list[str]:
-    """Says where this member can be reached; where all of them can."""
+    """Print the address of this member, and return the addresses of all members."""
     _say(address)
     addresses: list[str] = json.loads(sys.stdin.readline())
     return addresses
 
 
 def base_values(place: Place) -> torch.Tensor:
-    """The same for all members: member i contributes (i + 1) times this, so the mean is `mean_factor` times this."""
+    """The same values for all members. Member i contributes (i + 1) times these, so the mean is `mean_factor` times
+    these."""
     return torch.randn(place.values, generator=torch.Generator().manual_seed(0))
 
 
 def serve(
     prepare: Callable[[], Any], average: Callable[[Any], torch.Tensor], check: Callable[[torch.Tensor], None]
 ) -> None:
-    """Averages whenever it is told to. What `prepare` returns is made before that, and does not count."""
+    """Average for each line of the input. `prepare` runs before, without being measured."""
     while True:
         prepared = prepare()
         _say("ready")
@@ -77,16 +78,16 @@ def serve(
         try:
             check(result)
         except AssertionError as error:
-            # A peer may give up on a member and go on without it: then it has not done what was asked.
+            # The check fails if a peer gave up on a member and continued without it.
             _say({"failed": str(error)})
             continue
-        # Else the next round would give the memory back, and that would count.
+        # Otherwise the next round would free this memory, and that time would be measured.
         del result
         _say({"seconds": seconds, "processor_seconds": used})
 
 
 def check_mean(result: torch.Tensor, base: torch.Tensor, factor: float, tolerance: float) -> None:
-    """`tolerance` is a share of the largest of the values that are looked at."""
+    """Check some of the values; `tolerance` is relative to the largest of them."""
     expected = base[::_SAMPLED] * factor
     off = float((result[::_SAMPLED] - expected).abs().max() / expected.abs().max())
     assert off <= tolerance, f"the mean is off by {off:.2e} of the largest value, {tolerance:.0e} is allowed"

@@ -1,4 +1,4 @@
-"""Nodes of a swarm for members: keys and certificates in a folder that all of them can read."""
+"""Node identities for members: keys and certificates in a folder that all members can read."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def node_name(index: int) -> str:
 
 
 def make_nodes(folder: Path, count: int) -> None:
-    """Admits as many nodes to a swarm of their own."""
+    """Admit this many nodes to a swarm of their own."""
     admission = Admission.in_memory()
     (folder / _AUTHORITY).write_bytes(certificate_pem(admission.authority.certificate))
     for name in map(node_name, range(count)):

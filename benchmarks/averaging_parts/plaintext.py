@@ -1,4 +1,4 @@
-"""Direct lines without TLS, to compare with peers that have none either. The product has no such thing."""
+"""Direct lines without TLS, for a comparison with peers that use none. The product itself always uses TLS."""
 
 import socket
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from ravnest.provider.rings import sender
 
 
 class PlaintextServer(DirectServer):
-    """Takes whoever comes for `peer`."""
+    """Accepts any connection as one from `peer`."""
 
     def __init__(
         self, peer: str, node: NodeIdentity, may_send: Callable[[str], bool], take: Callable[[DirectLine], None]
@@ -28,7 +28,7 @@ class PlaintextServer(DirectServer):
 
 
 def use_plaintext() -> None:
-    """From here on, lines that this process dials have no TLS."""
+    """Make all further outgoing lines of this process plaintext."""
     setattr(sender, "dial_direct", _dial_plaintext)  # noqa: B010  # the module does not export it
 
 

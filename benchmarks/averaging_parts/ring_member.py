@@ -1,7 +1,7 @@
-"""A member of Ravnest's ring, as benchmarks.averaging starts it: the product's own arithmetic, lines and threads.
+"""Member process of Ravnest's ring in benchmarks.averaging, with the product's own arithmetic, lines and threads.
 
-Its argument `extra` is the codec, and "tls" or "plaintext". What is left out is the coordinator: the members know each
-other's addresses, weights and norms from the start, where it would have told them.
+Its argument `extra` is the codec, and "tls" or "plaintext". There is no coordinator: the members know one another's
+addresses, weights and norms from the start.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _TOLERANCES = {"float32": 1e-5, "lossless": 1e-5, "float16": 2e-3, "bfloat16": 2
 
 
 class RingMember:
-    """One owner of one ring; every `average` is a round."""
+    """One owner of one ring. Each `average` is a round."""
 
     def __init__(self, index: int, count: int, own: torch.Tensor, norms: list[float], codec: str) -> None:
         self._index, self._count = index, count
@@ -43,7 +43,7 @@ class RingMember:
         self.lines: RingLines | None = None
 
     def take_all(self, line: DirectLine) -> None:
-        """Takes what the member before sends; what comes early waits, as it does in the product."""
+        """Receive the pieces of the previous member. A piece that arrives early waits, as in the product."""
         while (piece := line.receive(self._room)) is not None:
             _, place, data = piece
             self._at(place).take(Piece(place.hop, place.segment, place.chunk, data))
@@ -82,9 +82,9 @@ class RingMember:
         ended.wait()
         if self._failure is not None:
             raise self._failure
-        # Nothing of this round comes any more, and its memory is not to be given back in the next one.
+        # No more pieces of this round arrive. Like in RingState, the next round reuses its memory, so that the time to
+        # free it is not measured.
         self._attempt = None
-        # As RingState does it: a round that counted leaves its memory to the next one.
         self._memory = reduce.result
         return reduce.result
 
@@ -131,13 +131,13 @@ class _SendingOnly:
 
 
 def _lines(neighbour: Neighbour, node: Any) -> RingLines:
-    # There is no coordinator, and direct lines need none.
+    # Direct lines need no coordinator.
     client = cast(Any, None)
     return RingLines([neighbour], 1, node, client, _SendingOnly())
 
 
 def _on_a_loop(make: Callable[[], RingLines]) -> RingLines:
-    """Made on a loop that goes on in a thread of its own, as a provider's does."""
+    """Create the lines on an event loop in a thread of its own, as in a provider."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 

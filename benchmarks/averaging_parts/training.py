@@ -1,8 +1,8 @@
-"""Whether averaging is in the way: the same training run of several clusters in the WAN lab, with rounds and without.
+"""Training run of several clusters in the WAN lab, with and without rounds, to see whether averaging slows training.
 
-A real `ravnest serve --clusters` and real `ravnest join`s, each on a host of its own behind a line of its own. All
-hosts share this machine's cores, so machines are made slow by `--pretend-slower`, which computes and then waits;
-together they leave the cores idle part of the time, as machines of their own would.
+It runs `ravnest serve --clusters` and `ravnest join` processes, each on a host with a link of its own. All hosts share
+this machine's cores, so `--pretend-slower` makes each provider compute and then wait; together they leave the cores
+idle part of the time, as separate machines would.
 """
 
 import json
@@ -57,12 +57,12 @@ class Training:
     line_mbps: float = 100.0
     round_trip_ms: float = 20.0
     updates: int = 20
-    """Of each cluster, between two rounds."""
+    """Updates of each cluster between two rounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What became of a run."""
+    """Result of a run."""
 
     samples_per_second: float
     rounds: int
@@ -70,7 +70,7 @@ class Trained:
 
 
 def trained(training: Training, averaging: bool) -> Trained:
-    """Trains in the lab, with rounds of averaging or with the last one alone."""
+    """Train in the lab, with rounds of averaging or with the final one only."""
     every = training.updates * _BATCH * training.clusters if averaging else _NEVER
     with tempfile.TemporaryDirectory() as name, _lab(training) as lab, ExitStack() as stack:
         folder = Path(name)
@@ -92,7 +92,7 @@ def trained(training: Training, averaging: bool) -> Trained:
         invite = serving.process.stdout.readline().decode().removeprefix("invite: ravnest join ").strip()
         joined = []
         for number in range(count):
-            # One after another, as people come: each measures itself while no other is starting.
+            # One after another: each measures its machine while no other is starting.
             slower = ("--pretend-slower", str(training.slower))
             joined.append(start(f"p{number}", "join", invite, "--name", f"p{number}", *slower))
             serving.until(f"p{number} joined with")

@@ -1,1 +1,1 @@
-"""The parts of benchmarks.pipeline: its models, the cells of its table, and the processes of both contenders."""
+"""Parts of benchmarks.pipeline: its models, the cells of its table, and the processes of the contenders."""

@@ -1,4 +1,4 @@
-"""The cells of benchmarks.pipeline: model, number of stages, lines, and the best rate there can be."""
+"""Cells of benchmarks.pipeline: model, number of stages, lines, and the maximum possible rate."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,20 +15,20 @@ REAL_TASK = "real"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Between every two hosts, each way; without a rate as fast as this machine is."""
+    """Line between every two hosts, in each direction; without a rate, as fast as this machine."""
 
     name: str
     mbps: float | None
     round_trip_ms: float
 
     def crossing_seconds(self, size_bytes: float) -> float:
-        """How long so much keeps the line busy, if nothing else goes over it."""
+        """Seconds that the line needs for this many bytes, without other traffic."""
         return 0.0 if self.mbps is None else size_bytes * 8e-6 / self.mbps
 
 
 PAYLOAD_SHARE = 0.965
-"""Of a line's rate: the rest are the headers of TCP and IP (docs/wan-lab.md). What acknowledges the other direction
-takes another 0.02 of it, where both are full."""
+"""Share of a line's rate without the headers of TCP and IP (docs/wan-lab.md). If both directions are full, the
+acknowledgements take another 0.02."""
 
 LINES = (Line("unshaped", None, 0.0), Line("500/10", 500, 10), Line("100/50", 100, 50), Line("20/100", 20, 100))
 
@@ -49,24 +49,24 @@ class Cell:
 
     @property
     def computes(self) -> bool:
-        """Whether the stages, and not the lines, are the limit when float32 travels."""
+        """Whether the stages, rather than the lines, are the limit with float32."""
         return self.line.crossing_seconds(CROSSING_BYTES) < _STAGE_SECONDS
 
     def period_seconds(self, crossing_bytes: float = CROSSING_BYTES) -> float:
-        """From one microbatch to the next, if neither stages nor lines are ever idle."""
+        """Seconds between two microbatches if neither stages nor lines are ever idle."""
         return max(_STAGE_SECONDS, self.line.crossing_seconds(crossing_bytes))
 
     def limit(self, crossing_bytes: float = CROSSING_BYTES) -> float:
-        """Microbatches a second, at most, if so much crosses between two stages for each, one way."""
+        """Maximum number of microbatches per second, with this many bytes per microbatch and direction on each link."""
         return 1 / self.period_seconds(crossing_bytes)
 
     def round_trip_seconds(self, crossing_bytes: float = CROSSING_BYTES) -> float:
-        """Of one microbatch through all stages and back, when nothing else is under way."""
+        """Seconds of a single microbatch through all stages and back, without others in flight."""
         between = 2 * self.line.crossing_seconds(crossing_bytes) + self.line.round_trip_ms / 1e3
         return self.stages * _STAGE_SECONDS + (self.stages - 1) * between
 
     def needed_in_flight(self, crossing_bytes: float = CROSSING_BYTES) -> int:
-        """Just enough to cover the round trip, and two."""
+        """The number in flight that covers the round trip, plus two."""
         return math.ceil(self.round_trip_seconds(crossing_bytes) / self.period_seconds(crossing_bytes)) + 2
 
 
@@ -78,7 +78,7 @@ USUAL = (
     *(Cell("cnn", 4, line) for line in LINES),
     *(Cell(REAL_TASK, 2, line) for line in LINES[::2]),
 )
-"""What fits into half an hour; ALL takes nearly twice as long."""
+"""The default cells, which take half an hour; ALL takes nearly twice as long."""
 ALL = (
     *(Cell(task, stages, line) for task in PACED_TASKS for stages in STAGES for line in LINES),
     *(Cell(REAL_TASK, 2, line) for line in LINES),
@@ -86,9 +86,9 @@ ALL = (
 
 
 def chosen(only: Sequence[str], cells: Iterable[Cell] = ALL) -> list[Cell]:
-    """The cells that fit one of the selections, such as "gpt,4,100/50" or "8"; all of them where there is none.
+    """The cells that match one of the selections, such as "gpt,4,100/50" or "8"; all cells without a selection.
 
-    ValueError for a word that is no task, number of stages or line.
+    ValueError for a word that is not a task, a number of stages or a line.
     """
     found = list(cells)
     if not only:

@@ -1,7 +1,7 @@
-"""The models of benchmarks.pipeline: eight equal blocks, between which exactly 1 MiB of float32 crosses.
+"""Models of benchmarks.pipeline: eight equal blocks, with exactly 1 MiB of float32 between two blocks.
 
-What a stage computes is small, a few milliseconds: how long it takes is up to the pace. Cutting before every so many
-blocks is what a user would do by hand, and the same for every contender.
+A stage computes for a few milliseconds only, so that the pace determines its time. All contenders cut the model before
+the same blocks, at equal distances, as a user would do by hand.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ assert _SEQUENCES * _CONTEXT * _WIDTH * 4 == CROSSING_BYTES == _PICTURES * _CHAN
 
 
 class Blocks(nn.Module):
-    """What comes first, equal blocks, what comes last."""
+    """A first module, equal blocks, and a last module."""
 
     def __init__(self, first: nn.Module, blocks: Sequence[nn.Module], last: nn.Module) -> None:
         super().__init__()
@@ -41,25 +41,25 @@ class Blocks(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model with its loss, and batches for it, each of them one microbatch."""
+    """A model with its loss and its batches, each of which is one microbatch."""
 
     name: str
     model: Callable[[], Blocks]
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     batches: Callable[[], list[Batch]]
     samples: int
-    """In a microbatch."""
+    """Samples in a microbatch."""
     blocks: int = BLOCKS
 
 
 def cut_blocks(stages: int, blocks: int = BLOCKS) -> tuple[int, ...]:
-    """The blocks with which all stages but the first begin: as equal as can be, the longer ones first."""
+    """The first blocks of all stages but the first. Stages are as equal as possible, the longer ones first."""
     assert 1 <= stages <= blocks
     return tuple(-(-number * blocks // stages) for number in range(1, stages))
 
 
 def stage_module(model: Blocks, stage: int, stages: int) -> nn.Sequential:
-    """The same cuts for contenders that take modules."""
+    """One stage of the same cuts, for contenders that take modules."""
     blocks = len(model.blocks)
     bounds = (0, *cut_blocks(stages, blocks), blocks)
     parts: list[nn.Module] = list(model.blocks[bounds[stage] : bounds[stage + 1]])
@@ -82,7 +82,7 @@ class _Embedding(nn.Module):
 
 
 class _GPTBlock(nn.Module):
-    """A transformer's block whose attention and feed-forward network are narrower than what passes through."""
+    """A transformer block whose attention and feed-forward network are narrower than its activations."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Ravnest's coordinator, as benchmarks.pipeline starts it on a host of its own: it trains one job after another.
+"""Ravnest's coordinator in benchmarks.pipeline, on a host of its own: it trains one job after another.
 
-The product's own swarm, sessions and plans; the providers that it invites are `ravnest join`s on other hosts. It speaks
-in lines of JSON: says its invite, is told a run, says what was measured of it, and so on until there are no more lines.
-What is measured is what a run does between the first seconds and the moment when its data ends, so that neither filling
-nor draining the pipeline counts.
+It uses the product's own swarm, sessions and plans; its providers are `ravnest join` processes on other hosts. It
+communicates in lines of JSON: it prints its invite, reads the order for a run, prints the measurement, and so on until
+the input ends. A measurement covers the time between the first seconds and the end of the data, without the filling
+and draining of the pipeline.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def _trained(order: dict[str, Any], run: Path, swarm: Swarm, loop: NetworkLoop, 
 
 
 def _watched(progress: Progress) -> list[Moment]:
-    """From now on notes when each microbatch is completed, and what the stages had reported by then."""
+    """A list that records the completion of each further microbatch, with the latest reports of the stages."""
     moments: list[Moment] = []
     completed = progress.clock.on_microbatch
 
@@ -102,7 +102,7 @@ def _watched(progress: Progress) -> list[Moment]:
         root = next((each.in_flight for each in stages if each is not None), 0)
         moments.append(Moment(time.perf_counter(), seen, root))
 
-    # The clock has no callback, and the benchmark has to see every microbatch.
+    # The progress has no callback, and the benchmark has to see every microbatch.
     setattr(progress.clock, "on_microbatch", noted)  # noqa: B010
     return moments
 
@@ -114,7 +114,7 @@ def _first_blocks(progress: Progress) -> list[str]:
 
 
 class _Timed:
-    """The task's batches again and again, until so many seconds after the first have passed."""
+    """The task's batches, repeated until this many seconds after the first one."""
 
     def __init__(self, task: Task, seconds: float) -> None:
         self.began = self.ended = 0.0
@@ -122,7 +122,7 @@ class _Timed:
         self._seconds = seconds
 
     def __iter__(self) -> Iterator[Batch]:
-        # Anew each time: the first ones are looked at before anything is trained.
+        # The clock starts with each pass, because the first batches are read before training.
         self.began = time.perf_counter()
         for batch in itertools.cycle(self._batches):
             if time.perf_counter() >= self.began + self._seconds:

@@ -1,4 +1,4 @@
-"""What a pipeline does in steady state, from the moments when microbatches were completed."""
+"""Rates of a pipeline in steady state, computed from the times at which microbatches were completed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class StageMoment:
-    """What a stage had last reported: how long it has been there, and how long of that it was busy."""
+    """Last report of a stage: the seconds since it started, and how many of them it was busy."""
 
     seconds: float
     busy_seconds: float
@@ -16,12 +16,12 @@ class StageMoment:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A microbatch is completed."""
+    """Completion of a microbatch."""
 
     at: float
     stages: tuple[StageMoment, ...] = ()
     in_flight: int = 0
-    """The limit that the root kept to, as it last reported; 0 where it did not."""
+    """In-flight limit that the root reported last; 0 without a report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,18 @@ class Steady:
     microbatches_per_second: float
     microbatches: int
     busy: tuple[float, ...]
-    """Of each stage."""
+    """Busy share of each stage."""
     in_flight: int
-    """At the end."""
+    """In-flight limit at the end."""
 
 
 def steady(moments: Sequence[Moment], after: float, until: float) -> Steady:
-    """Between two moments; ValueError where too little was completed to tell."""
+    """The rates between two times; ValueError if too few microbatches were completed."""
     within = [moment for moment in moments if after <= moment.at <= until]
     if len(within) < 3:
         raise ValueError(f"only {len(within)} microbatches were completed in {until - after:.1f} s")
     first, last = within[0], within[-1]
-    # Of the line that fits best, as several may be completed at once, at either end too.
+    # The slope of the best-fitting line, since several microbatches may be completed at once, also at either end.
     rate = float(np.polyfit([moment.at - first.at for moment in within], np.arange(len(within)), 1)[0])
     return Steady(
         rate,
@@ -52,5 +52,5 @@ def steady(moments: Sequence[Moment], after: float, until: float) -> Steady:
 
 def _busy(before: StageMoment, now: StageMoment) -> float:
     seconds = now.seconds - before.seconds
-    # Work is counted when it is done: some that had begun before may be among it.
+    # Work is counted at its end, so it may include work that began earlier.
     return min(1.0, (now.busy_seconds - before.busy_seconds) / seconds) if seconds > 0 else 0.0

@@ -1,4 +1,4 @@
-"""The contenders at work on the hosts of one lab: processes that are told what to do in lines of JSON."""
+"""Processes of the contenders on the hosts of one lab, which receive orders in lines of JSON."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from ravnest.engine.speed.pace import StageSeconds
 from tests.wan import Lab
 
 MICROBATCHES = 8
-"""Of a step of GPipe or 1F1B."""
+"""Microbatches in a step of GPipe or 1F1B."""
 
 _PARTS = "benchmarks.pipeline_parts"
 _BARE_PORT = 29400
@@ -29,7 +29,7 @@ _LOOK_SECONDS = 10.0
 
 
 class _Processes:
-    """From `with` to its end."""
+    """Processes that run within a `with` block."""
 
     def __init__(self) -> None:
         self._undo = ExitStack()
@@ -62,7 +62,7 @@ class _Processes:
 
 
 class BareLines(_Processes):
-    """One TCP connection between each two neighbours, all of them at once, and nothing else."""
+    """One TCP connection between each two neighbours, all at the same time, without other traffic."""
 
     def __init__(self, lab: Lab, hosts: Sequence[str], seconds: float) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ class BareLines(_Processes):
                 self._ends.append(self._start(lab, host, [f"{_PARTS}.tcp_line", *words, str(seconds)]))
 
     def bytes_per_second(self) -> float:
-        """Of the line and the direction that carried least: a pipeline is no faster."""
+        """The rate of the slowest direction of the slowest line, which bounds a pipeline."""
         return min(float(_hear(end)) for end in self._ends)
 
 
 class TorchPipelines(_Processes):
-    """torch.distributed.pipelining over gloo: a process for each stage."""
+    """torch.distributed.pipelining over gloo, with a process for each stage."""
 
     def __init__(self, lab: Lab, hosts: Sequence[str], stages: Sequence[int]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class TorchPipelines(_Processes):
             assert _hear(process) == "ready"
 
     def rate(self, task: str, stages: int, schedule: str, steps: int, pace: StageSeconds | None) -> "TorchRate":
-        """Trains so many steps."""
+        """Train this many steps."""
         seconds = None if pace is None else [pace.forward, pace.backward]
         order = {"task": task, "stages": stages, "schedule": schedule, "steps": steps, "pace": seconds}
         for process in self._processes:
@@ -105,9 +105,9 @@ class TorchPipelines(_Processes):
 
 
 def step_seconds(took: Sequence[float], pace: StageSeconds | None) -> float:
-    """What a step takes, of several, by the slowest stage of each. With a pace the fastest counts: all are to be alike,
-    but the first finds connections that have been idle. Without one the mean does, but for the first: how fast a
-    machine computes changes from moment to moment, and a run of Ravnest is not measured at its best moment either."""
+    """Seconds of a step, from the times of the slowest stage in several steps. With a pace, the fastest step counts:
+    all should be equal, but the first one finds idle connections. Without a pace, the mean counts, without the first
+    step: the speed of a machine varies, and a run of Ravnest is not measured at its best moment either."""
     return statistics.fmean(took[1:] or took) if pace is None else min(took)
 
 
@@ -119,7 +119,7 @@ class TorchRate:
 
 @dataclass(frozen=True, slots=True)
 class RavnestRate:
-    """What `requester` says of a run."""
+    """Measurement of a run, as `requester` prints it."""
 
     microbatches_per_second: float
     microbatches: int
@@ -127,18 +127,18 @@ class RavnestRate:
     in_flight: int
     staleness_max: int
     bytes_per_microbatch: float
-    """Sent over the link that carried most, one way."""
+    """Bytes in one direction of the link with the most traffic."""
     predicted: float
     begins: list[str]
     """The first parameter of every stage but the first."""
 
 
 class RunFailedError(Exception):
-    """A run of Ravnest ended before its time."""
+    """A run of Ravnest ended early."""
 
 
 class RavnestSwarm(_Processes):
-    """A coordinator at home, and a provider on each host."""
+    """A coordinator on the requester's host, and a provider on each other host."""
 
     def __init__(self, lab: Lab, hosts: Sequence[str], pace: StageSeconds | None) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class RavnestSwarm(_Processes):
         words = [f"{_PARTS}.requester", home, str(len(hosts)), str(self._folder)]
         self._requester = self._start(lab, "home", words)
         invite = _hear(self._requester)
-        # As the other contenders: one that finds a GPU would compute on it.
+        # On the CPU, like the other contenders.
         join = ["ravnest", "join", invite, "--cache", "0", "--device", "cpu"]
         if pace is not None:
             join += ["--pretend-seconds", f"{pace.forward},{pace.backward}"]
@@ -154,13 +154,13 @@ class RavnestSwarm(_Processes):
         self._providers = [
             self._start(lab, host, [*join, "--name", host], said) for host, said in zip(hosts, self._said, strict=True)
         ]
-        # The first to end: it tells the others to.
+        # The coordinator ends first, because it tells the providers to end.
         self._undo.callback(_ended, self._requester)
 
     def rate(
         self, task: str, stages: int, warm_seconds: float, seconds: float, pipeline: dict[str, Any]
     ) -> RavnestRate:
-        """Trains for so long after it has got going. RunFailedError says why it could not; another run may follow."""
+        """Train for this long after the warm-up. RunFailedError if the run fails; another run may follow."""
         order = {
             "task": task,
             "stages": stages,
@@ -178,13 +178,13 @@ class RavnestSwarm(_Processes):
         return RavnestRate(**answer)
 
     def _check_providers(self) -> None:
-        """A run waits for as many as it needs: one that could not even join would be waited for without end."""
+        """RuntimeError if a provider has ended: a run would wait without end for a provider that could not join."""
         for process, said in zip(self._providers, self._said, strict=True):
             if process.poll() is not None:
                 raise RuntimeError(f"a provider ended with exit code {process.returncode}: {said.read_text()[-2000:]}")
 
     def overruns(self) -> int:
-        """Forwards and backwards that took longer than they should, in runs that were followed by another."""
+        """Number of forwards and backwards that took longer than the pace, in all runs but the last."""
         lines = [line for said in self._said for line in said.read_text().splitlines()]
         return sum(int(line.split()[0]) for line in lines if line.endswith("longer than this machine pretends"))
 
@@ -204,7 +204,7 @@ def _hear(process: "subprocess.Popen[str]") -> Any:
 
 
 def _ended(process: "subprocess.Popen[str]") -> None:
-    """One that sees the end of its lines ends by itself; a provider is told to."""
+    """Wait for the end of a process. It ends at the end of its input, or after a signal."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()
     try:

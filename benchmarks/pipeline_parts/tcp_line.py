@@ -1,10 +1,10 @@
-"""What a line carries without Ravnest: one TCP connection of this kernel, full in both directions, for some seconds.
+"""Throughput of a line without Ravnest: one TCP connection, full in both directions, for some seconds.
 
-    python -m benchmarks.pipeline_parts.tcp_line listen PORT SECONDS               says how much arrived a second
-    python -m benchmarks.pipeline_parts.tcp_line dial HOST:PORT SECONDS            the same of the other direction
+    python -m benchmarks.pipeline_parts.tcp_line listen PORT SECONDS               prints the received bytes per second
+    python -m benchmarks.pipeline_parts.tcp_line dial HOST:PORT SECONDS            the same for the other direction
 
-Nothing can be faster than what carries it: where congestion control sends next to nothing for a moment, or loses
-packets at a full queue, this is what is left of a line.
+It is an upper bound for Ravnest: it includes the moments at which congestion control sends next to nothing, or loses
+packets at a full queue.
 """
 
 import json
@@ -15,7 +15,7 @@ import time
 from typing import Final
 
 _WARM_SECONDS: Final = 5.0
-"""Until congestion control has found the line's rate."""
+"""Warm-up, in which congestion control finds the line's rate."""
 _PATIENCE_SECONDS: Final = 20.0
 _CHUNK: Final = bytes(1 << 18)
 
@@ -34,7 +34,7 @@ def main() -> None:
             first, last = first or now, time.monotonic()
             counted += size
     print(json.dumps(counted / (last - first)), flush=True)
-    # The other end is still counting: what it has not got yet is not to be taken away from it.
+    # The other end may still be counting, so the connection must not be reset.
     sys.stdin.read()
 
 
@@ -61,7 +61,7 @@ def _send(connection: socket.socket) -> None:
         while True:
             connection.sendall(_CHUNK)
     except OSError:
-        pass  # The end of both: the measurement is over.
+        pass  # The other end has closed: the measurement is over.
 
 
 if __name__ == "__main__":

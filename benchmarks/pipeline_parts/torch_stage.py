@@ -1,9 +1,8 @@
-"""One stage of torch.distributed.pipelining over gloo, as benchmarks.pipeline starts it on a host of its own.
+"""Process of one stage of torch.distributed.pipelining over gloo in benchmarks.pipeline, on a host of its own.
 
-It speaks in lines of JSON: says "ready", is told a task, a number of stages, a schedule and how many steps, says how
-long each step took with its optimizer step, and so on until there are no more lines. All schedules of a task and a
-number of stages run on the same module and the same connections. A process beyond the number of stages has nothing to
-do.
+It communicates in lines of JSON: it prints "ready", reads a task, a number of stages, a schedule and a number of steps,
+prints the time of each step including the optimizer, and so on until the input ends. All schedules of a task and a
+number of stages use the same module and connections. A process beyond the number of stages does nothing.
 """
 
 import argparse
@@ -27,7 +26,7 @@ SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"GPipe": ScheduleGPipe, "1
 
 
 class PacedStage(PipelineStage):
-    """A stage whose forwards and backwards take as long as the pace says; receiving and sending is outside of that."""
+    """A stage whose forwards and backwards take the time of the pace, without receiving and sending."""
 
     pace = Pace()
 
@@ -52,7 +51,7 @@ class Contender:
     schedules: dict[str, PipelineScheduleSingle] = field(default_factory=dict)
 
     def step(self, name: str) -> float:
-        """Seconds from the moment when all stages are ready to the moment when this one has updated its weights."""
+        """Seconds from the time when all stages are ready until this one has updated its weights."""
         if name not in self.schedules:
             self.schedules[name] = SCHEDULES[name](self.stage, self.microbatches, loss_fn=self.task.loss)
         batches = (self.task.batches() * self.microbatches)[: self.microbatches]
@@ -103,12 +102,12 @@ def _contender(task: Task, rank: int, stages: int, group: Any, microbatches: int
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("meeting", help="a file that all stages see")
+    parser.add_argument("meeting", help="file for the rendezvous, on a disk that all stages share")
     parser.add_argument("interface")
     parser.add_argument("rank", type=int)
     parser.add_argument("count", type=int)
-    parser.add_argument("stages", help="the numbers of stages that may be asked for, with commas between")
-    parser.add_argument("microbatches", type=int, help="of a step")
+    parser.add_argument("stages", help="possible numbers of stages, separated by commas")
+    parser.add_argument("microbatches", type=int, help="microbatches in a step")
     return parser.parse_args()
 
 

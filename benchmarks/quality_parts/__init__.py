@@ -1,1 +1,1 @@
-"""The parts of benchmarks/quality.py: what is learned, pipelines in virtual time, one training run, all of them."""
+"""Parts of benchmarks.quality: the tasks, pipelines in virtual time, one training run, and the study of all runs."""

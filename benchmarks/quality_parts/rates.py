@@ -1,4 +1,4 @@
-"""Samples/s of pipelines over real links, as `python -m benchmarks.pipeline --json FILE` has measured them."""
+"""Samples/s of pipelines over real links, from the output file of `python -m benchmarks.pipeline --json FILE`."""
 
 import json
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ _LINE: Final = "100/50"
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of ours and of 1F1B, in the same units."""
+    """Rates of Ravnest and 1F1B, in the same units."""
 
     ours: float
     one_f_one_b: float
 
 
 def read_rates(path: Path, stages: int) -> Rates:
-    """The rates of the GPT with so many stages at 100 Mbit/s and 50 ms, ours with float32 on the links; RunError where
-    the file does not have them."""
+    """The rates of the GPT with this many stages at 100 Mbit/s and 50 ms, Ravnest with float32 on the links; RunError
+    if the file does not have them."""
     case = f"gpt {stages} {_LINE}"
     try:
         rows = {row["case"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}

@@ -1,6 +1,6 @@
-"""Trains ways in all processes there are: every learning rate from one seed, then the two best from the others too.
+"""Study of several ways of training: every learning rate with one seed, then the two best rates with all seeds.
 
-One seed is not enough to tell two rates apart: the better mean over all seeds decides.
+One seed is not enough to compare two rates, so the mean over all seeds decides. Trials run in parallel processes.
 """
 
 import math
@@ -16,18 +16,18 @@ from benchmarks.quality_parts.trial import Outcome, Trial, Way, run_trial
 from benchmarks.report import say
 
 _FINALISTS: Final = 2
-"""Learning rates that are tried from every seed."""
+"""Number of learning rates that are tried with every seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a way came to with the learning rate that is best for it: an outcome for each seed."""
+    """Result of a way with its best learning rate: an outcome for each seed."""
 
     way: Way
     rate: float
     outcomes: tuple[Outcome, ...]
     tried: tuple[tuple[float, float], ...]
-    """All rates, with the loss from the first seed."""
+    """All rates, with their loss for the first seed."""
 
     @property
     def loss(self) -> float:
@@ -40,17 +40,17 @@ class Found:
 
     @property
     def is_at_the_edge(self) -> bool:
-        """Whether a rate beyond those tried might be better."""
+        """Whether a rate outside of those tried might be better."""
         rates = sorted(rate for rate, _ in self.tried)
         return self.rate in (rates[0], rates[-1])
 
     def samples_to(self, loss: float) -> float | None:
-        """Samples until the mean curve of all seeds first is at most so high, between two evaluations in proportion;
-        None: never."""
+        """Samples until the mean curve of all seeds first reaches this loss, interpolated between two evaluations;
+        None if it never does."""
         return self._to(loss, [samples for samples, _ in self.outcomes[0].curve])
 
     def full_samples_to(self, loss: float) -> float | None:
-        """The same counted by time: how many samples a pipeline whose stages are never idle trains on until then."""
+        """The samples that a pipeline without idle stages would train on in the same virtual time."""
         return self._to(loss, self.outcomes[0].full)
 
     def _to(self, loss: float, places: Sequence[float]) -> float | None:
@@ -70,21 +70,21 @@ class Found:
 def study(
     ways: Sequence[Way], seeds: int, epochs: dict[str, int], workers: int, rates: int | None = None
 ) -> dict[Way, Found]:
-    """Trains them all; `rates` limits how many are tried, those in the middle first."""
+    """Train all ways; `rates` limits the number of learning rates, starting with those in the middle."""
     found: dict[Way, Found] = {}
     outcomes: dict[Way, dict[float, dict[int, Outcome]]] = {}
     for way in ways:
         outcomes[way] = {rate: {} for rate in _middle(TASKS[way.task].rates, rates)}
     total = sum(len(each) + min(len(each), _FINALISTS) * (seeds - 1) for each in outcomes.values())
     done = 0
-    # Not forked: torch's threads do not survive it.
+    # Not forked, because torch's threads do not survive a fork.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         running: dict[Future[Outcome], Trial] = {}
 
         def submit(trials: Iterable[Trial]) -> None:
             running.update({pool.submit(run_trial, trial): trial for trial in trials})
 
-        # Those with more stages take longest, and must not be left to the end.
+        # Ways with more stages take longer, so they start first.
         for way in sorted(ways, key=lambda way: (way.task != "gpt", -way.stages)):
             submit(Trial(way, rate, 1, epochs[way.task]) for rate in outcomes[way])
         while running:
@@ -103,7 +103,7 @@ def study(
 
 
 def _finalists(tried: dict[float, dict[int, Outcome]]) -> list[float]:
-    """The rates that are best with the first seed; none before all of them were tried."""
+    """The best rates with the first seed; empty until all of them were tried."""
     if not all(1 in seeds for seeds in tried.values()):
         return []
     return sorted(tried, key=lambda rate: tried[rate][1].loss)[:_FINALISTS]
@@ -123,12 +123,12 @@ def _middle(rates: Sequence[float], count: int | None) -> tuple[float, ...]:
 
 
 def rows(found: dict[Way, Found]) -> Iterator[dict[str, object]]:
-    """A row for each way, with its distance to synchronous training of the same task."""
+    """A row for each way, with its difference to synchronous training of the same task."""
     for way, each in found.items():
         exact = found[Way(way.task)]
         row: dict[str, object] = {
             "case": way.title,
-            # JSON knows no infinity; a way that failed has no loss.
+            # JSON has no infinity, so a way that failed has no loss.
             "loss": each.loss if math.isfinite(each.loss) else None,
             "above_synchronous": each.loss - exact.loss if math.isfinite(each.loss) and way != exact.way else None,
             "spread": each.spread if math.isfinite(each.loss) else None,

@@ -1,7 +1,8 @@
-"""What is learned to compare ways of training: digits and characters, by models that eight stages can share.
+"""Tasks for the comparison of ways of training: digits and characters, with models that have enough layers for eight
+stages.
 
-The data is that of benchmarks/learning.py. Digits are learned at a constant learning rate; characters with a short
-warm-up and a rate that falls to nothing, as language models are trained.
+The data is that of benchmarks/learning.py. Digits are trained with a constant learning rate; characters with a short
+warm-up and a rate that decays to zero, like language models.
 """
 
 from collections.abc import Callable
@@ -22,20 +23,20 @@ _WARM_UP: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to learn: `job(seed, epochs, rate, accumulate)` evaluates after every epoch."""
+    """A task; `job(seed, epochs, rate, accumulate)` evaluates after every epoch."""
 
     name: str
     title: str
     job: Callable[[int, int, float, int], ravnest.Job]
     rates: tuple[float, ...]
-    """The learning rates that are tried for every way of training it."""
+    """The learning rates that are tried for every way of training."""
     epochs: int
     quick_epochs: int
     epoch_batches: int
     evaluations: int
-    """How many of the last evaluations make up the loss of a run: one of a rate that has fallen to nothing."""
+    """Number of final evaluations whose mean is the loss of a run; one if the rate has decayed to zero."""
     loss_to_reach: float
-    """The fixed loss that the time is measured to."""
+    """The loss for the comparison of the time to a fixed loss."""
 
 
 class DigitsNet(nn.Module):
@@ -69,7 +70,7 @@ def _characters(seed: int, epochs: int, rate: float, accumulate: int) -> ravnest
     schedule = partial(
         torch.optim.lr_scheduler.OneCycleLR,
         max_lr=rate,
-        # One more: the schedule is stepped after the last update too.
+        # One more, because the schedule is also stepped after the last update.
         total_steps=steps + 1,
         pct_start=_WARM_UP,
         cycle_momentum=False,

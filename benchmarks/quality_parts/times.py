@@ -1,7 +1,7 @@
-"""The time to a fixed loss: samples to it from the curves, over the rates that pipelines have on real links.
+"""Time to a fixed loss: the samples that the curves need to reach it, divided by the rates of pipelines on real links.
 
-Ours are counted by virtual time: where fewer are in flight, as at high learning rates, stages are idle meanwhile, and
-the rate that was measured with full pipelines would count too many.
+Samples of Ravnest are counted by virtual time: with fewer microbatches in flight, as at high learning rates, stages are
+partly idle, and the rate measured with full pipelines would be too high.
 """
 
 from typing import Final
@@ -17,7 +17,7 @@ _FASTER: Final = 2.0
 
 
 def times_to_loss(found: dict[Way, Found], rates: Rates | None) -> tuple[list[Row], list[Target]]:
-    """How long it takes to a fixed loss, ours against 1F1B."""
+    """Rows and targets of the time to a fixed loss, for Ravnest and 1F1B."""
     table: list[Row] = []
     targets: list[Target] = []
     for way in found:
@@ -38,9 +38,9 @@ def times_to_loss(found: dict[Way, Found], rates: Rates | None) -> tuple[list[Ro
             "samples_of_1f1b": flushed,
         }
         if rates is None:
-            say(f"{case}: no time to it without --rates, the samples/s that benchmarks.pipeline measures")
+            say(f"{case}: no time without --rates, the samples/s that benchmarks.pipeline measures")
         elif ours is None or synchronous is None or flushed is None:
-            say(f"{case}: it was not reached")
+            say(f"{case}: not reached")
         else:
             gained = rates.ours / rates.one_f_one_b
             row |= {

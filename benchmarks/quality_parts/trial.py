@@ -1,4 +1,4 @@
-"""One training run in virtual time: a task, cut into stages, trained in one way, with one rate and from one seed."""
+"""Trial: a training run in virtual time, of one task in one way with one learning rate and one seed."""
 
 import statistics
 from bisect import bisect_left
@@ -25,8 +25,8 @@ from ravnest.graph.portable import PortableGraph
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to train: into how many stages the model is cut, what versions and which correction. One stage trains as a
-    plain loop, exactly; so do more stages with one microbatch in flight."""
+    """A way to train: number of stages, version policy and correction. One stage trains exactly like a plain loop, and
+    so do more stages with one microbatch in flight."""
 
     task: str
     stages: int = 1
@@ -34,9 +34,9 @@ class Way:
     correction: str = "none"
     accumulate: int = 1
     link: float = 0.0
-    """How long every link takes, in forwards."""
+    """Latency of every link, in forwards."""
     codec: str = "float32"
-    """Of what crosses between two stages, both ways."""
+    """Codec of every link, in both directions."""
 
     @property
     def in_flight(self) -> int:
@@ -62,19 +62,19 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a trial: evaluations as (samples, loss). Where the loss was not finite, it ends there."""
+    """Result of a trial: evaluations as (samples, loss). The trial ends at a loss that is not finite."""
 
     curve: tuple[tuple[int, float], ...]
     loss: float
-    """The mean of the last evaluations; infinite where training failed."""
+    """The mean of the last evaluations; infinite if training failed."""
     staleness: float
-    """Mean of the root's updates."""
+    """Mean staleness of the root's updates."""
     full: tuple[float, ...] = ()
-    """At each evaluation, how many samples a pipeline whose stages are never idle trains on in the time so far."""
+    """For each evaluation, the samples that a pipeline without idle stages would have trained on until then."""
 
 
 def run_trial(trial: Trial) -> Outcome:
-    """Trains for real, on one thread."""
+    """Train on one thread."""
     torch.set_num_threads(1)
     way, task = trial.way, TASKS[trial.way.task]
     job = job_of(trial)
@@ -119,7 +119,7 @@ def run_trial(trial: Trial) -> Outcome:
 
 
 def job_of(trial: Trial) -> ravnest.Job:
-    """The job of a trial, as the embedded swarm would train it too."""
+    """The job of a trial, which an embedded swarm can train as well."""
     way = trial.way
     job = TASKS[way.task].job(trial.seed, trial.epochs, trial.rate, way.accumulate)
     pipeline = ravnest.Pipeline(
@@ -133,13 +133,13 @@ def job_of(trial: Trial) -> ravnest.Job:
 
 
 def allowed(job: ravnest.Job, way: Way) -> Callable[[int], int] | None:
-    """After so many updates, how many may be in flight, as the coordinator says where the number is its to choose."""
+    """The in-flight limit after a number of updates, as the coordinator sets it; None if the job sets the number."""
     course = rate_course_of(replace(job, pipeline=replace(job.pipeline, in_flight=None)))
     return None if course is None else partial(course.allowed, way.stages)
 
 
 def places(graph: PortableGraph, stages: int) -> list[int]:
-    """Where to cut: as many trained layers in each stage as in the others, or one more."""
+    """Cuts such that the numbers of trained layers in two stages differ by at most one."""
     plan = layout(graph)
     layers = sorted(set(plan.first_use.values()))
     if stages == 1:
@@ -147,10 +147,10 @@ def places(graph: PortableGraph, stages: int) -> list[int]:
     cuts = []
     for number in range(1, stages):
         first = layers[number * len(layers) // stages]
-        # The last place at which the layer is not begun yet: its input is computed in the stage before.
+        # The last place before the layer begins; its input is computed in the previous stage.
         cut = plan.cuts[bisect_left(plan.cuts, first + 1) - 1]
         cuts.append(cut)
-    assert len(set(cuts)) == stages - 1 and cuts == sorted(cuts), "the model has too few layers for so many stages"
+    assert len(set(cuts)) == stages - 1 and cuts == sorted(cuts), "the model has too few layers for this many stages"
     return cuts
 
 

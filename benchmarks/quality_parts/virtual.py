@@ -1,9 +1,9 @@
-"""A pipeline of real stages in one process, whose clock is virtual: what is measured is the loss, not the speed.
+"""Pipeline of real stages in one process with a virtual clock, to measure the loss instead of the speed.
 
-Every stage is a `ravnest.engine.stage.Stage` with its part of the cut model; it computes for real, one stage at a time.
-When each of them may begin is decided in virtual time by the rules of the engine (`next_task`): a forward takes 1, a
-backward with its update 2, a link as long as it is told to. So which updates lie between a microbatch's forward and
-its backward is what it would be on as many equal machines, and the same in every run.
+Every stage is a `ravnest.engine.stage.Stage` with its part of the model. The stages compute one after another, and the
+engine's own rules (`next_task`) decide in virtual time when each may begin: a forward takes 1, a backward with its
+update 2, and a link its given latency. So the updates between a microbatch's forward and its backward are those of
+equal machines, and the same in every run.
 """
 
 import heapq
@@ -29,7 +29,8 @@ Values = Mapping[str, Any]
 
 
 def in_flight_of_plan(stages: int, link: float = 0.0) -> int:
-    """As many as a plan for so many equal stages begins with, if a link takes so long one way; 1 for a single stage."""
+    """The number in flight with which a plan for this many equal stages and this link latency begins; 1 for a single
+    stage."""
     if stages == 1:
         return 1
     stage = FORWARD + BACKWARD
@@ -42,13 +43,13 @@ class _Event(NamedTuple):
     order: int
     stage: int
     task: Task | None
-    """What arrives at the stage; None: the stage has finished what it did, and is free."""
+    """The task that arrives at the stage; None if the stage has finished its task and is free."""
     microbatch: int
     values: Values
 
 
 class VirtualPipeline:
-    """Trains stages, root first, with at most so many microbatches in flight."""
+    """Trains stages, given from root to leaf, with at most `in_flight` microbatches in flight."""
 
     def __init__(
         self,
@@ -58,8 +59,8 @@ class VirtualPipeline:
         codec: str = "float32",
         allowed: Callable[[int], int] | None = None,
     ) -> None:
-        """What crosses between two stages does so in the codec, as a provider's links carry it. `allowed` says how many
-        may be in flight after so many updates, where that is less."""
+        """Values between two stages are encoded with the codec, as on a provider's links. `allowed` gives a lower limit
+        for a number of updates."""
         self._stages = stages
         self._codec = codec_named(codec)
         self._most = in_flight
@@ -74,20 +75,20 @@ class VirtualPipeline:
         self._microbatches = itertools.count()
         self._fed: dict[int, Values] = {}
         self.losses: list[float] = []
-        """Of every training microbatch, in the order of their backwards at the leaf."""
+        """Loss of every training microbatch, in the order of the backwards at the leaf."""
         self.staleness = [Counter[int]() for _ in stages]
-        """For each stage, how many of its updates were so stale."""
+        """For each stage, the number of updates by their staleness."""
         self.seconds = 0.0
         self.busy_seconds = [0.0] * len(stages)
 
     def train(self, batches: Iterable[Values], *, last: int | None = None) -> None:
-        """Trains on the batches until nothing is in flight any more. After microbatch `last` what is summed up is
-        applied, though it is fewer than `accumulate`."""
+        """Train on the batches until none is in flight. After microbatch `last` the accumulated gradients are applied
+        even if they are fewer than `accumulate`."""
         waiting = iter(batches)
         self._start(waiting, last)
         while self._events:
             self.seconds = self._events[0].at
-            # All that happens at one moment, before anybody chooses what to do next.
+            # All events of one time are handled before any stage chooses its next task.
             while self._events and self._events[0].at <= self.seconds:
                 self._happen(heapq.heappop(self._events))
             self._start(waiting, last)
@@ -154,7 +155,7 @@ class VirtualPipeline:
             self._after(place, also + BACKWARD, None)
 
     def _after(self, place: int, seconds: float, sent: tuple[int, Task, int, Values] | None) -> None:
-        """The stage is busy for so long; then what it made goes on its way."""
+        """Keep the stage busy for this time; then its result is sent."""
         self._busy[place] = True
         self.busy_seconds[place] += seconds
         end = self.seconds + seconds

@@ -1,1 +1,1 @@
-"""What benchmarks.recovery is made of."""
+"""Parts of benchmarks.recovery: its job, its swarm, and the observation of a run directory."""

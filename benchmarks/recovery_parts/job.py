@@ -1,4 +1,4 @@
-"""The job of benchmarks.recovery: a small network, 2 million parameters, on data without end."""
+"""Job of benchmarks.recovery: a small network of 2 million parameters, with endless data."""
 
 import itertools
 from collections.abc import Iterator

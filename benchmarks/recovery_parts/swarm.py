@@ -1,4 +1,4 @@
-"""A swarm in the WAN lab whose machines are killed: `ravnest serve` on one host, `ravnest join` on each other."""
+"""Swarm in the WAN lab whose machines are killed: `ravnest serve` on one host, `ravnest join` on the others."""
 
 import os
 import random
@@ -20,17 +20,17 @@ from tests.wan import Path as Way
 MBPS: Final = 100.0
 ROUND_TRIP_MS: Final = 50.0
 PACE: Final = "0.01,0.02"
-"""Seconds of a forward and a backward of any stage: the cores that all machines share here are not what limits them."""
+"""Seconds of a forward and a backward of any stage, so that the shared cores of this machine are not the limit."""
 
 _START_SECONDS: Final = 180.0
 _RECOVERY_SECONDS: Final = 120.0
 _STANDBY_SECONDS: Final = 90.0
 _PAUSE_SECONDS: Final = 5.0
-"""About the time from one replica to the next."""
+"""About the time between two replicas."""
 
 
 class RecoverySwarm:
-    """From `with` to its end: `stages` machines that train and `spares` that stand by."""
+    """A swarm within a `with` block: `stages` machines that train, and `spares` standbys."""
 
     def __init__(self, folder: Path, stages: int, spares: int) -> None:
         self.watch = Watchdog(folder / "run")
@@ -56,27 +56,28 @@ class RecoverySwarm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # The lab kills what runs on its hosts.
+        # The lab kills all processes on its hosts.
         self._undo.close()
 
     def wait_for_training(self) -> None:
-        """Until every stage has made updates, and every spare machine stands by."""
+        """Wait until every stage has made updates, and every spare machine is a standby."""
         self._wait(lambda: self._trains(0.0), _START_SECONDS, "the first update of every stage")
         self._wait_for_standbys(0.0, self._spares())
 
     def wait_for_warm(self, role: str) -> None:
-        """Until a standby has the stage of that role at hand, with the state of a replica that was taken since."""
+        """Wait until a standby has the stage of that role, with the state of a replica taken after this call."""
         stage = self._holding(role)["stage"]
         self._wait(lambda: self._standby_of(stage), _STANDBY_SECONDS, f"a standby for the {role}")
 
     def warm_role(self) -> str:
-        """The role of the stage that the only standby has at hand."""
+        """The role of the stage that the only standby has."""
         [event] = self.watch.events(0.0, "standby")[-1:]
         last = len(self.watch.stages()) - 1
         return {0: "root", last: "leaf"}.get(event["for_stage"], "stem")
 
     def kill(self, role: str) -> Recovery:
-        """Kills the machine that holds the stage of that role; what came of it. TimeoutError when nothing did."""
+        """Kill the machine that holds the stage of that role; returns the recovery, or TimeoutError if there is
+        none."""
         stage = self._holding(role)
         process = self._processes[stage["provider"]]
         at = time.time()
@@ -92,7 +93,7 @@ class RecoverySwarm:
         return found[0]
 
     def rejoin(self) -> None:
-        """Starts what was killed anew; returns when it stands by, with all that it needs."""
+        """Restart the killed machine; returns when it is a standby with all artifacts."""
         since = time.time()
         ended = [name for name, process in self._processes.items() if name != "home" and process.poll() is not None]
         for name in ended:
@@ -100,8 +101,8 @@ class RecoverySwarm:
         self._wait_for_standbys(since, ended)
 
     def settle(self) -> None:
-        """Until every stage trains, by a summary of now, and what it has is with another, too; and a while, so that it
-        is not always the moment after that."""
+        """Wait until a new summary shows that every stage trains and has a replica; then wait a moment, so that kills
+        do not always follow a replica directly."""
         since = time.time()
         self._wait(lambda: self._trains(since), _RECOVERY_SECONDS, "an update of every stage")
         self._wait(lambda: self.watch.events(since, "replica"), _STANDBY_SECONDS, "a replica of all stages")
@@ -128,7 +129,7 @@ class RecoverySwarm:
 
     def _holding(self, role: str) -> dict[str, Any]:
         stages = self.watch.stages()
-        # Of two stages none is between; of one, it is both.
+        # Two stages have no middle one; a single stage is both the first and the last.
         index = {"root": 0, "stem": len(stages) // 2, "leaf": -1}[role]
         return sorted(stages, key=lambda stage: int(stage["stage"]))[index]
 
@@ -158,7 +159,7 @@ class RecoverySwarm:
         self._start(name, ("join", self._invite, "--name", name, "--pretend-seconds", PACE))
 
     def _start(self, name: str, words: Sequence[str], stdout: int | None = None) -> "subprocess.Popen[Any]":
-        # Each has a disk of its own, which outlives its process.
+        # Each machine has a folder of its own, which outlives its process.
         disk = {f"XDG_{kind}_HOME": str(self._folder / name) for kind in ("DATA", "CACHE", "STATE")}
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **disk}
         with open(self._folder / f"{name}.txt", "ab") as said:

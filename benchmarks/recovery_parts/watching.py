@@ -1,4 +1,4 @@
-"""What a run tells while it goes on, as anybody can read it from its directory: a recovery as seen from outside."""
+"""Observation of a running run through its directory: a recovery as seen from outside."""
 
 import json
 import threading
@@ -9,33 +9,33 @@ from pathlib import Path
 from typing import Any
 
 _LOOK_SECONDS = 0.05
-"""Files tell nobody that they have grown."""
+"""Interval between two looks at the files, which have no notification."""
 
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One machine killed, until what it held trains again. Seconds; a part that was not told is None."""
+    """Recovery from the kill of one machine, in seconds; a part that was not reported is None."""
 
     role: str
     way: str
-    """failover: another took the stage; reformed: the model was divided among those that were left."""
+    """failover: a standby took over the stage; reformed: the model was re-partitioned over the remaining machines."""
     whole: float
-    """From the kill to the first update of the restored stage that anybody could read of."""
+    """From the kill to the first update of the restored stage in the run directory."""
     detect: float | None
-    """From the last that was heard of the machine until it was known that it is gone."""
+    """From the last message of the machine until the coordinator declared it lost."""
     decide: float | None
     fetch: float | None
     resume: float | None
     told: float | None
-    """The whole as the run itself told it."""
+    """The whole recovery, as the run itself reported it."""
     replayed: int
     source: str
 
 
 class Watchdog:
-    """Looks at one run directory."""
+    """Observer of one run directory."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -44,15 +44,15 @@ class Watchdog:
         self._pause = threading.Event()
 
     def events(self, since: float = 0.0, *kinds: str) -> list[Line]:
-        """Those of these kinds after a moment, by the clock on the wall."""
+        """The events of these kinds after a wall-clock time."""
         return [line for line in self._events.look() if line["at"] > since and (not kinds or line["kind"] in kinds)]
 
     def updates(self, since: float) -> list[Line]:
-        """When stages told that they had more updates than before."""
+        """The reports of new updates of stages."""
         return [line for line in self._metrics.look() if line["kind"] == "stage" and line["at"] > since]
 
     def stages(self) -> list[Line]:
-        """The stages of the only cluster, as the summary had them last."""
+        """The stages of the only cluster in the latest summary."""
         try:
             summary = json.loads((self._run / "summary.json").read_text())
         except FileNotFoundError:
@@ -60,16 +60,16 @@ class Watchdog:
         return summary["clusters"][0]["stages"] if summary.get("clusters") else []
 
     def wait(self, until: Callable[[], object], seconds: float, what: str, check: Callable[[], None]) -> None:
-        """Returns when it has come to that; TimeoutError when it does not in time. `check` may raise why it cannot."""
+        """Wait until the condition holds; TimeoutError after the timeout. `check` may raise if it cannot hold."""
         deadline = time.monotonic() + seconds
         while not until():
             check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} has not come within {seconds:.0f} s")
+                raise TimeoutError(f"no {what} within {seconds:.0f} s")
             self._pause.wait(_LOOK_SECONDS)
 
     def recovery(self, role: str, stage: int, killed_at: float) -> Recovery | None:
-        """What has become of a stage whose machine was killed then; None while it does not train again."""
+        """The recovery of a stage whose machine was killed at that time; None until it trains again."""
         ends = self.events(killed_at, "failover", "reformed")
         begins = self.events(killed_at, "failover_begun", "reform_begun")
         if not ends or not begins:
@@ -77,7 +77,7 @@ class Watchdog:
         end, begun = ends[-1], begins[0]
         restored, since = {stage}, begun["at"]
         if end["kind"] == "reformed":
-            # What stages of before told in the meantime is not of those that there are now.
+            # Reports from before the recovery belong to the old stages.
             restored = {line["stage"] for line in self.stages()}
             since = max([since, *(event["at"] for event in self.events(since, "deployed") if event["at"] <= end["at"])])
         first: dict[int, float] = {}
@@ -90,11 +90,11 @@ class Watchdog:
             role=role,
             way=end["kind"],
             whole=whole,
-            # Where the run does not tell it, as it can be seen from outside.
+            # If the run does not report it, the time seen from outside.
             detect=end.get("detect_seconds", begun["at"] - killed_at),
             decide=end.get("decide_seconds"),
             fetch=end.get("fetch_seconds"),
-            # Of those that were formed anew, it is told until all was fed again.
+            # After a re-partition, the run reports the time until all microbatches were fed again.
             resume=killed_at + whole - since if end["kind"] == "reformed" else end.get("resume_seconds"),
             told=end.get("seconds"),
             replayed=end.get("replayed", 0),
@@ -103,7 +103,7 @@ class Watchdog:
 
 
 class _Lines:
-    """A file of JSON lines that somebody else appends to."""
+    """A file of JSON lines that another process appends to."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -111,7 +111,7 @@ class _Lines:
         self._lines: list[Line] = []
 
     def look(self) -> list[Line]:
-        """All lines so far; one that is only half written comes the next time."""
+        """All complete lines so far; a partly written one comes the next time."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read_bytes)

@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and the parsers of their values."""
+"""Arguments that several commands take, and parsers of their values."""
 
 import argparse
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds JOB, --run, --set and --no-display, which every command that trains takes."""
-    parser.add_argument("job", metavar="JOB", help="path/to/file.py, file.py:name or package.module:name")
+    add_job(parser)
     parser.add_argument(
         "--run",
         dest="directory",
@@ -14,6 +14,17 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="run directory, new or empty (default: runs/NAME-DATE-TIME)",
     )
+    add_overrides(parser)
+    parser.add_argument("--no-display", action="store_true", help="print plain log lines instead of the live display")
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Adds JOB."""
+    parser.add_argument("job", metavar="JOB", help="path/to/file.py, file.py:name or package.module:name")
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Adds --set."""
     parser.add_argument(
         "--set",
         dest="overrides",
@@ -22,7 +33,6 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="override a setting of the job, such as epochs=3 or pipeline.in_flight=2; may be repeated",
     )
-    parser.add_argument("--no-display", action="store_true", help="print plain log lines instead of the live display")
 
 
 def whole_number(text: str) -> int:

@@ -1,4 +1,4 @@
-"""`ravnest doctor [INVITE]`: what is in the way of lending this machine, and how to mend it."""
+"""`ravnest doctor [INVITE]`: checks whether this machine can be lent, and says how to fix what it finds."""
 
 import argparse
 import dataclasses
@@ -6,6 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ravnest import units
 from ravnest.cli.join import host_and_port, memory_bytes
 
 if TYPE_CHECKING:
@@ -17,26 +18,26 @@ _STYLES = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗"
 
 
 def add_parser(subparsers: "Subparsers") -> None:
-    """Add the command and its arguments."""
+    """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check this machine, and with an invite the way to its coordinator",
-        description="Check what joining needs and say how to mend what is in the way: Python and PyTorch, the device, "
-        "memory, disk and port; with an invite also the way to the coordinator, the invite itself, versions and "
-        "clocks. Nothing is changed, and the invite is not used up. Exit code 2 when there is a problem.",
+        help="check this machine and, with an invite, the connection to its coordinator",
+        description="Check whether this machine can join, and say how to fix each problem: Python and PyTorch, device, "
+        "memory, disk and port; with an invite also the connection to the coordinator, the invite itself, versions and "
+        "clocks. Nothing is changed, and the invite is not used up. Exit code 2 if there is a problem.",
     )
     parser.add_argument(
-        "invite", metavar="INVITE", nargs="?", help="what the coordinator printed; - reads it from stdin"
+        "invite", metavar="INVITE", nargs="?", help="the line that the coordinator printed; - reads it from stdin"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
-    parser.add_argument("--memory", metavar="SIZE", type=memory_bytes, help="as `ravnest join` would be told")
-    parser.add_argument("--listen", metavar="HOST:PORT", type=host_and_port, help="as `ravnest join` would be told")
-    parser.add_argument("--json", action="store_true", help="print it as JSON, for other programs")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps (default: auto)")
+    parser.add_argument("--memory", metavar="SIZE", type=memory_bytes, help="as for `ravnest join`")
+    parser.add_argument("--listen", metavar="HOST:PORT", type=host_and_port, help="as for `ravnest join`")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, for other programs")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings as they come; 2 when one is a problem, otherwise 0."""
+    """Prints the result of each check; returns 2 if one is a problem, otherwise 0."""
     from ravnest.provider.doctor.checks import exit_code
     from ravnest.provider.doctor.doctor import Wanted, examine
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Printer:
-    """Marks and colours on a terminal, plain words everywhere else."""
+    """Output with marks and colours on a terminal, and in plain words elsewhere."""
 
     def __init__(self) -> None:
         self._console: Any = None
@@ -93,10 +94,6 @@ class _Printer:
         problems = sum(finding.level == "problem" for finding in findings)
         warnings = sum(finding.level == "warning" for finding in findings)
         if problems or warnings:
-            print(f"{_counted(problems, 'problem')}, {_counted(warnings, 'warning')}")
+            print(f"{units.counted(problems, 'problem')}, {units.counted(warnings, 'warning')}")
         else:
-            print("nothing is in the way")
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number or 'no'} {word}" + ("" if number == 1 else "s")
+            print("no problems found")

@@ -1,4 +1,4 @@
-"""`ravnest join INVITE`: lend this machine to a coordinator."""
+"""`ravnest join INVITE`: lends this machine to a coordinator."""
 
 import argparse
 import math
@@ -12,51 +12,64 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: "Subparsers") -> None:
-    """Add the command and its arguments."""
+    """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "join",
         help="lend this machine to a coordinator",
-        description="Lend this machine: join the coordinator of an invite and hold one stage of its model.",
+        description="Lend this machine: join the coordinator of an invite and train one stage of its model.",
     )
     parser.add_argument(
-        "invite", metavar="INVITE", help="what the coordinator printed, ravnest://...; - reads it from standard input"
+        "invite",
+        metavar="INVITE",
+        help="the line that the coordinator printed, ravnest://...; - reads it from standard input",
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps (default: auto)")
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        type=memory_bytes,
-        help="memory to lend, such as 8GB (default: what is free)",
-    )
+    parser.add_argument("--name", help="name of this provider (default: the name of this machine)")
+    _add_machine_arguments(parser)
+    _add_network_arguments(parser)
+    # `ravnest train` sets it for the providers that it starts: they end with it and print nothing.
+    parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def _add_network_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         type=host_and_port,
-        help="address for neighbouring stages; port 0 takes a free one (default: 0.0.0.0:0, every address)",
+        help="address to accept other providers on; port 0 means any free port (default: 0.0.0.0:0, a free port on all "
+        "network interfaces)",
     )
     parser.add_argument(
         "--advertise",
         metavar="HOST:PORT",
         type=host_and_port,
-        help="where neighbouring stages reach this machine (default: the address it reaches the coordinator from)",
+        help="address at which other providers reach this machine (default: the address from which it reaches the "
+        "coordinator)",
     )
     parser.add_argument(
         "--outbound-only",
         action="store_true",
-        help="do not listen: links run over connections that this machine makes (found out by itself otherwise)",
+        help="do not open a port; use outgoing connections only (default: detected automatically)",
+    )
+
+
+def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 or mps (default: auto)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", type=memory_bytes, help="memory to lend, such as 8GB (default: the free memory)"
     )
     parser.add_argument(
         "--cache",
         metavar="SIZE",
         type=cache_bytes,
-        help="how much of stages to keep on this disk, so that they need not be fetched again; 0 keeps nothing "
-        "(default: 20GiB, and no more than half of the free space)",
+        help="disk space for caching downloaded stages; 0 disables the cache (default: 20GiB, but at most half of the "
+        "free space)",
     )
     parser.add_argument(
         "--cores",
         metavar="N",
         type=core_count,
-        help="cores to compute with (default: all of them, shared fairly with the other providers on this machine)",
+        help="number of CPU cores to use (default: all cores, divided equally among the providers on this machine)",
     )
     pretending = parser.add_mutually_exclusive_group()
     pretending.add_argument(
@@ -64,25 +77,21 @@ def add_parser(subparsers: "Subparsers") -> None:
         metavar="FACTOR",
         type=slower,
         default=1.0,
-        help="compute as a machine that is so many times slower, such as 2.5, to try out a swarm of unequal machines",
+        help="simulate a machine that is slower by this factor, such as 2.5, to test a swarm of unequal machines",
     )
     pretending.add_argument(
         "--pretend-seconds",
         metavar="FORWARD,BACKWARD",
         type=stage_seconds,
-        help="compute as a machine on which any stage takes so long, such as 0.05,0.1, to try out long pipelines",
+        help="simulate a machine on which a stage takes this many seconds, such as 0.05,0.1, to test long pipelines",
     )
-    parser.add_argument("--name", help="what to call this provider (default: this machine's name)")
-    # A provider that `ravnest train` started ends with its parent and leaves the talking to it.
-    parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Provide until the coordinator ends the run; raises a RavnestError when that cannot be done."""
+    """Runs the provider until the coordinator ends the run; raises a RavnestError if it cannot join or continue."""
     from ravnest.provider.machine.core_claims import CoreClaim
 
-    # Before the slow imports: others that start at the same time are seen by then.
+    # Claimed before the slow imports, so that providers that start at the same time see one another's claims.
     claim = CoreClaim.make(args.cores)
     from ravnest.engine.speed.pace import Pretence, StageSeconds
     from ravnest.provider import agent
@@ -117,24 +126,24 @@ def cache_bytes(text: str) -> int:
 
 
 def core_count(text: str) -> int:
-    """How many cores, from 1 to as many as this process may use; raises ArgumentTypeError for anything else."""
-    most = usable_cores()
-    if not text.isdecimal() or not 1 <= int(text) <= most:
+    """A number of cores from 1 to the number that this process may use; raises ArgumentTypeError for anything else."""
+    maximum = usable_cores()
+    if not text.isdecimal() or not 1 <= int(text) <= maximum:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not how many cores to compute with: give a whole number from 1 to {most}, the cores that "
-            "this process may use"
+            f"{text!r} is not a number of cores: give a whole number from 1 to {maximum}, the cores that this process "
+            "may use"
         )
     return int(text)
 
 
 def slower(text: str) -> float:
-    """How many times slower, a number of at least 1; raises ArgumentTypeError for anything else."""
+    """A factor of at least 1; raises ArgumentTypeError for anything else."""
     try:
         factor = float(text)
     except ValueError:
         factor = 0.0
     if not 1 <= factor < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not how many times slower: give a number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a factor: give a number of at least 1")
     return factor
 
 
@@ -146,7 +155,7 @@ def stage_seconds(text: str) -> tuple[float, float]:
         forward = backward = 0.0
     if not (0 < forward < math.inf and 0 < backward < math.inf):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not how long a forward and a backward take: give seconds of each, such as 0.05,0.1"
+            f"{text!r} is not a pair of durations: give the seconds of a forward and a backward, such as 0.05,0.1"
         )
     return forward, backward
 

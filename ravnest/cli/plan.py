@@ -1,4 +1,4 @@
-"""`ravnest plan JOB --nodes nodes.toml`: which machine would hold what, and how fast that would train."""
+"""`ravnest plan JOB --nodes nodes.toml`: the plan and the predicted throughput of a job, without training."""
 
 import argparse
 import io
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ravnest.cli.arguments import whole_number
+from ravnest.cli.arguments import add_job, add_overrides, whole_number
 
 if TYPE_CHECKING:
     from ravnest.preview.dry_run import DryRun
@@ -20,59 +20,56 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: "Subparsers") -> None:
-    """Add the command and its arguments."""
+    """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "plan",
         help="show how a job would be trained on the machines of a file",
-        description="A dry run: capture and profile the job on this machine, and show for the machines of a file which "
-        "would hold what, what each would need, and the samples/s to expect. Nothing is trained. Exit code 2 when the "
-        "model does not fit.",
+        description="Dry run: capture and profile the job on this machine, and plan it for the machines of a file. "
+        "Shows the stage of each machine, the memory that it needs, and the predicted samples/s. Nothing is trained. "
+        "Exit code 2 if the model does not fit the machines.",
     )
-    parser.add_argument("job", metavar="JOB", help="path/to/file.py, file.py:name or package.module:name")
+    add_job(parser)
     parser.add_argument(
         "--nodes",
         metavar="FILE",
         type=Path,
         required=True,
-        help="the machines and their lines; docs/planning.md has the form, examples/nodes.toml is one",
+        help="file with the machines and their links; docs/planning.md describes it, examples/nodes.toml is an example",
     )
     parser.add_argument("--json", action="store_true", help="print the whole plan as JSON, for other programs")
     parser.add_argument(
         "--clusters",
         metavar="N",
         type=whole_number,
-        help="no more clusters than these (default: as many as are fastest)",
+        help="maximum number of clusters (default: the number with the highest predicted throughput)",
     )
     parser.add_argument(
         "--stages",
         metavar="N",
         type=whole_number,
         default=1,
-        help="at least so many stages in every cluster; with 2, no machine holds the whole model (default: 1)",
+        help="minimum number of stages in each cluster; with 2, no machine holds the whole model (default: 1)",
     )
     parser.add_argument(
         "--seconds",
         metavar="S",
         type=_seconds,
-        help="how long to look for a better plan (default: until hardly anything is gained)",
+        help="time to search for a better plan (default: until improvements become very small)",
     )
     parser.add_argument(
-        "--seed", metavar="N", type=_seed, default=0, help="the same seed gives the same plan (default: 0)"
+        "--seed",
+        metavar="N",
+        type=_seed,
+        default=0,
+        help="seed of the search; the same seed gives the same plan (default: 0)",
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="replace a setting of the job, such as pipeline.in_flight=2; may be repeated",
-    )
+    add_overrides(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan and print; raises a RavnestError for a mistake in the job or the file, and where the model does not fit."""
-    # What can be told without torch is told first.
+    """Prints the plan; raises a RavnestError for a mistake in the job or the file, or if the model does not fit."""
+    # Mistakes in the reference and in the file are reported before torch is imported.
     from ravnest.coordinator.launch.interrupts import Interrupts
     from ravnest.preview.nodes_file import read_nodes
     from ravnest.reference import parse_reference
@@ -82,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     title = parse_reference(args.job).title
     nodes = read_nodes(_file(args.nodes), str(args.nodes))
-    with Interrupts() as interrupts, _stdout_for_the_plan_alone():
+    with Interrupts() as interrupts, _stdout_redirected():
         tell("loading the job")
         from ravnest.preview.dry_run import dry_run
 
@@ -114,10 +111,10 @@ def _file(path: Path) -> bytes:
 
     try:
         with path.open("rb") as file:
-            # One more than may be, so that too long a file is noticed without reading all of it.
+            # One byte more than the limit, so that a larger file is noticed without reading all of it.
             return file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise PlanError(f"cannot read {path}: {error.strerror}; --nodes names the file with the machines") from None
+        raise PlanError(f"cannot read {path}: {error.strerror}; give --nodes the file with the machines") from None
 
 
 def _show(planned: "DryRun") -> None:
@@ -137,13 +134,13 @@ def _show(planned: "DryRun") -> None:
 
 
 @contextmanager
-def _stdout_for_the_plan_alone() -> Iterator[None]:
-    """What the job file or a data loader's worker prints meanwhile goes to stderr."""
+def _stdout_redirected() -> Iterator[None]:
+    """Redirects the output of the job file and of data loader workers to stderr, so that stdout has the plan alone."""
     sys.stdout.flush()
     try:
         ours, theirs = sys.stdout.fileno(), sys.stderr.fileno()
     except (OSError, ValueError):
-        # Not files, within a test or a notebook.
+        # In a test or a notebook, stdout may not be a file.
         yield
         return
     kept = os.dup(ours)

@@ -1,4 +1,5 @@
-"""Preview: what `ravnest plan` reads and shows.
+"""Preview: the plan that `ravnest plan` computes from a nodes.toml and shows, without starting anything.
 
-Plans with the same rules as a run (`coordinator/plan`) and starts nothing. Only `cli` may import it.
+Knows the planner, and the parts of `coordinator` that plan a run, so that both plan by the same rules. Only `cli` may
+import it.
 """

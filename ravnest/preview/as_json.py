@@ -1,4 +1,4 @@
-"""A plan as JSON, for other programs: every number of it, in seconds and bytes. docs/planning.md tells each field."""
+"""JSON form of a plan for other programs, in seconds and bytes. docs/planning.md explains each field."""
 
 import math
 from dataclasses import asdict
@@ -11,11 +11,11 @@ from ravnest.planner.search.likeness import likeness
 from ravnest.preview.dry_run import DryRun
 
 FORMAT: Final = 1
-"""Raised when a field changes its meaning or goes; new ones may come without."""
+"""Format version. It increases when a field changes its meaning or is removed; new fields do not change it."""
 
 
 def plan_json(dry: DryRun) -> dict[str, Any]:
-    """The whole plan; what has no limit is null."""
+    """The whole plan. A quantity without a limit is null."""
     plan, goal = dry.plan, dry.goal
     return {
         "format": FORMAT,
@@ -57,7 +57,7 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
 
 
 def _cluster(dry: DryRun, number: int, cluster: Cluster) -> dict[str, Any]:
-    alike = likeness(dry.providers, cluster)
+    similar = likeness(dry.providers, cluster)
     return {
         "id": number,
         "samples_per_second": dry.plan.rates[number],
@@ -68,7 +68,7 @@ def _cluster(dry: DryRun, number: int, cluster: Cluster) -> dict[str, Any]:
         "busiest_seconds": cluster.busiest_seconds,
         "round_trip_seconds": cluster.round_trip_seconds,
         "limit": cluster.limit,
-        "likeness": {"speed": alike.speed, "line": _finite(alike.line)},
+        "likeness": {"speed": similar.speed, "line": _finite(similar.line)},
         "stages": [_stage(dry, cluster, k, stage) for k, stage in enumerate(cluster.stages)],
     }
 

@@ -1,4 +1,4 @@
-"""A plan for a person: the promise first, then each cluster as a picture and a table, then who stands by and why."""
+"""Text form of a plan: the predicted rate, each cluster as a diagram and a table, the standbys, and the reasons."""
 
 import itertools
 import math
@@ -21,26 +21,26 @@ from ravnest.preview.dry_run import DryRun
 from ravnest.version_policy import DEFAULT_POLICY
 
 SHOWN_STAGES: Final = 24
-"""Clusters are shown until they have so many stages together; the others are summed up."""
+"""Maximum number of stages of the clusters that are shown in full; the other clusters are summarised."""
 SHOWN_ROWS: Final = 30
-"""Of one cluster's table."""
+"""Maximum number of rows of one cluster's table."""
 SHOWN_NAMES: Final = 12
 SHOWN_RINGS: Final = 6
 SHOWN_OWNERS: Final = 6
 SHOWN_LINKS: Final = 6
 _NAME: Final = 16
 _AS_FAST: Final = 0.995
-"""A rate that is less slowed down is shown with the same digits."""
+"""If the rate over the whole run is this close to the steady rate, only the steady one is shown."""
 
 
 def print_plan(dry: DryRun, console: Console) -> None:
-    """The plan, within the console's width."""
+    """Print the plan within the console's width."""
     for part in renderables(dry, console.width):
         console.print(part)
 
 
 def renderables(dry: DryRun, width: int) -> Iterator[RenderableType]:
-    """The parts of what is shown, from top to bottom."""
+    """The parts of the output, from top to bottom."""
     yield _headline(dry)
     clusters = dry.clusters
     alone = [number for number, cluster in enumerate(clusters) if len(cluster.stages) == 1]
@@ -65,7 +65,7 @@ def renderables(dry: DryRun, width: int) -> Iterator[RenderableType]:
         if len(alone) > SHOWN_ROWS:
             yield _the_others(dry, alone[SHOWN_ROWS:])
     for line in (*_below(dry), *_reasons(dry)):
-        # What goes on in the next line stands a little further in.
+        # Continuation lines are indented further.
         indent = " " * (len(line) - len(line.lstrip()) + 2)
         yield Text(textwrap.fill(line, max(20, width), subsequent_indent=indent))
 
@@ -125,7 +125,7 @@ def _figures(dry: DryRun, stage: StageCost) -> tuple[str, str, str, str]:
 
 
 def limit_word(stage: StageCost) -> str:
-    """What of a stage is busy longest, in one word."""
+    """The busiest resource of a stage, in one word."""
     named = {
         "compute": stage.compute_seconds,
         "upload": stage.up_seconds,
@@ -136,23 +136,25 @@ def limit_word(stage: StageCost) -> str:
 
 
 def words_of(text: str) -> str:
-    """Names as they may be shown; line ends are ours."""
+    """Names with their unprintable characters replaced; line ends are kept."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def _headline(dry: DryRun) -> Text:
     plan = dry.plan
     stages = [len(cluster.stages) for cluster in plan.clusters]
-    what = f"{_counted(len(stages), 'cluster')} of {_stages(stages)}"
+    what = f"{units.counted(len(stages), 'cluster')} of {_stages(stages)}"
     text = Text.assemble(
         (f"{words_of(dry.title)}: {units.sample_rate(plan.steady_samples_per_second)} samples/s predicted", "bold"),
-        f" with {what}, of {_counted(len(dry.providers), 'machine')}",
+        f" with {what}, of {units.counted(len(dry.providers), 'machine')}",
     )
     parameters, size = units.short_count(dry.parts.count), units.byte_size(float(dry.model.parameter_bytes[-1]))
     text.append(f"\n{parameters} parameters, {size}; microbatches of {dry.model.samples} samples")
     if plan.slowed < _AS_FAST:
         over = units.sample_rate(plan.predicted_samples_per_second)
-        text.append(f"\n{over} samples/s over the whole run: fewer are in flight while the learning rate is high")
+        text.append(
+            f"\n{over} samples/s over the whole run: fewer microbatches are in flight while the learning rate is high"
+        )
     if dry.goal.versions != DEFAULT_POLICY:
         text.append(f"\n{plan.versions_reason}")
     return text
@@ -164,7 +166,7 @@ def _cluster_line(dry: DryRun, number: int) -> Text:
     speeds = [provider.compute_speed for provider in providers]
     text = Text.assemble(
         (f"cluster {number + 1}: {units.sample_rate(dry.plan.rates[number])} samples/s", "bold"),
-        f", {_counted(cluster.in_flight, 'microbatch', 'microbatches')} in flight, staleness up to "
+        f", {units.counted(cluster.in_flight, 'microbatch', 'microbatches')} in flight, staleness up to "
         f"{dry.staleness(cluster)}",
     )
     text.append(f"\nlimited by {words_of(_limit(dry, number))}\nmachines {_range(speeds)} times as fast as this one")
@@ -180,14 +182,14 @@ def _limit(dry: DryRun, number: int) -> str:
     if dry.plan.rates[number] > 0.999 * cluster.samples_per_second:
         return cluster.limit
     alone = units.sample_rate(cluster.samples_per_second)
-    return f"{dry.plan.limit}; alone it would do {alone}, limited by {cluster.limit}"
+    return f"{dry.plan.limit}; alone it would reach {alone} samples/s, limited by {cluster.limit}"
 
 
 def _the_others(dry: DryRun, numbers: Sequence[int]) -> Text:
     stages = [len(dry.clusters[number].stages) for number in numbers]
     return Text(
-        f"… and {_counted(len(numbers), 'cluster')} more like these, of {_stages(stages)} and "
-        f"{_range([dry.plan.rates[number] for number in numbers])} samples/s each; --json tells all"
+        f"… and {units.counted(len(numbers), 'cluster')} more, of {_stages(stages)} and "
+        f"{_range([dry.plan.rates[number] for number in numbers])} samples/s each; --json shows all"
     )
 
 
@@ -197,17 +199,17 @@ def _below(dry: DryRun) -> Iterator[str]:
     if len(plan.clusters) > 1:
         yield (
             f"averaging: {_brief(plan.averaging_seconds)} a round, after every {dry.goal.average_every} "
-            f"microbatches of each cluster, in {_counted(len(dry.rings), 'ring')}"
+            f"microbatches of each cluster, in {units.counted(len(dry.rings), 'ring')}"
         )
         yield from _rings(dry)
     yield from _coded_links(dry)
     if plan.limit and dry.explanation is None:
-        yield f"together they are held back by {words_of(plan.limit)}"
-    yield f"standing by: {_names(plan.standbys)}" if plan.standbys else "nobody stands by"
+        yield f"together they are limited by {words_of(plan.limit)}"
+    yield f"standbys: {_names(plan.standbys) if plan.standbys else 'none'}"
 
 
 def _reasons(dry: DryRun) -> Iterator[str]:
-    """What the pictures and tables have not said yet."""
+    """The reasons for the plan, without sentences that the diagrams already show."""
     if dry.explanation is None:
         return
     said = {cluster.sentence for cluster in dry.explanation.clusters}
@@ -229,7 +231,7 @@ def _rings(dry: DryRun) -> Iterator[str]:
 
 
 def _coded_links(dry: DryRun) -> Iterator[str]:
-    """Links that lose something, and why."""
+    """Links with a lossy codec, and why."""
     coded = [
         f"{words_of(before.provider)} to {words_of(stage.provider)} in {stage.codec_reason}"
         for cluster in dry.clusters
@@ -238,7 +240,7 @@ def _coded_links(dry: DryRun) -> Iterator[str]:
     ]
     yield from coded[:SHOWN_LINKS]
     if len(coded) > SHOWN_LINKS:
-        yield f"… and {_counted(len(coded) - SHOWN_LINKS, 'link')} more in a codec; --json tells all"
+        yield f"… and {units.counted(len(coded) - SHOWN_LINKS, 'link')} more with a codec; --json shows all"
 
 
 def _brief(seconds: float) -> str:
@@ -255,15 +257,11 @@ def _size(value_bytes: float) -> str:
     return units.byte_size(value_bytes).replace(" ", "").removesuffix("iB").removesuffix("B")
 
 
-def _counted(number: int, word: str, several: str = "") -> str:
-    return f"{number:,} {word if number == 1 else several or word + 's'}"
-
-
 def _stages(counts: Sequence[int]) -> str:
     return f"{_range(counts)} {'stage' if max(counts) == 1 else 'stages'}"
 
 
 def _range(values: Sequence[float]) -> str:
-    """ "3", or "2 to 5", with three digits that matter."""
+    """ "3", or "2 to 5", with three significant digits."""
     low, high = (f"{v:,.0f}" if v >= 1000 or v == math.floor(v) else f"{v:.3g}" for v in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"

@@ -1,6 +1,6 @@
-"""The clusters of a plan as a picture in text: a box for each stage, and between them what the line carries each way.
+"""Text diagram of a cluster: a box for each stage, and between two boxes the bandwidth and latency of their link.
 
-Plain characters of one cell each, so that it looks the same on a terminal, in a file and in a mail.
+It uses characters of one cell each, so that it looks the same on a terminal, in a file and in an email.
 """
 
 import math
@@ -15,7 +15,7 @@ from ravnest.planner.problem import Line
 from ravnest.preview.dry_run import DryRun
 
 MAX_BOXES: Final = 24
-"""Of one cluster; what is longer is shown by its first and its last stages."""
+"""Maximum number of boxes of one cluster. Of a longer cluster the first and the last stages are shown."""
 
 _MIN_INSIDE: Final = 14
 _MAX_INSIDE: Final = 24
@@ -24,11 +24,11 @@ _LINK: Final = 12
 _ROWS: Final = 5
 
 PLAIN: Final = str.maketrans("┌┐└┘│─▶◀…·", "++++|-><~-")
-"""For what cannot show more than ASCII, each for one."""
+"""ASCII replacements, for an output without these characters."""
 
 
 def picture(dry: DryRun, number: int, width: int) -> str:
-    """One cluster of the plan, from its root to its leaf, in lines of no more than `width` cells."""
+    """One cluster of the plan, from its root to its leaf, in lines of up to `width` cells."""
     cluster = dry.clusters[number]
     numbers = list(range(len(cluster.stages)))
     left_out = len(numbers) - MAX_BOXES
@@ -45,7 +45,7 @@ def picture(dry: DryRun, number: int, width: int) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """What a line carries: "40 Mbit/s", "2.5 Gbit/s", or that nothing limits it."""
+    """The bandwidth of a line: "40 Mbit/s", "2.5 Gbit/s" or "no limit"."""
     if not math.isfinite(bytes_per_second):
         return "no limit"
     if bytes_per_second * 8 >= 999.5e6:
@@ -54,7 +54,7 @@ def rate(bytes_per_second: float) -> str:
 
 
 def _inside(dry: DryRun, number: int, numbers: list[int], width: int) -> int:
-    """How wide the boxes are inside: for the longest name, within bounds, and one box must fit."""
+    """Inner width of the boxes: enough for the longest text, within bounds, so that at least one box fits."""
     texts = [cell_len(text) for k in numbers for text in _texts(dry, number, k)]
     return max(4, min(max(_MIN_INSIDE, *texts), _MAX_INSIDE, width - _LINK - 4))
 
@@ -72,7 +72,7 @@ def _texts(dry: DryRun, number: int, k: int) -> tuple[str, str, str]:
 
 
 def milliseconds(seconds: float) -> str:
-    """0.0243 as "24.3", three digits that matter."""
+    """0.0243 as "24.3", with three significant digits."""
     value = seconds * 1000
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.01 or value == 0 else "<0.01"
 
@@ -87,9 +87,9 @@ def _box(texts: tuple[str, ...], inside: int) -> list[str]:
 
 
 def _link(dry: DryRun, cluster: Cluster, number: int) -> list[str]:
-    """What goes forth above, what comes back below, and the round trip between them."""
+    """The bandwidth forth above, the bandwidth back below, and the round trip between them."""
     lines = dry.line_before(cluster, number)
-    assert lines is not None, "a link leads to a stage that has one before it"
+    assert lines is not None, "the first stage has no link before it"
     there, back = lines
     codec = cluster.stages[number].codec
     shown = "" if codec == "float32" else f" {codec} "
@@ -108,7 +108,7 @@ def _skipped(gap: int) -> list[str]:
 
 
 def _rows(pieces: list[list[str]], width: int) -> list[list[str]]:
-    """Boxes and links side by side, as many as fit; a link that does not fit before a box ends the row before it."""
+    """Boxes and links side by side, as many as fit. A link is always in the row of the box before it."""
     rows: list[list[str]] = []
     row = [""] * _ROWS
     for place, piece in enumerate(pieces):
@@ -116,7 +116,7 @@ def _rows(pieces: list[list[str]], width: int) -> list[list[str]]:
         cells = _LINK if is_link else cell_len(piece[0])
         follows = _LINK if not is_link and place + 1 < len(pieces) else 0
         if not is_link and row[0] and cell_len(row[0]) + cells + follows > width:
-            # The last box of all needs no room for a link after it.
+            # The last box needs no room for a link after it.
             rows.append([line.rstrip() for line in row])
             row = [""] * _ROWS
         row = [line + (_centred(text) if is_link else text) for line, text in zip(row, piece, strict=True)]

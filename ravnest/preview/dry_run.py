@@ -1,4 +1,4 @@
-"""`ravnest plan`: a job planned for machines of a file, and nothing run but the capture and the profile."""
+"""Dry run of `ravnest plan`: captures and profiles a job, and plans it for the machines of a nodes.toml."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,22 +21,22 @@ from ravnest.preview.module_names import Parts
 from ravnest.preview.nodes_file import NodesFile
 
 MAX_SEARCHED: Final = 12
-"""Up to so many machines, what would be with others is planned anew; for more, it is looked for close to the plan."""
+"""With up to this many machines, each what-if is planned from scratch; with more, the search starts from the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """A plan with all that is needed to tell it."""
+    """A plan with everything that is needed to show it."""
 
     title: str
     plan: Plan
     parts: Parts
     rings: tuple[Ring, ...] = ()
-    """Who averages with whom; none where there is one cluster."""
+    """Empty if there is one cluster only."""
     explanation: Explanation | None = None
-    """Why it is as it is, and what would make it better."""
+    """The reasons for the plan, and changes that would improve it."""
     devices: Mapping[str, str] = field(default_factory=dict)
-    """What the machines are, for the reader."""
+    """Descriptions of the machines by name."""
 
     @property
     def clusters(self) -> tuple[Cluster, ...]:
@@ -60,21 +60,21 @@ class DryRun:
         return self.plan.basis.model
 
     def line_before(self, cluster: Cluster, stage: int) -> tuple[Line, Line] | None:
-        """The line from the stage before, and the one back; None for the first stage."""
+        """The line from the previous stage, and the line back to it; None for the first stage."""
         if stage == 0:
             return None
         before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
         return self.network.line(before, here), self.network.line(here, before)
 
     def relayed(self, cluster: Cluster, stage: int) -> bool:
-        """Whether the requester passes on what this stage and the one before send one another."""
+        """Whether traffic between this stage and the previous one goes through the requester."""
         if stage == 0:
             return False
         before, here = (self.providers[cluster.stages[k].provider] for k in (stage - 1, stage))
         return self.network.relayed(before, here)
 
     def staleness(self, cluster: Cluster) -> int:
-        """Updates between a microbatch's forward and its backward, at most, at the first stage."""
+        """The maximum number of updates between a microbatch's forward and its backward, at the first stage."""
         return -(-(cluster.in_flight - 1) // self.goal.accumulate)
 
 
@@ -91,9 +91,9 @@ def dry_run(
     interrupts: Interrupts,
     tell: Callable[[str], None] = lambda phase: None,
 ) -> DryRun:
-    """Captures and profiles the job here, and plans it for the machines of the file.
+    """Capture and profile the job on this machine, and plan it for the machines of the file.
 
-    JobError or CaptureError where the job is at fault; PlanError where the model does not fit.
+    JobError or CaptureError for a mistake in the job; PlanError if the model does not fit the machines.
     """
     job = apply_overrides(load_job(reference), overrides)
     interrupts.check()
@@ -107,7 +107,7 @@ def dry_run(
     rings: tuple[Ring, ...] = ()
     if len(plan.clusters) > 1:
         rings = rings_of(found, basis.model, basis.network, basis.providers)
-    tell("looking at what would make it better")
+    tell("searching for improvements")
 
     def search(goal: Goal, network: Network, others: Sequence[Provider]) -> Proposal:
         return form(basis.model, goal, network, others, seed=seed)

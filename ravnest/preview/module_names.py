@@ -1,4 +1,4 @@
-"""What a stage of a plan holds, in the model's own names: from which module to which, and how many parameters."""
+"""Module names of the parameters that a stage of a plan holds, and their number."""
 
 import bisect
 import itertools
@@ -16,14 +16,15 @@ class Part:
     """The parameters between two places of a model."""
 
     first: str
-    """Names of the first and the last of them, as in the model's state_dict; empty where there is none."""
+    """Name of the first parameter in the model's state_dict, as `last` is that of the last one; empty if there is
+    none."""
     last: str
     parameters: int
-    """How many numbers."""
+    """Number of scalar parameters."""
 
     @property
     def title(self) -> str:
-        """From which module to which; of two that lie in the same one, that is named once: "features.0 to .5"."""
+        """First and last module. If both are in one parent module, that is named once: "features.0 to .5"."""
         first, last = _module(self.first), _module(self.last)
         if first == last:
             return first
@@ -33,12 +34,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The trained parameters of a model in the order in which it uses them."""
+    """The trained parameters of a model, in the order of their first use."""
 
     places: Sequence[int]
     names: Sequence[str]
     sums: Sequence[int]
-    """Numbers in all parameters before each."""
+    """Number of scalar parameters before each parameter."""
 
     @classmethod
     def of(cls, graph: PortableGraph) -> Self:
@@ -51,11 +52,11 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """Numbers in all parameters."""
+        """Number of scalar parameters of the model."""
         return self.sums[-1]
 
     def between(self, start: int, end: int) -> Part:
-        """Those that a stage from one place to another owns."""
+        """The parameters that a stage between these places owns."""
         i, j = bisect.bisect_left(self.places, start), bisect.bisect_left(self.places, end)
         if i == j:
             return Part("", "", 0)
@@ -63,5 +64,5 @@ class Parts:
 
 
 def _module(name: str) -> str:
-    """The module of a parameter; the parameter itself where it belongs to the model as a whole."""
+    """The module of a parameter; the parameter itself if it belongs to the whole model."""
     return name.rpartition(".")[0] or name

@@ -60,6 +60,6 @@ def test_a_model_divided_anew_trains_when_all_its_stages_do(tmp_path: Path) -> N
 def test_a_swarm_that_breaks_misses_a_target() -> None:
     kills = Kills("standby")
     with kills.counted():
-        raise TimeoutError("an update has not come within 120 s")
+        raise TimeoutError("no update within 120 s")
     assert kills.rows() == []
     assert [target.met for target in kills.targets("with a warm standby", "failover", 5.0)] == [False, True]

@@ -53,7 +53,7 @@ def failed(swarm: EmbeddedSwarm, run: Path, job: Any, kind: type[RavnestError], 
 def test_a_loss_that_is_no_scalar(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
     job = a_job(loss=lambda logits, labels: F.cross_entropy(logits, labels, reduction="none"))
     error = failed(swarm, tmp_path / "run", job, JobError)
-    refused(error, "loss must be one number", "end it with .mean()")
+    refused(error, "loss must return one number", "end it with .mean()")
     the_swarm_still_trains(swarm, tmp_path)
 
 
@@ -81,7 +81,7 @@ def test_data_that_changes_its_shape_is_named_by_batch(swarm: EmbeddedSwarm, tmp
     refused(
         failed(swarm, tmp_path / "run", job, JobError),
         "train_data, batch 5 of epoch 1",
-        "has shape 8x7, the model was captured for anyx6",
+        "has shape 8x7, but the model was captured for anyx6",
         "pad or crop",
     )
     the_swarm_still_trains(swarm, tmp_path)

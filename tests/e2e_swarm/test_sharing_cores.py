@@ -83,4 +83,4 @@ def test_a_number_of_cores_that_there_is_not_is_refused_with_one_sentence(cores:
     refused = ravnest("join", "-", f"--cores={cores}", folder=tmp_path, warm=True)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     most = usable_cores()
-    assert f"'{cores}' is not how many cores to compute with: give a whole number from 1 to {most}" in refused.stderr
+    assert f"'{cores}' is not a number of cores: give a whole number from 1 to {most}" in refused.stderr

@@ -54,7 +54,9 @@ def test_where_fewer_are_in_flight_at_first_the_rate_of_the_whole_run_is_shown_t
     assert "over the whole run" not in shown(THREE, 120)
     slowed = shown(replace(THREE, plan=replace(THREE.plan, slowed=0.5)), 120).splitlines()
     half = units.sample_rate(THREE.plan.predicted_samples_per_second / 2)
-    assert any(line.startswith(f"{half} samples/s over the whole run: fewer are in flight") for line in slowed)
+    assert any(
+        line.startswith(f"{half} samples/s over the whole run: fewer microbatches are in flight") for line in slowed
+    )
 
 
 def test_a_link_shows_what_it_carries_each_way_and_its_round_trip() -> None:
@@ -92,7 +94,7 @@ def test_the_promise_comes_first_and_who_stands_by_is_named() -> None:
     text = shown(THREE, 100)
     rate_shown = f"{THREE.plan.predicted_samples_per_second:.3g} samples/s predicted with 1 cluster of 3 stages"
     assert text.splitlines()[0] == f"made-up: {rate_shown}, of 4 machines"
-    assert "standing by: dora" in text
+    assert "standbys: dora" in text
     assert "5 microbatches in flight, staleness up to 4" in text
     assert f"limited by {THREE.clusters[0].limit}" in text.replace("\n", " ")
 
@@ -100,7 +102,7 @@ def test_the_promise_comes_first_and_who_stands_by_is_named() -> None:
 def test_a_thousand_machines_fit_on_a_few_screens() -> None:
     text = shown(HUGE, 100)
     assert len(text.splitlines()) < 250
-    assert re.search(r"… and 39\d clusters more like these, of 3 stages", text)
+    assert re.search(r"… and 39\d clusters more, of 3 stages", text)
     assert "and 38 more" in text
     assert "averaging: " in text
 

@@ -176,7 +176,7 @@ _TYPES: Final[dict[str, Any]] = {
 _WORDS: Final = {
     "Tensor": "tensor",
     "number": "number",
-    "int": "whole number",
+    "int": "integer",
     "float": "number",
     "bool": "true or false",
     "str": "text",

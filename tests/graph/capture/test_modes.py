@@ -67,7 +67,7 @@ def test_a_model_that_is_in_evaluation_as_a_whole_is_trained(
 def test_a_model_in_evaluation_with_a_part_that_trains_is_refused() -> None:
     model = Normed().eval()
     model.drop.train()
-    with pytest.raises(CaptureError, match=r"in eval\(\) but drop in it is in train\(\).*call model.train\(\)"):
+    with pytest.raises(CaptureError, match=r"in eval\(\), but its module drop is in train\(\).*call model.train\(\)"):
         _captured(model)
 
 

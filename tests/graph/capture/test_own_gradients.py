@@ -192,7 +192,7 @@ class Calls(ThreeLayers):
         (lambda: Calls(_Foreign), r"the backward pass of _Foreign at .* uses the operator aten.fft_fft.default"),
         (lambda: Calls(_Draws), r"the backward pass of _Draws at .* it draws random numbers"),
         (lambda: Calls(_Counts, "count"), r"the backward pass of _Counts at .* changes a value of the model in place"),
-        (lambda: Calls(_Dirty), r"_Dirty at .* it changes what it is given \(ctx.mark_dirty\)"),
+        (lambda: Calls(_Dirty), r"_Dirty at .* it changes its arguments in place \(ctx.mark_dirty\)"),
     ],
 )
 def test_a_backward_pass_that_has_no_form_is_refused_by_its_name(model: Callable[[], nn.Module], reason: str) -> None:
@@ -207,7 +207,7 @@ def _watch(*gradients: Any) -> None:
     ("register", "reason"),
     [
         (lambda m: m.a.weight.register_hook(_watch), r"hook _watch at .*:\d+ on the parameter a.weight .* no gradient"),
-        (lambda m: m.a.weight.register_post_accumulate_grad_hook(_watch), r"_watch at .* on a.weight .* added up"),
+        (lambda m: m.a.weight.register_post_accumulate_grad_hook(_watch), r"_watch at .* on a.weight .* accumulated"),
         (lambda m: m.b.register_full_backward_hook(_watch), r"_watch at .* on a module Linear .* no gradient"),
         (lambda m: m.b.register_full_backward_pre_hook(_watch), r"_watch at .* on a module Linear .* no gradient"),
         (lambda m: m.b.register_full_backward_hook(lambda m, i, o: o), r"needs the gradient of another value"),
@@ -234,7 +234,7 @@ def test_hooks_that_are_registered_with_each_forward_are_refused_and_not_left_be
             return self.rest(self.a(x))
 
     model = Registers()
-    _refused(model, "the forward registers it, one more each time it runs")
+    _refused(model, "each forward registers it again")
     model.a.weight.sum().backward()
     assert model.a.weight.grad is not None and bool((model.a.weight.grad == 1).all())
 
@@ -273,7 +273,7 @@ def test_a_buffer_that_becomes_another_one_is_named() -> None:
                 self.seen.add_(hidden.detach().mean(0))
             return self.rest(hidden)
 
-    _refused(Hides(), "in training the buffer seen becomes another one")
+    _refused(Hides(), "in training the buffer seen gets another value")
 
 
 # What a stranger may send.
@@ -294,16 +294,16 @@ def test_a_buffer_that_becomes_another_one_is_named() -> None:
         (lambda n: n["backward"].update(yields=["nowhere"]), "should yield 'nowhere'"),
         (lambda n: n["backward"]["nodes"][0].update(op="aten.from_file.default"), "not on the allow-list"),
         (lambda n: n["backward"]["nodes"][0].update(name="g0"), "defines 'g0' twice"),
-        (lambda n: n["backward"]["nodes"][0].update(name="a b"), "not a name"),
+        (lambda n: n["backward"]["nodes"][0].update(name="a b"), "not a valid name"),
         (lambda n: n["backward"]["nodes"][0].update(args=[{"ref": "inputs"}]), "uses 'inputs' before it exists"),
         (
             lambda n: n["backward"]["nodes"][0].update(backward={**n["backward"], "nodes": []}),
             "a backward pass of its own",
         ),
-        (lambda n: n["backward"]["nodes"][0].update(op="aten.rand_like.default"), "which no backward pass may have"),
+        (lambda n: n["backward"]["nodes"][0].update(op="aten.rand_like.default"), "not allowed in a backward pass"),
         (lambda n: n["backward"]["nodes"][0].update(op="aten.neg_.default"), "changes a value in place"),
-        (lambda n: n["backward"].update(nodes={}), "no proper nodes"),
-        (lambda n: n.update(backward=[]), "no proper backward pass"),
+        (lambda n: n["backward"].update(nodes={}), "no valid nodes"),
+        (lambda n: n.update(backward=[]), "no valid backward pass"),
         (
             lambda n: n.update(evaluation={"op": "aten.system.default", "args": []}),
             "does not have|not on the allow-list",
@@ -333,7 +333,7 @@ def test_an_evaluation_form_is_checked_as_any_operator_is() -> None:
         ({"op": "py.own_gradient", "args": [[], [], []]}, "a backward pass in evaluation"),
         ({"op": "aten.alias.default", "args": [{"ref": "nowhere"}]}, "before it exists"),
         ({"op": "aten.ones.default", "args": [[2]], "kwargs": {"device": "meta"}}, "names a device"),
-        ([], "no proper evaluation"),
+        ([], "no valid evaluation"),
     ):
         node["evaluation"] = form
         with pytest.raises(GraphError, match=reason):

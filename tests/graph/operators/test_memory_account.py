@@ -61,7 +61,7 @@ def test_what_autograd_keeps_counts_although_the_graph_dropped_it() -> None:
 
 
 def test_a_view_counts_by_its_elements() -> None:
-    with pytest.raises(LentMemoryError, match="makes a tensor of 4"):
+    with pytest.raises(LentMemoryError, match="made a tensor of 4"):
         run(program(Node("v", "aten.expand.default", (Ref("w"), (1 << 30,))), lent=1 << 20, loss="v"))
 
 
