@@ -118,7 +118,7 @@ def main() -> None:
 
 
 class _SendingOnly:
-    """The handler of lines over which nothing comes: pieces come over the direct lines that others dialled."""
+    """Handler of lines that only send. Pieces arrive over the direct lines that other members open."""
 
     def take(self, peer: str, generation: int, place: RingPlace, data: torch.Tensor) -> None:
         raise AssertionError("a piece came over a link")

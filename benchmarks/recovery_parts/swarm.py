@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from benchmarks.recovery_parts.watching import Recovery, Watchdog
+from benchmarks.recovery_parts.watching import Recovery, RunObserver
 from benchmarks.report import ROOT
 from tests.wan import Host, Lab
 from tests.wan import Path as Way
@@ -33,7 +33,7 @@ class RecoverySwarm:
     """A swarm within a `with` block: `stages` machines that train, and `spares` standbys."""
 
     def __init__(self, folder: Path, stages: int, spares: int) -> None:
-        self.watch = Watchdog(folder / "run")
+        self.watch = RunObserver(folder / "run")
         self._folder = folder
         self._stages = stages
         self._names = [f"m{number}" for number in range(1, stages + spares + 1)]

@@ -34,7 +34,7 @@ class Recovery:
     source: str
 
 
-class Watchdog:
+class RunObserver:
     """Observer of one run directory."""
 
     def __init__(self, run: Path) -> None:

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 
 from benchmarks.recovery import Kills
-from benchmarks.recovery_parts.watching import Watchdog
+from benchmarks.recovery_parts.watching import RunObserver
 
 KILLED_AT = 100.0
 PARTS = {"detect_seconds": 0.5, "decide_seconds": 0.1, "fetch_seconds": 0.3, "resume_seconds": 0.4, "seconds": 1.3}
 
 
-def write(run: Path, events: list[dict[str, Any]], updates: list[tuple[float, int]], stages: int = 3) -> Watchdog:
+def write(run: Path, events: list[dict[str, Any]], updates: list[tuple[float, int]], stages: int = 3) -> RunObserver:
     run.mkdir(exist_ok=True)
     (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     lines = [{"at": at, "kind": "stage", "stage": stage} for at, stage in updates]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     held = [{"stage": number, "provider": f"m{number}"} for number in range(stages)]
     (run / "summary.json").write_text(json.dumps({"clusters": [{"stages": held}]}))
-    return Watchdog(run)
+    return RunObserver(run)
 
 
 BEGUN = {"at": 100.6, "kind": "failover_begun", "source": "replica"}
