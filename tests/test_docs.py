@@ -75,9 +75,7 @@ def test_every_field_is_documented_with_its_default(settings: Any) -> None:
         assert row[1].strip("`") == _default(field), f"the default of {settings.__name__}.{field.name}"
 
 
-@pytest.mark.parametrize(
-    "command", ["train", "serve", "join", "invite", "kick", "plan", "doctor", "status", "report", "export"]
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_option_of_a_command_is_documented_and_no_other(command: str) -> None:
     documented = re.search(rf"^ravnest {command} .*$", TRAINING, re.MULTILINE)
     assert documented is not None
