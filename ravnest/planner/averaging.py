@@ -1,4 +1,4 @@
-"""How often the clusters of a plan average."""
+"""Averaging interval of a plan's clusters."""
 
 import math
 from collections.abc import Sequence
@@ -7,10 +7,10 @@ from typing import Final
 from ravnest.settings import Averaging
 
 MIN_UPDATES: Final = 10
-"""Of each cluster between two rounds: so that what is averaged has been learned from more than a few microbatches."""
+"""Minimum updates of each cluster between two rounds, so that every round averages more than a few microbatches."""
 
 ROUND_SHARE: Final = 4
-"""Times as long as a round takes, rounds are apart: at most a quarter of the time lines carry both."""
+"""Minimum interval between rounds, in durations of a round: lines carry both for at most a quarter of the time."""
 
 
 def average_every(
@@ -21,11 +21,11 @@ def average_every(
     round_seconds: float,
     fragments: int,
 ) -> tuple[int, str]:
-    """How many samples of all clusters together lie between two rounds, and why.
+    """Number of samples of all clusters between two rounds, and why.
 
-    The clusters have these rates, in samples a second, and microbatches of so many samples, of which `accumulate` make
-    an update. What the job says counts. Otherwise every cluster makes a number of updates before everything has been
-    averaged once, which takes `fragments` rounds; and a round takes a small part of the time until the next.
+    `rates` are the clusters' samples per second, `samples` those of a microbatch, and `accumulate` microbatches make an
+    update. A setting of the job decides. Otherwise every cluster makes MIN_UPDATES updates before everything has been
+    averaged once, in `fragments` rounds, and rounds are at least ROUND_SHARE times their duration apart.
     """
     if settings.every is not None:
         return settings.every, f"a round after every {settings.every:,} samples, as averaging.every says"

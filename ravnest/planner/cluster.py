@@ -1,7 +1,7 @@
-"""One cluster: what each stage takes of its machine and its lines, and the rate that comes of it.
+"""Cost model of one cluster: the load of each stage on its machine and lines, and the resulting rate.
 
-The formulas are in docs/planning.md. A cluster takes a microbatch every `period_seconds`: that of its slowest stage or
-line, or longer where too few microbatches are in flight to cover the way through all stages and back.
+docs/planning.md has the formulas. A cluster takes a microbatch every `period_seconds`: the period of its slowest stage
+or line, or longer if too few microbatches are in flight to cover the round trip through all stages.
 """
 
 import math
@@ -18,20 +18,20 @@ from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.units import counted
 
 FRAME_SECONDS: Final = 300e-6
-"""Processor time that a frame costs a node beyond its computation: packing, the transport, passing it from thread to
-thread. It hardly depends on the frame's size. Measured by `python -m benchmarks.overhead` on an AMD EPYC at 2.6 GHz;
-other machines of this age differ by less than a factor of two."""
+"""Processor time of a frame for packing, transport and handing it between threads; nearly independent of its size.
+Measured by `python -m benchmarks.overhead` on an AMD EPYC at 2.6 GHz; other machines of this age differ by less than a
+factor of two."""
 
 HANDLED_BYTES_PER_SECOND: Final = 2.5e8
-"""What packing, encrypting and unpacking costs a stage on its own processor: a frame of 655 kB took its network's
-thread 2.3 to 3.9 ms on the same machine."""
+"""Rate at which a stage's own processor packs, encrypts and unpacks: a frame of 655 kB took the network thread 2.3 to
+3.9 ms on the same machine."""
 
 EVENNESS: Final = 0.95
-"""What several stages reach of the rate of the slowest of them, with enough in flight: they do not take turns as evenly
-as formulas have it. Measured in the WAN lab, by `python -m benchmarks.planner`."""
+"""Share of the slowest stage's rate that several stages reach with enough in flight: their timing varies. Measured in
+the WAN lab, by `python -m benchmarks.planner`."""
 
 SPARE: Final = 1.3
-"""Beyond what a stage holds: fragments, buffers of the network. `python -m benchmarks.memory` measures this factor."""
+"""Factor on the memory of a stage for fragmentation and network buffers, measured by `python -m benchmarks.memory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +45,31 @@ class StageCost:
     compute_seconds: float
     """Forward, backward, update, and handling frames."""
     up_seconds: float
-    """What it sends, over its own line; of both neighbours."""
+    """Sending to both neighbours, over the provider's own line."""
     down_seconds: float
     line_seconds: float
-    """What crosses between it and the stage before, over the line between them: of both directions the slower."""
+    """The line to the stage before, in its slower direction."""
     trip_seconds: float
-    """Its part of the way of a microbatch through all stages and back, with the line to the stage before."""
+    """Its part of the round trip of a microbatch, with the line to the stage before."""
     memory_bytes: float
     parameter_bytes: float
     fed_bytes: float
     relayed_bytes: float
-    """What the coordinator passes on between it and the stage before, both ways."""
+    """Bytes that the coordinator relays between it and the stage before, both ways."""
     saved_bytes: float = 0.0
-    """What one microbatch keeps for its backward."""
+    """Activations of one microbatch, kept for its backward."""
     codec: str = "float32"
-    """Of what crosses between it and the stage before."""
+    """Codec of the link to the stage before."""
     codec_reason: str = ""
 
     @property
     def seconds(self) -> float:
-        """Of whatever of it is busy longest."""
+        """Time of the busiest of its resources."""
         return max(self.compute_seconds, self.up_seconds, self.down_seconds, self.line_seconds)
 
     @property
     def limit(self) -> str:
-        """What that is, in words."""
+        """The busiest of its resources, in words."""
         named = {
             f"the computation of {self.provider}": self.compute_seconds,
             f"what {self.provider} can send": self.up_seconds,
@@ -81,7 +81,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Stages in order from root to leaf, and the rate of the cluster by itself."""
+    """Stages in order from root to leaf, and the rate of the cluster alone."""
 
     stages: tuple[StageCost, ...]
     in_flight: int
@@ -98,32 +98,31 @@ class Cluster:
 
     @property
     def round_trip_seconds(self) -> float:
-        """The way of one microbatch through all stages and back, when nothing else is under way."""
+        """Time of one microbatch through all stages and back, with no other in flight."""
         return sum(stage.trip_seconds for stage in self.stages)
 
     @property
     def needed_in_flight(self) -> int:
-        """As many as just keep the busiest stage or line busy, of those in flight. The others are to spare: whether
-        they are needed shows when the cluster is at work."""
+        """The fewest in flight that keep the busiest stage or line busy, up to those in flight. The others are a
+        reserve for variations, which show when the cluster runs."""
         return max(1, min(self.in_flight, math.ceil(self.round_trip_seconds / self.busiest_seconds - 1e-9)))
 
     @property
     def enough_in_flight(self) -> int:
-        """As many as keep it busy with what each waits at busy stages and lines, which no stage's or line's time
-        tells."""
+        """The number in flight that keeps the cluster busy when microbatches also wait at busy stages and lines."""
         computing = [stage.compute_seconds for stage in self.stages]
         there_and_back = 2 * [stage.line_seconds for stage in self.stages]
         return enough_in_flight(self.round_trip_seconds, computing, self.busiest_seconds, there_and_back)
 
     @property
     def line_seconds(self) -> float:
-        """Of the line that is the limit, for one microbatch; 0 where a stage is."""
+        """Time of the line that limits the cluster, for one microbatch; 0 if a stage is the limit."""
         slowest = max(stage.compute_seconds for stage in self.stages)
         return self.busiest_seconds if self.busiest_seconds > slowest else 0.0
 
     @property
     def period_seconds(self) -> float:
-        """From one microbatch to the next."""
+        """Time from one microbatch to the next."""
         evenness = EVENNESS if len(self.stages) > 1 else 1.0
         return max(self.busiest_seconds, self.round_trip_seconds / self.in_flight) / evenness
 
@@ -133,25 +132,25 @@ class Cluster:
 
     @property
     def limit(self) -> str:
-        """What the rate hangs on."""
+        """The limit of the rate, in words."""
         if self.round_trip_seconds / self.in_flight > self.busiest_seconds:
             flying = counted(self.in_flight, "microbatch", "microbatches")
-            return f"{flying} in flight on a way of {self.round_trip_seconds:.3g} s"
+            return f"{flying} in flight on a round trip of {self.round_trip_seconds:.3g} s"
         return max(self.stages, key=lambda stage: stage.seconds).limit
 
     @property
     def flight_reason(self) -> str:
-        """How many microbatches are in flight, and why."""
+        """The number of microbatches in flight, and why."""
         flying = counted(self.in_flight, "microbatch", "microbatches")
         return (
-            f"{flying} in flight: the way through all stages and back takes {self.round_trip_seconds:.3g} s, "
-            f"and the busiest stage or line {self.busiest_seconds:.3g} s"
+            f"{flying} in flight: the round trip through all stages takes {self.round_trip_seconds:.3g} s, and the "
+            f"busiest stage or line {self.busiest_seconds:.3g} s"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StageTables:
-    """One provider at one position of an order: for a stage from place i to place j, what `StageCost` holds."""
+    """One provider at one position of an order: the figures of `StageCost` for a stage from place i to place j."""
 
     compute: Table
     up: Table
@@ -173,8 +172,8 @@ def stage_tables(
     before: Provider | None,
     after: Provider | None,
 ) -> StageTables:
-    """What any stage would cost this provider between these neighbours (None: it is the first, or the last), with the
-    smallest codec that its links may have."""
+    """Costs of every possible stage on this provider between these neighbours (None: it is the first, or the last),
+    with the smallest codec that its links may have."""
     (forward, backward), fed = model.carried(assumed_share(goal)), model.fed_bytes
     compute = compute_seconds(model, goal, provider)
     here = provider.machine
@@ -193,7 +192,7 @@ def stage_tables(
 
 
 def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
-    """Forward, backward, update and the handling of frames, for a stage from place i to place j."""
+    """Forward, backward, update and handling of frames, for a stage from place i to place j."""
     places = np.arange(len(model.places))
     begins, ends = places == 0, places == model.last
     work = model.between(model.heavy_seconds / provider.compute_speed + model.light_seconds / provider.memory_speed)
@@ -207,34 +206,34 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     frames = 2.0 * ~begins[:, None] + begins[:, None] + 2.0 * ~ends[None, :] + (model.fed_bytes > 0)
     crossing = model.forward_bytes + model.backward_bytes
     handled = crossing[:, None] + crossing[None, :] + model.fed_bytes
-    # A leaf alone updates its weights in place: nothing in flight holds them; unless nothing holds them anywhere.
+    # A leaf updates its weights in place: no microbatch in flight holds them.
     held = ~ends[None, :] & goal.policy.keeps_weights
     copied = model.between(model.parameter_bytes) * model.copy_byte_seconds * held
     step = (model.step_seconds + copied) / provider.memory_speed
     seconds = work + step + frames * FRAME_SECONDS + handled / HANDLED_BYTES_PER_SECOND
-    # One that pretends to be slower waits for most of that time: what else there is to do fits into it.
+    # A machine that pretends to be slower waits for most of that time, and does its other work meanwhile.
     pretended: Table = np.maximum(seconds, provider.min_stage_seconds)
     return pretended
 
 
 def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
-    """What a stage from place i to place j holds, with so many microbatches in flight in its cluster.
+    """Memory of a stage from place i to place j, with this many microbatches in flight in its cluster.
 
-    A leaf has one at a time: its backward follows at once. The newest microbatch uses the weights as they are, where
-    none are predicted; each older one needs what the policy keeps for it. Where there may be several clusters,
-    averaging takes its part too.
+    A leaf holds one at a time: its backward follows at once. Without prediction, the newest microbatch uses the current
+    weights; each older one needs the versions that the policy keeps for it. With several clusters, averaging needs
+    memory too.
     """
     policy = goal.policy
     flying = np.full(len(model.places), float(in_flight))
     flying[model.last] = 1.0
-    # With predicted weights the newest microbatch too has weights of its own; with one in flight none are predicted.
+    # Predicted weights are a further copy for the newest microbatch; with one in flight none are predicted.
     predicted = 1.0 if goal.predicts and in_flight > 1 else 0.0
     older = np.full(len(model.places), policy.older_versions(in_flight) + predicted)
     older[model.last] = 0.0
     parameters = model.between(model.parameter_bytes)
     saved = model.between(model.saved_bytes)
     averaging = goal.average_memory if goal.max_clusters != 1 else 0.0
-    # Gradients that are summed up are held beside those of the microbatch at hand.
+    # Accumulated gradients are held next to those of the current microbatch.
     summed = 1.0 if goal.accumulate > 1 else 0.0
     held = 2.0 + summed + model.state_bytes_per_byte + averaging + older[None, :]
     kept = saved if policy.keeps_activations else model.forward_bytes[:, None] + model.fed_bytes
@@ -251,8 +250,8 @@ def cluster_of(
     cuts: Sequence[int],
     in_flight: int,
 ) -> Cluster:
-    """The cluster of these providers in this order, cut at these places (indices into `model.places`), each link with
-    the codec that is best for it."""
+    """The cluster of these providers in this order, cut at these places (indices into `model.places`), with the best
+    codec for each link."""
     bounds = (0, *cuts, model.last)
     held = memory_bytes(model, goal, in_flight)
     lines = ClusterLines.of(model, network, order, cuts)

@@ -31,7 +31,7 @@ def count_costs(
 ) -> ModelCosts:
     """The tables of a captured and profiled model; `input_bytes` are the sizes of its inputs for one microbatch.
 
-    Where `begin_with` names modules or parameters, stages begin only with these; PlanError for a name that no stage can
+    `begin_with` names the only modules or parameters that stages may begin with; PlanError for a name that no stage can
     begin with.
     """
     plan = layout(graph)

@@ -1,8 +1,8 @@
-"""In what activations and gradients travel on each link of a cluster: lossless where the line can take it.
+"""Codec of activations and gradients for each link of a cluster: lossless where the line is fast enough.
 
-A plan is searched for as if every link had the smallest codec that it may have; then each link gets the one that loses
-least of those with which the cluster stays as fast. So a codec is used where a line would hold the cluster back, and
-nowhere else. Where values are to be exact, there is still a choice: as they are, or packed without loss.
+A search assumes the smallest allowed codec on every link. Then each link gets the most precise codec with which the
+cluster stays as fast, so that a lossy codec is used only where a line would be the limit. A job that needs exact values
+still has a choice: plain float32, or packed without loss.
 """
 
 import functools
@@ -19,37 +19,37 @@ from ravnest.planner.problem import Goal, Line, Network, Provider
 from ravnest.units import milliseconds
 
 CHOICES: Final = ("float32", "lossless", "bfloat16", "int8")
-"""What is chosen from where nothing is set, the one that loses and costs least first."""
+"""The default choice, the most precise and cheapest first."""
 EXACT: Final = tuple(codec for codec in CHOICES if not CODECS[codec].lossy)
-"""What is chosen from where nothing may be lost."""
+"""The choice of a job that needs exact values."""
 
 FREE_SHARE: Final = 0.8
-"""A line is no bottleneck where it is busy for at most so much of the time that the slowest stage takes: lines are not
-always as fast as they were measured, and what comes unevenly has to wait for one another."""
+"""A line is no bottleneck if it is busy for at most this share of the slowest stage's time: lines are not always as
+fast as they were measured, and frames that come unevenly queue."""
 
 PACKED_BYTES_PER_SECOND: Final = 25e6
-"""On a faster line lossless is not used: packing and unpacking take longer than what they save it. A MiB is packed and
-unpacked in 4 ms, and becomes 174 kB less."""
+"""On a faster line, lossless is not used: packing and unpacking take longer than they save. Both take 4 ms for a MiB,
+and save 174 kB."""
 
 _MANY: Final = 1 << 18
 
 
 @functools.cache
 def share_of(codec: str) -> float:
-    """The bytes of values in a codec, as a share of what they take in float32. How much lossless saves depends on the
-    values; those of a normal distribution are as good as activations, gradients and weights."""
+    """Bytes of values in a codec, as a share of their bytes in float32. Lossless is measured with values of a normal
+    distribution, which pack like activations, gradients and weights."""
     values = torch.randn(_MANY, generator=torch.Generator().manual_seed(0))
     return CODECS[codec].encode(values).numel() / values.nbytes
 
 
 def assumed_share(goal: Goal) -> float:
-    """What a search takes every link to carry of what it would carry uncoded."""
+    """Share of the uncoded bytes that a search assumes on every link."""
     return min(share_of(codec) for codec in goal.codecs)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCodec:
-    """What a link carries, and why."""
+    """The codec of a link, and why."""
 
     codec: str
     reason: str
@@ -57,15 +57,15 @@ class LinkCodec:
 
 @dataclass(frozen=True, slots=True)
 class LineLoad:
-    """For how long one stage's lines are busy with a microbatch."""
+    """Time that one stage's lines are busy with a microbatch."""
 
     up_seconds: float
-    """What it sends, over its own line; to both neighbours."""
+    """Sending to both neighbours, over the provider's own line."""
     down_seconds: float
     line_seconds: float
-    """The line between it and the stage before, of both directions the slower."""
+    """The line to the stage before, in its slower direction."""
     way_seconds: float
-    """What a microbatch spends on that line, there and back."""
+    """Time of a microbatch on that line, both ways."""
 
     @property
     def busiest_seconds(self) -> float:
@@ -74,12 +74,12 @@ class LineLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Between a stage and the next: what crosses there, and over which line."""
+    """Link between a stage and the next: its traffic and its lines."""
 
     forward_bytes: float
     backward_bytes: float
     plain_forward_bytes: float
-    """Of these, what no codec makes smaller."""
+    """The part of these that no codec makes smaller."""
     plain_backward_bytes: float
     there: Line
     back: Line
@@ -87,7 +87,7 @@ class _Link:
     """Whether the stages are on different machines."""
 
     def carried(self, codec: str) -> tuple[float, float]:
-        """Bytes of a microbatch, forth and back."""
+        """Forward and backward bytes of a microbatch."""
         share = share_of(codec)
         return (
             share * self.forward_bytes + (1 - share) * self.plain_forward_bytes,
@@ -101,9 +101,9 @@ class ClusterLines:
 
     links: tuple[_Link, ...]
     rates: tuple[tuple[float, float], ...]
-    """Of each stage's own line, up and down."""
+    """Upload and download rate of each stage's provider."""
     fed: tuple[float, ...]
-    """Of each stage, bytes that the coordinator sends it over a line."""
+    """Bytes that the coordinator sends to each stage over a line."""
 
     @classmethod
     def of(cls, model: ModelCosts, network: Network, order: Sequence[Provider], cuts: Sequence[int]) -> Self:
@@ -130,7 +130,7 @@ class ClusterLines:
         )
 
     def loads(self, codecs: Sequence[str]) -> list[LineLoad]:
-        """Of every stage, with these codecs on its links."""
+        """The load of every stage, with these codecs on its links."""
         carried = [link.carried(codec) for link, codec in zip(self.links, codecs, strict=True)]
         found = []
         for number, (up_rate, down_rate) in enumerate(self.rates):
@@ -150,7 +150,7 @@ class ClusterLines:
 
 
 def choose_codecs(lines: ClusterLines, goal: Goal, compute: Sequence[float], in_flight: int) -> list[LinkCodec]:
-    """The codec of each link of a cluster whose stages compute for so long, with so many microbatches in flight."""
+    """The codec of each link, given the seconds that each stage computes and the number of microbatches in flight."""
     links = len(lines.links)
     choices = [_choices(goal, link) for link in lines.links]
     if len(goal.codecs) == 1:
@@ -159,9 +159,9 @@ def choose_codecs(lines: ClusterLines, goal: Goal, compute: Sequence[float], in_
     tightest = lines.loads(chosen)
     computing = sum(compute)
     slowest = max([*compute, *(load.busiest_seconds for load in tightest)])
-    # With fewer in flight than the way is long, each microbatch waits for one to come back.
+    # With too few in flight for the round trip, each microbatch waits for one to come back.
     period = max(slowest, (computing + sum(load.way_seconds for load in tightest)) / in_flight)
-    # All of them a little before one of them much: where two links share a machine's line, both should lose little.
+    # All links improve by one step before any improves by two: two links may share a machine's line.
     for better in reversed(goal.codecs[:-1]):
         for link in (k for k in range(links) if better in choices[k]):
             tried = [*chosen[:link], better, *chosen[link + 1 :]]
@@ -174,7 +174,7 @@ def choose_codecs(lines: ClusterLines, goal: Goal, compute: Sequence[float], in_
 
 
 def _choices(goal: Goal, link: _Link) -> tuple[str, ...]:
-    """What a link may have, the one that loses and costs least first."""
+    """The codecs that a link may have, the most precise and cheapest first."""
     if len(goal.codecs) == 1:
         return goal.codecs
     if not link.apart:
@@ -187,7 +187,7 @@ _CLOSE: Final = 1 + 1e-9
 
 
 def _busy(loads: Sequence[LineLoad], link: int) -> float:
-    """For how long a link keeps its own line, or a line at one of its ends, busy."""
+    """Time that a link keeps its own line, or a line at one of its ends, busy."""
     before, after = loads[link], loads[link + 1]
     return max(before.up_seconds, before.down_seconds, after.busiest_seconds)
 

@@ -1,4 +1,4 @@
-"""Plan of a run: its clusters, their stages, and who averages what with whom. This tree is what is deployed.
+"""Plan of a run: its clusters, their stages and its rings. This tree is what is deployed.
 
 The name of a provider stands in the cost of its stage and nowhere else: standbys, the cluster of a provider and the
 owners of the rings follow from it. So replacing a provider is one edit (`Plan.with_takers`).
@@ -73,7 +73,7 @@ class ClusterPlan:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Where the model is cut."""
+        """The places of the model at which the cluster is cut."""
         return tuple(stage.start for stage in self.stages[1:])
 
     @property
@@ -96,7 +96,7 @@ class RingPlan:
     fragment: int
     """Counted from 0."""
     owners: tuple[str, ...]
-    """One of each cluster; each sends to the next, and the last to the first."""
+    """One provider of each cluster; each sends to the next, and the last to the first."""
     tensors: RingTensors
 
 
@@ -112,7 +112,7 @@ class RingStages:
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What a plan was made from. Later decisions about the plan start from here."""
+    """Inputs of a plan, from which later decisions about it start."""
 
     model: ModelCosts
     goal: Goal
@@ -128,7 +128,7 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run deploys."""
+    """The plan that a run deploys."""
 
     clusters: tuple[ClusterPlan, ...]
     reason: str
@@ -136,13 +136,13 @@ class Plan:
     steady_samples_per_second: float
     """Predicted rate of all clusters, with the planned number in flight."""
     score: float
-    """What the plan was chosen by: see `Proposal.score`."""
+    """Figure by which the plan was chosen: see `Proposal.score`."""
     limit: str = ""
     """The shared resource that limits the clusters; empty where each is limited by itself alone."""
     averaging_seconds: float = 0.0
     """Duration of one round of averaging of everything."""
     ring_stages: tuple[RingStages, ...] = ()
-    """None where there is one cluster."""
+    """Empty if there is one cluster."""
     round_seconds: float = 0.0
     """Predicted duration of a round of the fragment that takes longest."""
     average_every: int = 0
@@ -156,17 +156,17 @@ class Plan:
 
     @property
     def predicted_samples_per_second(self) -> float:
-        """Over the whole run."""
+        """Predicted rate over the whole run."""
         return self.slowed * self.steady_samples_per_second
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
-        """Of all clusters, one cluster after the other."""
+        """The stages of all clusters, one cluster after the other."""
         return tuple(stage for cluster in self.clusters for stage in cluster.stages)
 
     @property
     def cluster_of(self) -> dict[str, int]:
-        """By provider, the cluster that it has a stage of."""
+        """The cluster of each provider that holds a stage."""
         return {stage.node: cluster.id for cluster in self.clusters for stage in cluster.stages}
 
     @property
@@ -208,7 +208,7 @@ class Plan:
         return self.proposal_of(range(len(self.clusters)))
 
     def proposal_of(self, clusters: Collection[int]) -> Proposal:
-        """The same for a part of the clusters: providers of the others stand by."""
+        """The same for some of the clusters; providers of the others become standbys."""
         kept = [self.clusters[number] for number in clusters]
         whole = len(kept) == len(self.clusters)
         busy = {name for cluster in kept for name in cluster.providers}
@@ -225,10 +225,9 @@ class Plan:
         )
 
     def with_takers(self, cluster: int, takers: Mapping[int, str], known: Mapping[str, Provider]) -> "Plan":
-        """The plan in which these providers have taken stages of a cluster, by number, as they are.
+        """The plan in which these providers have taken over stages of a cluster, by number, without a change of cuts.
 
-        `known` are machines that may have joined after the plan was made: the takers among them become part of the
-        plan's basis.
+        `known` are machines that may have joined after the plan was made: the takers among them join the plan's basis.
         """
         old = self.clusters[cluster]
         stages = tuple(
@@ -241,7 +240,7 @@ class Plan:
         return replace(self, clusters=tuple(clusters), basis=basis)
 
     def without_owners_of(self, cluster: int) -> "Plan":
-        """The plan in which no provider of this cluster owns anything that is averaged."""
+        """The plan in which no provider of this cluster takes part in a ring."""
         rings = tuple(
             replace(ring, stages=tuple(owner for owner in ring.stages if owner[0] != cluster))
             for ring in self.ring_stages
@@ -252,7 +251,7 @@ class Plan:
 def stages_of(
     graph: PortableGraph, cluster: Cluster, number: int = 0, split_backward: Sequence[bool] = ()
 ) -> tuple[StagePlan, ...]:
-    """The stages of this cluster, the plan's first or another, in order, cut from the whole model's graph."""
+    """The stages of cluster `number`, in order, cut from the graph of the whole model."""
     parts = split(graph, [stage.start for stage in cluster.stages[1:]])
     return tuple(
         StagePlan(
@@ -269,7 +268,7 @@ def stages_of(
 
 
 def role_of(stage: int, stages: int) -> str:
-    """The glossary's name for a place in the cluster; a single stage is root and leaf in one."""
+    """The role of a stage, as the glossary names it; a single stage is both root and leaf."""
     if stages == 1:
         return "root+leaf"
     return "root" if stage == 0 else "leaf" if stage == stages - 1 else "stem"

@@ -1,4 +1,4 @@
-"""The machines as the planner sees them: what each computes and holds, and how fast two of them talk."""
+"""Planning problem: the machines, the lines between them, and the goal that the job and its requester set."""
 
 import math
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from typing import Final
 from ravnest.version_policy import DEFAULT_POLICY, POLICIES, VersionPolicy
 
 Pair = tuple[str, str]
-"""From whom, and to whom."""
+"""Sender and receiver."""
 
 NO_LIMIT: Final = math.inf
 
 RELAY_SECONDS: Final = 10e-3
-"""Added to the way of what the coordinator passes on: it takes a frame in, and sends it when its line is free."""
+"""Latency that the coordinator adds to a frame that it relays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +23,13 @@ class Provider:
     name: str
     memory_bytes: int
     compute_speed: float = 1.0
-    """Of products and convolutions."""
+    """For products and convolutions."""
     memory_speed: float = 1.0
-    """Of everything that is limited by moving bytes: the other operators, and updates."""
+    """For everything that is limited by moving bytes: the other operators, and updates."""
     operator_seconds: float = 0.0
-    """What starting an operator and its backward takes at least, however little they compute: on a GPU, most of it."""
+    """Minimum time of an operator and its backward: on a GPU, starting small operators takes most of the time."""
     min_stage_seconds: float = 0.0
-    """What a forward and a backward take at least, however small the stage: of a machine that pretends so."""
+    """Minimum time of a forward and a backward of any stage, on a machine that pretends to be slower."""
     up_bytes_per_second: float = NO_LIMIT
     down_bytes_per_second: float = NO_LIMIT
     latency_seconds: float = 0.0
@@ -37,12 +37,12 @@ class Provider:
     reachable: bool = True
     """Whether other machines can dial it."""
     reliability: float = 1.0
-    """How likely it is there when it is needed."""
+    """Probability that the machine is there when it is needed, see `planner/reliability.py`."""
     host: str = ""
-    """Providers of the same host share its cores, and talk over no line; none: it is a host of its own."""
+    """Providers of the same host share its cores and have no line between them; empty: a host of its own."""
     cores: int = 1
     threads: float = 1
-    """Cores that it keeps busy while it computes."""
+    """Cores that the provider keeps busy while it computes."""
 
     @property
     def machine(self) -> str:
@@ -51,7 +51,7 @@ class Provider:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """From one machine to another: what it carries in a second, and how long a byte takes."""
+    """Bandwidth and latency from one machine to another."""
 
     bytes_per_second: float = NO_LIMIT
     latency_seconds: float = 0.0
@@ -59,7 +59,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """The coordinator's machine: it feeds every cluster, and passes on what two machines cannot send directly."""
+    """The coordinator's machine: it feeds every cluster, and relays between machines that cannot connect directly."""
 
     host: str = ""
     up_bytes_per_second: float = NO_LIMIT
@@ -68,20 +68,20 @@ class Requester:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What is known of the lines: those that were measured, and for the others what both ends say of themselves."""
+    """The lines: those that were measured; others are estimated from the figures of both ends."""
 
     measured: Mapping[Pair, Line] = field(default_factory=dict)
     requester: Requester = field(default_factory=Requester)
 
     def line(self, sender: Provider, receiver: Provider) -> Line:
-        """What carries bytes from one to the other."""
+        """The line from one provider to another."""
         if sender.machine == receiver.machine:
             return Line()
         found = self.measured.get((sender.name, receiver.name))
         if found is not None:
             return found
         rate = min(sender.up_bytes_per_second, receiver.down_bytes_per_second)
-        # By way of the coordinator: the straight way is hardly longer, and is known once it was measured.
+        # The way over the coordinator: the direct one is hardly longer, and is known once it was measured.
         latency = sender.latency_seconds + receiver.latency_seconds
         if self.relayed(sender, receiver):
             rate = min(rate, self.requester.up_bytes_per_second, self.requester.down_bytes_per_second)
@@ -89,40 +89,40 @@ class Network:
         return Line(rate, latency)
 
     def relayed(self, one: Provider, other: Provider) -> bool:
-        """Whether the coordinator passes on what these two send one another."""
+        """Whether the coordinator relays between these two."""
         return not (one.reachable or other.reachable) and one.machine != other.machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What the job and its requester fix about a plan."""
+    """Settings of the job and its requester that a plan keeps to."""
 
     in_flight: int | None = None
-    """Microbatches in flight in a cluster, where they are set."""
+    """Microbatches in flight in a cluster; None: the planner chooses."""
     max_staleness: int | None = None
-    """A bound that always holds."""
+    """Hard bound on staleness, in updates."""
     accumulate: int = 1
     versions: str = DEFAULT_POLICY
-    """Which weights a backward sees, and what is kept for it: the name of a policy."""
+    """Name of the version policy: the weights that a backward sees, and the state kept for it."""
     predicts: bool = False
-    """Forwards use predicted weights, which are kept beside the newest."""
+    """Whether forwards use predicted weights, which are kept in addition to the newest."""
     average_every: int = 100
     """Microbatches of a cluster between two rounds of averaging."""
     average_share: float = 1.0
-    """What travels in a round for each byte of a parameter: the codec makes it less."""
+    """Bytes sent in a round for each byte of a parameter, after the codec."""
     average_memory: float = 0.0
-    """Bytes that averaging takes for each byte of a parameter, on every provider of several clusters."""
+    """Bytes of memory that averaging needs for each byte of a parameter, if there are several clusters."""
     blocking: bool = False
-    """Training waits for a round, instead of going on beside it."""
+    """Whether training waits for a round; otherwise rounds run in the background."""
     codecs: tuple[str, ...] = ("float32",)
-    """Of activations and gradients, the one that loses least first: one of them is chosen for each link, from what its
-    line carries. One alone: on every link."""
+    """Codecs of activations and gradients, the most precise first. Each link gets one, by the rate of its line; a
+    single codec is used on every link."""
     min_clusters: int = 1
     max_clusters: int | None = None
     min_stages: int = 1
-    """Of a cluster; with `min_stages` as many as there are providers, each gets a stage."""
+    """Minimum stages of a cluster; equal to the number of providers, each of them gets a stage."""
     min_providers: int = 0
-    """So many have a stage, in whichever cluster; only where the number of clusters is set."""
+    """Minimum number of providers with a stage, over all clusters; only if the number of clusters is set."""
 
     def __post_init__(self) -> None:
         assert self.max_clusters is None or self.min_clusters <= self.max_clusters
@@ -130,16 +130,16 @@ class Goal:
 
     @property
     def max_in_flight(self) -> int:
-        """As many as the bounds on staleness and on versions allow, and never more than MAX_IN_FLIGHT."""
-        most = MAX_IN_FLIGHT if self.in_flight is None else self.in_flight
-        return most if self.bound_in_flight is None else min(most, self.bound_in_flight)
+        """The most microbatches in flight that staleness, versions and MAX_IN_FLIGHT allow."""
+        wanted = MAX_IN_FLIGHT if self.in_flight is None else self.in_flight
+        return wanted if self.bound_in_flight is None else min(wanted, self.bound_in_flight)
 
     @property
     def bound_in_flight(self) -> int | None:
-        """As many as may ever be in flight, whatever is chosen later; None where nothing bounds them."""
+        """Hard bound on microbatches in flight, which holds for later decisions too; None if there is none."""
         bounds = []
         if self.max_staleness is not None:
-            # Gradients of `accumulate` microbatches make an update, and the first of them may have come before.
+            # `accumulate` microbatches make an update, and the first of them may have come before.
             bounds.append(self.max_staleness * self.accumulate + 1)
         if self.policy.within_accumulate:
             bounds.append(self.accumulate)
@@ -150,17 +150,16 @@ class Goal:
         return POLICIES[self.versions]
 
     def worth(self, in_flight: int) -> float:
-        """What a sample is worth that was trained on with so many in flight, against one that was not stale.
+        """Worth of a sample trained on with this many in flight, relative to a sample without staleness.
 
-        Up to STALENESS_BOUND staleness costs nothing here: it is what every pipeline has. Beyond it, every further
-        update costs STALENESS_COST.
+        Staleness up to STALENESS_BOUND is free: every pipeline has it. Beyond, each update costs STALENESS_COST.
         """
         beyond = max(0.0, (in_flight - 1) / self.accumulate - STALENESS_BOUND)
         return 1.0 / (1.0 + STALENESS_COST * beyond)
 
 
 MAX_IN_FLIGHT: Final = 40
-"""What eight stages need to be busy behind lines of 20 Mbit/s and 100 ms that stand still for 0.3 s every ten seconds:
-with 32 they were for 0.91 to 0.95 of the time (tests/planner/in_flight/test_flight_cells.py, benchmarks/RESULTS.md)."""
+"""Keeps eight stages busy behind lines of 20 Mbit/s and 100 ms that pause for 0.3 s every ten seconds; with 32, they
+were busy for 0.91 to 0.95 of the time (tests/planner/in_flight/test_flight_cells.py, benchmarks/RESULTS.md)."""
 STALENESS_BOUND: Final = 8
 STALENESS_COST: Final = 0.02

@@ -25,8 +25,8 @@ class Proposal:
     """Duration of one round."""
     predicted_samples_per_second: float
     score: float
-    """What proposals are compared by: the rate if training waited for every round, less the cost of staleness beyond
-    the bound."""
+    """Figure by which proposals are compared: the rate if training waited for every round, less the cost of staleness
+    beyond the bound."""
     limit: str
     """The shared resource that limits the clusters; empty where each is limited by itself alone."""
 

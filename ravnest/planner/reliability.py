@@ -32,7 +32,7 @@ MIN_EXPECTED_ABSENT: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """What a swarm saw of one machine, over all its stays."""
+    """Counts of one machine's presence in a swarm, over all its stays."""
 
     stays: int = 0
     connected_seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""What several clusters do together: the cores and lines they share, and what averaging takes."""
+"""Limits that clusters share: the cores of hosts, the requester's line, and the cost of averaging."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,36 +12,38 @@ class Totals:
     """The rates of clusters that train one model together."""
 
     rates: tuple[float, ...]
-    """Samples a second of each, beside the others."""
+    """Samples per second of each while the others train too."""
     averaging_seconds: float
-    """What one round takes."""
+    """Duration of one round."""
     samples_per_second: float
-    """Of all of them, with what averaging takes of their lines, or of their time where they wait for it."""
+    """Rate of all clusters, less the cost of averaging: of lines in the background, of time where training waits."""
     score: float
-    """What a plan is chosen by: as if they waited for every round, so that rounds that take long count against it, and
-    less what staleness beyond the bound takes."""
+    """Figure by which plans are compared: the rate if training waited for every round, so that long rounds count
+    against a plan, less the cost of staleness beyond the bound."""
     limit: str
-    """What they share that holds them back; empty where nothing does."""
+    """The shared resource that limits the clusters; empty if there is none."""
 
 
 def totals(goal: Goal, network: Network, providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> Totals:
-    """The rates of these clusters beside one another."""
+    """The rates of these clusters when all of them train."""
     rates, limit = _sharing_hosts(network, providers, clusters)
     rates, limit = _sharing_the_requester(network, clusters, rates, limit)
     together = sum(rates)
     averaging = averaging_seconds(goal, providers, clusters)
     kept, predicted = 1.0, together
     if averaging and together:
-        # A round comes after so many microbatches of each cluster, on average.
+        # Clusters differ in their rates: `average_every` microbatches of each on average.
         between = goal.average_every * sum(c.samples for c in clusters) / together
         kept = between / (between + averaging)
-        predicted = together * kept if goal.blocking else _beside_rounds(goal, providers, clusters, rates, between)
+        predicted = (
+            together * kept if goal.blocking else _with_background_rounds(goal, providers, clusters, rates, between)
+        )
     worth = sum(rate * goal.worth(cluster.needed_in_flight) for rate, cluster in zip(rates, clusters, strict=True))
     return Totals(rates, averaging, predicted, worth * kept, limit)
 
 
 def averaging_seconds(goal: Goal, providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> float:
-    """How long a round takes: every node sends and receives 2(C-1)/C of its stage, all rings at once."""
+    """Duration of a round: every provider sends and receives 2(C-1)/C of its stage, all rings at once."""
     count = len(clusters)
     if count < 2:
         return 0.0
@@ -49,21 +51,21 @@ def averaging_seconds(goal: Goal, providers: Mapping[str, Provider], clusters: S
 
 
 def _averaged(goal: Goal, providers: Mapping[str, Provider], clusters: int, stage: StageCost) -> float:
-    """How long a round keeps the line of a stage's provider busy."""
+    """Time that a round keeps the line of a stage's provider busy."""
     provider = providers[stage.provider]
     rate = min(provider.up_bytes_per_second, provider.down_bytes_per_second)
     return 2 * (clusters - 1) / clusters * goal.average_share * stage.parameter_bytes / rate
 
 
-def _beside_rounds(
+def _with_background_rounds(
     goal: Goal,
     providers: Mapping[str, Provider],
     clusters: Sequence[Cluster],
     rates: Sequence[float],
     between_seconds: float,
 ) -> float:
-    """What they train together while rounds go on in the background: a line that has to carry more than it can, of
-    training and of rounds, slows its cluster down."""
+    """Samples per second of all clusters while rounds run in the background: a line that is overloaded by training and
+    rounds together slows its cluster down."""
     together = 0.0
     for rate, cluster in zip(rates, clusters, strict=True):
         busiest = max(
@@ -78,7 +80,7 @@ def _beside_rounds(
 def _sharing_hosts(
     network: Network, providers: Mapping[str, Provider], clusters: Sequence[Cluster]
 ) -> tuple[tuple[float, ...], str]:
-    """Providers on one host share its cores: where they would be busier than it has cores, all of them slow down."""
+    """The rates with shared hosts: providers that need more cores than their host has all slow down."""
     busy: dict[str, dict[int, float]] = {}
     cores: dict[str, int] = {}
     for number, cluster in enumerate(clusters):
@@ -106,7 +108,7 @@ def _sharing_hosts(
 def _sharing_the_requester(
     network: Network, clusters: Sequence[Cluster], rates: tuple[float, ...], limit: str
 ) -> tuple[tuple[float, ...], str]:
-    """The requester's line carries what all clusters are fed, and what is relayed, which passes it both ways."""
+    """The rates with the requester's line, which carries all that is fed, and relayed frames both ways."""
     fed = relayed = 0.0
     for rate, cluster in zip(rates, clusters, strict=True):
         fed += rate / cluster.samples * sum(s.fed_bytes for s in cluster.stages)

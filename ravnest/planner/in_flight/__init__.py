@@ -1,4 +1,4 @@
-"""In flight: how many microbatches a cluster works on at a time, planned and then measured.
+"""In flight: the number of microbatches that a cluster works on at a time, planned and then controlled.
 
-May import the values and the cost model of the planner.
+May know the values and the cost model of the planner, not the search.
 """

@@ -1,4 +1,4 @@
-"""From what the stages of a cluster report, one by one, to how many microbatches it has in flight."""
+"""Control of the microbatches in flight in one cluster, from the counts that its stages report one by one."""
 
 import math
 from collections import deque
@@ -13,26 +13,26 @@ MIN_MICROBATCHES: Final = 4
 MIN_SECONDS: Final = 1.0
 WINDOW_MICROBATCHES: Final = 96
 WINDOW_SECONDS: Final = 4.0
-"""A window has at least so much of both, and forgets what came before it has the second lot."""
+"""Minimum length of a window, in both units; older counts are forgotten."""
 _CHANGED: Final = 0.02
-"""A second half that is so much slower or faster than the first, beyond what counting whole microbatches explains, is
-looked at by itself."""
+"""Relative difference between the halves of a window, beyond the error of counting whole microbatches, from which on
+the second half is taken alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCounts:
-    """What a stage has done up to a moment of its own clock."""
+    """Counts of a stage up to a moment of its own clock."""
 
     seconds: float
     forwards: int
     forward_seconds: float
     backwards: int
     backward_seconds: float
-    """With the updates that follow."""
+    """With the updates that follow them."""
     flight_seconds: float = 0.0
-    """That microbatches were between forward and backward."""
+    """Sum over microbatches of the time between forward and backward."""
     delay_seconds: float = 0.0
-    """Of the link to the next stage, lately."""
+    """Recent delay of the link to the next stage."""
 
 
 def _has_changed(history: Sequence[StageCounts]) -> bool:
@@ -46,30 +46,30 @@ def _has_changed(history: Sequence[StageCounts]) -> bool:
 
 
 class FlightControl:
-    """Of one cluster. `take` may be called whenever a stage reports, in any order."""
+    """Control of one cluster. `take` may be called whenever a stage reports, in any order of the stages."""
 
     def __init__(self, stages: int, limit: int, most: int, line_seconds: float = 0.0) -> None:
-        """`line_seconds` is the period where a line is the limit, by the plan."""
+        """`most` may ever be in flight. `line_seconds` is the planned period if a line is the limit, else 0."""
         self.limit = limit
         self.reason = ""
         self.period_seconds = 0.0
-        """From one microbatch to the next, lately; 0: not known."""
+        """Recent time from one microbatch to the next; 0 until it is known."""
         self.is_starved = False
-        """Whether the root is not fed as fast as it could go on."""
+        """Whether the root is fed more slowly than it could work."""
         self._most = most
         self._allowed: int | None = None
         self.wanted = limit
-        """What the limit would be if as many were allowed."""
+        """The limit if the learning rate allowed any number."""
         self._memory = when_planned(line_seconds)
         self._has_decided = False
         self._settled: int | None = None
-        """Microbatches of the root with which the limit of now has come to show; None: not known yet."""
+        """Microbatches of the root after which the current limit shows in the counts; None until it is known."""
         self._done = 0
         """Microbatches of the root."""
         self._counts: list[deque[StageCounts]] = [deque() for _ in range(stages)]
 
     def hold(self, most: int) -> bool:
-        """From now on there are at most so many, whatever is measured; whether that makes the limit lower."""
+        """Caps the limit for good; returns whether that lowers it."""
         self._most = max(1, most)
         self.wanted = min(self.wanted, self._most)
         if self.limit <= self._most:
@@ -79,9 +79,9 @@ class FlightControl:
         return True
 
     def allow(self, most: int) -> bool:
-        """For now there may be so many, however many are enough; whether that changes the limit.
+        """Caps the limit for the time being; returns whether that changes it.
 
-        It says nothing of this cluster: as more are allowed, there are as many again as there were.
+        The cap says nothing about this cluster: when it rises, the limit returns to its earlier value.
         """
         self._allowed, before = max(1, most), self.limit
         self.limit = min(self.wanted, self._allowed)
@@ -93,22 +93,22 @@ class FlightControl:
 
     @property
     def is_held(self) -> bool:
-        """Whether more might be in flight, and are not allowed."""
+        """Whether the temporary cap keeps the limit down."""
         return self._allowed is not None and self._allowed <= self.limit < self._most
 
     def restart(self) -> None:
-        """Training stood still, or will: what was counted so far says nothing of how fast it is."""
+        """Forgets all counts: training stood still, or will, so that they do not show its rate."""
         self._settled = None
         for counts in self._counts:
             counts.clear()
 
     def take(self, stage: int, counts: StageCounts) -> FlightDecision | None:
-        """What a stage has counted so far; a decision where there is to be another number from now on."""
+        """Takes a stage's counts; returns a decision if the limit is to change."""
         if not self._has_decided:
             self._note_delay(stage, counts.delay_seconds)
         if not stage:
             if counts.backwards < self._done:
-                # It counts anew.
+                # The root has started to count from zero.
                 self.restart()
             self._done = counts.backwards
             if self._settled is None:
@@ -116,7 +116,7 @@ class FlightControl:
             if counts.backwards < self._settled:
                 return None
         if self._settled is None or (stage and not self._counts[0]):
-            # What is in flight began with another number.
+            # The microbatches in flight started with another limit.
             return None
         history = self._counts[stage]
         if history and counts.backwards < history[-1].backwards:
@@ -135,33 +135,33 @@ class FlightControl:
         most = self._most if self._allowed is None else min(self._most, self._allowed)
         decided = decide_flight(seen, self._memory, most)
         self._memory, self.reason = decided.memory, decided.reason
-        if decided.afresh:
+        if decided.forgets_counts:
             self._counts = [deque(list(each)[-1:]) for each in self._counts]
         if decided.limit == self.limit:
             return None
         self.restart()
-        # Those that were in flight before have to come back before the limit of now shows.
+        # The new limit shows once all microbatches in flight have come back.
         self._settled = counts.backwards + max(self.limit, decided.limit) + 1
         self.limit = self.wanted = decided.limit
         return decided
 
     def _note_delay(self, stage: int, seconds: float) -> None:
-        """The first microbatches on a line wait for no other: what they took is worth knowing before all else is."""
+        """Keeps the shortest delay of a link from the start: the first microbatches on a line wait for no other."""
         known = list(self._memory.delays or [math.inf] * (len(self._counts) - 1))
         if stage < len(known) and seconds > 0:
             known[stage] = min(known[stage], seconds)
             self._memory = replace(self._memory, delays=tuple(known))
 
     def _forget(self, history: deque[StageCounts]) -> None:
-        least = max(WINDOW_MICROBATCHES, 4 * self.limit)
+        window = max(WINDOW_MICROBATCHES, 4 * self.limit)
         while len(history) > 2:
             last, second = history[-1], history[1]
-            if last.backwards - second.backwards < least or last.seconds - second.seconds < WINDOW_SECONDS:
+            if last.backwards - second.backwards < window or last.seconds - second.seconds < WINDOW_SECONDS:
                 break
             history.popleft()
 
     def _measures(self) -> FlightMeasures | None:
-        """What all stages did lately; None where that is too little to go by."""
+        """Measures of the window over all stages; None if it is too short."""
         seconds, periods = [], []
         for history in self._counts:
             if len(history) < 2:

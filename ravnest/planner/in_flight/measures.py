@@ -1,75 +1,75 @@
-"""What a cluster did while it had the same number of microbatches in flight, and how much that tells."""
+"""Measures of a cluster in a window with a constant number of microbatches in flight, and their precision."""
 
 from dataclasses import dataclass
 from typing import Final
 
 BUSY: Final = 0.985
-"""A stage that works for such a share of the time does not wait for microbatches."""
+"""Share of the time from which on a stage counts as never waiting for microbatches."""
 
 IDLE: Final = 0.975
-"""One that works less than that does."""
+"""Share of the time below which a stage counts as waiting."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlightMeasures:
-    """What a cluster did in a window of time in which it had the same number in flight."""
+    """Measures of a cluster in one window."""
 
     limit: int
     seconds: tuple[float, ...]
-    """Of each stage, what it computed for one microbatch."""
+    """Computation of each stage for one microbatch."""
     delays: tuple[float, ...]
-    """Of each link, what a microbatch spent on the way there and back, of late, if it hardly waited for the line."""
+    """Recent delay of each link, both ways, with hardly any queueing."""
     period_seconds: float
-    """From one microbatch to the next."""
+    """Time from one microbatch to the next."""
     flying: float
-    """How many were between forward and backward at the root, on average."""
+    """Average number between forward and backward at the root."""
     microbatches: int
-    """In the window."""
+    """Number in the window."""
     at_seconds: float = 0.0
     """The end of the window, on the root's clock."""
 
     @property
     def slowest_seconds(self) -> float:
-        """More than nothing, whatever stages say."""
+        """Time of the slowest stage; above 0 even if stages report nonsense."""
         return max(1e-6, *self.seconds)
 
     @property
     def busy(self) -> float:
-        """Of the slowest stage, the share of the time that it worked."""
+        """Share of the time that the slowest stage worked."""
         return min(1.0, self.slowest_seconds / self.period_seconds)
 
     @property
     def noise(self) -> float:
-        """By which share rates of this window may be wrong: half a microbatch, and more where they come in bursts, all
-        that are in flight one behind the other and then none for a while."""
+        """Relative error of a rate in this window: half a microbatch, and more if they come in bursts of all that are
+        in flight."""
         return max(0.5, (1 - self.busy) * self.limit / 4) / self.microbatches
 
     @property
     def is_full(self) -> bool:
-        """Whether it tells small differences."""
+        """Whether the window is long enough to show small differences."""
         return self.microbatches >= max(24, 2 * self.limit)
 
     @property
     def is_long(self) -> bool:
-        """Whether it is as clear as it gets."""
+        """Whether a longer window would show no more."""
         return self.microbatches >= max(60, 3 * self.limit)
 
     @property
     def is_idle(self) -> bool:
-        """Whether the slowest stage clearly waits at times."""
+        """Whether the slowest stage clearly waits part of the time."""
         return self.busy < IDLE - self.noise
 
     @property
     def is_busy(self) -> bool:
-        """Whether it clearly does not."""
+        """Whether the slowest stage clearly never waits."""
         return self.is_full and self.busy >= BUSY - self.noise
 
     @property
     def is_starved(self) -> bool:
-        """Whether the root often had fewer in flight than it might: it is not fed as fast as it could go on."""
+        """Whether the root often had fewer in flight than allowed: it is fed more slowly than it could work."""
         root = min(1.0, self.seconds[0] / self.period_seconds)
         return self.flying < 0.9 * (self.limit - root) - 0.3
 
     def way_seconds(self, delays: tuple[float, ...]) -> float:
-        """What a microbatch takes through all stages and back when it waits nowhere."""
+        """Round trip of a microbatch that waits nowhere."""
         return sum(self.seconds) + sum(delays)

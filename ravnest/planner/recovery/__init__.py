@@ -1,4 +1,4 @@
-"""Recovery: what to do when a provider is lost, joins or becomes slow.
+"""Recovery: decisions when a provider is lost, joins or becomes slow.
 
-May import `search`.
+May know the plan and the search.
 """

@@ -1,8 +1,8 @@
-"""Who takes a stage whose provider is lost, or what else is to be done: a warm standby, a fit one, a new plan, or none.
+"""Replacement of a lost stage: by a warm standby, by one that has the memory for it, by a new plan, or none.
 
-A standby that takes the stage as it is lets the others keep theirs; a new cut makes everybody fetch. So a standby that
-has the stage at hand takes it even if the cluster is somewhat slower then; one that has to fetch it, only where a new
-cut would give no more.
+A standby that takes over the stage lets the other providers keep theirs, whereas with a new cut they all fetch. So a
+warm standby takes over even if the cluster becomes somewhat slower, and one that has to fetch the stage only if a new
+cut would not be faster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from ravnest.planner.search.same_cuts import cuts_of, same_cuts
 from ravnest.units import sample_rate
 
 WARM_SHARE: Final = 0.8
-"""Of the rate before, or of what a new cut would give, that is enough of a standby with the stage at hand: cutting anew
-costs more than that until the next machine is lost. An assumption, until recoveries are measured."""
+"""Share of the rate before, or of the rate with a new cut, that is enough for a warm standby: a new cut costs more than
+the rest until the next loss. An assumption, until recoveries are measured."""
 
 UNHURT_SHARE: Final = 0.95
-"""Of the rate before, that is enough of a standby that has to fetch the stage, without looking for anything else."""
+"""Share of the rate before that is enough for a standby that has to fetch the stage, without a search for a new cut."""
 
 Kind = Literal["takes", "reform", "wait"]
 
@@ -31,74 +31,74 @@ class Candidacy:
 
     provider: Provider
     is_warm: bool
-    """Whether it has this very stage at hand."""
+    """Whether it has fetched this stage already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A standby for a lost stage."""
+    """A standby for a lost stage, with the rate of the cluster that takes it in."""
 
     name: str
     is_warm: bool
-    """Whether it has this very stage at hand."""
+    """Whether it has fetched this stage already."""
     samples_per_second: float | None
-    """Of the cluster with it in the place of the lost one; None where its memory does not hold the stage."""
+    """Rate of the cluster with it in place of the lost provider; None if its memory does not hold the stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recut:
-    """What the run would reach with a new plan, when no standby takes the stage as it is."""
+    """The alternative of a new plan."""
 
     samples_per_second: float | None
-    """Beyond the other clusters' rates; None where nobody can hold the model any more."""
+    """Rate in addition to the other clusters; None if the remaining providers cannot hold the model."""
     words: str
 
 
 @dataclass(frozen=True, slots=True)
 class Taking:
-    """What is to be done about a lost stage, and why."""
+    """The decision about a lost stage, and why."""
 
     kind: Kind
-    """`takes`: `taker` has the stage as it is. `reform`: the model is cut anew over those who are left, or the cluster
-    is dissolved. `wait`: nobody can hold the model now."""
+    """`takes`: `taker` takes over the stage. `reform`: the model is cut again for the remaining providers, or the
+    cluster is dissolved. `wait`: the remaining providers cannot hold the model."""
     taker: str | None
     reason: str
 
 
 def choose_taker(lost: str, candidates: Sequence[Candidate], before: float, recut: Recut | None) -> Taking:
-    """Who takes the stage of `lost`, in a cluster that had `before` samples a second.
+    """The replacement for the stage of `lost`, in a cluster that had `before` samples per second.
 
-    While no `recut` was looked for, a standby takes the stage only if it leaves the cluster about as fast as it was;
-    kind `reform` says then that one has to be looked for. The same arguments always give the same answer.
+    Without a `recut`, a standby takes over only if the cluster stays about as fast as it was; the kind `reform` then
+    asks for a search for one. The same arguments always give the same answer.
     """
     fit = [candidate for candidate in candidates if candidate.samples_per_second is not None]
     in_turn = sorted(fit, key=lambda c: (not c.is_warm, -(c.samples_per_second or 0.0), c.name))
     others = recut.samples_per_second if recut is not None else None
     for candidate in in_turn:
         rate = candidate.samples_per_second or 0.0
-        at_hand = "has the stage at hand" if candidate.is_warm else "has the memory for the stage, and fetches it"
-        what = f"{candidate.name} takes the stage of {lost}: it {at_hand}"
+        state = "is warm for the stage" if candidate.is_warm else "has the memory for the stage, and fetches it"
+        what = f"{candidate.name} takes over the stage of {lost}: it {state}"
         if rate >= before * (WARM_SHARE if candidate.is_warm else UNHURT_SHARE):
             reason = f"{what}, with {sample_rate(rate)} samples/s ({sample_rate(before)} before)"
             return Taking("takes", candidate.name, reason)
         if recut is None:
             continue
         if others is None:
-            reason = f"{what}, with {sample_rate(rate)} samples/s; without it nobody could hold the model"
+            reason = f"{what}, with {sample_rate(rate)} samples/s; without it, the model would not fit"
             return Taking("takes", candidate.name, reason)
         if rate >= others * (WARM_SHARE if candidate.is_warm else 1.0):
             reason = f"{what}, with {sample_rate(rate)} samples/s; a new cut would give {sample_rate(others)}"
             return Taking("takes", candidate.name, reason)
-    nobody = _nobody(lost, candidates, in_turn)
+    why_none = _why_none(lost, candidates, in_turn)
     if recut is None:
-        return Taking("reform", None, f"{nobody}: what a new cut would give is to be found")
+        return Taking("reform", None, f"{why_none}: the rate of a new cut is to be found")
     if others is None:
-        return Taking("wait", None, f"{nobody}; {recut.words}")
-    return Taking("reform", None, f"{nobody} as well as a new cut, with {sample_rate(others)} samples/s: {recut.words}")
+        return Taking("wait", None, f"{why_none}; {recut.words}")
+    return Taking("reform", None, f"{why_none}; a new cut gives {sample_rate(others)} samples/s: {recut.words}")
 
 
 def candidates_for(basis: Basis, cluster: Cluster, lost: str, standbys: Mapping[str, Candidacy]) -> list[Candidate]:
-    """What each standby would make of a cluster in the place of `lost`, with the stages cut as they are."""
+    """For each standby, the cluster with it in place of `lost` and unchanged cuts."""
     cuts = cuts_of(basis.model, cluster)
     found = []
     for name, each in sorted(standbys.items()):
@@ -108,9 +108,9 @@ def candidates_for(basis: Basis, cluster: Cluster, lost: str, standbys: Mapping[
     return found
 
 
-def _nobody(lost: str, candidates: Sequence[Candidate], fit: Sequence[Candidate]) -> str:
+def _why_none(lost: str, candidates: Sequence[Candidate], fit: Sequence[Candidate]) -> str:
     if not candidates:
-        return f"nobody stands by to take the stage of {lost}"
+        return f"there is no standby for the stage of {lost}"
     if not fit:
-        return f"none of those who stand by has the memory for the stage of {lost}"
-    return f"none of those who stand by takes the stage of {lost}"
+        return f"no standby has the memory for the stage of {lost}"
+    return f"no standby takes over the stage of {lost} without a loss of rate"

@@ -1,4 +1,4 @@
-"""Who keeps the copy of a stage's state from which the stage returns when its provider is lost."""
+"""Holder of a stage's replica: the provider that keeps a copy of its state, for the case that its provider is lost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who keeps a stage's part of each replica beside its own provider."""
+    """The provider that keeps a stage's part of each replica, in addition to the stage's own provider."""
 
     node: str | None
-    """None: nobody can."""
+    """None if no provider can."""
     reason: str
 
 
@@ -18,10 +18,10 @@ def choose_holders(
 ) -> dict[int, Holder]:
     """For each stage of a cluster, by its number, the holder of its parts.
 
-    `stages` are the providers from root to leaf, `standbys` those who are kept warm for a stage, the first choice
-    first, and `others` providers outside the cluster in the order in which they may be asked. A standby that would
-    take the stage has the weights there already; a neighbour has a link; somebody else keeps a stage safe that is
-    alone. Nobody holds its own part: that would be lost with it.
+    `stages` are the providers from root to leaf, `standbys` the providers kept warm for each stage, the first choice
+    first, and `others` providers outside the cluster in the order of preference. A warm standby has the weights
+    already, a neighbour has a link, and another provider protects a stage without either. No provider holds its own
+    part, which would be lost with it.
     """
     found = {}
     for number, node in enumerate(stages):
@@ -31,13 +31,11 @@ def choose_holders(
         if warm:
             found[number] = Holder(warm[0], f"{warm[0]} is kept warm for stage {number}")
         elif after:
-            found[number] = Holder(after[0], f"{after[0]} has the stage after stage {number}, and none is kept warm")
+            found[number] = Holder(after[0], f"{after[0]} has the stage after stage {number}, which has no standby")
         elif before:
-            found[number] = Holder(before[0], f"{before[0]} has the stage before the last, and none is kept warm")
+            found[number] = Holder(before[0], f"{before[0]} has the stage before the last, which has no standby")
         elif strangers:
-            found[number] = Holder(
-                strangers[0], f"{strangers[0]} is of another cluster, and {node} is alone in its own"
-            )
+            found[number] = Holder(strangers[0], f"{strangers[0]} is outside the cluster, in which {node} is alone")
         else:
-            found[number] = Holder(None, f"{node} is alone: nobody else can keep a copy of its stage")
+            found[number] = Holder(None, f"{node} is alone: no other provider can keep a copy of its stage")
     return found

@@ -1,4 +1,4 @@
-"""Which stage each standby is kept warm for: the least reliable ones first, wherever its memory holds the stage."""
+"""Assignment of standbys to stages that they are kept warm for: the stages of the least reliable providers first."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from ravnest.units import byte_size, megabits
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """A standby and the stage that it is to have at hand; none where its memory holds none."""
+    """A standby and the stage that it fetches in advance."""
 
     standby: str
     cluster: int | None
-    """Its number among the clusters that were given; None: no stage."""
+    """Its number among the given clusters; None if the standby's memory holds no stage."""
     stage: int | None
     provider: str
-    """Who holds the stage now; empty where there is none."""
+    """The provider that holds the stage now; empty without a stage."""
     reason: str
 
 
@@ -28,11 +28,11 @@ def assign_standbys(
     providers: Mapping[str, Provider],
     network: Network,
 ) -> dict[str, Warm]:
-    """For each standby the stage it is kept warm for, by the standby's name.
+    """For each standby, by name, the stage that it is kept warm for.
 
-    As many different stages as can be have a standby, the least reliable first, and of equally reliable ones the
-    largest; only then does one have a second. Of those with enough memory a stage has the one with the best lines to
-    its neighbours. The same arguments always give the same answer.
+    As many different stages as possible get a standby, the least reliable first, then the largest; only then does a
+    stage get a second one. Among the standbys with enough memory, a stage gets the one with the best lines to its
+    neighbours. The same arguments always give the same answer.
     """
     places = [_Place(k, n, cluster) for k, cluster in enumerate(clusters) for n in range(len(cluster.stages))]
 
@@ -77,7 +77,7 @@ class _Place:
 def _fitting(
     place: _Place, standbys: Sequence[Provider], providers: Mapping[str, Provider], network: Network
 ) -> list[str]:
-    """Those whose memory holds the stage, the one with the best lines first."""
+    """The standbys whose memory holds the stage, those with the best lines first."""
     fit = [standby for standby in standbys if standby.memory_bytes >= place.cost.memory_bytes]
 
     def rank(standby: Provider) -> tuple[float, float, float, str]:
@@ -88,24 +88,24 @@ def _fitting(
 
 
 def _line(place: _Place, standby: Provider, providers: Mapping[str, Provider], network: Network) -> tuple[float, float]:
-    """The slowest of its lines to and from the neighbours, and the way through all of them."""
+    """The slowest rate of its lines to and from the neighbours, and the sum of their latencies."""
     there = [providers[name] for name in place.neighbours if name in providers]
     lines = [network.line(*pair) for one in there for pair in ((standby, one), (one, standby))]
     if not lines:
-        # A stage alone talks to the coordinator only.
+        # A single stage is connected to the coordinator only.
         return min(standby.up_bytes_per_second, standby.down_bytes_per_second), 2 * standby.latency_seconds
     return min(line.bytes_per_second for line in lines), sum(line.latency_seconds for line in lines)
 
 
 def _matched(wanted: Mapping[_Place, Sequence[str]]) -> dict[_Place, str]:
-    """A standby for each place, in the order of the places: a later one never takes the last one that an earlier one
-    could have, but an earlier one makes room where it has another."""
+    """A standby for each place, in the order of the places. A place never loses its standby to a later one, but changes
+    to another one if that makes room for a later place."""
     holder: dict[str, _Place] = {}
     names = {name for each in wanted.values() for name in each}
     for place in wanted:
         if len(holder) == len(names):
             break
-        # The shortest chain of places, each of which would take the standby of the next.
+        # The shortest chain of places in which each takes the standby of the next.
         came_from: dict[str, _Place] = {}
         open_places = deque([place])
         freed: str | None = None
@@ -128,8 +128,12 @@ def _matched(wanted: Mapping[_Place, Sequence[str]]) -> dict[_Place, str]:
 
 def _warm(place: _Place, standby: Provider, trust: float, line: tuple[float, float], layer: int) -> Warm:
     cost = place.cost
-    rate = "no line between them" if line[0] == NO_LIMIT else f"{megabits(line[0])} Mbit/s to its neighbours"
-    which = "which has one already" if layer else "the least reliable that had none and fits"
+    rate = (
+        "on the same machine as its neighbours"
+        if line[0] == NO_LIMIT
+        else f"{megabits(line[0])} Mbit/s to its neighbours"
+    )
+    which = "which has a standby already" if layer else "the least reliable without a standby that fits"
     reason = (
         f"{standby.name} is kept warm for stage {place.stage} of cluster {place.cluster}, held by {cost.provider} "
         f"(reliability {trust:.2f}), {which}; {byte_size(standby.memory_bytes)} hold its "
@@ -140,7 +144,7 @@ def _warm(place: _Place, standby: Provider, trust: float, line: tuple[float, flo
 
 def _why_none(places: Sequence[_Place], standby: Provider) -> str:
     if not places:
-        return f"{standby.name} stands by: no cluster has a stage yet"
+        return f"{standby.name} is a standby: no cluster has a stage yet"
     least = min(place.cost.memory_bytes for place in places)
     return (
         f"{standby.name} is kept warm for no stage: it lends {byte_size(standby.memory_bytes)}, and the smallest stage "

@@ -1,4 +1,4 @@
-"""Decision whether a running plan is given up for another one: what is gained against what the change costs.
+"""Decision whether another plan replaces the running one: its gain against the cost of the change.
 
 Both plans come from the same search. Deploying another plan stops all clusters until every provider has what it needs
 of its stage, so the other plan is worth its rate over the rest of the horizon, and must gain enough over the running
@@ -38,7 +38,7 @@ class Judgement:
     gain: float
     """Share of samples gained over the horizon; below 0 where there is a loss."""
     moved_bytes: float
-    """What all providers fetch together."""
+    """Bytes that all providers fetch together."""
     standstill_seconds: float
     reason: str
 
@@ -69,13 +69,13 @@ def worth_it(running: Plan, clusters: Collection[int], plan: Plan) -> Judgement:
 
 
 def held_pieces(clusters: Iterable[Cluster]) -> dict[str, Piece]:
-    """What each provider of these clusters holds."""
+    """The piece of the model that each provider of these clusters holds."""
     return {stage.provider: (stage.start, stage.end) for cluster in clusters for stage in cluster.stages}
 
 
 def fetched_bytes(model: ModelCosts, held: Mapping[str, Piece], cluster: Cluster) -> dict[str, float]:
-    """What each provider of a cluster fetches when the providers hold these pieces already: parameters, and what the
-    optimizer keeps for them."""
+    """Bytes that each provider of a cluster fetches, given the pieces that providers hold already: parameters, and
+    their optimizer state."""
     index = {place: i for i, place in enumerate(model.places)}
     sizes = {}
     for stage in cluster.stages:
@@ -86,7 +86,7 @@ def fetched_bytes(model: ModelCosts, held: Mapping[str, Piece], cluster: Cluster
 
 
 def fetch_seconds(sizes: Mapping[str, float], providers: Mapping[str, Provider]) -> float:
-    """Until the last provider has what it fetches, each over its own line; all fetch at the same time."""
+    """Time until the last provider has fetched its part, all at the same time and each over its own line."""
     return max((size / providers[name].down_bytes_per_second for name, size in sizes.items()), default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""Rings: which providers average which parameters, and in which order.
+"""Rings: the providers that average each part of the parameters, and their order.
 
-May import the values and the cost model of the planner, not the search.
+May know the values and the cost model of the planner, not the search.
 """

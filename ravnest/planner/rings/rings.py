@@ -143,8 +143,8 @@ class _Owners:
     def rate_of_any_order(self, members: Order) -> float | None:
         """The slowest line of a ring of these members, if it is the same for every order; None if the order matters.
 
-        Each member sends once and receives once. Where the rate of a line follows from its two ends, the slowest line
-        is that of the member with the slowest end.
+        Each member sends once and receives once. If the rate of a line follows from its two ends, the slowest line is
+        that of the member with the slowest end.
         """
         if len(members) < 2:
             return float("inf")

@@ -1,7 +1,7 @@
-"""What a ring averages: its parameters, buffers and counters, and their division into parts for staggered rounds.
+"""Tensors that a ring averages: parameters, buffers and counters, divided into fragments for staggered rounds.
 
 A buffer that training changes (batch-norm statistics) is averaged with the parameters around it. Whole numbers have no
-mean: all clusters take the largest. Parameters that are used in several places count at the first.
+mean: all clusters take the largest. A parameter that is used in several places belongs to the first.
 """
 
 import math
@@ -17,21 +17,21 @@ from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.planner.rings.rings import Ring
 
 MAX_COUNTED: Final = 65_536
-"""Whole numbers in all counters of a model: they travel as they are in the messages of a round."""
+"""Limit on the whole numbers in all counters of a model: they travel uncoded in the messages of a round."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingTensors:
-    """Tensors of the model in the order of its graph; every owner has them in the same one.
+    """Tensors in the order of the model's graph, which is the same for every owner.
 
-    Any of the kinds may be missing: a counter is an operator of its own, and a cut may fall beside it.
+    Any of the kinds may be missing: a counter is an operator of its own, and a cut may separate it from the others.
     """
 
     parameters: tuple[WeightSpec, ...] = ()
     buffers: tuple[WeightSpec, ...] = ()
     """States of fractional numbers, averaged without the codec."""
     counters: tuple[WeightSpec, ...] = ()
-    """States of whole numbers, or of true and false: the largest of all clusters' is taken."""
+    """States of whole numbers or truth values: all clusters take the largest."""
 
     @property
     def all(self) -> tuple[WeightSpec, ...]:
@@ -39,13 +39,13 @@ class RingTensors:
 
     @property
     def values(self) -> int:
-        """How many numbers are averaged."""
+        """Number of averaged values."""
         return sum(math.prod(spec.shape) for spec in (*self.parameters, *self.buffers))
 
 
 @dataclass(frozen=True, slots=True)
 class RingPart:
-    """Of a ring, what is averaged in one of the fragments."""
+    """The part of a ring that is averaged in one fragment."""
 
     ring: Ring
     fragment: int
@@ -53,14 +53,14 @@ class RingPart:
     tensors: RingTensors
 
     def as_ring(self, share: float = 1.0) -> Ring:
-        """A ring that is as large as what travels for this part, with so many bytes for each byte of a number."""
+        """A ring of the size of this part on the line, where `share` is the codec's share of the uncoded bytes."""
         plain = sum(math.prod(spec.shape) for spec in self.tensors.buffers)
         coded = self.tensors.values - plain
         return replace(self.ring, parameter_bytes=4.0 * (coded * share + plain))
 
 
 def tensors_of(graph: PortableGraph, layout: Layout, ring: Ring) -> RingTensors:
-    """What the owners of a ring have in common."""
+    """The tensors that the owners of a ring have in common."""
     states = [s for s in graph.states if ring.start <= layout.state_use.get(s.name, -1) < ring.end]
     return RingTensors(
         parameters=tuple(p for p in graph.parameters if ring.start <= layout.first_use.get(p.name, -1) < ring.end),
@@ -70,7 +70,7 @@ def tensors_of(graph: PortableGraph, layout: Layout, ring: Ring) -> RingTensors:
 
 
 def check_can_be_averaged(graph: PortableGraph) -> None:
-    """PlanError where clusters cannot average this model; it names what stands against it."""
+    """Raises a PlanError, with the reason, if clusters cannot average this model."""
     one = "train with one cluster (--clusters 1)"
     for spec in (*graph.parameters, *graph.states):
         if spec.dtype.is_complex:
@@ -86,10 +86,10 @@ def check_can_be_averaged(graph: PortableGraph) -> None:
 
 
 def fragments(rings: Sequence[tuple[Ring, RingTensors]], count: int) -> tuple[RingPart, ...]:
-    """The rings in `count` groups, of which a round averages one; fewer where there are fewer tensors.
+    """The rings in `count` fragments, of which a round averages one; fewer if there are fewer tensors.
 
-    Every tensor is in one part. What each owner sends for every group is about the same, as far as whole tensors allow:
-    the largest come first, each goes where its owners have least so far.
+    Every tensor is in one part. Every owner sends about the same for each fragment, as far as whole tensors allow: the
+    largest tensors come first, and each goes to the fragment for which its owners send the fewest values so far.
     """
     names = {name: i for i, name in enumerate(dict.fromkeys(owner for ring, _ in rings for owner in ring.owners))}
     owners = [np.array([names[owner] for owner in ring.owners]) for ring, _ in rings]
@@ -109,7 +109,7 @@ def fragments(rings: Sequence[tuple[Ring, RingTensors]], count: int) -> tuple[Ri
     parts = []
     for number, (ring, tensors) in enumerate(rings):
         for fragment in used:
-            part = _some(tensors, {s.name for s in tensors.all if chosen[number, s.name] == fragment})
+            part = _only(tensors, {s.name for s in tensors.all if chosen[number, s.name] == fragment})
             if part.all:
                 parts.append(RingPart(ring, used[fragment], part))
     return tuple(parts)
@@ -123,7 +123,7 @@ def by_fragment(parts: Sequence[RingPart]) -> list[list[RingPart]]:
     return list(groups.values())
 
 
-def _some(tensors: RingTensors, names: set[str]) -> RingTensors:
+def _only(tensors: RingTensors, names: set[str]) -> RingTensors:
     def kept(specs: tuple[WeightSpec, ...]) -> tuple[WeightSpec, ...]:
         return tuple(spec for spec in specs if spec.name in names)
 

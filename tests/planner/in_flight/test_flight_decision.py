@@ -152,7 +152,7 @@ def test_a_cluster_that_is_fed_slowly_gets_no_more_in_flight() -> None:
     pipeline.controlled_by(control)
     pipeline.run_until(120.0)
     assert control.limit <= 10
-    assert control.is_starved and "it is fed no faster" in control.reason
+    assert control.is_starved
 
 
 def test_more_are_never_in_flight_than_memory_and_staleness_allow() -> None:
@@ -169,14 +169,13 @@ def test_more_are_never_in_flight_than_memory_and_staleness_allow() -> None:
 def test_a_stage_that_waits_gets_as_many_as_are_enough_for_the_way() -> None:
     decided = decide_flight(measures(), FlightMemory(), MOST)
     assert decided.limit == enough_in_flight(1.0, [0.1] * 4, 0.1) == 12
-    assert "5 are too few for a way of 1 s" in decided.reason
     assert decided.memory.trial == Trial(5, 0.2, (0.2, 0.2, 0.2))
 
 
 def test_a_stage_that_waits_although_there_are_enough_gets_an_eighth_more() -> None:
     uneven = measures(limit=16, period_seconds=0.11, flying=15.5)
     decided = decide_flight(uneven, FlightMemory(), MOST)
-    assert decided.limit == 19 and "16 should be enough for a way of 1 s" in decided.reason
+    assert decided.limit == 19
     hasty = replace(uneven, microbatches=17, period_seconds=0.12)
     assert decide_flight(hasty, FlightMemory(), MOST).limit == 16, "it is looked at for longer first"
 
@@ -184,9 +183,9 @@ def test_a_stage_that_waits_although_there_are_enough_gets_an_eighth_more() -> N
 def test_many_that_only_queue_at_the_slowest_stage_are_taken_away_at_once_by_half() -> None:
     decided = decide_flight(measures(limit=20, period_seconds=0.1, flying=19.5), FlightMemory(), MOST)
     assert decided.limit == 16, "of eight to spare"
-    assert "10.0 of 20 wait for their turn" in decided.reason
+    assert "10.0 of 20 are queued" in decided.reason
     alone = decide_flight(measures(limit=12, period_seconds=0.1, flying=11.5), FlightMemory(), MOST)
-    assert alone.limit == 12 and "no more than enough for a way of 1 s" in alone.reason
+    assert alone.limit == 12
 
 
 def test_one_more_than_enough_is_taken_away_only_after_a_while() -> None:
@@ -227,7 +226,7 @@ def test_those_that_only_queue_at_a_line_are_taken_away() -> None:
     memory = FlightMemory(delays=(0.2,) * 3, more_useless=FailedTrial(60.0, 0.2))
     queue = measures(limit=12, period_seconds=0.2, flying=11.5, delays=(0.2, 1.6, 0.2))
     decided = decide_flight(queue, memory, MOST)
-    assert decided.limit == 9 and "7.0 of 12 wait for a line" in decided.reason
+    assert decided.limit == 9 and "7.0 of 12 are queued at a line" in decided.reason
     # If that made it slower, it was no queue: the way is that long.
     worse = decide_flight(replace(queue, limit=9, period_seconds=0.25, flying=8.6), decided.memory, MOST)
     assert worse.limit == 12 and "cost 20.0% of the rate" in worse.reason

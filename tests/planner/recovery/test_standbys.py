@@ -44,7 +44,7 @@ def test_of_equally_reliable_stages_the_largest_has_it() -> None:
 def test_different_stages_come_before_a_second_standby_for_one() -> None:
     found = assigned(*(machine(n) for n in ("gus", "hal", "ian", "jim")), reliability={"bob": 0.1, "cat": 0.5})
     assert sorted(str(warm.provider) for warm in found.values()) == ["ann", "bob", "bob", "cat"]
-    assert found["jim"].provider == "bob" and "has one already" in found["jim"].reason
+    assert found["jim"].provider == "bob" and "has a standby already" in found["jim"].reason
 
 
 def test_a_standby_has_only_a_stage_that_its_memory_holds() -> None:
