@@ -38,8 +38,8 @@ def typical_contribution(
 ) -> TypicalContribution | None:
     """The typical contribution of the members that have a weight and a difference; None where no member has both.
 
-    Either of two members may lie. So of two, the typical length is the middle one of both lengths and the length
-    `before`; without `before` it is the longer one, so that no claim makes an honest member look long.
+    Either of two members may lie. So for two members the typical length is the middle one of both lengths and the
+    length `before`; without `before` it is the longer one, so that no claim makes an honest member look long.
     """
     active = [i for i in range(len(norms)) if samples[i] > 0 and norms[i] > 0.0]
     if not active:
@@ -59,7 +59,7 @@ def clip_outliers(
     A difference longer than `outlier` times that is clipped to it; ten times longer, and the member is left out. The
     other members' claims may be lies, and a short claim is as easily made as a long one:
 
-    - Of an even number of others, the longer of the middle two counts. One liar among them is then harmless.
+    - With an even number of others, the longer of the middle two counts. One liar among them is then harmless.
     - A single other counts only together with the typical contribution `before`, whichever is longer.
     - Without any active other, the typical contribution `before` counts alone. Otherwise a member that was left out of
       a round would be alone with its difference in the next one.

@@ -1,4 +1,4 @@
-"""Drives the members of a ring in memory: pieces go from each to the next, in an order that the test chooses."""
+"""A ring in memory: pieces go from each member to the next, in an order that the test chooses."""
 
 import random
 from collections import deque
@@ -8,7 +8,7 @@ from ravnest.averaging.ring_reduce import Piece, RingReduce
 
 
 def run_ring(members: Sequence[RingReduce], seed: int | None = None) -> int:
-    """Delivers until nothing is on its way, first come first served, or shuffled by `seed`. How many pieces went."""
+    """Deliver all pieces in the order in which they were sent, or shuffled by `seed`; returns their number."""
     lines: deque[tuple[int, Piece]] = deque()
     count = len(members)
     for i, member in enumerate(members):

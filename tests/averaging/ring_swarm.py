@@ -1,7 +1,7 @@
 """A ring in memory: members, their coordinator and the messages between them, delivered one at a time.
 
-Time only passes when nothing is on its way. A member that is killed says nothing more, and what was on its way from it
-or to it is lost.
+Time only passes when no message is on its way. A member that is killed sends nothing more, and all messages from it or
+to it that are on their way are lost.
 """
 
 import random
@@ -34,7 +34,7 @@ def drawn(seed: int) -> Tensor:
 
 @dataclass
 class Node:
-    """One member; what it holds is `now`, and anything but a commit or catching up leaves that alone."""
+    """One member. Only a commit or a catch-up changes its tensors, `now`."""
 
     name: str
     state: RingState
@@ -79,7 +79,7 @@ class RingSwarm:
             node.now += drawn(seed + 100 * (i + 1))
 
     def begin(self, round: int, samples: dict[str, int] | None = None) -> None:
-        """Everybody alive takes its snapshot and joins."""
+        """All members that are alive take their snapshots and join."""
         samples = samples or {name: 10 * (i + 1) for i, name in enumerate(self.nodes)}
         self.commit = None
         self.ring = RingRound(round, samples, RingHistory(self.newest), SETTINGS, self.now)
@@ -99,7 +99,7 @@ class RingSwarm:
         self.lines.append((source, to, message))
 
     def kill(self, name: str, told: bool) -> None:
-        """`told`: the coordinator learns of it at once; else it finds out when time is up."""
+        """`told`: the coordinator learns of it at once; otherwise it finds out at the deadline."""
         self.nodes[name].alive = False
         self.lines = deque(line for line in self.lines if name not in line[:2])
         if told:
@@ -107,7 +107,7 @@ class RingSwarm:
             self.act(self.ring.gone(name, "killed", self.now))
 
     def run(self, kill: str | None = None, at: int = -1, told: bool = True) -> None:
-        """Until the round is over and nothing is on its way; kills `kill` before the message number `at`."""
+        """Run until the round is over and no message is on its way. Kill `kill` before the message number `at`."""
         assert self.ring is not None
         while True:
             if kill is not None and self.delivered == at:
@@ -121,7 +121,7 @@ class RingSwarm:
                 return
 
     def step(self) -> None:
-        # Any line may be next where they are shuffled, but what one sends to another stays in order.
+        # With `shuffle`, any line may be next; messages from one member to another stay in order.
         chosen = self.lines[self.shuffle.randrange(len(self.lines)) if self.shuffle else 0][:2]
         first = next(i for i, line in enumerate(self.lines) if line[:2] == chosen)
         source, to, message = self.lines[first]
@@ -131,7 +131,7 @@ class RingSwarm:
             self.at_coordinator(source, message) if to == COORDINATOR else self.at_node(self.nodes[to], source, message)
 
     def wait(self) -> None:
-        """Nothing is on its way: those alive say how far they are, as they do all the time, and time runs out."""
+        """Time passes until the deadline; the members that are alive report their progress."""
         assert self.ring is not None and self.ring.deadline is not None
         self.now = max(self.now, self.ring.deadline)
         for node in self.survivors:

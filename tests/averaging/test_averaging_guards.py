@@ -1,4 +1,4 @@
-"""What a member may put into a round."""
+"""Limits on a member's share in a round."""
 
 import pytest
 from hypothesis import given
@@ -8,51 +8,51 @@ from ravnest.averaging.guards import TypicalContribution, bounded, clip_outliers
 
 
 def scales(norms: list[float], samples: list[int] | None = None, outlier: float | None = 10.0) -> list[float]:
-    return [verdict.scale for verdict in clip_outliers(norms, samples or [1] * len(norms), outlier)]
+    return [clipping.scale for clipping in clip_outliers(norms, samples or [1] * len(norms), outlier)]
 
 
-def test_members_much_alike_are_left_alone() -> None:
+def test_members_with_similar_differences_are_not_clipped() -> None:
     assert scales([1.0, 3.0, 0.2, 9.0]) == [1.0] * 4
 
 
 def test_a_difference_far_beyond_the_others_is_clipped_and_wildly_beyond_left_out() -> None:
-    verdicts = clip_outliers([1.0, 1.0, 50.0], [1, 1, 1], 10.0)
-    assert [v.scale for v in verdicts] == [1.0, 1.0, pytest.approx(0.2)]
-    assert "clipped to 10" in verdicts[2].reason
-    verdicts = clip_outliers([1.0, 1.0, 101.0], [1, 1, 1], 10.0)
-    assert [v.left_out for v in verdicts] == [False, False, True]
-    assert "101" in verdicts[2].reason and "left out" in verdicts[2].reason
+    clippings = clip_outliers([1.0, 1.0, 50.0], [1, 1, 1], 10.0)
+    assert [v.scale for v in clippings] == [1.0, 1.0, pytest.approx(0.2)]
+    assert "clipped to 10" in clippings[2].reason
+    clippings = clip_outliers([1.0, 1.0, 101.0], [1, 1, 1], 10.0)
+    assert [v.left_out for v in clippings] == [False, False, True]
+    assert "101" in clippings[2].reason and "left out" in clippings[2].reason
 
 
-def test_who_did_more_samples_may_have_come_further_and_who_did_fewer_is_not_held_to_less() -> None:
+def test_a_member_with_more_samples_may_have_a_longer_difference_and_one_with_fewer_is_not_held_to_less() -> None:
     assert scales([1.0, 1.0, 50.0], [10, 10, 100]) == [1.0] * 3
     assert scales([1.0, 1.0, 9.0], [100, 100, 1]) == [1.0] * 3
 
 
-def test_nobody_is_judged_without_others_that_did_something() -> None:
+def test_a_member_is_not_judged_without_active_others() -> None:
     assert scales([1e9]) == [1.0]
     assert scales([1e9, 0.0, 0.0]) == [1.0] * 3
     assert scales([1e9, 1.0], [1, 0]) == [1.0, 1.0]
     assert scales([1.0, 1.0, 1e9], [1, 1, 0]) == [1.0] * 3
 
 
-def test_of_two_nobody_is_judged_before_anything_is_known_of_them() -> None:
+def test_two_members_are_not_judged_in_their_first_round() -> None:
     assert scales([1.0, 1e-9]) == [1.0, 1.0]
     assert scales([1.0, 1e9]) == [1.0, 1.0]
     assert "nothing is known of earlier rounds" in clip_outliers([1.0, 1e9], [1, 1], 10.0)[1].reason
 
 
-def test_of_two_one_is_compared_with_what_was_usual_where_the_other_claims_less_than_that() -> None:
+def test_one_of_two_is_compared_with_the_usual_norm_if_the_other_claims_less() -> None:
     before = TypicalContribution(1.0, 1)
-    verdicts = clip_outliers([2.0, 1e-9], [1, 1], 10.0, before)
-    assert [v.scale for v in verdicts] == [1.0, 1.0] and "the usual norm in the last round is 1" in verdicts[0].reason
-    verdicts = clip_outliers([50.0, 1e-9], [1, 1], 10.0, before)
-    assert [v.scale for v in verdicts] == [pytest.approx(0.2), 1.0]
-    verdicts = clip_outliers([2.0, 1000.0], [1, 1], 10.0, before)
-    assert [v.left_out for v in verdicts] == [False, True] and "the other's is 2" in verdicts[1].reason
+    clippings = clip_outliers([2.0, 1e-9], [1, 1], 10.0, before)
+    assert [v.scale for v in clippings] == [1.0, 1.0] and "the usual norm in the last round is 1" in clippings[0].reason
+    clippings = clip_outliers([50.0, 1e-9], [1, 1], 10.0, before)
+    assert [v.scale for v in clippings] == [pytest.approx(0.2), 1.0]
+    clippings = clip_outliers([2.0, 1000.0], [1, 1], 10.0, before)
+    assert [v.left_out for v in clippings] == [False, True] and "the other's is 2" in clippings[1].reason
 
 
-def test_of_two_none_moves_alone_what_is_usual() -> None:
+def test_one_of_two_cannot_move_the_typical_contribution_alone() -> None:
     assert typical_contribution([3.0, 1e-9], [5, 5]) == TypicalContribution(3.0, 5)
     before = TypicalContribution(1.0, 5)
     assert typical_contribution([1.0, 9.0], [5, 5], before) == before
@@ -71,17 +71,17 @@ def test_of_two_none_moves_alone_what_is_usual() -> None:
     weight=st.integers(0, 10**6),
     before=st.none() | st.builds(TypicalContribution, st.floats(1e-9, 1e9), st.integers(1, 10**6)),
 )
-def test_one_liar_among_three_or_more_harms_nobody_honest_and_is_held_to_their_length(
+def test_one_liar_among_three_or_more_harms_no_honest_member_and_is_held_to_their_length(
     honest: list[float], place: int, claim: float, samples: int, weight: int, before: TypicalContribution | None
 ) -> None:
     place %= len(honest) + 1
     norms = [*honest[:place], claim, *honest[place:]]
     claimed = [samples] * len(norms)
     claimed[place] = weight
-    verdicts = clip_outliers(norms, claimed, 10.0, before)
-    assert all(verdict.scale == 1.0 for index, verdict in enumerate(verdicts) if index != place)
+    clippings = clip_outliers(norms, claimed, 10.0, before)
+    assert all(clipping.scale == 1.0 for index, clipping in enumerate(clippings) if index != place)
     if weight:
-        counted = claim * verdicts[place].scale
+        counted = claim * clippings[place].scale
         assert counted <= 10.0 * max(honest) * max(1.0, weight / samples) * (1 + 1e-9)
 
 
@@ -90,14 +90,14 @@ def test_it_can_be_switched_off() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e30), st.integers(0, 10**6)), min_size=1, max_size=8), st.floats(1.0, 1e3))
-def test_whatever_the_norms_somebody_is_left_and_nobody_stands_beyond_the_limit(
+def test_every_decision_has_a_reason_and_the_shortest_difference_is_never_clipped(
     members: list[tuple[float, int]], outlier: float
 ) -> None:
     norms, samples = [norm for norm, _ in members], [count for _, count in members]
-    verdicts = clip_outliers(norms, samples, outlier)
-    assert all(0.0 <= verdict.scale <= 1.0 and verdict.reason for verdict in verdicts)
+    clippings = clip_outliers(norms, samples, outlier)
+    assert all(0.0 <= clipping.scale <= 1.0 and clipping.reason for clipping in clippings)
     smallest = min(range(len(norms)), key=lambda i: norms[i])
-    assert verdicts[smallest].scale == 1.0
+    assert clippings[smallest].scale == 1.0
 
 
 def test_a_claimed_weight_is_bounded_by_the_ledger() -> None:

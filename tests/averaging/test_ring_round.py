@@ -1,4 +1,4 @@
-"""The coordinator's side of a round: who takes part, with which weight, and whether it commits."""
+"""The coordinator's decisions in a round: who takes part, with which weight, and whether the round commits."""
 
 import math
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def test_an_owner_that_does_not_join_in_time_is_left_out() -> None:
     [begin] = only(Begin, actions)
     assert [(m.node, m.weight) for m in begin.members] == [("a", 0.5), ("b", 0.5)]
     assert ring.join_took is not None and ring.join_took.cut_off == 1 and ring.join_took.seconds == 2.0
-    # When it comes after all it is told that it has no part in this.
+    # When it joins after all, it is told that it has no part in this round.
     assert only(Abort, ring.joined("c", join(), 1011.0))[0].nodes == ("c",)
     assert ring.attempt == 1
 
@@ -144,7 +144,7 @@ def test_one_that_is_an_outlier_again_and_again_takes_the_mean_of_the_others_ins
     assert ring.outliers == set() and only(Abort, actions) == []
 
 
-def test_of_two_the_outlier_is_dropped_in_the_end_and_the_ring_goes_on() -> None:
+def test_the_outlier_of_two_is_dropped_in_the_end_and_the_ring_goes_on() -> None:
     typical = TypicalContribution(2.0, 100)
     for before, outcome in ((0, "aborted"), (1, "aborted"), (2, None)):
         ring = a_round(("a", "b"), outlying={"b": before}, typical=typical)
@@ -155,7 +155,7 @@ def test_of_two_the_outlier_is_dropped_in_the_end_and_the_ring_goes_on() -> None
     assert [(m.node, m.weight, m.norm) for m in begin.members] == [("a", 1.0, 1.0), ("b", 0.0, 0.0)]
 
 
-def test_of_two_neither_is_an_outlier_in_the_first_round_and_what_is_usual_is_known_from_then_on() -> None:
+def test_neither_of_two_is_an_outlier_in_the_first_round_which_defines_the_usual_norm() -> None:
     ring = a_round(("a", "b"))
     ring.joined("a", join(norm=1e-6), 1001.0)
     actions = ring.joined("b", join(norm=1.0), 1001.0)
@@ -166,21 +166,21 @@ def test_of_two_neither_is_an_outlier_in_the_first_round_and_what_is_usual_is_kn
     assert ring.outcome == "committed" and ring.typical is not None and ring.typical.norm == 1.0
 
 
-def test_what_counted_once_does_not_count_again_when_its_owner_says_it_has_not_heard_of_it() -> None:
+def test_a_difference_that_counted_is_dropped_if_its_owner_has_not_heard_of_that() -> None:
     ring = a_round(counted={"a": 7, "b": 7, "c": 5})
     ring.joined("a", join(), 1001.0)
     actions = ring.joined("b", join(committed=6), 1001.0)
     assert notices(actions) == [("dropped", "b")] and only(CatchUp, actions) == [CatchUp("b", "a", 7)]
     [notice] = only(Notice, actions)
     assert "it has round 6, but round 7 counted for it" in notice.reason
-    # Who was left out of the rounds since is behind, and that is all.
+    # An owner that was left out of the rounds since then is only behind.
     assert notices(ring.joined("c", join(committed=5), 1001.0)) == []
     ring.caught_up("b", 1002.0)
     [begin] = only(Begin, ring.caught_up("c", 1002.0))
     assert [(m.node, m.weight, m.norm) for m in begin.members] == [("a", 0.5, 1.0), ("b", 0.0, 0.0), ("c", 0.5, 1.0)]
 
 
-def test_where_nobody_has_learnt_anything_all_are_alike_unless_one_is_missing() -> None:
+def test_without_new_samples_there_is_nothing_to_average_unless_an_owner_is_missing() -> None:
     nothing = join(samples=0, norm=0.0)
     ring = a_round()
     all_join(ring, nothing, nothing, nothing)
@@ -193,11 +193,11 @@ def test_where_nobody_has_learnt_anything_all_are_alike_unless_one_is_missing() 
     ring = a_round(counted={"a": 7})
     all_join(ring, join(samples=3, committed=6), nothing, nothing)
     [begin] = only(Begin, ring.caught_up("a", 1002.0))
-    assert [m.weight for m in begin.members] == [0.0, 0.5, 0.5], "what is dropped is in one of them until it commits"
+    assert [m.weight for m in begin.members] == [0.0, 0.5, 0.5], "one still has what is dropped until the commit"
     assert not ring.has_nothing_new
 
 
-def test_one_that_is_alone_with_its_difference_is_compared_with_what_was_usual() -> None:
+def test_one_that_is_alone_with_its_difference_is_compared_with_the_usual_norm() -> None:
     ring = a_round()
     begun(ring, join(100, 1.0), join(100, 2.0), join(100, 3.0))
     for node in OWNERS:
@@ -233,7 +233,7 @@ def test_one_that_does_not_catch_up_in_time_is_left_out() -> None:
     assert [m.node for m in only(Begin, actions)[0].members] == ["b", "c"]
 
 
-def test_another_donor_is_found_when_the_first_is_gone_or_what_it_sent_is_no_good() -> None:
+def test_another_donor_is_found_when_the_first_is_gone_or_its_donation_is_invalid() -> None:
     ring = a_round()
     assert CatchUp("a", "b", 7) in all_join(ring, join(committed=5), join(), join())
     assert ring.failed("a", 0, "b", "values that are not finite", 1002.0) == [CatchUp("a", "c", 7)]
@@ -247,7 +247,7 @@ def test_another_donor_is_found_when_the_first_is_gone_or_what_it_sent_is_no_goo
     assert notices(actions) == [("left_out", "b")] and only(CatchUp, actions) == [CatchUp("a", "c", 7)]
 
 
-def test_where_nobody_has_the_newest_round_the_newest_of_those_here_counts() -> None:
+def test_without_the_newest_round_the_newest_one_that_an_owner_has_counts() -> None:
     ring = a_round()
     ring.joined("a", join(committed=5), 1001.0)
     ring.joined("b", join(committed=6), 1001.0)
@@ -257,15 +257,15 @@ def test_where_nobody_has_the_newest_round_the_newest_of_those_here_counts() -> 
     assert only(Begin, ring.caught_up("a", 1003.0))
 
 
-def test_two_of_whom_one_may_be_catching_up_never_reduce_from_different_anchors() -> None:
+def test_two_owners_never_reduce_from_different_anchors_if_one_may_be_catching_up() -> None:
     ring = a_round()
     all_join(ring, join(committed=5), join(committed=5), join())
-    # Both were promised the newest anchor. One of them may have it, the other not.
+    # A donor of the newest anchor was ordered for both, and one of them may have the anchor already.
     actions = ring.gone("c", "connection lost", 1002.0)
     assert ring.outcome == "aborted" and not only(Begin, actions)
 
 
-def test_those_who_join_later_do_not_lower_what_somebody_is_catching_up_to() -> None:
+def test_an_owner_that_joins_later_does_not_lower_the_round_that_another_catches_up_to() -> None:
     ring = a_round()
     ring.joined("a", join(committed=5), 1001.0)
     assert ring.joined("c", join(), 1001.0) == [CatchUp("a", "c", 7)]
@@ -283,7 +283,7 @@ def test_one_that_has_caught_up_can_help_the_next() -> None:
     assert [m.node for m in begin.members] == ["a", "b"]
 
 
-def test_gone_before_the_commit_begins_anew_without_it() -> None:
+def test_a_member_that_is_gone_before_the_commit_costs_an_attempt() -> None:
     ring = a_round()
     begun(ring)
     ring.reduced("a", 1, 5, 1003.0)
@@ -292,19 +292,19 @@ def test_gone_before_the_commit_begins_anew_without_it() -> None:
     assert notices(actions) == [("left_out", "b"), ("retry", None)]
     [begin] = only(Begin, actions)
     assert begin.attempt == 2 and [(m.node, m.weight) for m in begin.members] == [("a", 0.5), ("c", 0.5)]
-    # What is still said about the attempt before does not count.
+    # Reports about the previous attempt do not count.
     assert ring.reduced("a", 1, 5, 1005.0) == [] == ring.failed("c", 1, "a", "old", 1005.0)
     assert ring.reduced("b", 2, 6, 1005.0) == []
     assert ring.reduced("a", 2, 6, 1005.0) == []
     assert ring.reduced("c", 2, 6, 1006.0) == [Commit(2, ("a", "c"))]
 
 
-def test_fewer_than_two_or_no_samples_at_all_is_the_end_of_it() -> None:
+def test_fewer_than_two_members_or_no_samples_end_the_round() -> None:
     ring = a_round()
     begun(ring)
     ring.gone("a", "x", 1002.0)
     actions = ring.gone("b", "x", 1003.0)
-    # It may be back before it knows that the round is over for it.
+    # It may reconnect before it knows that the round is over for it.
     assert only(Abort, actions) == [
         Abort(("b",), "it is gone: x"),
         Abort(("c",), "of 3 owners only c is left to average with"),
@@ -334,7 +334,7 @@ def test_results_that_differ_are_reduced_once_more_and_then_given_up() -> None:
     assert only(Abort, actions)[0].nodes == OWNERS and ring.outcome == "aborted"
 
 
-def test_the_one_that_is_blamed_is_left_out() -> None:
+def test_a_blamed_member_is_left_out() -> None:
     ring = a_round()
     begun(ring)
     actions = ring.failed("c", 1, "b", "values that are not finite", 1003.0)
@@ -343,7 +343,7 @@ def test_the_one_that_is_blamed_is_left_out() -> None:
     assert [m.node for m in only(Begin, actions)[0].members] == ["a", "c"]
 
 
-def test_who_blames_one_after_another_is_left_out_itself() -> None:
+def test_a_member_that_blames_one_after_another_is_left_out_itself() -> None:
     owners = ("a", "b", "c", "d")
     ring = a_round(owners=owners)
     for node in owners:
@@ -353,7 +353,7 @@ def test_who_blames_one_after_another_is_left_out_itself() -> None:
     assert ring.attempt == 3 and ring.outcome is None
 
 
-def test_who_blames_itself_or_a_stranger_is_left_out() -> None:
+def test_a_member_that_blames_itself_or_a_stranger_is_left_out() -> None:
     for blamed in ("c", "stranger"):
         ring = a_round()
         begun(ring)
@@ -373,7 +373,7 @@ def test_an_attempt_gets_more_time_while_pieces_arrive() -> None:
     assert ring.reduce_took is not None and ring.reduce_took.seconds == 44.0 and ring.reduce_took.cut_off == 0
 
 
-def test_those_who_have_finished_need_not_say_so_again_and_count_as_progress() -> None:
+def test_finished_members_need_not_report_again_and_count_as_progress() -> None:
     ring = a_round()
     begun(ring)
     ring.progressed("b", 1, 5, 1020.0)
@@ -386,7 +386,7 @@ def test_those_who_have_finished_need_not_say_so_again_and_count_as_progress() -
     assert ring.reduced("c", 1, 5, 1032.0) == [Commit(1, OWNERS)]
 
 
-def test_more_time_is_given_only_so_often() -> None:
+def test_the_number_of_extensions_is_limited() -> None:
     ring = a_round()
     begun(ring)
     assert ring.deadline is not None
@@ -401,7 +401,7 @@ def test_more_time_is_given_only_so_often() -> None:
     assert ("left_out", "c") in notices(actions) and only(Begin, actions)[0].attempt == 2
 
 
-def test_when_no_piece_arrives_the_sender_of_the_line_that_carried_least_is_left_out() -> None:
+def test_without_progress_the_sender_of_the_line_that_carried_least_is_left_out() -> None:
     ring = a_round()
     begun(ring)
     for _ in range(2):
@@ -417,7 +417,7 @@ def test_when_no_piece_arrives_the_sender_of_the_line_that_carried_least_is_left
     assert ring.deadline == now + 20.0
 
 
-def test_who_has_been_silent_is_left_out_first_though_pieces_arrive() -> None:
+def test_a_silent_member_is_left_out_although_pieces_arrive() -> None:
     ring = a_round()
     begun(ring)
     ring.progressed("a", 1, 50, 1020.0)
@@ -428,7 +428,7 @@ def test_who_has_been_silent_is_left_out_first_though_pieces_arrive() -> None:
     assert [m.node for m in only(Begin, actions)[0].members] == ["a", "b"]
 
 
-def test_what_was_said_of_another_attempt_or_by_strangers_is_no_progress() -> None:
+def test_reports_of_another_attempt_or_of_strangers_are_no_progress() -> None:
     ring = a_round()
     begun(ring)
     ring.progressed("stranger", 1, 1000, 1020.0)
@@ -437,7 +437,7 @@ def test_what_was_said_of_another_attempt_or_by_strangers_is_no_progress() -> No
     ring.progressed("c", 0, 5, 1020.0)
     ring.progressed("c", 2, 5, 1020.0)
     assert ("left_out", "c") in notices(ring.tick(1021.0))
-    # And what was said of the first attempt does not speak for anybody in the second.
+    # Reports about the first attempt do not count for the second.
     assert ring.attempt == 2 and ring.deadline == 1041.0
     assert only(Abort, ring.tick(1041.0))[0].nodes == ("a", "b")
 
@@ -460,7 +460,7 @@ def test_a_line_that_broke_is_tried_again_with_the_same_members() -> None:
     assert actions == [Commit(2, OWNERS)]
 
 
-def test_lines_that_go_on_breaking_end_the_round() -> None:
+def test_lines_that_keep_breaking_end_the_round() -> None:
     ring = a_round(max_attempts=4)
     begun(ring)
     for attempt in range(1, 5):
@@ -481,7 +481,7 @@ def test_members_are_those_of_the_attempt_and_then_of_the_commit() -> None:
     assert ring.outcome == "committed" and ring.members == ("a", "c")
 
 
-def test_when_nobody_in_particular_is_to_blame_the_round_ends() -> None:
+def test_a_round_that_no_single_member_holds_up_ends() -> None:
     ring = a_round()
     begun(ring)
     actions = ring.tick(1026.0)
@@ -507,7 +507,7 @@ def test_attempts_end() -> None:
     assert only(Abort, actions)[-1].nodes == owners[3:]
 
 
-def test_strangers_and_repeated_words_are_ignored() -> None:
+def test_strangers_and_repeated_reports_are_ignored() -> None:
     ring = a_round()
     assert ring.joined("stranger", join(), 1001.0) == []
     assert ring.gone("stranger", "x", 1001.0) == []
@@ -526,7 +526,7 @@ def test_strangers_and_repeated_words_are_ignored() -> None:
 
 
 class Liar(RingSwarm):
-    """n1 sends something else than it should, from some piece on."""
+    """A ring in which n1 changes all pieces that it sends."""
 
     def __init__(self, count: int, lie: Any) -> None:
         super().__init__(count, CODECS["float32"])
@@ -550,7 +550,7 @@ class Liar(RingSwarm):
     ],
     ids=["not finite", "far too long", "too short", "no such piece", "wrong hop"],
 )
-def test_one_that_sends_what_cannot_be_is_left_out_and_the_others_average_without_it(lie: Any) -> None:
+def test_a_member_that_sends_invalid_pieces_is_left_out_and_the_others_average_without_it(lie: Any) -> None:
     swarm = Liar(4, lie)
     swarm.begin(1)
     swarm.run()

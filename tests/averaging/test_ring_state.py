@@ -1,4 +1,4 @@
-"""What a ring's owner keeps between rounds: anchors stay equal, progress is kept, nothing changes before a commit."""
+"""State of a ring between rounds: anchors stay equal, progress is kept, nothing changes before a commit."""
 
 import itertools
 import math
@@ -61,7 +61,7 @@ def test_flattening_takes_any_float_type_and_views_give_the_shapes_back() -> Non
         assert torch.equal(view, tensors[name].detach().float())
 
 
-def test_a_commit_moves_everybody_to_the_same_anchor_and_keeps_progress_since_the_snapshot() -> None:
+def test_a_commit_moves_all_members_to_the_same_anchor_and_keeps_progress_since_the_snapshot() -> None:
     rings, snapshots = states(3), [drawn(i + 1) for i in range(3)]
     weights = [0.5, 0.2, 0.3]
     want = sum(w * s.double() for w, s in zip(weights, snapshots, strict=True))
@@ -100,7 +100,7 @@ def test_a_mean_is_made_in_the_memory_of_the_last_one_that_counted_and_of_no_oth
     assert memory(other) != reduces[1].result.data_ptr()
 
 
-def test_a_round_that_fails_leaves_no_trace_and_the_next_one_holds_what_was_learnt() -> None:
+def test_a_round_that_fails_leaves_no_trace_and_the_next_one_holds_what_was_learned() -> None:
     rings = states(2, "nesterov")
     anchor = rings[0].anchor.clone()
     contributions = [ring.contribute(drawn(i + 1)) for i, ring in enumerate(rings)]
@@ -142,7 +142,7 @@ def test_one_that_missed_a_commit_catches_up_and_keeps_its_progress() -> None:
     for name, add in change.adds.items():
         now[name] += add
     moved = VECTOR.flatten(now)
-    # What it had learned lies on the new anchor now, and what it was about to contribute is still right.
+    # The progress of the member is on top of the new anchor now, and its contribution is still right.
     coded = VECTOR.coded_values
     assert torch.allclose(moved[:coded] - missing.anchor, difference[:coded], atol=1e-6)
     changes = a_round(2, rings, [drawn(4), drawn(5), moved], [0.2, 0.3, 0.5])
@@ -199,7 +199,7 @@ def test_variances_are_named_as_those_that_must_not_become_negative_and_means_ar
     for snapshot, means in zip(snapshots, ([1.0, 1.0], [-5.0, 1.0]), strict=True):
         snapshot[13:15] = torch.tensor(means)
         snapshot[15:] = torch.tensor([0.0, 2.0])
-    # The first one's means happen to be positive, but not everybody's.
+    # The first member's means happen to be positive, but not those of all members.
     assert [change.not_negative for change in a_round(1, rings, snapshots, [0.5, 0.5])] == [frozenset({"variance"})] * 2
 
 
@@ -214,7 +214,7 @@ def test_anchors_stay_bit_for_bit_equal_over_many_rounds(codec: Codec, outer: st
         size = random.Random(round).choice([1e-4, 1e-2, 1.0])
         for i, values in enumerate(now):
             values += size * drawn(1000 * round + i, vector)
-        for values, change in zip(now, a_round(round, rings, now, [0.1, 0.2, 0.3, 0.4], 64), strict=True):
+        for values, change in zip(now, a_round(round, rings, now, [0.1, 0.2, 0.3, 0.4], 256), strict=True):
             assert change.becomes is not None
             values.copy_(vector.flatten(change.becomes))
         assert all(torch.equal(ring.anchor, rings[0].anchor) for ring in rings)
@@ -232,7 +232,7 @@ def test_what_a_coarse_codec_loses_comes_in_later_rounds() -> None:
             learned = drawn(1000 * round + i, vector)
             values += learned
             want += learned.double() / 3
-        for values, change in zip(now, a_round(round, rings, now, [1 / 3] * 3, 64), strict=True):
+        for values, change in zip(now, a_round(round, rings, now, [1 / 3] * 3, 256), strict=True):
             assert change.becomes is not None
             values.copy_(vector.flatten(change.becomes))
         errors.append(float((rings[0].anchor - want).norm()))

@@ -1,4 +1,4 @@
-"""Who is to blame when a reduce stalls."""
+"""Choice of the members to leave out when a reduce stalls."""
 
 import pytest
 
@@ -21,9 +21,9 @@ ORDER = ("a", "b", "c", "d")
         (set(), {"a": 0, "b": 0, "c": 2, "d": 5}, ("d",), "a has received 0 pieces from d"),
     ],
 )
-def test_silent_ones_come_first_and_then_the_sender_of_the_line_that_carried_least(
+def test_silent_members_come_first_and_then_the_sender_on_the_line_that_carried_the_fewest_pieces(
     reduced: set[str], progress: dict[str, int], nodes: tuple[str, ...], says: str
 ) -> None:
-    verdict = find_stragglers(ORDER, reduced, progress)
-    assert verdict.nodes == nodes
-    assert says in verdict.reason
+    found = find_stragglers(ORDER, reduced, progress)
+    assert found.nodes == nodes
+    assert says in found.reason

@@ -1,4 +1,4 @@
-"""Clusters whose rings are joined by hand, with the coordinator's real rounds."""
+"""Clusters in one process with the coordinator's real rounds."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +14,13 @@ from tests.provider.rings.joined_rings import DEPLOYMENT, JoinedRings, Owner
 
 
 class AveragedSwarm(JoinedRings):
-    """With a coordinator that hears what owners say, and whose words they obey."""
+    """Clusters with a coordinator that hears their reports and sends its orders to them."""
 
     def __init__(self, cuts: Sequence[Sequence[int]], outlier: float | None = None, **more: Any) -> None:
         super().__init__(cuts, **more)
         self.events: list[tuple[str, str]] = []
         self.keep_back: Callable[[str, CoordinatorMessage], bool] = lambda node_id, message: False
-        """Of what the coordinator says, that which is not heard."""
+        """Selects the orders that the owners do not receive."""
         self.kept: list[tuple[str, CoordinatorMessage]] = []
         self.deadlines = Deadlines(5.0, 5.0)
         self._over = asyncio.Event()
@@ -41,11 +41,11 @@ class AveragedSwarm(JoinedRings):
         )
 
     def another_coordinator(self) -> None:
-        """The one that was there is gone, and with it what it knew; the next takes over."""
+        """Replace the coordinator by a new one, which knows only what the owners report."""
         self.rounds.close()
         self.rounds = self._rounds()
         stands = {owner.name: owner.rings.standings() for owner in self.owners.values()}
-        # What is fed is counted from the beginning here, and what no round has counted is not known to be less.
+        # Feeding is counted from the beginning here, and no bound on the samples without a round is known.
         self.rounds.take_over(stands, dict.fromkeys(self.owners, 0))
 
     def announce(self, fragment: int = 0) -> int:
@@ -54,7 +54,7 @@ class AveragedSwarm(JoinedRings):
         return self.rounds.announce(fragment, fed, "a test")
 
     def hold(self) -> None:
-        """What the coordinator says is heard after `release`."""
+        """Deliver the coordinator's orders only after `release`."""
         self._held = []
 
     def release(self) -> None:
@@ -72,7 +72,7 @@ class AveragedSwarm(JoinedRings):
         await self.over(complete)
 
     def order_snapshots(self) -> None:
-        """Begins a round while nothing is in flight."""
+        """Begin a round while nothing is in flight."""
         number = self.announce()
         for owner in self.owners.values():
             owner.obey(average=Average(deployment=DEPLOYMENT, round=number))
@@ -98,7 +98,7 @@ class AveragedSwarm(JoinedRings):
 
 
 def direct_mean(states: Sequence[Mapping[str, Tensor]], samples: Sequence[int]) -> dict[str, Tensor]:
-    """As anybody would compute it who had all of them; of what is counted the largest."""
+    """The weighted mean of these states, and the largest value of each counter."""
     return {
         name: sum((s[name].double() * n / sum(samples) for s, n in zip(states, samples, strict=True)), torch.zeros(()))
         if tensor.is_floating_point()

@@ -1,4 +1,4 @@
-"""Steps of a round of averaging, taken one at a time."""
+"""Single steps of a round of averaging."""
 
 from collections.abc import Callable, Mapping
 
@@ -24,7 +24,7 @@ async def learn(swarm: JoinedRings, *counts: int) -> None:
 
 
 async def join(owners: list[Owner], round: int = 1) -> Joins:
-    """All take their snapshot."""
+    """All owners take their snapshots and join."""
     found = {}
     for owner in owners:
         owner.obey(average=Average(deployment=DEPLOYMENT, round=round))
@@ -35,7 +35,7 @@ async def join(owners: list[Owner], round: int = 1) -> Joins:
 
 
 def begin(joins: Joins, attempt: int = 1, round: int = 1) -> Callable[[Owner], None]:
-    """Tells an owner to begin, with those who joined."""
+    """A function that tells an owner to begin, with the owners of `joins` as members."""
     total = sum(each.samples for each in joins.values())
     members = [RingMember(node=n, weight=each.samples / total, norm=each.norm) for n, each in joins.items()]
     counters = [max(each) for each in zip(*(j.counters for j in joins.values()), strict=True)]
@@ -56,7 +56,7 @@ def begin(joins: Joins, attempt: int = 1, round: int = 1) -> Callable[[Owner], N
 
 
 async def reduced(owners: list[Owner], attempt: int = 1) -> None:
-    """All say that they have the mean, and the same one."""
+    """All owners report that they have the same mean."""
     told = [await owner.hears("ring_reduced") for owner in owners]
     assert [each.attempt for each in told] == [attempt] * len(owners)
     assert len({each.digest for each in told}) == 1

@@ -1,7 +1,7 @@
-"""Clusters in one process whose rings are joined by hand: real stages, workers and rings, and lines that are threads.
+"""Clusters in one process: real stages, workers and rings, and threads in place of the lines between owners.
 
-What one owner puts for another is given to that one's `take`, in order, on a thread of the line's own, which waits
-where a real line would. `hold` keeps everything back until `release`.
+Each line passes its pieces to the `take` of the receiving owner, in order, on a thread of its own, which blocks like a
+real line. `hold` keeps all pieces back until `release`.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def captured() -> Captured:
 
 @cache
 def places() -> tuple[int, ...]:
-    """Where the model can be cut, so that there is a parameter on both sides of each and between any two."""
+    """The places at which the model can be cut, with a parameter before, after and between all of them."""
     graph, found = captured().graph, list[int]()
     for place in layout(graph).cuts:
         if all(part.parameters for part in split(graph, [*found, place])):
@@ -78,7 +78,7 @@ class Hub:
     def __init__(self) -> None:
         self.sent: list[tuple[str, str, RingPlace, Tensor]] = []
         self.taken: list[Future[None]] = []
-        """Of each piece that has been given to its receiver; done when that has taken it."""
+        """One future per piece that has been given to its receiver, done when the receiver has taken it."""
         self.owners: dict[str, Rings] = {}
         self._lock = threading.Condition()
         self._held: list[tuple[str, str, RingPlace, Tensor]] | None = None
@@ -105,7 +105,7 @@ class Hub:
                 self._deliver(*piece)
 
     async def first_sent(self, *senders: str, round: int = 1, attempt: int = 1) -> None:
-        """Waits until these have sent what they send first: a piece of the coded section, and one of the plain one."""
+        """Wait until these owners have sent their own segment: one piece of the coded section and one of the plain."""
 
         def all_sent() -> bool:
             found = [s for s, _, p, _ in self.sent if (p.round, p.attempt, p.hop) == (round, attempt, 0)]
@@ -127,7 +127,7 @@ class Hub:
 
 
 class HandLines:
-    """What an owner has for RingLines."""
+    """The lines of an owner, in place of `RingLines`."""
 
     def __init__(self, name: str, hub: Hub) -> None:
         self._name, self._hub = name, hub
@@ -212,14 +212,14 @@ class Owner:
     said: "asyncio.Queue[ProviderMessage]" = field(default_factory=asyncio.Queue)
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of what the stage holds; nothing may be under way."""
+        """A copy of the stage's tensors; no microbatch may be in flight."""
         return {name: tensor.detach().clone() for name, tensor in self.stage.state_tensors().items()}
 
     def obey(self, **order: Any) -> None:
         self.rings.obey(CoordinatorMessage(**order))
 
     async def hears(self, kind: str) -> Any:
-        """The next thing it says, which must be of this kind."""
+        """The next message of this owner, which must be of this kind."""
         message = await self.said.get()
         assert message.WhichOneof("body") == kind, message
         return getattr(message, kind)
@@ -234,7 +234,7 @@ class Cluster:
         self._fed = 0
 
     def feed(self, count: int, *, seed: int, round: int = 0, fragment: int = 0) -> None:
-        """So many microbatches; the first carries the round."""
+        """Feed this many microbatches; the first carries the round."""
         for number, (inputs, targets) in enumerate(batches([8] * count, seed)):
             marked = {"round": round, "fragment": fragment} if number == 0 else {}
             for owner in self.owners:
@@ -256,7 +256,7 @@ class Cluster:
             assert await asyncio.to_thread(between.wait, SECONDS)
 
     def state(self) -> dict[str, Tensor]:
-        """All that its stages hold."""
+        """The tensors of all its stages."""
         return {name: tensor for owner in self.owners for name, tensor in owner.state().items()}
 
     def snapshot(self, round: int) -> dict[str, Tensor]:

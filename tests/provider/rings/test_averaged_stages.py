@@ -19,7 +19,7 @@ COUNTS = st.lists(st.integers(0, 3), min_size=4, max_size=4).filter(lambda count
 
 
 async def blocking(swarm: AveragedSwarm, counts: Sequence[int], rounds: int = 2) -> None:
-    """Every cluster learns so many microbatches, all finish them, a round; and again."""
+    """Every cluster trains on this many microbatches, then all average; repeated `rounds` times."""
     for number in range(rounds):
         since = [cluster.samples for cluster in swarm.clusters]
         for c, (cluster, count) in enumerate(zip(swarm.clusters, counts, strict=True)):
@@ -32,12 +32,12 @@ async def blocking(swarm: AveragedSwarm, counts: Sequence[int], rounds: int = 2)
         after = [cluster.state() for cluster in swarm.clusters]
         for state in after:
             check(state, want)
-            # Not about the same: the same.
+            # Equal to the bit.
             assert all(torch.equal(state[name], after[0][name]) for name in state)
 
 
 async def background(swarm: AveragedSwarm, counts: Sequence[int]) -> None:
-    """The round comes with a microbatch, and all go on learning before they hear that it begins."""
+    """The round comes with a microbatch, and all clusters train on before they hear that it begins."""
     for c, (cluster, count) in enumerate(zip(swarm.clusters, counts, strict=True)):
         cluster.feed(count, seed=c)
     samples = [cluster.samples for cluster in swarm.clusters]
@@ -53,9 +53,9 @@ async def background(swarm: AveragedSwarm, counts: Sequence[int]) -> None:
     await swarm.over()
     want = direct_mean(snapshots, samples)
     for cluster, snapshot, was in zip(swarm.clusters, snapshots, before, strict=True):
-        # The mean, and on top of it what was learned and counted since the snapshot.
+        # The mean, plus what was learned and counted since the snapshot.
         check(cluster.state(), {name: want[name] + (was[name] - snapshot[name]) for name in was})
-    # And with what all have learned since, they become alike.
+    # A round with nothing in flight gives all clusters the same parameters.
     before = [cluster.state() for cluster in swarm.clusters]
     await swarm.average_now()
     want = direct_mean(before, [cluster.samples - was for cluster, was in zip(swarm.clusters, samples, strict=True)])
@@ -81,7 +81,7 @@ def test_after_a_round_with_nothing_in_flight_all_hold_the_weighted_mean(
 
 @settings(max_examples=15)
 @given(CUTS, COUNTS, st.sampled_from([1, 3]))
-def test_after_a_round_in_the_background_all_hold_the_weighted_mean_and_what_they_learnt_since(
+def test_after_a_round_in_the_background_all_hold_the_weighted_mean_and_what_they_learned_since(
     cuts: list[tuple[int, ...]], counts: list[int], parts: int
 ) -> None:
     async def test() -> None:
@@ -104,7 +104,7 @@ def test_moments_are_averaged_with_the_parameters_where_that_is_asked_for(optimi
             await swarm.average_now()
             want = direct_mean(before, [cluster.samples for cluster in swarm.clusters])
             for cluster, was in zip(swarm.clusters, before, strict=True):
-                # How many steps an optimizer has made is its own.
+                # The number of steps of an optimizer is not averaged.
                 own = {name: tensor for name, tensor in was.items() if name.endswith(":step")}
                 check(cluster.state(), {**want, **own})
 

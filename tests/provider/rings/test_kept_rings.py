@@ -1,4 +1,4 @@
-"""Rings outlive the worker of their stage, and the stage itself: whoever takes it over stands where the owner stood."""
+"""Rings outlive the worker of their stage, and the stage: another provider can take over with the owner's replica."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ NESTEROV = RingSettings(outer="nesterov", outer_rate=0.7, outer_momentum=0.9)
 
 
 def calls_of(worker: StageWorker) -> "asyncio.Queue[None]":
-    """Has an entry for each call that the worker is asked to make from now on."""
+    """A queue with an entry for each call that the worker is asked to make from now on."""
     calls: asyncio.Queue[None] = asyncio.Queue()
     call_between_tasks = worker.call_between_tasks
 
@@ -43,7 +43,7 @@ def calls_of(worker: StageWorker) -> "asyncio.Queue[None]":
 
 
 def renew(owner: Owner) -> None:
-    """The stage goes on with another worker."""
+    """Give the stage another worker."""
     assert not owner.worker.runs
     owner.stage.forget()
     before = owner.worker
@@ -55,7 +55,7 @@ def renew(owner: Owner) -> None:
 
 
 async def part_of(owner: Owner) -> Part:
-    """As the engine hands a copy of the stage over, wherever its rings are."""
+    """A part of a replica of this owner's stage."""
     tensors, metadata = owner.stage.state()
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     metadata |= {"applied": json.dumps(owner.worker.applied.numbers()), "samples": str(owner.worker.counters.samples)}
@@ -65,7 +65,7 @@ async def part_of(owner: Owner) -> Part:
     return await kept.get()
 
 
-def test_what_counted_while_the_stage_had_no_worker_is_in_it_afterwards_and_rounds_go_on() -> None:
+def test_a_round_that_counted_while_the_stage_had_no_worker_is_in_it_afterwards_and_rounds_go_on() -> None:
     async def test() -> None:
         async with JoinedRings([(), ()]) as swarm:
             owners = a, b = list(swarm.owners.values())
@@ -131,7 +131,7 @@ def test_a_part_that_is_kept_while_a_round_is_on_its_way_into_the_stage_goes_wit
 
 
 def taken_over(swarm: JoinedRings, lost: Owner, part: Part) -> Owner:
-    """Another machine begins with the part, under the name of the one that is gone."""
+    """Another machine begins with the part, under the name of the lost owner."""
     graph = captured().graph
     _, tensors, metadata = part
     restored = Restored.of(tensors, metadata)
@@ -162,7 +162,7 @@ def taken_over(swarm: JoinedRings, lost: Owner, part: Part) -> Owner:
     return owner
 
 
-def test_whoever_takes_a_stage_over_brings_all_that_was_learnt_since_the_anchor_and_agrees_with_the_others() -> None:
+def test_a_provider_that_takes_a_stage_over_contributes_all_learned_since_the_anchor() -> None:
     async def test() -> None:
         async with JoinedRings([(), ()], settings=NESTEROV) as swarm:
             a, b = swarm.owners.values()
@@ -220,7 +220,7 @@ def test_other_owners_get_lines_of_their_own_and_the_lines_to_those_that_stay_ar
         assert sorted((end.node_id, end.name) for end in lines.ends) == [("b", "ab"), ("d", "ad-2"), ("e", "ae")]
         watch("e")
         data = torch.ones(4, dtype=torch.uint8)
-        # For one that is gone: dropped, and nobody is held up or blamed.
+        # A piece for an owner that is gone is dropped without blocking or blaming anyone.
         lines.put("c", RingPlace(1, 0), data)
         assert not lines.is_direct("c")
         for node_id in ("b", "e"):

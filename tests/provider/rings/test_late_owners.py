@@ -1,5 +1,5 @@
-"""An owner that hears late that a round counts, or is far beyond all others: what it has learned counts once, or is
-dropped by name, and in the end all are alike."""
+"""An owner that hears late that a round counts, or whose difference is far longer than the others': what it has learned
+counts once, or is dropped with an event, and in the end all clusters have the same parameters."""
 
 import asyncio
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ async def learn(swarm: AveragedSwarm, seed: int, *counts: int) -> None:
 
 
 async def late_round(swarm: AveragedSwarm) -> None:
-    """A round that counts, of which B does not hear in time."""
+    """A round that counts, without B hearing of it in time."""
 
     def of_the_commit(node: str, message: CoordinatorMessage) -> bool:
         return node == B and message.WhichOneof("body") == "ring_commit"
@@ -44,18 +44,18 @@ def hears_of_it(swarm: AveragedSwarm) -> None:
 
 
 def moved(state: Mapping[str, Tensor], was: Mapping[str, Tensor], to: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was learned since, on top of another beginning."""
+    """The progress since `was`, on top of `to`."""
     return {name: tensor + (to[name] - was[name]) for name, tensor in state.items()}
 
 
-def alike(swarm: AveragedSwarm) -> bool:
+def have_same_state(swarm: AveragedSwarm) -> bool:
     first, *others = [cluster.state() for cluster in swarm.clusters]
     return all(torch.equal(first[name], other[name]) for other in others for name in first)
 
 
 @pytest.mark.parametrize("when", ["before the next snapshot", "after the next snapshot", "after learning more"])
 @pytest.mark.parametrize("outer", ["mean", "nesterov"])
-def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learnt_once(when: str, outer: str) -> None:
+def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learned_once(when: str, outer: str) -> None:
     async def test() -> None:
         settings = RingSettings(outer=outer, outer_rate=1.0, outer_momentum=0.0 if outer == "nesterov" else None)
         async with AveragedSwarm([(), ()], settings=settings) as swarm:
@@ -74,7 +74,7 @@ def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learnt_once
                 hears_of_it(swarm)
             swarm.order_snapshots()
             if when == "after learning more":
-                # So B has taken its snapshot, and more of its parameters' way lies after it.
+                # B has taken its snapshot by then and trains on after it.
                 await learn(swarm, 3, 0, 1)
             third = swarm.clusters[1].state()
             if when != "before the next snapshot":
@@ -84,8 +84,8 @@ def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learnt_once
             check(swarm.clusters[0].state(), want)
             since = moved(third, second[1], want) if when == "after learning more" else want
             check(swarm.clusters[1].state(), since)
-            assert alike(swarm) == (when != "after learning more")
-            # It claims no more than it did since, and has nothing to catch up with.
+            assert have_same_state(swarm) == (when != "after learning more")
+            # It claims only the samples since the mean, and has nothing to catch up with.
             assert not {"bounded", "dropped", "behind", "left_out"} & set(swarm.kinds())
 
     run(test())
@@ -128,15 +128,15 @@ def test_one_that_has_not_heard_that_a_round_counts_when_its_coordinator_ends_co
             await learn(swarm, 2, 1, 0)
             second = swarm.clusters[0].state()
             await swarm.average_now()
-            assert alike(swarm)
-            # What B had learned is in the mean of the round before: it is not brought into this one, too.
+            assert have_same_state(swarm)
+            # The mean of the round before contains what B had learned, so it does not count in this one again.
             check(swarm.clusters[1].state(), second)
             assert "dropped" in swarm.kinds()
 
     run(test())
 
 
-def test_what_the_optimizer_keeps_follows_a_round_that_was_heard_of_late() -> None:
+def test_moments_follow_a_round_that_was_heard_of_late() -> None:
     async def test() -> None:
         adam = OptimizerSpec("Adam", {"lr": 0.01})
         async with AveragedSwarm([(), ()], settings=RingSettings(optimizer_state=True), optimizer=adam) as swarm:
@@ -159,15 +159,15 @@ def test_what_the_optimizer_keeps_follows_a_round_that_was_heard_of_late() -> No
     run(test())
 
 
-def test_one_that_is_late_at_the_end_is_alike_after_a_round_that_has_nothing_to_average() -> None:
+def test_one_that_is_late_at_the_end_agrees_after_a_round_that_has_nothing_to_average() -> None:
     async def test() -> None:
         async with AveragedSwarm([(), ()]) as swarm:
             await learn(swarm, 1, 2, 1)
             await late_round(swarm)
-            assert not alike(swarm)
+            assert not have_same_state(swarm)
             hears_of_it(swarm)
             await swarm.average_now(complete=True)
-            assert swarm.kinds()[-1] == "round_skipped" and alike(swarm)
+            assert swarm.kinds()[-1] == "round_skipped" and have_same_state(swarm)
 
     run(test())
 
@@ -179,7 +179,7 @@ def test_one_that_was_disconnected_when_a_round_ended_joins_the_next_one() -> No
             heard = swarm.rounds.heard
 
             def until_reduced(node: str, message: ProviderMessage) -> None:
-                # C has the mean, and is gone before the coordinator hears of it: the ring begins anew without it.
+                # C has the mean and is gone before the coordinator hears of it, which costs an attempt.
                 if node == "c2s0" and message.WhichOneof("body") == "ring_reduced":
                     swarm.rounds.gone(node, "its line broke")
                 else:
@@ -191,13 +191,13 @@ def test_one_that_was_disconnected_when_a_round_ended_joins_the_next_one() -> No
             assert ("left_out", "it is gone: its line broke") in swarm.events
             async with asyncio.timeout(5.0):
                 await swarm.average_now()
-            assert alike(swarm)
+            assert have_same_state(swarm)
 
     run(test())
 
 
 async def run_away(swarm: AveragedSwarm, node: str) -> None:
-    """Something went badly wrong there: its parameters are far beyond what anybody learns."""
+    """Move the parameters of this owner far beyond what a cluster can learn in a round."""
     stage, done = swarm.owners[node].stage, asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -226,15 +226,15 @@ def test_one_that_is_far_beyond_the_others_for_three_rounds_goes_on_from_their_m
                 assert swarm.kinds().count("left_out") == number - 1
             await learn(swarm, 4, *[1] * clusters)
             others = [cluster.state() for cluster in swarm.clusters[1:]]
-            # Of two, nothing has been averaged since the first round; of three, the others have gone on.
+            # Two clusters have averaged nothing since the first round; of three, the other two have.
             await swarm.average_now()
             [(_, reason)] = [event for event in swarm.events if event[0] == "dropped"]
             assert "is left out, and so it was 2 times before: what it has learned since is dropped" in reason
-            assert alike(swarm)
+            assert have_same_state(swarm)
             floats = {n for n, t in others[0].items() if t.is_floating_point()}
             want = direct_mean(others, [1] * len(others))
             check({n: swarm.clusters[0].state()[n] for n in floats}, {n: want[n] for n in floats})
-            # And from there on it counts like anybody.
+            # From there on it counts like the others.
             await learn(swarm, 5, *[1] * clusters)
             want = direct_mean([cluster.state() for cluster in swarm.clusters], [1] * clusters)
             await swarm.average_now()

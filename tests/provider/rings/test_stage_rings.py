@@ -1,4 +1,4 @@
-"""An owner of rings, driven by hand: what it does when, and that nothing changes in its stage before it counts."""
+"""An owner of rings, driven step by step: its stage changes only when a round counts."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ def abort(owner: Owner, round: int = 1) -> None:
 
 
 def mean(states: Mapping[str, Mapping[str, Tensor]], joins: Joins) -> dict[str, Tensor]:
-    """Weighted by samples; the largest of what is counted."""
+    """The mean weighted by samples, and the largest value of each counter."""
     total = sum(each.samples for each in joins.values())
     first, *_ = states.values()
     return {
@@ -61,7 +61,7 @@ def test_the_mean_is_in_the_stage_when_it_counts_and_never_before_and_once() -> 
             await reduced(owners)
             assert all(same(owner.state(), before[owner.name]) for owner in owners)
             for owner in owners:
-                # Of an attempt that is none, and of another round.
+                # An attempt that does not exist, and another round.
                 commit(owner, attempt=2)
                 commit(owner, round=2)
                 abort(owner, round=0)
@@ -82,7 +82,7 @@ def test_the_mean_is_in_the_stage_when_it_counts_and_never_before_and_once() -> 
                 assert (told.round, told.ring) == (1, 0)
             want = mean(before, joins)
             assert same(owners[0].state(), want, 1e-6) and same(owners[0].state(), owners[1].state())
-            # Whatever else was said has been heard by the time that they join again, and has changed nothing.
+            # The other orders have been handled by the time that the owners join again, and have changed nothing.
             again = await join(owners, round=2)
             assert same(owners[0].state(), want, 1e-6)
             assert {name: (j.samples, j.committed) for name, j in again.items()} == {A: (0, 1), B: (0, 1)}
@@ -91,7 +91,7 @@ def test_the_mean_is_in_the_stage_when_it_counts_and_never_before_and_once() -> 
     run(test())
 
 
-def test_what_was_said_of_a_commit_that_is_not_ready_is_ignored() -> None:
+def test_a_commit_of_an_attempt_that_has_not_reduced_is_ignored() -> None:
     async def test() -> None:
         async with joined() as swarm:
             a, b = swarm.owners.values()
@@ -102,7 +102,7 @@ def test_what_was_said_of_a_commit_that_is_not_ready_is_ignored() -> None:
             commit(a)
             swarm.hub.hold()
             begin(joins)(a)
-            # It has not reduced: the coordinator cannot have said this.
+            # It has not reduced, so the coordinator cannot have sent this.
             commit(a)
             begin(joins)(b)
             abort(a)
@@ -148,7 +148,7 @@ def test_a_piece_that_comes_before_the_snapshot_waits_too() -> None:
     run(test())
 
 
-def test_what_comes_after_an_abort_is_dropped_and_the_next_round_brings_all_that_was_learnt() -> None:
+def test_pieces_after_an_abort_are_dropped_and_the_next_round_brings_all_that_was_learned() -> None:
     async def test() -> None:
         async with joined() as swarm:
             owners = list(swarm.owners.values())
@@ -179,7 +179,7 @@ def test_what_comes_after_an_abort_is_dropped_and_the_next_round_brings_all_that
     run(test())
 
 
-def test_pieces_of_the_attempt_before_do_not_disturb_the_next() -> None:
+def test_pieces_of_the_previous_attempt_do_not_disturb_the_next() -> None:
     async def test() -> None:
         async with joined(3) as swarm:
             a, b, c = swarm.owners.values()
@@ -236,7 +236,7 @@ def test_an_owner_that_is_alone_still_has_the_momentum_of_its_rounds_to_save() -
     run(test())
 
 
-def test_who_was_left_out_catches_up_and_keeps_what_it_learnt() -> None:
+def test_an_owner_that_was_left_out_catches_up_and_keeps_what_it_learned() -> None:
     async def test() -> None:
         async with joined(3) as swarm:
             a, b, c = swarm.owners.values()
@@ -257,7 +257,7 @@ def test_who_was_left_out_catches_up_and_keeps_what_it_learnt() -> None:
             before = {owner.name: owner.state() for owner in (a, b, c)}
             anchor = await a.rings.saved(anchored=True)
             order = {"deployment": DEPLOYMENT, "round": 2, "ring": 0, "committed": 1}
-            # What the donor sends may come before the other has heard of it.
+            # The donation may come before its receiver has been told to expect it.
             a.obey(ring_catch_up=RingCatchUp(**order, node=C, donate=True))
             c.obey(ring_catch_up=RingCatchUp(**order, node=A, donate=False))
             told = await c.hears("ring_reduced")
@@ -278,7 +278,7 @@ def test_who_was_left_out_catches_up_and_keeps_what_it_learnt() -> None:
     run(test())
 
 
-def test_an_anchor_that_does_not_fit_or_that_nobody_asked_for_is_refused_and_blamed() -> None:
+def test_a_donation_that_does_not_fit_or_was_not_ordered_is_refused_and_blamed() -> None:
     async def test() -> None:
         async with joined() as swarm:
             a, b = swarm.owners.values()
@@ -330,7 +330,7 @@ def test_a_line_that_breaks_is_reported_as_worth_another_attempt_which_succeeds(
 
 
 class EndingLine:
-    """A direct line that brings these and ends, or breaks the rules."""
+    """A direct line that brings these pieces and then ends or fails."""
 
     def __init__(self, peer: str, pieces: list[tuple[RingPlace, Tensor]], error: PeerError | None = None) -> None:
         self.peer = peer
@@ -351,7 +351,7 @@ class EndingLine:
 
 
 async def begun(swarm: JoinedRings) -> list[tuple[RingPlace, Tensor]]:
-    """Two owners have begun; what the second has sent first, which nobody has received."""
+    """Begin with two owners; returns the pieces that the second has sent, none of which has been received."""
     a, b = swarm.owners.values()
     await learn(swarm, 2, 1)
     joins = await join([a, b])
@@ -371,7 +371,7 @@ def test_a_direct_line_that_ends_in_the_middle_of_an_attempt_is_reported_at_once
             await asyncio.to_thread(a.rings.receiver.take_all, ending)
             told = await a.hears("ring_failed")
             assert (told.attempt, told.blamed, told.again) == (1, "", True) and "ended" in told.reason
-            # One that brought nothing of this attempt says nothing of it.
+            # A line that brought no piece of this attempt is not reported.
             for silent in (EndingLine(B, []), EndingLine(B, [(RingPlace(0, 0, attempt=1), pieces[0][1])])):
                 line: Any = silent
                 await asyncio.to_thread(a.rings.receiver.take_all, line)
@@ -383,7 +383,7 @@ def test_a_direct_line_that_ends_in_the_middle_of_an_attempt_is_reported_at_once
     run(test())
 
 
-def test_a_piece_that_breaks_the_rules_is_blamed_on_who_sent_it() -> None:
+def test_an_invalid_piece_is_blamed_on_its_sender() -> None:
     async def test() -> None:
         async with joined() as swarm:
             [(place, data), *_] = await begun(swarm)
@@ -397,7 +397,7 @@ def test_a_piece_that_breaks_the_rules_is_blamed_on_who_sent_it() -> None:
     run(test())
 
 
-def test_a_piece_from_another_than_the_owner_before_or_that_cannot_be_is_refused() -> None:
+def test_a_piece_that_is_invalid_or_not_from_the_previous_owner_is_refused() -> None:
     async def test() -> None:
         async with joined() as swarm:
             [(place, data), *_] = await begun(swarm)
@@ -415,13 +415,13 @@ def test_a_piece_from_another_than_the_owner_before_or_that_cannot_be_is_refused
     run(test())
 
 
-def test_nobody_but_the_owner_before_gets_room_in_what_is_reduced_and_only_once_for_a_piece() -> None:
+def test_only_the_previous_owner_gets_memory_of_the_reduce_and_only_once_for_a_piece() -> None:
     async def test() -> None:
         async with joined() as swarm:
             await begun(swarm)
             a, b = swarm.owners.values()
             swarm.hub.release()
-            # The sum of what this owner sent first comes back to it on the second hop, which is the last.
+            # The sum of this owner's own segment comes back to it on the second hop, which is the last.
             await reduced([a, b])
             for owner in (a, b):
                 abort(owner)

@@ -1,4 +1,4 @@
-"""How long a round waits."""
+"""Deadlines of a round."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ def test_a_deadline_begins_with_the_estimate() -> None:
     assert 1.0 < joining(0.001).seconds < 60.0
 
 
-def test_it_follows_what_takes_longer_at_once_and_shrinks_slowly() -> None:
+def test_it_follows_a_slower_round_at_once_and_shrinks_slowly() -> None:
     deadline = joining(10.0)
     longer = after(deadline, PhaseTime(100.0))
     assert longer.seconds == pytest.approx(300.0)
@@ -42,7 +42,9 @@ def test_the_dead_do_not_make_it_grow_for_ever() -> None:
 
 
 @given(st.floats(0.0, 1e5), st.lists(st.builds(PhaseTime, st.floats(0.0, 1e5), st.integers(0, 3)), max_size=30))
-def test_whatever_happened_there_is_always_time_and_never_too_much(estimate: float, history: list[PhaseTime]) -> None:
+def test_a_deadline_stays_within_its_limits_and_covers_the_last_round(
+    estimate: float, history: list[PhaseTime]
+) -> None:
     deadline = joining(estimate)
     for took in history:
         deadline = after(deadline, took)
@@ -57,13 +59,13 @@ def test_a_run_learns_from_the_slowest_ring_of_a_round() -> None:
     deadlines.learn([PhaseTime(11.0), PhaseTime(50.0), None], [PhaseTime(100.0), PhaseTime(3.0)])
     assert deadlines.joining.seconds == pytest.approx(150.0)
     assert deadlines.reducing.seconds == pytest.approx(300.0)
-    # One ring that cut somebody off is enough, though another took longer.
+    # One ring that cut a member off is enough, though another ring took longer.
     deadlines.learn([PhaseTime(1.0, cut_off=1), PhaseTime(2.0)], [PhaseTime(1.0)])
     assert deadlines.joining.seconds == pytest.approx(300.0)
     assert deadlines.reducing.seconds == pytest.approx(270.0)
 
 
-def test_a_run_learns_nothing_from_what_did_not_come_so_far() -> None:
+def test_a_run_learns_nothing_from_a_phase_that_no_ring_reached() -> None:
     deadlines = Deadlines(10.0, 20.0)
     before = deadlines.joining, deadlines.reducing
     deadlines.learn([None, None], [])
