@@ -23,9 +23,9 @@ from ravnest.engine.weights.buckets import update_buckets
 from ravnest.engine.weights.versions import WeightVersions
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
+from ravnest.graph.state_size import MAX_STATE_VALUES
 from ravnest.safe_json import read_json
 
-_MAX_STATE_VALUES = 4_000_000
 _MAX_SCHEDULE_STEPS = 10_000
 """Maximum number of schedule steps at one update; a run never has that many clusters."""
 
@@ -277,7 +277,7 @@ class Stage:
             raise GraphError(f"the saved state of a stage cannot be read ({said}); the checkpoint is damaged") from None
 
     def _restore(self, optimizer: Mapping[str, Mapping[str, torch.Tensor]], metadata: Mapping[str, str]) -> None:
-        plain = read_json(metadata["optimizer"], _MAX_STATE_VALUES)
+        plain = read_json(metadata["optimizer"], MAX_STATE_VALUES)
         groups, values = plain["groups"], plain["values"]
         schedule = read_json(metadata["schedule"])
         version = read_json(metadata["version"])

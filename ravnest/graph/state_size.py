@@ -10,6 +10,8 @@ from ravnest.graph.portable import PortableGraph
 
 MAX_GRAPH_BYTES: Final = 256 << 20
 """Maximum size of a stage's graph, which is held in memory as text."""
+MAX_STATE_VALUES: Final = 4_000_000
+"""Maximum number of plain values in the state of a stage's optimizer."""
 _SPARE_BYTES: Final = 64 << 20
 _STATE_FACTOR: Final = 16
 """Optimizers keep one to three tensors for each parameter."""

@@ -1,6 +1,6 @@
 """Provider agent: joins a swarm, serves one session with the coordinator after the other, and leaves.
 
-One asyncio loop does the networking; one thread for each hosted stage owns torch. What happens on failure:
+One asyncio loop does the networking; one thread for each hosted stage owns torch. On failure:
 
 - the coordinator cannot be reached or refuses the provider: PeerError, exit code 2;
 - the connection to the coordinator breaks: the provider reconnects, and nothing is lost;
@@ -47,7 +47,7 @@ from ravnest.provider.membership.departure import Departure, end_with_parent
 from ravnest.provider.membership.joining import join, kept_identity
 from ravnest.provider.membership.link_measurements import CoordinatorLink, PeerMeasuring
 from ravnest.provider.membership.session import SwarmSession
-from ravnest.provider.presence import Presence, appear
+from ravnest.provider.presence import NetworkPresence, appear
 from ravnest.provider.replicas.files import PartFiles
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.replicas.service import ReplicaService
@@ -120,7 +120,7 @@ def run(
 
 @dataclass(frozen=True)
 class ProviderOptions:
-    """What the user asks of a provider, apart from the machine that it runs on."""
+    """Options of the user for a provider, apart from the machine that it runs on."""
 
     invite: SwarmInvite
     name: str
@@ -165,7 +165,7 @@ class Agent:
         options: ProviderOptions,
         machine: OfferedMachine,
         authority: Certificate,
-        presence: Presence,
+        presence: NetworkPresence,
         slot: StageSlot,
         departure: Departure,
         console: Console,
@@ -299,7 +299,7 @@ class Agent:
             await measuring.close()
 
     async def _end_session(self, session: SwarmSession, done: Collection[asyncio.Task[object]]) -> int:
-        """What the end of these parts of a session means: the exit code, or _SessionOverError."""
+        """Conclude a session from the parts that have ended: the exit code, or _SessionOverError."""
         if self._departure.leaves_now:
             self._console.say(f"leaving the swarm: {self._departure.reason}")
             await session.leave(self._departure.reason)

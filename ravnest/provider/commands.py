@@ -27,7 +27,7 @@ class Deployer(Protocol):
 
 
 class Commands:
-    """Carries out the commands of one session. What takes long runs in the background, so that `stop` is heard."""
+    """Carries out the commands of one session. Long ones run in the background, so that `stop` is heard."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Commands:
         background: BackgroundTasks,
         say: Callable[[str], None],
     ) -> None:
-        """`background` runs what takes long, and is closed when a stage is deployed; `say` prints for the user."""
+        """`background` runs long commands, and is closed when a stage is deployed; `say` prints for the user."""
         self._session = session
         self._slot = slot
         self._deployer = deployer

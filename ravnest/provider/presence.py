@@ -17,14 +17,14 @@ from ravnest.provider.stage.slot import StageSlot
 
 
 @dataclass(frozen=True)
-class Presence:
-    """How the other nodes know and reach this provider."""
+class NetworkPresence:
+    """How other nodes know and reach this provider."""
 
     node: NodeIdentity
     server: ProviderServer
     links: "IncomingLinks"
     address: str
-    """Where neighbouring stages dial; empty without a port of its own."""
+    """The address that neighbouring stages dial; empty without a port."""
     direct_port: int
     """Port for direct lines between owners of a ring; 0 without one."""
 
@@ -37,8 +37,8 @@ async def appear(
     slot: StageSlot,
     console: Console,
     stack: contextlib.AsyncExitStack,
-) -> Presence:
-    """Start the servers of this provider, which end with the stack; none of them with `listen` None."""
+) -> NetworkPresence:
+    """Start the servers of this provider, which end with the stack; with `listen` None, there are none."""
     links = IncomingLinks(slot)
     server = ProviderServer(links, node, lambda report: console.say(str(report)))
     stack.push_async_callback(server.stop)
@@ -48,18 +48,18 @@ async def appear(
 
     slot.on_neighbours = allow
     if listen is None:
-        return Presence(node, server, links, address="", direct_port=0)
+        return NetworkPresence(node, server, links, address="", direct_port=0)
     host, port = listen
     address = _address(invite, advertise, host, await server.start(host, port))
     direct = DirectServer(node, lambda node_id: node_id in slot.neighbours, slot.take_direct)
     # Next to the port that the user chose: a user who forwards one port of a router can forward two.
     direct_port = direct.start(host, port + 1 if 0 < port < 65535 else 0)
     stack.callback(direct.stop)
-    return Presence(node, server, links, address, direct_port)
+    return NetworkPresence(node, server, links, address, direct_port)
 
 
 def _address(invite: SwarmInvite, advertise: tuple[str, int] | None, listen_host: str, port: int) -> str:
-    """Where neighbouring stages reach this provider."""
+    """The address at which neighbouring stages reach this provider."""
     if advertise is not None:
         return join_address(advertise[0], advertise[1] or port)
     if is_wildcard(listen_host):

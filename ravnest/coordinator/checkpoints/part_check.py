@@ -14,11 +14,9 @@ from safetensors import SafetensorError, safe_open
 
 from ravnest.errors import RefusedError
 from ravnest.graph.portable import PortableGraph, WeightSpec
-from ravnest.graph.state_size import max_state_bytes, weight_bytes
+from ravnest.graph.state_size import MAX_STATE_VALUES, max_state_bytes, weight_bytes
 from ravnest.graph.weights import DTYPES
 from ravnest.safe_json import read_json
-
-_MAX_VALUES = 4_000_000
 
 
 class BadPartError(RefusedError):
@@ -90,7 +88,7 @@ class StagePart:
 
     def _check_values(self, metadata: Mapping[str, str]) -> None:
         """Checks the optimizer state that is not a tensor. Its names are those of the tensors, without their kind."""
-        for name in read_json(metadata["optimizer"], _MAX_VALUES)["values"]:
+        for name in read_json(metadata["optimizer"], MAX_STATE_VALUES)["values"]:
             self._check_owner(f"optim:{name}")
 
     def _check_owner(self, name: str) -> None:

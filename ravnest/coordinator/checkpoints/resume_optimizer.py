@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ravnest.errors import RunError
+from ravnest.graph.state_size import MAX_STATE_VALUES
 from ravnest.job import Job
 from ravnest.safe_json import read_json
 from ravnest.spec import OptimizerSpec, ScheduleSpec
@@ -38,8 +39,8 @@ def resumed_metadata(parts: list[dict[str, str]], saved_with: Mapping[str, Any],
 def _resumed_metadata(parts: list[dict[str, str]], saved_with: Mapping[str, Any], job: Job) -> dict[str, str]:
     values: dict[str, Any] = {}
     for part in parts:
-        values.update(read_json(part["optimizer"], _MAX_VALUES)["values"])
-    groups = read_json(parts[0]["optimizer"], _MAX_VALUES)["groups"]
+        values.update(read_json(part["optimizer"], MAX_STATE_VALUES)["values"])
+    groups = read_json(parts[0]["optimizer"], MAX_STATE_VALUES)["groups"]
     schedule = read_json(parts[0]["schedule"])
     if "optimizer" in saved_with:
         before, now = OptimizerSpec.from_json(saved_with["optimizer"]), job.optimizer_spec
@@ -92,6 +93,5 @@ def _with_schedule(
     return [{key: value for key, value in group.items() if key not in _MOVED} for group in groups], None
 
 
-_MAX_VALUES = 4_000_000
 _MOVED = ("lr", "initial_lr", "max_lr", "min_lr")
 """Entries that a schedule writes into the optimizer."""

@@ -134,7 +134,7 @@ def _flops(
     for size, larger in itertools.pairwise((*sizes, sizes[-1])):
         if found and 2 * size.memory_bytes > memory_bytes:
             break
-        steps, last = _steps(size, device, precision), size
+        steps, last = training_steps(size, device, precision), size
         # The first step initializes and is not counted.
         next(steps)
         deadline = min(deadline, elapsed() + max_seconds)
@@ -164,7 +164,7 @@ def _fastest(
     return max(best, _SHORTEST_SECONDS)
 
 
-def _steps(size: BlockSize, device: torch.device, precision: str) -> Iterator[None]:
+def training_steps(size: BlockSize, device: torch.device, precision: str) -> Iterator[None]:
     """Trains the block by one step per item."""
     autocast = Precision(precision, device).autocast
     generator = torch.Generator(device).manual_seed(0)

@@ -1,4 +1,4 @@
-"""Doctor: what `ravnest doctor` examines, and what it concludes.
+"""Doctor: the checks of `ravnest doctor`.
 
-May import `membership` and `machine`.
+Knows this machine and its invite, and changes nothing. May import `membership` and `machine`.
 """

@@ -1,4 +1,4 @@
-"""What `ravnest doctor` makes of what it sees: each check is a function from facts to a finding. No I/O, no torch."""
+"""Checks of `ravnest doctor`, each a function from facts to a result. No I/O, no torch."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ SLOW_FLOPS_PER_SECOND = 5e9
 SLOW_BYTES_PER_SECOND = 5e6 / 8
 LONG_ROUND_TRIP_SECONDS = 0.3
 CLOCK_WARNING_SECONDS, CLOCK_PROBLEM_SECONDS = 120.0, 20 * 3600.0
-"""Certificates are valid for a day before and after: beyond that no handshake succeeds."""
+"""Certificates tolerate a clock that is a day wrong; beyond that no handshake succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One thing that was checked: how it stands, in a sentence, and what to do about it where there is something."""
+    """Result of one check: its level, a sentence, and a fix if there is one."""
 
     check: str
     level: Level
@@ -31,7 +31,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Of a Ravnest: the package, what it speaks, and which graphs it reads."""
+    """Versions of a Ravnest: the package, the protocol, and the graph format."""
 
     package: str
     protocol: int
@@ -39,12 +39,12 @@ class Versions:
 
 
 def exit_code(findings: Collection[CheckResult]) -> int:
-    """2 where something must be mended first."""
+    """2 if some problem must be fixed first."""
     return 2 if any(finding.level == "problem" for finding in findings) else 0
 
 
 def from_error(check: str, error: Exception, level: Level = "problem", fix: str = "") -> CheckResult:
-    """A finding from one of our own errors, whose message is a sentence and, after its last semicolon, the fix."""
+    """The result for one of our own errors, whose message is a sentence and, after its last semicolon, the fix."""
     sentence, separator, told = str(error).rpartition("; ")
     return CheckResult(check, level, sentence, told) if separator else CheckResult(check, level, told, fix)
 
@@ -103,7 +103,7 @@ def judge_memory(available_bytes: int, cap_bytes: int | None) -> CheckResult:
 def judge_speed(
     flops_per_second: float, memory_bytes_per_second: float, half_flops_per_second: Mapping[str, float]
 ) -> CheckResult:
-    """The last by the name of a mixed precision."""
+    """`half_flops_per_second` is by the name of a mixed precision."""
     moved = f"{memory_bytes_per_second / 1e9:.3g} GB/s in memory"
     halves = ", ".join(f"{units.flops(figure)} in {name}" for name, figure in half_flops_per_second.items())
     what = f"{units.flops(flops_per_second)} in training ({halves}), {moved}"
@@ -188,7 +188,7 @@ def judge_invite(good: bool, reason: str, known_as: str = "") -> CheckResult:
 
 
 def judge_clock(ahead_seconds: float, uncertain_seconds: float) -> CheckResult:
-    """`ahead_seconds`: by how much the coordinator's clock is ahead of ours."""
+    """`ahead_seconds`: how far the coordinator's clock is ahead of ours."""
     off = max(0.0, abs(ahead_seconds) - uncertain_seconds)
     way = "behind" if ahead_seconds > 0 else "ahead of"
     what = f"the clock of this machine is {_duration(off)} {way} the coordinator's"

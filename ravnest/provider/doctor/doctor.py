@@ -1,8 +1,8 @@
-"""Looks a machine over before it is lent: what it has, what it can do, and whether a coordinator would take it.
+"""Examination of a machine before it is lent: what it has, how fast it is, and whether a coordinator would admit it.
 
-Each step tells what it finds as soon as it has found it. Where a step makes the later ones pointless they are left out:
-without torch nothing of the device is looked at, and without a connection nothing of the coordinator. Nothing is
-changed anywhere: an invite that was looked at can be joined with as often as before.
+Each step reports its result at once. Steps that depend on a failed one are left out: without torch the device is not
+examined, and without a connection the coordinator is not asked. Nothing is changed: checking an invite does not use it
+up.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from ravnest.provider.doctor.checks import (
     judge_versions,
 )
 
-# Everything that brings torch or grpc along is imported where it is used: this must run where they are broken.
+# Modules that import torch or grpc are imported where they are used, because this must run where those are broken.
 if TYPE_CHECKING:
     from ravnest.net.identity.certificates import Certificate
     from ravnest.net.identity.swarm_invite import SwarmInvite
@@ -54,7 +54,7 @@ Tell = Callable[[CheckResult], None]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How the machine would be lent, as `ravnest join` is told."""
+    """How the machine would be lent, with the options of `ravnest join`."""
 
     invite: str | None = None
     device: str = "auto"
@@ -63,7 +63,7 @@ class Wanted:
 
 
 def examine(wanted: Wanted, tell: Tell) -> None:
-    """Tells every finding; never fails itself for what it finds."""
+    """Report every result; problems of the machine raise no error here."""
     tell(judge_python(sys.version_info[:2]))
     torch = look_at_torch()
     tell(torch)
@@ -100,7 +100,7 @@ def look_at_port(host: str, port: int) -> CheckResult:
 
 
 async def reachable_from_outside(client: "CoordinatorClient", listen: tuple[str, int]) -> CheckResult | None:
-    """Whether other machines can dial this one where it would listen; None where that cannot be tried."""
+    """Whether other machines can dial this one at its port; None if that cannot be tried."""
     from ravnest.net.probe.reverse_dial import listening_for_a_moment
 
     request = _check_request()
@@ -108,7 +108,7 @@ async def reachable_from_outside(client: "CoordinatorClient", listen: tuple[str,
         async with listening_for_a_moment(*listen) as (request.port, request.nonce):
             reply = await client.check(request)
     except OSError:
-        return None  # The port's own finding tells of it.
+        return None  # The check of the port reports it.
     except PeerError as error:
         return from_error("reach", error, "warning", "try again later")
     return judge_reach(reply.seen_host, request.port, reply.not_reached) if reply.dialled else None
@@ -128,20 +128,22 @@ async def _look_at_device(wanted: Wanted, tell: Tell) -> None:
     from ravnest.provider.machine.speed_cache import device_name, machine_speed
     from ravnest.provider.machine.torch_footprint import give_memory_back, leave_out_the_compiler
 
-    # As a provider does, so that the speed is the one it will have.
+    # As in a provider, so that the measured speed is the one of a provider.
     leave_out_the_compiler()
     give_memory_back()
     try:
         device = choose_device(wanted.device)
     except PeerError as error:
         return tell(from_error("device", error))
-    tell(judge_device(str(device), device_name(device), usable_cores(), _has_nvidia() and wanted.device == "auto"))
+    tell(
+        judge_device(str(device), device_name(device), usable_cores(), has_nvidia_driver() and wanted.device == "auto")
+    )
     available = available_bytes(device)
     tell(judge_memory(available, wanted.memory_bytes))
     try:
         speed = await machine_speed(device, lent_bytes(available, wanted.memory_bytes), fresh=True)
     except RuntimeError as error:
-        # Out of memory, a driver that does not fit: a stage would fail in the same way.
+        # Out of memory, or a driver that does not fit: a stage would fail in the same way.
         reason = str(error).strip().splitlines()[0]
         return tell(
             CheckResult("speed", "problem", f"{device} fails when it computes: {reason}", "use another --device")
@@ -210,7 +212,7 @@ async def _connect(invite: "SwarmInvite") -> CheckResult:
 
 
 async def _ask(invite: "SwarmInvite", authority: "Certificate", listen: tuple[str, int], tell: Tell) -> None:
-    """What only the coordinator can answer. Its answer uses nothing up."""
+    """The checks that only the coordinator can answer. They do not use up the invite."""
     from ravnest.net.identity.node_identity import joiner_keys
     from ravnest.net.rpc.client import CoordinatorClient
     from ravnest.provider.membership.joining import known_identity
@@ -229,7 +231,7 @@ async def _ask(invite: "SwarmInvite", authority: "Certificate", listen: tuple[st
                 tell(from_error("identity", error, fix="ask the requester for a new invite"))
         accepted = await _check(client, known_as, tell)
         if not accepted and known_client is not None and known_as:
-            # The invite has ended and this machine is in all the same: the rest is asked with its own certificate.
+            # The invite has ended, but this machine is a member: the other checks use its own certificate.
             client, known_client = known_client, client
             accepted = True
         if accepted:
@@ -244,13 +246,13 @@ async def _ask(invite: "SwarmInvite", authority: "Certificate", listen: tuple[st
 
 
 async def _check(client: "CoordinatorClient", known_as: str, tell: Tell) -> bool:
-    """Whether the invite is good; tells that, and what the coordinator's answer says of versions and clocks."""
+    """Whether the invite is valid. Reports that, and what the coordinator's answer shows about versions and clocks."""
     from ravnest.graph.portable import FORMAT_VERSION
     from ravnest.net.version import PROTOCOL_VERSION
 
     before = time.time()
     try:
-        # Connects first: the time of the handshake would blur the clock.
+        # The first call connects, because the time of the handshake would distort the clock check.
         await client.check(_check_request())
         before = time.time()
         reply = await client.check(_check_request())
@@ -284,11 +286,12 @@ def _check_request() -> "CheckRequest":
     return CheckRequest(version=__version__, protocol=PROTOCOL_VERSION, graph_format=FORMAT_VERSION)
 
 
-def _has_nvidia() -> bool:
+def has_nvidia_driver() -> bool:
+    """Whether this machine has an NVIDIA GPU with a driver."""
     return Path("/proc/driver/nvidia/version").exists()
 
 
 def _plain(error: OSError) -> str:
-    # asyncio joins the reasons of several addresses into one text, without a number of its own.
+    # asyncio joins the reasons of several addresses in one text, without an error number.
     known = os.strerror(error.errno) if error.errno else error.strerror or str(error)
     return known.lower()

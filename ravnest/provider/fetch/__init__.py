@@ -1,4 +1,4 @@
-"""Fetch: a stage's graph and weights, from the cache on this disk or from the coordinator.
+"""Fetch: downloads a stage's graph and weights, from the cache on this disk or from the coordinator.
 
-Imports no other room of the provider.
+Knows files and bytes, and nothing of their meaning. May import `machine`.
 """

@@ -1,14 +1,14 @@
-"""A stage's graph and weights on their way to a provider: from its cache, or from the coordinator, or half and half.
+"""Artifacts of a stage, its graph and its weights, from this provider's cache, from the coordinator, or from both.
 
-Bytes go to whoever builds something of them as they come, so that nothing is held twice; on their way they are hashed
-and, where there is a cache, written to it. What happens on failure:
+The bytes go straight to a sink that builds something from them, so that memory does not hold them twice. On their way
+they are hashed and, with a cache, written to it. On failure:
 
-- The connection breaks: the transfer goes on at the byte where it stopped, after pauses that grow. PeerError when not a
-  byte has come for PATIENCE_SECONDS.
-- The provider is ended in the middle: the next one on this machine goes on from what was written.
-- What was on the disk is damaged: it is thrown out and fetched again.
-- The disk refuses (it is full, say): a line says so, and the rest goes on in memory.
-- The coordinator sends other bytes, or more of them, than it announced: RefusedError, and nothing is kept.
+- the connection breaks: the transfer resumes at the byte where it stopped, with a backoff; PeerError when no byte has
+  arrived for PATIENCE_SECONDS;
+- the provider is killed in the middle: the next one on this machine resumes from the bytes on the disk;
+- the bytes on the disk are damaged: they are deleted and fetched again;
+- the disk fails or is full: the user gets a line, and the transfer goes on in memory;
+- the coordinator sends other bytes than it announced, or more: RefusedError, and nothing is stored.
 """
 
 import hashlib
@@ -28,21 +28,22 @@ from ravnest.provider.fetch.progress import FetchProgress, megabytes, percent
 PATIENCE_SECONDS: Final = 120.0
 MAX_BACKOFF_SECONDS: Final = 5.0
 _TRIES: Final = 3
-"""How often what is kept may turn out to be damaged before the cache is left alone."""
+"""Times that cached bytes may turn out to be damaged before the transfer goes on without the cache."""
 
 
 class Source(Protocol):
-    """Where artifacts come from: a CoordinatorClient."""
+    """A source of artifacts: a CoordinatorClient."""
 
     def fetch(self, artifact: str, offset: int = 0) -> AsyncGenerator[bytes, None]:
-        """The bytes from `offset` on; RefusedError when to ask again is in vain, any other PeerError when it is not."""
+        """The bytes from `offset` on; RefusedError when a retry would fail too, any other PeerError when it may
+        succeed."""
 
 
 class ArtifactSink(Protocol):
-    """Who builds something of the bytes."""
+    """Builds something from the bytes of an artifact."""
 
     def feed(self, chunk: bytes) -> None:
-        """Takes the bytes that follow; GraphError when they make no sense."""
+        """Take the bytes that follow; GraphError when they are invalid."""
 
 
 SinkT = TypeVar("SinkT", bound=ArtifactSink)
@@ -56,20 +57,20 @@ class Artifacts:
     def __init__(
         self, source: Source, cache: ArtifactCache | None = None, say: Callable[[str], None] = lambda text: None
     ) -> None:
-        """`say` gets a line for the user when something does not go as it should."""
+        """`say` prints a line for the user when something goes wrong."""
         self._source = source
         self._cache = cache
         self._say = say
 
     @property
     def cached(self) -> bool:
-        """Whether what was fetched once is there the next time."""
+        """Whether artifacts are stored on the disk, for the next time."""
         return self._cache is not None
 
     async def get(self, ref: ArtifactRef, begin: Callable[[], SinkT], progress: FetchProgress) -> SinkT:
-        """What `begin` made, fed with every byte of the artifact, whose hash is the announced one.
+        """The sink from `begin`, fed with every byte of the artifact, whose hash is the announced one.
 
-        `begin` is called again, for a new beginning, when what was on the disk turns out to be damaged.
+        `begin` is called again, to start over, when the bytes on the disk turn out to be damaged.
         """
         if re.fullmatch("[0-9a-f]{64}", ref.sha256) is None:
             raise RefusedError(f"the artifact {ref.id} has no sha256 to check it by")
@@ -80,14 +81,14 @@ class Artifacts:
             try:
                 return await self._transfer(ref, begin(), progress, kept)
             except _DamagedError:
-                # The one of the loop's next turn is made when this one's memory is free again.
-                self._say(f"what this machine had kept of {ref.id} is damaged: fetching it again")
+                # The next turn of the loop makes a new sink, after the memory of this one is free.
+                self._say(f"the copy of {ref.id} on this disk is damaged: fetching it again")
             finally:
                 kept.close()
         return await self._transfer(ref, begin(), progress, None)
 
     async def _open(self, ref: ArtifactRef) -> KeptArtifact | None:
-        """What the cache has of it, to read and to add to; None when it goes without the cache."""
+        """The artifact's file in the cache, to read and to append; None without the cache."""
         while self._cache is not None:
             try:
                 kept = await in_thread(partial(self._cache.open, ref.sha256, ref.size_bytes))
@@ -105,7 +106,7 @@ class Artifacts:
     async def _transfer(
         self, ref: ArtifactRef, sink: SinkT, progress: FetchProgress, kept: KeptArtifact | None
     ) -> SinkT:
-        """Feeds the sink with what is kept and then with the rest, which is kept as well."""
+        """Feed the sink with the stored bytes and then with the missing ones, which are stored as well."""
         digest, from_disk, fetched = hashlib.sha256(), 0, 0
         own = kept is not None and kept.size_bytes > 0
 
@@ -132,7 +133,7 @@ class Artifacts:
         except (GraphError, _OtherBytesError, OSError) as error:
             if kept is not None:
                 kept.discard()
-            # No verdict on the coordinator where some of the bytes were this machine's own.
+            # The coordinator is not blamed if some of the bytes came from this machine's own disk.
             if not own:
                 raise
             progress.kept_bytes -= from_disk
@@ -169,7 +170,7 @@ class Artifacts:
             await backoff.wait()
 
     async def _append(self, kept: KeptArtifact, data: bytes) -> bool:
-        """Writes what has come to the disk; whether that went well."""
+        """Write bytes to the disk. Whether that succeeded."""
         try:
             await in_thread(partial(kept.append, data))
         except OSError as error:
@@ -192,11 +193,11 @@ class Artifacts:
 
 
 class _OtherBytesError(RefusedError):
-    """The bytes are not those that were announced."""
+    """The bytes are not the announced ones."""
 
 
 class _DamagedError(Exception):
-    """The bytes are not those that were announced, and some of them were this machine's own."""
+    """The bytes are not the announced ones, and some of them came from this machine's own disk."""
 
 
 def _check(ref: ArtifactRef, size_bytes: int, sha256: str) -> None:

@@ -1,10 +1,10 @@
-"""Artifacts on a provider's disk, by the hash of their content, shared by all providers of this user on this machine.
+"""Cache of artifacts on the disk, by the hash of their content, shared by all providers of this user on this machine.
 
-`SHA256` is a whole artifact, `SHA256.partial` one that is on its way; whoever writes to it holds a lock on it, which
-ends with its process. What is read is hashed by the reader, so nothing here is believed because it is here.
+`SHA256` is a complete artifact and `SHA256.partial` one that is being downloaded. The writer holds a lock on the file,
+which ends with its process. The reader hashes the bytes, so a damaged file is noticed.
 
-What happens on failure: every method lets OSError through (the disk is full, the folder is somebody else's), and the
-caller goes on without the cache.
+Every method raises OSError when the disk is full or the folder belongs to another user, and the caller goes on without
+the cache.
 """
 
 import asyncio
@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-DEFAULT_LIMIT_BYTES: Final = 20 << 30
-"""How much is kept unless the user says otherwise; and never more than half of what would be free without it."""
+from ravnest.provider.machine.disk import default_limit_bytes
 
 _PIECE_BYTES: Final = 1 << 20
 _PARTIAL: Final = ".partial"
@@ -28,16 +27,17 @@ _OURS: Final = re.compile(r"[0-9a-f]{64}(\.partial)?")
 
 
 class ArtifactCache:
-    """One folder. Methods may be called from any thread; `wait` belongs to an event loop."""
+    """The cache in one folder. Any thread may call its methods; `wait` needs an event loop."""
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
-        """`limit_bytes` bounds what the folder holds; None: DEFAULT_LIMIT_BYTES, less on a disk that is nearly full."""
+        """`limit_bytes` limits the size of the folder; None: DEFAULT_LIMIT_BYTES, or less on a disk that is nearly
+        full."""
         self._folder = folder
         self._limit_bytes = limit_bytes
 
     @classmethod
     def of_user(cls, limit_bytes: int | None) -> Self | None:
-        """The cache in the user's own folder; None where the user wants none, or has no home."""
+        """The cache in the user's own folder; None if the user disabled it, or has no home folder."""
         given = Path(os.environ.get("XDG_CACHE_HOME", ""))
         if limit_bytes == 0:
             return None
@@ -49,20 +49,20 @@ class ArtifactCache:
         return cls(given / "ravnest" / "artifacts", limit_bytes)
 
     def open(self, sha256: str, size_bytes: int) -> "KeptArtifact | None":
-        """What is kept of an artifact, perhaps nothing yet, for this caller alone to add to.
+        """The file of an artifact, perhaps still empty, locked for this caller to append.
 
         Makes room for all of it. None when it is larger than the cache may be. BlockingIOError while another provider
-        is fetching it: `wait` and ask again.
+        is downloading it: call `wait` and retry.
         """
         assert _OURS.fullmatch(sha256)
-        # Others need not know what this user trains.
+        # Private, so that other users do not see which models this user trains.
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         whole = self._folder / sha256
         partial = whole.with_name(sha256 + _PARTIAL)
         while True:
             with contextlib.suppress(FileNotFoundError):
                 descriptor = os.open(whole, os.O_RDWR)
-                # Its time says when it was used last.
+                # The modification time is the time of the last use.
                 os.utime(descriptor)
                 return KeptArtifact(whole, whole, descriptor)
             if not self._make_room(size_bytes, besides=partial):
@@ -76,11 +76,11 @@ class ArtifactCache:
             kept = KeptArtifact(partial, whole, descriptor)
             if kept.is_in_place():
                 return kept
-            # Between the opening and the lock somebody has finished it or thrown it out.
+            # Between opening and locking it, another process has completed or deleted the file.
             kept.close()
 
     async def wait(self, sha256: str) -> None:
-        """Until nobody else is fetching this artifact."""
+        """Wait until no other provider is downloading this artifact."""
         try:
             descriptor = os.open(self._folder / (sha256 + _PARTIAL), os.O_RDWR)
         except FileNotFoundError:
@@ -96,16 +96,17 @@ class ArtifactCache:
                 with contextlib.suppress(RuntimeError):  # The loop is over.
                     loop.call_soon_threadsafe(free.set)
 
-        # Of its own, and no daemon of the loop's: a lock cannot be waited for with an end, nor should an exit wait.
+        # A thread of its own instead of the loop's executor, because waiting for a lock has no timeout and must not
+        # delay an exit.
         threading.Thread(target=take_turn, name="ravnest-cache", daemon=True).start()
         await free.wait()
 
     def trim(self) -> None:
-        """Throws out what was used longest ago until the rest is within the limit."""
+        """Delete the artifacts that were not used for longest, until the others are within the limit."""
         self._make_room(0, besides=None)
 
     def _make_room(self, size_bytes: int, besides: Path | None) -> bool:
-        """Whether an artifact of this size fits, once others have been thrown out for it; `besides` is its own file."""
+        """Whether an artifact of this size fits, after others were deleted for it; `besides` is its own file."""
         with self._tidying():
             files = sorted(self._files(besides), key=lambda file: file.used_at)
             held = sum(file.size_bytes for file in files)
@@ -119,7 +120,7 @@ class ArtifactCache:
     def _limit(self, held_bytes: int) -> int:
         if self._limit_bytes is not None:
             return self._limit_bytes
-        return min(DEFAULT_LIMIT_BYTES, (shutil.disk_usage(self._folder).free + held_bytes) // 2)
+        return default_limit_bytes(shutil.disk_usage(self._folder).free, held_bytes)
 
     def _files(self, besides: Path | None) -> "Iterator[CachedFile]":
         for entry in os.scandir(self._folder):
@@ -130,7 +131,7 @@ class ArtifactCache:
 
     @contextlib.contextmanager
     def _tidying(self) -> Iterator[None]:
-        # Only ever held for a look at the folder: whoever waits for it does so for a moment.
+        # The lock is only held while the folder is listed, so waiting for it is short.
         descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -141,7 +142,7 @@ class ArtifactCache:
 
 @dataclass(frozen=True, slots=True)
 class CachedFile:
-    """What the cache holds, and when it was used last."""
+    """A file in the cache, and the time of its last use."""
 
     path: Path
     size_bytes: int
@@ -151,7 +152,8 @@ class CachedFile:
 def what_to_throw_out(
     files: list[CachedFile], size_bytes: int, limit_bytes: int
 ) -> tuple[list[CachedFile] | None, str]:
-    """What has to go so that an artifact of this size fits, the longest unused first; None when nothing would help."""
+    """The files to delete so that an artifact of this size fits, least recently used first; None when that is
+    impossible. With the reason."""
     if size_bytes > limit_bytes:
         return None, f"{size_bytes} bytes are more than the {limit_bytes} that may be kept"
     over = sum(file.size_bytes for file in files) + size_bytes - limit_bytes
@@ -165,11 +167,11 @@ def what_to_throw_out(
 
 
 class KeptArtifact:
-    """The file of one artifact, whole or in part. To be closed."""
+    """The file of one artifact, complete or partial. Close it after use."""
 
     def __init__(self, path: Path, whole: Path, descriptor: int) -> None:
         self.size_bytes = os.fstat(descriptor).st_size
-        """How much of it is there."""
+        """Number of bytes that are there."""
         self._path = path
         self._whole = whole
         self._descriptor = descriptor
@@ -183,7 +185,7 @@ class KeptArtifact:
         return os.pread(self._descriptor, _PIECE_BYTES, offset)
 
     def append(self, data: bytes) -> None:
-        """Adds the bytes that follow."""
+        """Add the bytes that follow."""
         view = memoryview(data)
         while view:
             written = os.pwrite(self._descriptor, view, self.size_bytes)
@@ -191,24 +193,24 @@ class KeptArtifact:
             view = view[written:]
 
     def finish(self) -> None:
-        """It is whole and has been checked: from now on others may use it."""
+        """The file is complete and checked: others may use it from now on."""
         if self._path != self._whole:
             os.replace(self._path, self._whole)
             self._path = self._whole
 
     def discard(self) -> None:
-        """Removes the file, unless another has taken its place."""
+        """Delete the file, unless its name leads to another one by now."""
         if self.is_in_place():
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets others have it; may be called again."""
+        """Release the file for others; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def is_in_place(self) -> bool:
-        """Whether this file is still the one that its name leads to."""
+        """Whether the file's name still leads to this file."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
         except FileNotFoundError:
@@ -216,7 +218,8 @@ class KeptArtifact:
 
 
 def _throw_out(path: Path) -> None:
-    """Removes a file, unless a provider is writing to it. One that is being read goes when its reader is done."""
+    """Delete a file, unless a provider is writing to it. A file that is being read is freed when its reader
+    closes it."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError):
         descriptor = os.open(path, os.O_RDWR)
         try:

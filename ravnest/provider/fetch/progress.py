@@ -1,4 +1,4 @@
-"""How far a provider is with fetching its stage: told to the coordinator, and to whoever looks at the terminal."""
+"""Progress of a download, which the coordinator and the user can follow."""
 
 import asyncio
 import time
@@ -11,20 +11,20 @@ from ravnest.errors import PeerError
 from ravnest.net.v1.control_pb2 import Deploy, Fetching, ProviderMessage
 
 TELL_SECONDS: Final = 0.5
-"""Least time between two messages to the coordinator."""
+"""Minimum time between two messages to the coordinator."""
 
 _LINE_SECONDS: Final = 10.0
-"""Between two lines where there is no terminal to draw on."""
+"""Time between two lines, if the output is not a terminal."""
 
 
 class Listener(Protocol):
-    """Who is told: the control stream to the coordinator."""
+    """Receives the progress: the control link to the coordinator."""
 
     async def send(self, message: ProviderMessage) -> None: ...
 
 
 class FetchProgress:
-    """Counts the bytes of one deployment: those that came over the network, and those that were on the disk."""
+    """Counts the bytes of one deployment: from the network, and from the disk."""
 
     def __init__(self, total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_bytes = total_bytes
@@ -56,7 +56,7 @@ class FetchProgress:
         return f"fetching the stage: {share}, {megabytes(rate)}/s, {left // 60}:{left % 60:02d} left"
 
     def last_line(self) -> str:
-        """What is said when all of it is there."""
+        """The line for a completed download."""
         kept = f"; {megabytes(self.kept_bytes)} were here already" if self.kept_bytes else ""
         if not self.fetched_bytes:
             return f"the stage was here already, {megabytes(self.kept_bytes)}"
@@ -64,7 +64,7 @@ class FetchProgress:
 
 
 class FetchLine:
-    """The progress on one line that is drawn anew on a terminal, and now and then on a new line elsewhere."""
+    """Shows the progress: on a terminal in one line that is redrawn, otherwise now and then in a new line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -82,13 +82,13 @@ class FetchLine:
             self._write(f"{progress.line()}\n")
 
     def end(self, progress: FetchProgress) -> None:
-        """All is there; nothing is said of a fetch that took no time."""
+        """The download is complete. Prints nothing if it took no time."""
         if self._shown or progress.kept_bytes:
             self._write(f"{self._clear}{progress.last_line()}\n")
         self._shown = False
 
     def interrupt(self) -> None:
-        """Something else is about to be said."""
+        """Clear the line, because something else is about to be printed."""
         if self._shown:
             self._write(self._clear)
 
@@ -104,7 +104,7 @@ class FetchLine:
 
 @asynccontextmanager
 async def fetching(order: Deploy, control: Listener, line: FetchLine | None) -> AsyncIterator[FetchProgress]:
-    """The progress of an order's artifacts. While the block counts with it, the coordinator and the user are told."""
+    """The progress of an order's artifacts. Within the block, the coordinator and the user are told about it."""
     progress = FetchProgress(order.graph.size_bytes + order.weights.size_bytes)
     telling = asyncio.create_task(_tell(progress, order.deployment, control, line))
     try:
@@ -122,7 +122,7 @@ async def _tell(progress: FetchProgress, deployment: str, control: Listener, lin
         if progress.received_bytes != told:
             told = progress.received_bytes
             message = Fetching(deployment=deployment, received_bytes=told, total_bytes=progress.total_bytes)
-            with suppress(PeerError):  # Whoever reads the stream learns that it is broken.
+            with suppress(PeerError):  # The receiver of the link notices that it is broken.
                 await control.send(ProviderMessage(fetching=message))
         if line is not None:
             line.show(progress)
@@ -134,5 +134,5 @@ def megabytes(value: float) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Rounded down: all of it is 100 %, and nothing less is."""
+    """Rounded down, so that only a complete download is 100 %."""
     return f"{100 * part // whole if whole else 100} %"

@@ -1,4 +1,4 @@
-"""Links: connections to neighbouring stages, and how tensors travel over them.
+"""Links: connections to neighbouring stages, and the coding of tensors for them.
 
-Imports no other room of the provider. Knows frames, and nothing of what a stage does with them.
+Imports no other room of the provider. Knows frames, and nothing of how a stage uses them.
 """

@@ -1,8 +1,8 @@
-"""Between a stage's device and the memory of its machine, beside the computation.
+"""Copies between a stage's device and main memory, concurrent with its computation.
 
-On CUDA what a stage puts out is coded there and copied to pinned memory on a stream of its own, which waits for just
-what it copies; and what arrives is decoded on the device before the stage asks for it. The thread that computes waits
-for neither. Elsewhere there is nothing to copy, or it is copied where a frame is packed.
+On CUDA, outgoing tensors are coded on the device and copied to pinned memory on a separate stream, which waits only for
+the tensors that it copies. Incoming tensors are decoded on the device before the stage asks for them. The computing
+thread waits for neither. On other devices there is nothing to copy, or the packing of a frame copies it.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ import torch
 from ravnest.net.frames.frames import Coded, Frame
 
 Turn = Callable[[Frame], Frame]
-"""Codes a frame, or decodes it, on whatever device its tensors are."""
+"""Codes or decodes a frame, on the device of its tensors."""
 
 
 class Transfers:
-    """The copies of one stage. `mark` is for the thread that computes, the others for any other thread."""
+    """The copies of one stage. The computing thread calls `mark`, any other thread the other methods."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -29,11 +29,12 @@ class Transfers:
 
     @property
     def on_host(self) -> bool:
-        """Whether the stage computes in the memory of its machine, so that nothing is copied."""
+        """Whether the stage computes in main memory, so that nothing is copied."""
         return self.device.type == "cpu"
 
     def mark(self) -> torch.cuda.Event | None:
-        """Happens when everything is done that this thread has asked the device for; None where it is done already."""
+        """An event for the end of everything that this thread has asked the device to do; None if it is done
+        already."""
         if not self._on_cuda:
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -41,7 +42,7 @@ class Transfers:
         return event
 
     def out(self, frame: Frame, mark: torch.cuda.Event | None, code: Turn) -> Frame:
-        """The frame coded, once `mark` has happened, and then in the memory of the machine. Waits for that."""
+        """The frame, coded after the event `mark`, in main memory. Waits for that."""
         if not self._on_cuda:
             return code(frame)
         with torch.cuda.stream(self._out):
@@ -53,12 +54,12 @@ class Transfers:
                 tensors={name: _pinned(tensor) for name, tensor in there.tensors.items()},
                 coded={name: replace(packed, data=_pinned(packed.data)) for name, packed in there.coded.items()},
             )
-            # Until then `frame` and `there` keep what is copied: its memory is nobody else's.
+            # Until then, `frame` and `there` keep the memory that is being copied.
             self._out.synchronize()
         return here
 
     def into(self, frame: Frame, decode: Turn) -> Frame:
-        """The frame on the device, and decoded there. Waits for that, so that the stage need not."""
+        """The frame on the device, decoded there. Waits for that, so that the stage need not."""
         if not self._on_cuda:
             return decode(frame)
         with torch.cuda.stream(self._in):
@@ -68,7 +69,8 @@ class Transfers:
             tensors = {name: self._uploaded(tensor) for name, tensor in frame.tensors.items()}
             there = decode(replace(frame, tensors=tensors, coded=coded))
             for tensor in there.tensors.values():
-                # Made on this stream and used on another: not to be used again before that one is done with it.
+                # Made on this stream and used on another one: its memory must not be reused before that stream is done
+                # with it.
                 tensor.record_stream(self._compute)
             self._in.synchronize()
         return there
@@ -78,7 +80,7 @@ class Transfers:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory that the device writes by itself; it is there when the stream has come so far."""
+    """The tensor in memory that the device writes to by itself, complete when the stream has reached this point."""
     if tensor.is_cpu:
         return tensor
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)

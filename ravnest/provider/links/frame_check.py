@@ -1,4 +1,4 @@
-"""Whether a frame is one that a stage may get: its kind, generation, names, types and shapes against the signature."""
+"""Check of a frame against a stage's signature: its kind, generation, names, types and shapes."""
 
 from collections.abc import Mapping
 
@@ -8,10 +8,10 @@ from ravnest.net.frames.frames import Frame, FrameKind
 
 
 def check_frame(frame: Frame, kind: FrameKind, generation: int, specs: Mapping[str, ValueSpec]) -> None:
-    """PeerError unless the frame is of this kind and generation and holds exactly these values.
+    """PeerError unless the frame is of this kind and generation and contains exactly these values.
 
-    A BACKWARD frame may lack some: a value that was not used has no gradient. Whether the values are finite is not
-    looked at here: activations may rightly be infinite, and gradients are looked at before they are applied.
+    A BACKWARD frame may lack some: a value that was not used has no gradient. Values need not be finite here:
+    activations may be infinite in a correct model, and gradients are checked before they are applied.
     """
     if frame.kind is not kind:
         raise PeerError(f"a {frame.kind.name} frame came where only {kind.name} frames may")

@@ -1,7 +1,7 @@
-"""Coding and packing the frames of a stage's links, neither on the thread that computes nor on the network's loop.
+"""Threads that code and pack the frames of a stage's links, off the computing thread and off the network's loop.
 
-Each direction of each link has one frame in hand at a time, so frames keep their order; the directions go on beside
-one another. What is so small that passing it to a thread and back would take longer is done at once.
+Each direction of each link works on one frame at a time, so its frames keep their order; the directions work in
+parallel. Small frames are packed at once, because passing them to a thread and back would take longer.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from ravnest.provider.links.cuda_copies import Transfers
 from ravnest.provider.links.tensor_codec import coded, decoded, raw_bytes, saved_bytes
 
 AT_ONCE_BYTES: Final = 1 << 18
-"""Tensors of a frame that are coded and packed at once. As int8 that takes 60 µs, about as long as a thread to wake."""
+"""Maximum size of a frame that is packed at once. Coding it as int8 takes 60 µs, about as long as waking a thread."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A frame that a stage puts out, and when its tensors are computed; None where they are."""
+    """A frame that a stage sends, and the event at which its tensors are computed; None if they are."""
 
     frame: Frame
     computed: torch.cuda.Event | None = None
@@ -34,7 +34,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A frame as it is sent, and how many bytes it would be more without a codec."""
+    """An encoded frame, and the number of bytes that its codec saved."""
 
     data: bytes
     saved_bytes: int
@@ -44,12 +44,12 @@ class Packing:
     """The threads of one stage's links."""
 
     def __init__(self, directions: int, transfers: Transfers) -> None:
-        """So many directions may be at work at once."""
+        """`directions` may work at the same time."""
         self._transfers = transfers
         self._threads = ThreadPoolExecutor(max(1, directions), "ravnest-packing")
 
     async def pack(self, outgoing: Outgoing, codec: Codec) -> Packed:
-        """The frame in the codec, as bytes. PeerError, as `encode`."""
+        """The frame in the codec, as bytes. PeerError, as in `encode`."""
 
         def work() -> Packed:
             frame = self._transfers.out(outgoing.frame, outgoing.computed, lambda frame: coded(frame, codec))
@@ -58,8 +58,8 @@ class Packing:
         return await self._run(outgoing.frame, work)
 
     async def unpack(self, frame: Frame, codec: Codec, check: Callable[[Frame], None]) -> Frame:
-        """The frame that came, decoded, checked, and on the stage's device. PeerError, as `decoded`, and what `check`
-        raises."""
+        """The received frame, decoded, checked, and on the stage's device. PeerError, as in `decoded`, and any error of
+        `check`."""
 
         def work() -> Frame:
             found = self._transfers.into(frame, lambda frame: decoded(frame, codec))
@@ -69,7 +69,7 @@ class Packing:
         return await self._run(frame, work)
 
     def close(self) -> None:
-        """Ends the threads, when what they have in hand is done. Nothing more may be asked of them."""
+        """End the threads after their current work. No other method may be called afterwards."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, frame: Frame, work: Callable[[], T]) -> T:

@@ -1,7 +1,7 @@
-"""The link to a neighbouring stage, and how its connections come about.
+"""Link to a neighbouring stage, and the connections that carry it.
 
-One end dials, directly where that works and over the coordinator's relay where it does not. The other end waits to be
-dialled, or to be called to the relay. Whichever connection comes last carries the link.
+One end dials: directly if that works, otherwise over the coordinator's relay. The other end waits until it is dialled,
+or called to the relay. The newest connection carries the link.
 """
 
 import asyncio
@@ -19,14 +19,15 @@ from ravnest.net.v1.control_pb2 import DIALLING_AWAIT, DIALLING_RELAY, LinkState
 from ravnest.settings import ACTIVATION_CODECS
 
 PATIENCE_SECONDS = 60.0
-"""How long a neighbour may be away. Longer than the coordinator's own patience: it knows more, and decides."""
+"""Timeout of a neighbour without a connection. It is longer than the coordinator's own timeouts, because the
+coordinator knows more and decides."""
 
 DIRECT_SECONDS = 4.0
 TRY_SECONDS = 1.5
-"""How long a neighbour is dialled that can be reached, as far as anybody knows, and one that probably cannot."""
+"""Timeouts of dialling: a neighbour that is expected to be reachable, and one that probably is not."""
 
 RETURN_SECONDS = 60.0
-"""How often a link that is relayed tries to run directly again."""
+"""Interval at which a relayed link tries to become direct again."""
 
 
 class StageLink:
@@ -42,8 +43,8 @@ class StageLink:
         patient: bool = False,
         window_bytes: int | None = None,
     ) -> None:
-        """A `patient` one waits without end for a neighbour that is away. PeerError where the order names a codec that
-        is not one for activations."""
+        """A `patient` link waits for its neighbour without a timeout. PeerError when the order names a codec that is
+        not for activations."""
         self.name = neighbour.link
         self.node_id = neighbour.node
         self.link = ResumableLink(neighbour.node, window_bytes)
@@ -51,16 +52,16 @@ class StageLink:
         self._neighbour = neighbour
         self.is_next = is_next
         self.codec = _codec(neighbour)
-        """Of activations and gradients, both ways."""
+        """The codec of activations and gradients, both ways."""
         self.saved_bytes = 0
-        """So many more would have been sent without it."""
+        """Bytes that the codec saved so far."""
         self._node = node
         self._client = client
         self._route = ""
         self._tried = False
 
     async def run(self) -> None:
-        """Sees to the link's connections until it is over; PeerError when the neighbour is gone."""
+        """Keep the link connected until it is over; PeerError when the neighbour is gone."""
         patience = asyncio.create_task(self.link.fail_when_gone(self._patience_seconds))
         returning = asyncio.create_task(self._return_to_direct())
         try:
@@ -75,19 +76,19 @@ class StageLink:
             returning.cancel()
 
     async def accept(self, connection: Link) -> None:
-        """The neighbour has dialled: carries the link over its connection, until that breaks."""
+        """The neighbour has dialled: carry the link over its connection until that breaks."""
         self._route = "direct"
         await self.link.carry(connection)
 
     async def meet(self) -> None:
-        """The neighbour is at the relay: goes there too. Where that fails the neighbour tries again."""
+        """The neighbour is at the relay: connect there too. After a failure the neighbour retries."""
         with contextlib.suppress(PeerError):
             connection = await self._client.relay(self.name)
             self._route = "relayed"
             await self.link.carry(connection)
 
     def state(self) -> LinkState:
-        """How the link runs."""
+        """State of the link, for the report."""
         return LinkState(
             node=self.node_id,
             route=self._route if self.link.connected else "",
@@ -100,7 +101,7 @@ class StageLink:
         )
 
     async def close(self, timeout_seconds: float) -> None:
-        """Ends the link, in order if the neighbour is there to hear it."""
+        """End the link, in order if the neighbour is connected."""
         if self.link.connected:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_seconds):
@@ -108,13 +109,13 @@ class StageLink:
         self.link.fail(PeerError(f"the link to {self.node_id} was closed on this side"))
 
     def abort(self) -> None:
-        """Ends the link at once; the neighbour notices that the connection is gone."""
+        """End the link at once; the neighbour notices that the connection is gone."""
         self.link.fail(PeerError(f"the link to {self.node_id} was given up on this side"))
 
     async def _dial(self) -> Link:
         unlikely = self._neighbour.dialling == DIALLING_RELAY
         if self._neighbour.address and not (unlikely and self._tried):
-            # Perhaps it is on the same network here, though it cannot be dialled from elsewhere.
+            # It may be on the same network, even if other machines cannot dial it.
             self._tried = True
             with contextlib.suppress(PeerError):
                 connection = await self._dial_directly(TRY_SECONDS if unlikely else DIRECT_SECONDS)
@@ -132,7 +133,7 @@ class StageLink:
             raise PeerError(f"{self.node_id} does not answer at {self._neighbour.address}") from None
 
     async def _return_to_direct(self) -> None:
-        """A link that could be direct and is relayed, after a cut on the way say, tries again now and then."""
+        """Try now and then to make a relayed link direct again, for example after a network failure."""
         if self._neighbour.dialling == DIALLING_AWAIT or not self._neighbour.address:
             return
         while not self.link.over:

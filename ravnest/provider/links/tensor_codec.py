@@ -1,14 +1,11 @@
-"""In what the tensors of a frame travel between two stages: as they are, or in the codec of their link.
+"""Coding of the tensors of a frame in the codec of its link.
 
-Only float32 tensors are coded. What stays as it is, and why:
+Only float32 tensors are coded. Tensors below MIN_BYTES, numbers and truth values stay as they are, because coding them
+saves next to nothing. A lossy codec is also not used for:
 
-- Tensors below MIN_BYTES, numbers and truth values: they would save next to nothing.
-
-And where the codec loses something:
-
-- Evaluation: the model that a run leaves behind is used without a codec, and its loss and metrics are to be those.
-- A tensor with a value that is not finite, or that the codec would cut off: a loss that is not finite has to be found
-  where it arises, and a codec would hide it.
+- evaluation, because the trained model will be used without a codec, and its loss and metrics are the ones to report;
+- a tensor with a value that is not finite or that the codec would clip, because a loss that is not finite must be found
+  at its origin, and a codec would hide it.
 """
 
 import math
@@ -26,7 +23,7 @@ MIN_BYTES: Final = 1024
 
 
 def coded(frame: Frame, codec: Codec) -> Frame:
-    """The frame as it travels on a link of this codec. Coded tensors are where they were, or on the CPU."""
+    """The frame as it travels on a link of this codec. Coded tensors are on their device, or on the CPU."""
     if codec is PLAIN or (codec.lossy and not frame.marks.train):
         return frame
     plain: dict[str, torch.Tensor] = {}
@@ -41,9 +38,9 @@ def coded(frame: Frame, codec: Codec) -> Frame:
 
 
 def decoded(frame: Frame, codec: Codec) -> Frame:
-    """The frame that was made to travel on a link of this codec; PeerError for one that was coded otherwise.
+    """The frame before it was coded; PeerError if it was coded differently.
 
-    Decoded tensors are on the device of their bytes. The order of values in a frame means nothing.
+    Decoded tensors are on the device of their bytes. The order of the values in a frame has no meaning.
     """
     if not frame.coded:
         return frame
@@ -57,24 +54,24 @@ def decoded(frame: Frame, codec: Codec) -> Frame:
 
 
 def raw_bytes(frame: Frame) -> int:
-    """What the tensors of a frame take when none of them is coded."""
+    """Size of the tensors of a frame without a codec."""
     return _bytes(frame) + sum(packed.raw_bytes for packed in frame.coded.values())
 
 
 def saved_bytes(frame: Frame) -> int:
-    """How many bytes fewer travel than without a codec."""
+    """Bytes that the codec saves."""
     return sum(packed.raw_bytes - packed.data.nbytes for packed in frame.coded.values())
 
 
 def _packed(name: str, tensor: torch.Tensor, codec: Codec) -> Coded | None:
-    """The tensor in the codec; None where it has to travel as it is."""
+    """The tensor in the codec; None if it has to travel as it is."""
     if tensor.dtype is not torch.float32 or tensor.nbytes < MIN_BYTES:
         return None
     memory, order = dense(name, tensor)
     values = memory.view(-1)
     if codec.lossy:
         least, most = (float(value) for value in torch.aminmax(values))
-        # Of a NaN the comparison is false.
+        # A NaN fails the comparison, so the tensor is not coded.
         if not max(-least, most) <= codec.largest or math.isnan(least):
             return None
     return Coded(codec.name, tuple(tensor.shape), order, codec.encode(values))

@@ -1,4 +1,4 @@
-"""Machine: what this machine has and how fast it is: device, memory, cores, speed.
+"""Machine: the device, memory, cores and speed of this machine.
 
 Imports no other room of the provider. Knows nothing of the network.
 """

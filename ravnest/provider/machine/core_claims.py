@@ -1,11 +1,11 @@
 """Core claims: how the providers of one machine notice each other and share its cores.
 
-Each provider holds a locked file in a folder that all users of the machine can see. The system lets go of the lock when
-the provider ends, however it ends, so a file that can be locked belongs to none. Providers look every few seconds and
-divide the cores again when one has come or gone.
+Each provider holds a locked file in a folder that all users of the machine can see. The system releases the lock when
+the provider ends, for any reason, so a file that can be locked is left over. Providers look every few seconds, and
+divide the cores again when a provider has come or gone.
 
-What happens on failure: where the folder cannot be used, the provider takes itself for the only one, and `--cores` says
-how much it takes. Providers in containers see each other only where they share the folder for temporary files.
+If the folder cannot be used, a provider assumes that it is alone, and `--cores` sets its number of cores. Providers in
+containers see each other only if they share the folder for temporary files.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ _MAX_CLAIM_BYTES: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class CoreRequest:
-    """What one provider on this machine takes."""
+    """The cores that one provider on this machine uses."""
 
     name: str
-    """Claims sort by it: the older one first."""
+    """Claims are sorted by name: the older one first."""
     cores: int | None
-    """A number that its user has set; None for a fair share."""
+    """A number set by its user; None for a fair share."""
 
 
 def share_of(mine: CoreRequest, others: Sequence[CoreRequest], cores: int) -> tuple[int, str]:
-    """With how many cores a provider computes, and why.
+    """The number of cores for a provider, and the reason.
 
-    Those with a number of their own take it, and the rest is divided among the others.
+    Providers with a number of their own get it, and the others divide the rest.
     """
     of = f"of {units.counted(cores, 'core')}"
     if mine.cores is not None:
@@ -58,16 +58,16 @@ class CoreClaim:
     """This provider's claim, from `make` to `close` or the end of the process."""
 
     def __init__(self, folder: Path, claim: CoreRequest, descriptor: int, is_told: bool) -> None:
-        """Use `make`. With the descriptor -1 it is known to this process alone."""
+        """Use `make`. With the descriptor -1, only this process knows the claim."""
         self.claim = claim
         self.is_told = is_told
-        """Whether the user is told what it comes to: not where OMP_NUM_THREADS says it."""
+        """Whether the user is told the result: not if OMP_NUM_THREADS sets it."""
         self._folder = folder
         self._descriptor = descriptor
 
     @classmethod
     def make(cls, cores: int | None, folder: Path | None = None) -> Self:
-        """Claims this many cores for all to see. None: as many as OMP_NUM_THREADS says, or else a fair share."""
+        """Claim this many cores for all to see. None: the number in OMP_NUM_THREADS, or else a fair share."""
         folder = folder or Path(tempfile.gettempdir()) / _FOLDER
         is_told = cores is not None or not _threads_of_environment()
         cores = cores or _threads_of_environment()
@@ -78,11 +78,11 @@ class CoreClaim:
             return cls(folder, claim, -1, is_told)
 
     def share(self, cores: int) -> tuple[int, str]:
-        """With how many of these cores to compute now, and why."""
+        """The number of cores to use now, and the reason."""
         return share_of(self.claim, list(self._others()), cores)
 
     def close(self) -> None:
-        """Leaves the cores to the others; idempotent."""
+        """Leave the cores to the other providers; idempotent."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 (self._folder / self.claim.name).unlink()
@@ -100,7 +100,7 @@ class CoreClaim:
 
 
 def _threads_of_environment() -> int | None:
-    """What OMP_NUM_THREADS says, which torch computes with; None where it says nothing."""
+    """The number in OMP_NUM_THREADS, which torch uses; None if it is not set."""
     said = os.environ.get("OMP_NUM_THREADS", "")
     return int(said) if said.isdecimal() and int(said) else None
 
@@ -108,11 +108,11 @@ def _threads_of_environment() -> int | None:
 def _locked_file(folder: Path, claim: CoreRequest) -> int:
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
-        # As the folder for temporary files: everyone may add a file, and remove none but their own.
+        # As for the folder of temporary files: every user may add files, and remove only their own.
         folder.chmod(0o1777)
     if not stat.S_ISDIR(folder.lstat().st_mode):
         raise NotADirectoryError(str(folder))
-    # Under another name until it is locked: a file without a lock would be taken for one that was left behind.
+    # Hidden until it is locked, because an unlocked file would count as left over.
     hidden = folder / f".{claim.name}"
     descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
@@ -127,8 +127,8 @@ def _locked_file(folder: Path, claim: CoreRequest) -> int:
 
 
 def _live(folder: Path, name: str) -> CoreRequest | None:
-    """The claim in this file; None, and no file, where its provider has ended."""
-    # No pipe is waited for.
+    """The claim in this file; None if its provider has ended, and the file is deleted then."""
+    # O_NONBLOCK, so that opening a pipe does not block.
     descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Which device a provider computes on."""
+"""Choice of the device that a provider computes on."""
 
 import torch
 
@@ -6,7 +6,7 @@ from ravnest.errors import PeerError
 
 
 def choose_device(wanted: str) -> torch.device:
-    """`auto` takes a GPU where there is one; PeerError when the device asked for is not here."""
+    """The device for this option; `auto` prefers a GPU. PeerError when the device does not exist here."""
     if wanted == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda:0")
@@ -26,7 +26,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def _missing(device: torch.device) -> str:
-    """Why there is no such device; empty when there may be."""
+    """Why there is no such device; empty when there may be one."""
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if torch.version.cuda is None and torch.version.hip is None:

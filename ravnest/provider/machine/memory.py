@@ -1,4 +1,4 @@
-"""How much memory this process uses, as the system counts it, and how much a stage may."""
+"""Memory of this process as the system counts it, and the memory that a stage may use."""
 
 import contextlib
 import errno
@@ -12,22 +12,22 @@ import torch
 
 
 def resident_bytes() -> int:
-    """What the process holds now."""
+    """Memory of the process now."""
     return _read("resident", lambda: int(psutil.Process().memory_info().rss))
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most the process has held: on a GPU the most its tensors took there, else of main memory."""
+    """Maximum memory of the process: on a GPU that of its tensors, otherwise main memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "linux":
-        # getrusage would count the parent's memory too: a child starts with its parent's high-water mark.
+        # getrusage would include the parent's memory: a child inherits its parent's high-water mark.
         return _read("peak", _high_water_mark)
     return resident_bytes()
 
 
 def available_bytes(device: torch.device) -> int:
-    """What is free on the device for a stage."""
+    """Free memory of the device for a stage."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = _read("free", lambda: int(psutil.virtual_memory().available))
@@ -36,14 +36,14 @@ def available_bytes(device: torch.device) -> int:
 
 
 def stage_bytes(device: torch.device, baseline: int) -> int:
-    """What the stage takes now: on a GPU its tensors, else what the process holds beyond what it did before."""
+    """Memory of the stage now: on a GPU that of its tensors, otherwise the growth of the process since `baseline`."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return max(0, resident_bytes() - baseline)
 
 
 def spare_bytes(device: torch.device) -> int:
-    """What the stage could still have of the device: also what torch keeps there for it and does not use now."""
+    """Memory of the device that the stage could still use, including memory that torch holds in reserve."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return available_bytes(device) + int(kept)
@@ -51,17 +51,17 @@ def spare_bytes(device: torch.device) -> int:
 
 
 PROCESS_BYTES: Final = 256 << 20
-"""What a process may take beyond its stage in main memory: code of torch that is loaded when it is used first, buffers
-of the network. None of it is on a GPU."""
+"""Main memory of a process besides its stage: code of torch that is loaded on its first use, and network buffers. None
+of it is on a GPU."""
 
 
 def lent_bytes(available: int, cap: int | None) -> int:
-    """What a stage may use: what is available, and no more than the owner of the machine said."""
+    """Memory for a stage: all that is available, up to the limit of the machine's owner."""
     return available if cap is None else min(available, cap)
 
 
 def group_bytes(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What is left of the limit that a container or a service manager has set; None where there is no limit."""
+    """Free memory within the limit of a container or service manager; None if there is no limit."""
     with contextlib.suppress(OSError, ValueError):
         most, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
         return max(0, most - used)
@@ -80,7 +80,7 @@ _known: dict[str, int] = {}
 
 
 def _read(what: str, read: Callable[[], int]) -> int:
-    """A figure of the system's; the one before while no file descriptor is left to read it with."""
+    """A figure from the system; the last known one while no file descriptor is left to read it."""
     try:
         _known[what] = read()
     except OSError as error:
@@ -90,7 +90,7 @@ def _read(what: str, read: Callable[[], int]) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Begins the count of `peak_bytes` anew, where the system lets that be done."""
+    """Reset `peak_bytes`, if the system allows that."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,7 +1,7 @@
-"""What a provider does when its memory is nearly exhausted: fewer microbatches in flight, recomputing, then a stop.
+"""Relief of memory pressure on a provider: fewer microbatches in flight, then recomputation, then a stop of the stage.
 
-Each step is given time to show. What was asked for is taken back when there has been plenty for a while, and the while
-grows each time it turns out to have been too short.
+Each step gets time to take effect. The limit on microbatches is lifted after memory was plentiful for a while, and that
+while doubles each time the limit was lifted too early.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ from ravnest.units import byte_size, counted
 TIGHT_BYTES: Final = 128 << 20
 TIGHT_USED_SHARE: Final = 0.10
 TIGHT_LENT_SHARE: Final = 1 / 30
-"""Memory is short when less is left than the larger of the first two, and no more than this part of what is lent."""
+"""Memory is short when less is left than the larger of the first two limits, and less than this share of the lent
+memory."""
 EASY: Final = 2.0
-"""Times what is short, there is plenty."""
+"""Memory is plentiful above this multiple of the shortage limit."""
 CRITICAL: Final = 0.25
-"""Times what is short, nothing may be left for the next microbatch."""
+"""Below this fraction of the shortage limit, the next microbatch may not fit."""
 SETTLE_SECONDS: Final = 3.0
 EASY_SECONDS: Final = 60.0
 
@@ -25,25 +26,25 @@ Relief = Literal["fewer", "recompute", "stop", "eased"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """How a stage stands with its memory at a moment."""
+    """The memory of a stage at one moment."""
 
     used_bytes: int
-    """By the stage."""
+    """Used by the stage."""
     free_bytes: int
-    """On the device, or in the group of processes that it belongs to."""
+    """Free on the device, or in the limits of the process group."""
     lent_bytes: int
-    """What the owner of the machine lets a stage have."""
+    """The memory that the owner of the machine lends to a stage."""
     process_bytes: int = 0
-    """What of the used memory is no stage's: torch itself, the network's buffers."""
+    """The part of the used memory that is torch itself and network buffers."""
 
     @property
     def left_bytes(self) -> int:
-        """What the stage may still take."""
+        """The memory that the stage may still use."""
         return max(0, min(self.free_bytes, self.lent_bytes + self.process_bytes - self.used_bytes))
 
     @property
     def short_bytes(self) -> float:
-        """With less than this, memory is nearly exhausted."""
+        """Shortage limit: memory is nearly exhausted if less is left."""
         return min(max(TIGHT_BYTES, TIGHT_USED_SHARE * self.used_bytes), TIGHT_LENT_SHARE * self.lent_bytes)
 
     @property
@@ -56,19 +57,19 @@ class MemoryReading:
 
 @dataclass(frozen=True, slots=True)
 class ReliefStep:
-    """What is to be done, and why."""
+    """A step to take, and the reason."""
 
     kind: Relief
     in_flight: int
-    """As many at most from now on, for `fewer`; 0: no bound of this stage's."""
+    """The new maximum, for `fewer`; 0: no limit by this stage."""
     reason: str
 
 
 class MemoryStrain:
-    """Of one stage. `look` is called now and then; the times are seconds of any clock that only goes forward."""
+    """Decides on the steps of one stage. `look` is called now and then, with seconds of any monotonic clock."""
 
     def __init__(self, recomputes: bool) -> None:
-        """`recomputes`: whether the stage keeps no activations anyway, or cannot let them go."""
+        """`recomputes`: the stage keeps no activations already, or cannot recompute them."""
         self._recomputes = recomputes
         self._bound = 0
         self._acted_at: float | None = None
@@ -78,8 +79,8 @@ class MemoryStrain:
         self._was_eased = False
 
     def look(self, reading: MemoryReading, flying: int, now: float) -> ReliefStep | None:
-        """The next step, if one is due. `flying` is how many microbatches the stage had something of at once, at most
-        since the last look."""
+        """The next step, if one is due. `flying` is the maximum number of microbatches that the stage held at once
+        since the last call."""
         left, short = reading.left_bytes, reading.short_bytes
         if left >= short:
             self._critical_since = None

@@ -17,7 +17,7 @@ from ravnest.provider.machine.speed_cache import Setup, device_name, machine_spe
 
 @dataclass(frozen=True)
 class OfferedMachine:
-    """What the owner of a machine lends."""
+    """The machine as its owner lends it."""
 
     device: torch.device
     memory_bytes: int

@@ -1,9 +1,7 @@
-"""Measuring this machine once: the speed of its device, kept on disk, so that the next join need not measure again.
+"""Speed of this machine's device, measured once and stored on the disk, so that the next join need not measure again.
 
-A figure from a moment when others kept the processor busy is used, and not kept.
-
-What happens on failure: a kept figure that is damaged, old or of another machine is measured again and replaced; where
-nothing can be kept, every join measures.
+A measurement while other programs kept the processor busy is used, but not stored. A stored one that is damaged, too
+old or of another setup is replaced by a new measurement. If nothing can be stored, every join measures.
 """
 
 import asyncio
@@ -29,12 +27,12 @@ from ravnest.provider.machine.memory import forget_peak
 from ravnest.provider.machine.torch_footprint import give_free_memory_back
 
 KEPT_SECONDS: Final = 30 * 86400.0
-"""A machine that was busy when it was measured is not called slow for ever."""
+"""Maximum age of a measurement, so that a machine that was slowed down once does not count as slow forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the speed depends on: a figure counts only for the setup it was measured with."""
+    """The conditions of a measurement, which counts only for the same setup."""
 
     device: str
     name: str
@@ -44,13 +42,13 @@ class Setup:
 
     @classmethod
     def here(cls, device: torch.device) -> "Setup":
-        """How this process would compute on the device."""
+        """The setup of this process on the device."""
         return cls(str(device), device_name(device), torch.get_num_threads(), torch.__version__, MEASUREMENT_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Seconds of processor time since some moment: of the machine, and the part of it that was this process's."""
+    """Processor time in seconds since some moment: of the machine, and the part that this process used."""
 
     seconds: float
     cores: int
@@ -64,14 +62,14 @@ class Load:
         return cls(time.monotonic(), psutil.cpu_count() or 1, sum(times[:8]) - idle, own.user + own.system)
 
     def busy_with_others_since(self, before: "Load") -> bool:
-        """Whether others used a good part of the processor since then; a moment is too short to tell."""
+        """Whether other programs used much of the processor since then. False after too short a time to tell."""
         elapsed = self.seconds - before.seconds
         others = (self.all_seconds - before.all_seconds) - (self.own_seconds - before.own_seconds)
         return elapsed >= _MIN_LOAD_SECONDS and others > _BUSY_PART * elapsed * self.cores
 
 
 async def machine_speed(device: torch.device, memory_bytes: int, *, fresh: bool = False) -> Speed:
-    """The speed of the device: as it was kept, or measured now, which takes a few seconds. `fresh` measures anew."""
+    """The speed of the device, from the disk or measured now, which takes a few seconds. `fresh` always measures."""
     setup = Setup.here(device)
     kept = None if fresh else read_kept(setup)
     if kept is not None:
@@ -87,7 +85,7 @@ async def machine_speed(device: torch.device, memory_bytes: int, *, fresh: bool 
 
 
 def device_name(device: torch.device) -> str:
-    """What the maker calls the device, or the kind of processor where that is all there is to know."""
+    """The manufacturer's name of the device, or the kind of processor if that is all that is known."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if sys.platform == "linux":
@@ -99,7 +97,7 @@ def device_name(device: torch.device) -> str:
 
 
 def read_kept(setup: Setup, now: float | None = None) -> Speed | None:
-    """What was kept for this setup; None where there is nothing that can be used."""
+    """The stored speed for this setup; None if there is none that can be used."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RuntimeError):
         record = json.loads(_file(setup).read_bytes())
         age_seconds = (time.time() if now is None else now) - float(record["measured_at"])
@@ -111,14 +109,14 @@ def read_kept(setup: Setup, now: float | None = None) -> Speed | None:
 
 
 def keep(setup: Setup, speed: Speed, now: float | None = None) -> None:
-    """Keeps the figures, in full or not at all; does nothing where the folder cannot be written."""
+    """Store the speed, completely or not at all; does nothing if the folder cannot be written."""
     record = {"setup": asdict(setup), **asdict(speed), "measured_at": time.time() if now is None else now}
     with contextlib.suppress(OSError, RuntimeError):
         path = _file(setup)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            # As all that a provider keeps: nobody else's business.
+            # Private, like all files of a provider.
             temporary.touch(mode=0o600)
             temporary.write_text(json.dumps(record, indent=2) + "\n")
             os.replace(temporary, path)
@@ -131,7 +129,8 @@ _BUSY_PART: Final = 0.2
 
 
 async def _in_a_thread_of_its_own(device: torch.device, memory_bytes: int) -> Speed:
-    """OpenMP keeps a team of threads for each thread that has computed, for as long as that one lives."""
+    """Measure in a thread that ends afterwards, because OpenMP keeps a team of threads for each thread that has
+    computed."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Speed] = loop.create_future()
 
@@ -158,13 +157,13 @@ def _tell(
         elif error is not None:
             done.set_exception(error)
 
-    # The loop is closed where the process was interrupted meanwhile.
+    # The loop is closed if the process was interrupted meanwhile.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(settle)
 
 
 def _file(setup: Setup) -> Path:
-    """RuntimeError where the user has no home folder."""
+    """The file for this setup. RuntimeError if the user has no home folder."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     folder = given if given.is_absolute() else Path.home() / ".cache"
     key = hashlib.sha256(json.dumps(asdict(setup), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""Keeps a provider's process small: without the part of torch that no provider needs, and without hoarded memory.
+"""Memory footprint of torch in a provider: without the compiler, which no provider needs, and without hoarded memory.
 
-Both are matters of the whole process, so they are settled once, before torch is used.
+Both are properties of the whole process, so they are set once, before torch is used.
 """
 
 import ctypes
@@ -21,10 +21,10 @@ _M_ARENA_MAX: Final = -8
 
 
 def leave_out_the_compiler() -> None:
-    """Puts a stand-in where torch.optim looks for torch._dynamo, unless that is loaded already.
+    """Put a stand-in in the place of torch._dynamo for torch.optim, unless it is loaded already.
 
-    torch.optim imports it, the front end of torch.compile, with the first optimizer that is made, only to tell it not
-    to compile. A provider interprets graphs and never compiles: without it, it takes 75 MB less and starts more than a
+    With the first optimizer, torch.optim imports the front end of torch.compile, only to tell it not to compile. A
+    provider interprets graphs and never compiles. Without the compiler it uses 75 MB less memory and starts more than a
     second sooner.
     """
     if _COMPILER not in sys.modules:
@@ -32,13 +32,13 @@ def leave_out_the_compiler() -> None:
 
 
 def give_memory_back() -> None:
-    """Makes the memory of large freed tensors go back to the system, where the C library can be told so.
+    """Make the C library return the memory of large freed tensors to the system, if it can be told so.
 
-    Left to itself it keeps tensors of up to 32 MB, in pieces that the next ones do not fit into, and so takes half as
-    much again as a stage uses. Memory that comes fresh from the system costs a page fault every 4 KiB, so what is
-    smaller is kept at the top of the heap and used again, and huge pages make the rest cheap where they can be had.
+    By default it holds on to tensors of up to 32 MB, in pieces that the next tensors do not fit into, which costs half
+    as much memory again as a stage uses. Fresh memory costs a page fault every 4 KiB, so smaller pieces stay at the top
+    of the heap for reuse, and huge pages make the other faults cheap.
     """
-    # torch asks for huge pages for what it allocates from 2 MB on.
+    # torch requests huge pages for allocations from 2 MB on.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
@@ -48,22 +48,22 @@ def give_memory_back() -> None:
 
 
 def give_free_memory_back() -> None:
-    """Gives back now what was kept to be used again: for when much of another kind of work has just ended."""
+    """Return the free memory of the heap now, for example after a different kind of work has ended."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
 
 
 class _NoCompiler(ModuleType):
-    """Answers what torch.optim asks of its compiler. Anything else is asked of the real one, which is loaded then."""
+    """Answers the questions of torch.optim to the compiler. Any other use loads the real compiler."""
 
     @staticmethod
     def graph_break() -> None:
-        """Where a compiler would end a graph."""
+        """Nothing is compiled, so there is no graph to break."""
 
     @staticmethod
     def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
-        """The function as it is: nothing would compile it."""
+        """The function itself, because nothing would compile it."""
         return function
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""Having ready what a first backward needs.
+"""Warm-up of torch before the first backward.
 
-The first backward of a process makes torch import much that it does not use (its symbolic shapes, and sympy with them):
-seconds on a small machine. One who stands by does that while nobody waits for it.
+In the first backward of a process, torch imports much that it does not use (symbolic shapes, and with them sympy),
+which takes seconds on a small machine. A standby does this while no run waits for it.
 """
 
 import torch
@@ -10,14 +10,14 @@ _warm = False
 
 
 def warm_up() -> None:
-    """Runs a backward and a step of an optimizer, once in a process. May be called on any thread."""
+    """Run a backward and an optimizer step, once per process. Any thread may call this."""
     global _warm
     if _warm:
         return
     _warm = True
     weight = torch.nn.Parameter(torch.ones(1))
     with torch.enable_grad():
-        # With the gradient of what comes after, as a stage has it: torch compares their shapes, and imports for that.
+        # With a gradient of the output, as in a stage: torch imports the modules to compare their shapes.
         (gradient,) = torch.autograd.grad(weight * weight, weight, torch.ones(1))
     weight.grad = gradient
     torch.optim.AdamW([weight], lr=0.1).step()

@@ -1,4 +1,4 @@
-"""How a provider gets into a swarm, and remembers who it is there for the next time."""
+"""Joining a swarm with an invite, and the identity that this machine stores for the next time."""
 
 import fcntl
 import os
@@ -22,10 +22,10 @@ _MAX_ON_ONE_MACHINE = 256
 async def join(
     invite: SwarmInvite, authority: Certificate, node: NodeIdentity, request: JoinRequest
 ) -> tuple[CoordinatorClient, JoinReply]:
-    """Joins, and gives a connection that the node's own certificate has opened.
+    """Join, and return a connection that uses the node's own certificate.
 
-    A node that has joined before shows its certificate, so that an invite which has ended since does not keep it out;
-    any other shows the invite. PeerError says why the coordinator does not admit it.
+    A node that has joined before shows its certificate, so that it may come back after its invite has ended. Any other
+    node shows the invite. PeerError says why the coordinator does not admit it.
     """
     if node.joined and node.expires_at > time.time():
         client = CoordinatorClient(invite.address, node.tls_keys(), f"the certificate of {node.node_id}")
@@ -44,10 +44,10 @@ async def join(
 
 @contextmanager
 def kept_identity(invite: SwarmInvite, authority: Certificate, name: str) -> Iterator[NodeIdentity]:
-    """The identity this machine has in the swarm under this name, kept in a folder of the user's own.
+    """The identity of this machine in the swarm under this name, stored in a folder of the user.
 
-    Several providers on one machine are several nodes: a folder that another process holds is passed over. RunError
-    when none can be used.
+    Several providers on one machine are several nodes: a folder that another process uses is skipped. RunError when no
+    folder can be used.
     """
     swarm = _swarm_folder(invite)
     for number in range(1, _MAX_ON_ONE_MACHINE + 1):
@@ -64,7 +64,7 @@ def kept_identity(invite: SwarmInvite, authority: Certificate, name: str) -> Ite
 
 
 def known_identity(invite: SwarmInvite, authority: Certificate) -> NodeIdentity | None:
-    """An identity that this machine has joined the swarm with before, to look at; None where there is none."""
+    """An identity with which this machine has joined the swarm before, for reading only; None if there is none."""
     with suppress(RunError):
         for path in sorted(_swarm_folder(invite).glob(f"*/{CERTIFICATE_FILE}")):
             with suppress(RavnestError):
@@ -75,7 +75,7 @@ def known_identity(invite: SwarmInvite, authority: Certificate) -> NodeIdentity 
 
 
 def data_folder() -> Path:
-    """Where this user's programs keep what they need; RunError where there is no such place."""
+    """The folder for the data of this user's programs; RunError if there is none."""
     given = Path(os.environ.get("XDG_DATA_HOME", ""))
     if given.is_absolute():
         return given

@@ -27,8 +27,8 @@ class CoordinatorLink:
         self._known: LinkSpeed | None = None
 
     async def report(self, client: CoordinatorClient, control: ControlStream) -> None:
-        """Measure the connection, if that has not been done, and tell the coordinator. PeerError when the session is
-        over; a measurement that fails is told, and tried again in the next session."""
+        """Measure the connection, unless that is done, and send the result. PeerError when the session is over. A
+        failed measurement is reported, and retried in the next session."""
         known = self._known
         try:
             speed = known or await client.measure()

@@ -1,4 +1,4 @@
-"""Replicas: copies of this provider's and other providers' stages, kept on this disk and sent where they are needed.
+"""Replicas: copies of this and other providers' stages, kept on this disk and sent where they are needed.
 
-May import `links`, `fetch` and `machine`.
+Knows files, links and the names of a stage's tensors. May import `links`, `fetch` and `machine`.
 """

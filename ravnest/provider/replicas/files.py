@@ -1,11 +1,12 @@
-"""Parts of replicas on this provider's disk: stages as they were after one microbatch, in the bytes of a checkpoint.
+"""Files of replica parts on this provider's disk: the states of stages after one microbatch, in the format of
+checkpoints.
 
-In a folder `KEY@REPLICA@SHA256` is a whole part; what is being written has a name that begins with a dot until then.
-Without a folder the files have no names at all, so that nothing is left of them however the process ends. What is read
-is hashed, so nothing here is believed because it is here.
+In a folder, `KEY@REPLICA@SHA256` is a complete part, and a name that begins with a dot is a part that is being written.
+Without a folder the files have no names, so nothing is left of them when the process ends for any reason. The reader
+hashes the bytes, so a damaged file is noticed.
 
-What happens on failure: RunError where the disk refuses, is nearly full, or holds as much as it may, and what was
-written of the part is gone; PeerError where a key is none or a part is damaged.
+RunError when the disk fails, is nearly full, or its limit is reached; the incomplete part is deleted then. PeerError
+when a key is invalid or a part is damaged.
 """
 
 import contextlib
@@ -28,24 +29,23 @@ from ravnest.graph.weights import WeightsReader, stream_size_bytes, stream_tenso
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.private_files import make_private_folder
 from ravnest.net.v1.control_pb2 import HeldPart
+from ravnest.provider.machine.disk import default_limit_bytes
 
 KEPT: Final = 2
-"""Of each stage: the newest may not be whole anywhere else yet. Besides them the one that `forget` has spared stays."""
+"""Number of parts of each stage. The newest one may not be complete at other providers yet. The part that `forget` has
+spared stays in addition."""
 
 WEEK_SECONDS: Final = 7 * 24 * 3600.0
-"""What is older when the provider starts belongs to a run that nobody waits for any more."""
-
-LIMIT_BYTES: Final = 20 << 30
-"""How much is kept unless the user says otherwise; and never more than half of what would be free without it."""
+"""Maximum age of a part when the provider starts: an older one belongs to a run that has ended."""
 
 MAX_PARTS: Final = 200
-"""In all: each is an open file."""
+"""Maximum number of parts in total, because each is an open file."""
 
 SPARE_BYTES: Final = 64 << 20
-"""That a disk is left with: whatever else runs on this machine needs some."""
+"""Disk space that is left free for other programs."""
 
 TOLD_BYTES: Final = 2 << 10
-"""Of parts that are told when joining, the newest first: the whole request may have twice as many."""
+"""Size of the list of parts in a join request, the newest first. The whole request may have twice this size."""
 
 _KEY: Final = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,79}")
 _NAME: Final = re.compile(rf"({_KEY.pattern})@([0-9]{{1,20}})@([0-9a-f]{{64}})")
@@ -53,14 +53,14 @@ _PIECE_BYTES: Final = 1 << 20
 
 
 def check_key(key: str) -> str:
-    """The same key; PeerError where it is none, before it comes near a path."""
+    """The same key; PeerError if it is invalid, before it is used in a path."""
     if _KEY.fullmatch(key) is None:
         raise PeerError(f"{key[:100]!r} is not the key of a stage; those have letters, digits, dots and dashes")
     return key
 
 
 class ReplicaPart:
-    """A part on the disk. It can be read for as long as somebody has this object, whatever becomes of its name."""
+    """A part on the disk. It can be read while this object exists, even after its name is gone."""
 
     def __init__(self, key: str, replica: int, sha256: str, descriptor: int, path: Path | None) -> None:
         self.key = key
@@ -75,7 +75,7 @@ class ReplicaPart:
         return f"the part of {self.key} of replica {self.replica}"
 
     def chunks(self, chunk_bytes: int = _PIECE_BYTES) -> Iterator[bytes]:
-        """All its bytes; PeerError at the end if they are not those that were written, or where they cannot be read."""
+        """All its bytes; PeerError at the end if they have changed, or if they cannot be read."""
         digest, offset = hashlib.sha256(), 0
         try:
             while data := os.pread(self._descriptor, chunk_bytes, offset):
@@ -99,12 +99,12 @@ class ReplicaPart:
 
 
 class PartFiles:
-    """The parts of one provider. Methods may be called from any thread, and wait for the disk."""
+    """The parts of one provider. Any thread may call the methods, which wait for the disk."""
 
     def __init__(self, folder: Path | None, limit_bytes: int | None = None) -> None:
-        """Takes up what is in `folder`, which is this provider's alone; None: files without names. RunError where the
-        folder cannot be used. `limit_bytes` bounds what is kept; None: LIMIT_BYTES, less on a disk that is nearly full.
-        """
+        """Loads the parts in `folder`, which belongs to this provider alone; None: files without names. RunError when
+        the folder cannot be used. `limit_bytes` limits the size of all parts; None: DEFAULT_LIMIT_BYTES, or less on a
+        disk that is nearly full."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._coming: dict[PartWriter, int] = {}
@@ -117,9 +117,9 @@ class PartFiles:
 
     @classmethod
     def of_node(cls, node: NodeIdentity, limit_bytes: int | None, say: Callable[[str], None]) -> Self:
-        """Those of a provider: with its identity where that is kept, so that a later process under it finds them.
+        """The files of a provider: in the folder of its identity if there is one, so that a later process finds them.
 
-        With a limit of 0 nothing stays there: the files are without names and end with the process.
+        With a limit of 0 the files have no names, and end with the process.
         """
         if node.folder is not None and limit_bytes != 0:
             try:
@@ -129,7 +129,7 @@ class PartFiles:
         return cls(None)
 
     def write(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> ReplicaPart:
-        """Keeps a stage's state as a part."""
+        """Store a stage's state as a part."""
         writer = self.begin(key, replica, stream_size_bytes(tensors, metadata))
         try:
             for data in stream_tensors(tensors, metadata):
@@ -139,7 +139,7 @@ class PartFiles:
             writer.discard()
 
     def begin(self, key: str, replica: int, size_bytes: int) -> "PartWriter":
-        """A part that is to come; it counts once it is whole."""
+        """A writer for a part, which counts once it is complete."""
         check_key(key)
         if not 0 < replica < 1 << 63:
             raise PeerError(f"{replica} is not the number of a replica")
@@ -158,7 +158,7 @@ class PartFiles:
         return writer
 
     def find(self, key: str, replica: int) -> ReplicaPart:
-        """This part; PeerError where there is none."""
+        """This part; PeerError if there is none."""
         with self._lock:
             part = self._parts.get(key, {}).get(replica)
         if part is None:
@@ -166,7 +166,7 @@ class PartFiles:
         return part
 
     def held(self) -> list[HeldPart]:
-        """What to tell of the parts here when joining."""
+        """The parts here, for a join request."""
         with self._lock:
             parts = [part for of_key in self._parts.values() for part in of_key.values()]
         told, size = [], 0
@@ -179,11 +179,11 @@ class PartFiles:
         return told
 
     def forget(self, keep: Collection[str], before: int, of: Collection[str] = ()) -> None:
-        """Removes all but the parts of these stages that do not come before this number; or, where it is said `of`
-        which stages, the parts of these alone that do.
+        """Delete all parts except those of the stages in `keep` from the number `before` on; or, with `of`, only the
+        older parts of those stages.
 
-        The first of those that are left of a stage is kept beyond what else is: others are whole only when all stages
-        say so.
+        The oldest part that is left of a stage is spared from the limit KEPT, because newer ones may not be complete at
+        all stages.
         """
         keep = of or keep
         with self._lock:
@@ -195,7 +195,7 @@ class PartFiles:
                     self._spared[key] = min(self._parts[key])
 
     def remove(self, part: ReplicaPart) -> None:
-        """A part that is damaged."""
+        """Delete a damaged part."""
         with self._lock:
             if self._parts.get(part.key, {}).get(part.replica) is part:
                 self._remove(part.key, part.replica)
@@ -212,10 +212,10 @@ class PartFiles:
                 "free some space"
             )
         held = sum(sizes) + sum(coming)
-        limit = self._limit_bytes or min(LIMIT_BYTES, (free + sum(sizes)) // 2)
+        limit = self._limit_bytes or default_limit_bytes(free, sum(sizes))
         if held + size_bytes > limit or len(sizes) + len(coming) >= MAX_PARTS:
             raise RunError(
-                f"a part of {size_bytes:,} bytes is more than may be kept beside the {len(sizes) + len(coming)} parts "
+                f"a part of {size_bytes:,} bytes does not fit the limit with the {len(sizes) + len(coming)} parts "
                 f"here with {held:,} of {limit:,} bytes; let this provider keep more with --cache"
             )
 
@@ -240,7 +240,7 @@ class PartFiles:
             del self._parts[key]
             self._spared.pop(key, None)
         if part.path is not None:
-            # What cannot be removed is found again at the next start, and is old then.
+            # A file that cannot be deleted is found at the next start, and deleted when it is old.
             with contextlib.suppress(OSError):
                 part.path.unlink()
 
@@ -258,12 +258,12 @@ class PartFiles:
                 elif name is not None:
                     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                     part = ReplicaPart(name[1], int(name[2]), name[3], descriptor, path)
-                    # All of them: which of them is whole everywhere only the coordinator knows.
+                    # All parts are loaded, because only the coordinator knows which are complete at all stages.
                     self._parts.setdefault(part.key, {})[part.replica] = part
 
 
 class PartWriter:
-    """A part on its way to the disk. End it with `finish` or `discard`."""
+    """A part that is being written. End it with `finish` or `discard`."""
 
     def __init__(self, files: PartFiles, key: str, replica: int, descriptor: int, path: Path | None) -> None:
         self._files = files
@@ -274,7 +274,7 @@ class PartWriter:
         self._digest = hashlib.sha256()
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Adds the bytes that follow."""
+        """Add the bytes that follow."""
         view = memoryview(data)
         self._digest.update(view)
         try:
@@ -284,7 +284,7 @@ class PartWriter:
             raise _refused(self._path, error) from None
 
     def finish(self, sha256: str | None = None) -> ReplicaPart:
-        """It is whole: from now on it counts. PeerError where its hash is not this one."""
+        """The part is complete and counts from now on. PeerError when it does not have this hash."""
         found = self._digest.hexdigest()
         if sha256 is not None and found != sha256:
             raise PeerError(
@@ -304,7 +304,7 @@ class PartWriter:
         return part
 
     def discard(self) -> None:
-        """Removes what was written, unless it is whole; may be called again."""
+        """Delete the file, unless the part is complete; idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

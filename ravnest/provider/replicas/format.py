@@ -1,8 +1,8 @@
-"""A stage's part of a replica as its provider reads it: tensors under the names of `Stage.state`, and plain values.
+"""Format of a stage's part of a replica: tensors under the names of `Stage.state`, and metadata.
 
-Beside those there are, where the stage has rings, `outer:KEY` and `anchor:KEY`: what the outer optimizer remembers of a
-parameter, and where all clusters stood after the last round. The metadata has `applied`, the microbatches that are in
-the stage, and `rings`, the round of each ring's anchor and the samples since.
+If the stage has rings, there are also `outer:KEY`, the state of the outer optimizer for a parameter, and `anchor:KEY`,
+its value in all clusters after the last round. The metadata has `applied`, the microbatches that the stage contains,
+and `rings`, the round of each ring's anchor and the samples since.
 """
 
 import json
@@ -14,18 +14,18 @@ from torch import Tensor
 from ravnest.engine.inbox.applied import REMEMBERED, Applied
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
+from ravnest.graph.state_size import MAX_STATE_VALUES
 from ravnest.safe_json import read_json
 
 Keep = Callable[[int, dict[str, Tensor], dict[str, str]], None]
-"""Takes a replica's number, tensors and metadata."""
+"""Takes the number, tensors and metadata of a replica."""
 
 _MAX_NUMBER = 2**63
-_MAX_VALUES = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class RingStand:
-    """Where an owner stood in a ring: the round of its anchor, and what it had trained on since then."""
+    """Position of an owner in a ring: the round of its anchor, and the samples that it trained on since then."""
 
     committed: int = 0
     samples: int = 0
@@ -33,18 +33,19 @@ class RingStand:
 
 @dataclass(slots=True)
 class Restored:
-    """What a stage begins with beside its weights; empty for one that begins anew."""
+    """The state of a stage besides its weights; empty for a new one."""
 
     optimizer: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     outer: dict[str, Tensor] = field(default_factory=dict)
     anchors: dict[str, Tensor] = field(default_factory=dict)
-    """By parameter key, as `outer`; empty where the weights themselves are where all clusters begin."""
+    """By parameter key, like `outer`; empty if the weights themselves are the anchors."""
     rings: dict[int, RingStand] = field(default_factory=dict)
     applied: Applied = field(default_factory=Applied)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> "Restored":
-        """What these hold, of a checkpoint or of a replica; GraphError where the plain values are none."""
+        """The state in these tensors and metadata of a checkpoint or replica; GraphError when the metadata is
+        invalid."""
         found = cls()
         for name, tensor in tensors.items():
             kind, _, key = name.partition(":")
@@ -68,7 +69,7 @@ class Restored:
 def with_part(
     graph: PortableGraph, weights: Mapping[str, Tensor], part: tuple[Mapping[str, Tensor], Mapping[str, str]]
 ) -> dict[str, Tensor]:
-    """All weights of a stage by key, those that change from the part of a replica. KeyError names one that lacks."""
+    """All weights of a stage by key, with the trained ones from the part of a replica. KeyError names a missing one."""
     tensors, _ = part
     found = {spec.key: weights[f"weight:{spec.key}"] for spec in graph.constants}
     found |= {spec.key: tensors[f"param:{spec.key}"] for spec in graph.parameters}
@@ -76,17 +77,18 @@ def with_part(
 
 
 def joined(parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, str]]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parts of several stages of one replica as one, for a stage of another formation: where they stood in their rings,
-    and what they had applied, was of theirs. GraphError where their plain values cannot be read.
+    """Parts of several stages of one replica as one, for a stage with another cut. Their positions in rings and their
+    applied microbatches are dropped, because they belong to those stages. GraphError when the metadata is invalid.
 
-    A tensor that several have (of a tied parameter) is taken from the first."""
+    A tensor that several parts have (of a tied parameter) is taken from the first.
+    """
     tensors: dict[str, Tensor] = {}
     values: dict[str, object] = {}
     optimizer: dict[str, object] = {}
     try:
         for of_part, metadata in reversed(parts):
             tensors |= {name: tensor for name, tensor in of_part.items() if not name.startswith("anchor:")}
-            optimizer = read_json(metadata["optimizer"], _MAX_VALUES)
+            optimizer = read_json(metadata["optimizer"], MAX_STATE_VALUES)
             values |= dict(optimizer["values"])  # type: ignore[call-overload]
     except (LookupError, TypeError, ValueError) as error:
         raise GraphError(f"the optimizer's state in a part of a replica cannot be read: {error}") from None
@@ -95,7 +97,7 @@ def joined(parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, str]]]) -> t
 
 
 def rings_in_words(stands: Mapping[int, RingStand]) -> str:
-    """As the metadata of a part has it."""
+    """Positions in rings as text, for the metadata of a part."""
     return json.dumps({str(ring): [stand.committed, stand.samples] for ring, stand in stands.items()})
 
 

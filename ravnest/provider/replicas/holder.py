@@ -1,5 +1,4 @@
-"""The holder's side of replicas: parts of other nodes' stages come to the disk here, and with them what else it takes
-to go on with such a stage."""
+"""Holder's side of replicas: stores the parts of other nodes' stages, and fetches ahead what a takeover would need."""
 
 import asyncio
 import contextlib
@@ -22,10 +21,10 @@ _MAX_HELD: Final = 1000
 
 
 class ReplicaHolder:
-    """Holds parts for as many owners as the coordinator says."""
+    """Holds parts for as many owners as the coordinator asks."""
 
     def __init__(self, files: PartFiles, links: PartLinks, artifacts: Artifacts, say: Callable[[str], None]) -> None:
-        """What never changes of a stage is fetched ahead where there is a cache; `say` gets lines for the user."""
+        """With a cache, the constant weights of a stage are fetched ahead; `say` prints lines for the user."""
         self._files = files
         self._links = links
         self._artifacts = artifacts
@@ -34,7 +33,7 @@ class ReplicaHolder:
         self._ending = BackgroundTasks()
 
     def hold(self, order: Hold) -> None:
-        """Takes parts of this stage from its owner from now on, and from no earlier one."""
+        """Accept parts of this stage from this owner from now on, and from no earlier one."""
         key = check_key(order.key)
         if key not in self._held and len(self._held) >= _MAX_HELD:
             raise PeerError(f"the coordinator wants parts of more than {_MAX_HELD} stages held")
@@ -44,13 +43,13 @@ class ReplicaHolder:
             self._held[key] = link, asyncio.create_task(self._serve(order, link))
 
     def forget(self, keep: Collection[str]) -> None:
-        """Takes no more parts of other stages than these."""
+        """Accept parts of no other stages than these."""
         for key in [*self._held]:
             if key not in keep:
                 self._end(key)
 
     async def close(self) -> None:
-        """Ends all of it. The files stay."""
+        """End all links. The files stay."""
         for key in [*self._held]:
             self._end(key)
         await self._ending.wait()
@@ -68,7 +67,7 @@ class ReplicaHolder:
                 try:
                     await self._take_all(order, link, most)
                 except PeerError:
-                    pass  # The owner hears it too, and tells the coordinator.
+                    pass  # The owner gets the error too, and reports it.
                 except Exception as error:
                     self._say(f"cannot take a part of {order.key}: {type(error).__name__}: {error}")
                 await asyncio.sleep(FIRST_BACKOFF_SECONDS)
@@ -76,7 +75,7 @@ class ReplicaHolder:
             await cancel_and_wait(warming)
 
     async def _take_all(self, order: Hold, link: PartLink, max_bytes: int) -> None:
-        """Takes parts until the link has failed."""
+        """Receive parts until the link fails."""
 
         def begin(replica: int, size_bytes: int) -> PartWriter:
             if size_bytes > max_bytes:
@@ -89,7 +88,7 @@ class ReplicaHolder:
                 await arrivals.next()
 
     async def _fetch_graph(self, order: Hold) -> int:
-        """How large a part can be, as the stage's graph tells."""
+        """The maximum size of a part, from the stage's graph."""
         if not order.graph.id:
             return MAX_BYTES
         try:
@@ -98,7 +97,7 @@ class ReplicaHolder:
             text = await self._artifacts.get(order.graph, _Text, FetchProgress(order.graph.size_bytes))
             return await in_thread(lambda: max_state_bytes(PortableGraph.from_json(bytes(text.data))))
         except RavnestError as error:
-            self._say(f"cannot get ready for a stage that this machine is to stand by for: {error}")
+            self._say(f"cannot fetch a stage ahead for which this machine is a standby: {error}")
             return MAX_BYTES
 
     async def _warm(self, weights: ArtifactRef) -> None:
@@ -106,7 +105,7 @@ class ReplicaHolder:
             try:
                 await self._artifacts.get(weights, _Nothing, FetchProgress(weights.size_bytes))
             except RavnestError as error:
-                self._say(f"cannot get ready for a stage that this machine is to stand by for: {error}")
+                self._say(f"cannot fetch a stage ahead for which this machine is a standby: {error}")
 
 
 async def _closed(link: PartLink, serving: asyncio.Task[None]) -> None:
@@ -123,7 +122,7 @@ class _Text:
 
 
 class _Nothing:
-    """It is the cache that keeps it."""
+    """Discards the bytes: only the cache keeps them."""
 
     def feed(self, chunk: bytes) -> None:
         pass

@@ -1,7 +1,7 @@
-"""The links over which parts of replicas travel between providers, whether these hold stages or not.
+"""Links for parts of replicas between providers, with or without stages.
 
-They are links as between stages, but nothing depends on one: where it has failed it is made anew. The two ends hear of
-it from the coordinator, each at its own time, so an end that is refused tries again for a while.
+They work like links between stages, but a failed one is replaced, because nothing else depends on it. The coordinator
+tells both ends about a link, each at another time, so an end that is refused retries for a while.
 """
 
 import asyncio
@@ -20,16 +20,16 @@ from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.links.stage_link import StageLink
 
 WINDOW_BYTES: Final = 8 << 20
-"""What may be on its way over such a link."""
+"""Window of such a link."""
 
 CONNECT_SECONDS: Final = 30.0
-"""How long the other end may take to come."""
+"""Timeout for the other end to connect."""
 
 _CLOSE_SECONDS: Final = 0.5
 
 
 class PartLinks:
-    """The links of one stay in the swarm. `allow` is told whenever other nodes may dial in for them."""
+    """The links of one session. `allow` is called with the nodes that may dial in for them, whenever these change."""
 
     def __init__(self, node: NodeIdentity, client: CoordinatorClient, allow: Callable[[frozenset[str]], None]) -> None:
         self._node = node
@@ -39,28 +39,28 @@ class PartLinks:
         self._meeting = BackgroundTasks()
 
     def add(self, neighbour: Neighbour) -> "PartLink":
-        """A link as the coordinator names it; from now on its other end may dial. To be closed."""
+        """A link as the coordinator names it. Its other end may dial from now on. Close it after use."""
         link = PartLink(neighbour, self._node, self._client, self._remove)
         self._links.append(link)
         self._tell()
         return link
 
     def end(self, name: str, peer: str) -> "PartLink | None":
-        """The link of this name to this node; the newest, where the coordinator has named it twice."""
+        """The link of this name to this node; the newest, if the coordinator has named it twice."""
         for link in reversed(self._links):
             if link.name == name and link.node_id == peer:
                 return link
         return None
 
     def meet(self, name: str) -> bool:
-        """The other end of this link waits at the relay: goes there too. Whether there is such a link."""
+        """The other end of this link waits at the relay: connect there too. Whether there is such a link."""
         found = [link for link in self._links if link.name == name]
         for link in found[-1:]:
             self._meeting.spawn(link.meet())
         return bool(found)
 
     async def close(self) -> None:
-        """Ends all of them."""
+        """End all links."""
         self._meeting.cancel()
         await asyncio.gather(*(link.close() for link in [*self._links]), self._meeting.close(), return_exceptions=True)
 
@@ -74,7 +74,7 @@ class PartLinks:
 
 
 class PartLink:
-    """One of them, over as many failures as it takes."""
+    """One of these links, which replaces its StageLink after a failure."""
 
     def __init__(
         self,
@@ -94,7 +94,8 @@ class PartLink:
         self._closed = False
 
     async def connected(self, patience_seconds: float | None = CONNECT_SECONDS) -> ResumableLink:
-        """The link once it has a connection, made anew if it had failed; PeerError after so long, None: never."""
+        """The link once it has a connection, replaced if it had failed; PeerError after the timeout, None: no
+        timeout."""
         backoff, said = Backoff(), f"{self.node_id} has not connected"
         try:
             async with asyncio.timeout(patience_seconds):
@@ -110,26 +111,26 @@ class PartLink:
                         await self._end.link.until_connected()
                         return self._end.link
                     except PeerError as error:
-                        # It may not have heard of the link yet, or have made it anew as this end does now.
+                        # The other end may not know the link yet, or may be replacing it as this end does.
                         said = str(error)
                     await backoff.wait()
         except TimeoutError:
             raise PeerError(f"there is no link to {self.node_id} after {patience_seconds:g} s: {said}") from None
 
     async def accept(self, connection: Link) -> None:
-        """The other end has dialled: uses its connection until that breaks."""
+        """The other end has dialled: use its connection until it breaks."""
         if self._end.link.over:
-            # It will be made anew by whoever waits for it, in a moment.
+            # The task that waits for the link replaces it in a moment.
             raise PeerError(f"the link {self.name[:80]!r} is not ready here; try again")
         await self._end.accept(connection)
 
     async def meet(self) -> None:
-        """The other end is at the relay."""
+        """The other end waits at the relay."""
         with contextlib.suppress(RefusedError):
             await self._end.meet()
 
     async def close(self) -> None:
-        """Ends it, in order if the other end is there to hear it."""
+        """End the link, in order if the other end is connected."""
         self._closed = True
         self._over(self)
         await self._end.close(_CLOSE_SECONDS)
@@ -144,6 +145,6 @@ class PartLink:
 
 
 async def _quietly(end: StageLink) -> None:
-    # Whoever sends over the link, or waits for what it brings, learns of its end there.
+    # The tasks that send or receive over the link get the error there.
     with contextlib.suppress(PeerError):
         await end.run()

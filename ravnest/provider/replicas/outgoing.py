@@ -1,7 +1,7 @@
-"""State that this provider is sending at the moment: what, how much of it has got through, and since when.
+"""Outgoing transfers of state: what this provider is sending, how much of it has arrived, and since when.
 
-The heartbeat says so, for the coordinator not to give up a stage that is at work, and to tell the user what the others
-wait for. A transfer counts what the other end has confirmed; of an upload, what the connection has taken.
+The heartbeat reports them. The coordinator then does not give up a stage that is busy sending, and the user sees what
+the others wait for. A transfer counts confirmed bytes; an upload counts bytes that the connection has accepted.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from typing import Final
 from ravnest.net.v1.control_pb2 import Transfer
 
 MAX_TOLD: Final = 16
-"""Transfers in one report."""
+"""Maximum number of transfers in one report."""
 
 
 class OutgoingTransfer:
-    """One transfer under way. Its methods belong to the network's loop."""
+    """One transfer. The network's loop calls its methods."""
 
     def __init__(self, kind: str, name: str, total_bytes: int) -> None:
         self._kind = kind
@@ -27,14 +27,13 @@ class OutgoingTransfer:
         self._began = self._moved_at = time.monotonic()
 
     def reached(self, done_bytes: int) -> None:
-        """This much has got through, of all of it."""
+        """This much of it has arrived in total."""
         if done_bytes > self._done_bytes:
             self._moved_at = time.monotonic()
         self._done_bytes = done_bytes
 
     async def counted(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The same chunks for a connection that asks for the next once it has taken the one before; from the first
-        one on, also where they are sent again."""
+        """The same chunks, counted when the connection asks for the next one; the count starts over on a retry."""
         done = 0
         self.reached(0)
         async for data in chunks:
@@ -59,7 +58,7 @@ class OutgoingTransfer:
 
 
 class OutgoingTransfers:
-    """All that are under way. Transfers begin and end on any thread."""
+    """All current transfers. They begin and end on any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +66,7 @@ class OutgoingTransfers:
 
     @contextlib.contextmanager
     def sending(self, kind: str, name: str, total_bytes: int) -> Iterator[OutgoingTransfer]:
-        """A transfer that lasts as long as the block. `kind` and `name` are as `Transfer` has them."""
+        """A transfer that lasts as long as the block. `kind` and `name` are those of `Transfer`."""
         sending = OutgoingTransfer(kind, name, total_bytes)
         with self._lock:
             self._under_way.append(sending)
@@ -78,11 +77,11 @@ class OutgoingTransfers:
                 self._under_way.remove(sending)
 
     def moved_within(self, seconds: float) -> bool:
-        """Whether some transfer is under way of which something got through so lately."""
+        """Whether some current transfer made progress within this time."""
         with self._lock:
             return any(sending.still_seconds < seconds for sending in self._under_way)
 
     def told(self) -> list[Transfer]:
-        """What the heartbeat says."""
+        """The transfers for the heartbeat."""
         with self._lock:
             return [sending.told() for sending in self._under_way[:MAX_TOLD]]

@@ -1,4 +1,4 @@
-"""The owner's side of replicas: what a stage is after a microbatch goes to the disk here, and to its holder."""
+"""Owner's side of replicas: writes the parts of the own stage to the disk, and sends them to their holder."""
 
 import asyncio
 import contextlib
@@ -18,20 +18,21 @@ from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.replicas.transfer import SHARE, send_part
 
 Tell = Callable[[ProviderMessage], Awaitable[None]]
-"""Tells the coordinator something; PeerError when the stay is over."""
+"""Sends a message to the coordinator; PeerError when the session is over."""
 
 _State = tuple[Mapping[str, Tensor], Mapping[str, str]]
 """Tensors and metadata of a stage."""
 
 
 class ReplicaOwner:
-    """Keeps what it is given, one after the other. Where stages are faster than the line, the newest counts.
+    """Records the parts of the own stage, one at a time. If the stage is faster than the link, only the newest one
+    counts.
 
-    Whatever goes wrong is told in Replicated; the stage goes on.
+    Every failure is reported in Replicated; the stage goes on.
     """
 
     def __init__(self, files: PartFiles, links: PartLinks, tell: Tell, sending: OutgoingTransfers) -> None:
-        """What goes to the holder is told of in `sending`."""
+        """Transfers to the holder are listed in `sending`."""
         self._sending = sending
         self._files = files
         self._links = links
@@ -45,7 +46,7 @@ class ReplicaOwner:
         self._tasks.spawn(self._work())
 
     def follow(self, order: Replicate) -> None:
-        """From now on parts of this stage go to this holder; one that is under way to another goes to it too."""
+        """Send the parts of this stage to this holder from now on, also a part that is being sent to another one."""
         check_key(order.key)
         before, self._link = self._link, self._links.add(order.holder) if order.holder.node else None
         self._order = order
@@ -53,13 +54,14 @@ class ReplicaOwner:
             self._tasks.spawn(before.close())
 
     def keep(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Keeps copies of a stage's state, which nobody changes any more. On any thread; returns at once."""
+        """Record copies of a stage's state, which must not change any more. Any thread may call this; it returns at
+        once."""
         which, state = _Which(key, replica, time.perf_counter()), (tensors, metadata)
         with contextlib.suppress(RuntimeError):  # The loop is over.
             self._loop.call_soon_threadsafe(self._take, which, state)
 
     async def close(self) -> None:
-        """Ends what is under way. The files stay; the links end with their stay."""
+        """End the current transfer. The files stay; the links end with the session."""
         await self._tasks.close()
 
     def _take(self, which: "_Which", state: _State) -> None:
@@ -78,16 +80,16 @@ class ReplicaOwner:
             try:
                 part = await in_thread(partial(self._files.write, which.key, which.replica, *state))
             except Exception as error:
-                # The disk is full, say: the stage is not to suffer, and somebody is to know.
+                # For example, the disk is full. The stage goes on, and the coordinator hears of it.
                 await self._say(which, error=in_words(error))
                 continue
             finally:
-                # The copies of the stage may go: the file has them.
+                # The file has the state now, so the copies can be freed.
                 del state
             await self._say(which, part, *await self._hand_over(part))
 
     async def _hand_over(self, part: ReplicaPart) -> tuple[str, str]:
-        """Who else has it now, and why nobody has."""
+        """The holder that has the part now, or why no holder has it."""
         while True:
             order, link = self._order, self._link
             if order is None or order.key != part.key or link is None:
@@ -115,7 +117,7 @@ class ReplicaOwner:
 
 
 def in_words(error: Exception) -> str:
-    """Why something did not go well, as the coordinator is told."""
+    """The error as text for the coordinator."""
     return str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
 
 

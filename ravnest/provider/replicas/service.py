@@ -98,7 +98,7 @@ class ReplicaService:
         return partial(self._owner.keep, order.key)
 
     async def accept(self, peer: str, connection: Link) -> bool:
-        """A node has dialled: uses its connection until that breaks. False if it is for none of these links."""
+        """Use the connection of a node that has dialled until it breaks. False if it is for none of these links."""
         link = self._links.end(connection.label, peer)
         if link is None:
             return False

@@ -1,9 +1,9 @@
-"""How a part of a replica travels over a link, in frames of kind PART that all say of which replica.
+"""Transfer of a part of a replica over a link, in PART frames that carry the number of the replica.
 
-The sender says the size and waits to hear that it is wanted. It sends the bytes in order, and last their hash. The
-other side says that it keeps the part, or at any moment why not; it passes over what still comes of one it refused.
-A replica is nothing urgent: it is sent in bursts with pauses between them, so that activations and gradients find the
-line free. To see how fast that is, a burst ends with a question for how much has come.
+The sender announces the size and waits until the part is wanted. It sends the bytes in order, and then their hash. The
+receiver confirms that it keeps the part, or refuses it with a reason at any moment, and skips the remaining frames of a
+part that it refused. Replicas are background traffic: they are sent in bursts with pauses, so that activations and
+gradients find the line free. Each burst ends with a question for the bytes received, which measures the line.
 """
 
 import asyncio
@@ -22,53 +22,53 @@ from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.provider.replicas.files import ReplicaPart
 
 CHUNK_BYTES: Final = 256 << 10
-"""The most that a frame has of a part."""
+"""Maximum bytes of a part in one frame."""
 
 SHARE: Final = 0.25
-"""Of the time of a line, as much as a replica may take."""
+"""Share of a line's time that replicas may use."""
 
 ANSWER_SECONDS: Final = 60.0
-"""How long the other side may take to answer, or to send the next of its frames."""
+"""Timeout of an answer, and of the next frame of the other side."""
 
 MAX_BYTES: Final = 1 << 40
-"""Of a part, where nobody knows better."""
+"""Maximum size of a part, if no tighter limit is known."""
 
 _MAX_BURST_BYTES: Final = 4 << 20
 _ASK_BYTES: Final = 1 << 20
 _MAX_ASKED: Final = 8
-"""Where a part may have all of the line, the sender asks how much has come after each _ASK_BYTES, and goes on until
-_MAX_ASKED questions are unanswered: an answer takes as long as the line takes for that, however large the part is."""
+"""For a part without a share limit, the sender asks after each _ASK_BYTES, and waits while _MAX_ASKED questions are
+unanswered. So an answer takes only as long as the line needs for that, however large the part is."""
 _SHORT_SECONDS: Final = 0.02
 _LONG_SECONDS: Final = 0.08
-"""A burst is about so long: an activation that comes in its middle does not wait for much longer."""
+"""Target length of a burst: an activation that comes in the middle of one does not wait for much longer."""
 _REASON_CHARACTERS: Final = 1000
 
 SIZE, OFFSET, ASKED = "size_bytes", "offset", "asked"
 RECEIVED, KEPT = "received_bytes", "kept"
 DATA, SHA256, REFUSED = "data", "sha256", "refused"
-"""The names of scalars and tensors, those of the sender first."""
+"""Names of scalars, first those of the sender, and of tensors."""
 
 T = TypeVar("T")
 
 
 class PartSink(Protocol):
-    """Who takes the bytes of a part; on a thread that may wait. A RavnestError says why it does not."""
+    """Takes the bytes of a part, on a thread that may block. A RavnestError says why it stops."""
 
     def feed(self, data: memoryview) -> None:
-        """Takes the bytes that follow."""
+        """Take the bytes that follow."""
 
     def finish(self, sha256: str) -> object:
-        """All are there; PeerError where their hash is not this one."""
+        """All bytes were fed; PeerError when they do not have this hash."""
 
     def discard(self) -> None:
-        """Nothing comes of it; also after `finish`, to no effect."""
+        """The part is given up; has no effect after `finish`."""
 
 
 SinkT = TypeVar("SinkT", bound=PartSink)
 
 
 class PartRefusedError(PeerError):
-    """One part was not taken; the link is as good as before."""
+    """One part was not accepted; the link can still be used."""
 
 
 async def send_part(
@@ -77,11 +77,11 @@ async def send_part(
     share: float | None = None,
     reached: Callable[[int], None] = lambda received_bytes: None,
 ) -> None:
-    """Sends a part, in at most this share of the line's time where one is given, and returns when it is kept. `reached`
-    is told how much the other side has of it.
+    """Send a part, using at most this share of the line's time, and return when it is stored. `reached` is called with
+    the number of bytes that have arrived.
 
-    PartRefusedError when the other side does not keep it, or the part is damaged here, which the other side is told;
-    any other PeerError when the link has failed, or nothing was heard for ANSWER_SECONDS.
+    PartRefusedError when the other side does not store it, or the part is damaged here, which the other side is told.
+    Any other PeerError when the link has failed, or there was no answer for ANSWER_SECONDS.
     """
     replica, began = part.replica, time.perf_counter()
     await link.send(_frame(replica, {SIZE: part.size_bytes}))
@@ -123,42 +123,43 @@ async def send_part(
 
 
 async def refuse(link: ResumableLink, replica: int, reason: str) -> None:
-    """Says that a part will not come, or is not kept, and why."""
+    """Tell the other side that a part will not be sent, or is not stored, and why."""
     text = bytearray(reason[:_REASON_CHARACTERS].encode())
     await link.send(_frame(replica, {}, {REFUSED: torch.frombuffer(text or bytearray(b"-"), dtype=torch.uint8)}))
 
 
 def pause_seconds(seconds: float, round_trip_seconds: float, share: float) -> float:
-    """How long to leave the line alone after a burst that was confirmed after so long.
+    """Length of the pause after a burst that was confirmed after this time.
 
-    The line was busy for that time less a round trip, in which it lay idle already.
+    The line was busy for that time, except for one round trip.
     """
     busy = max(0.0, seconds - round_trip_seconds)
     return max(0.0, busy / share - seconds)
 
 
 def next_burst(burst_bytes: int, busy_seconds: float) -> int:
-    """How much to send at a time, when so much took so long: more on fast lines, where answers are waited for most."""
+    """Size of the next burst: larger on fast lines, where waiting for answers costs most."""
     if busy_seconds < _SHORT_SECONDS:
         return min(2 * burst_bytes, _MAX_BURST_BYTES)
     return max(burst_bytes // 2, CHUNK_BYTES) if busy_seconds > _LONG_SECONDS else burst_bytes
 
 
 class PartArrivals(Generic[SinkT]):
-    """Takes the parts that come over a link, one after the other."""
+    """Receives the parts that arrive over a link, one after the other."""
 
     def __init__(self, link: ResumableLink, begin: Callable[[int, int], SinkT]) -> None:
-        """`begin(replica, size_bytes)` gives who takes it, on a thread; a RavnestError says why nobody does."""
+        """`begin(replica, size_bytes)` returns the sink of a part, on a thread; a RavnestError says why the part is
+        refused."""
         self._link = link
         self._begin = begin
         self._refused = -1
         self._early: Frame | None = None
 
     async def next(self, patience_seconds: float | None = None) -> tuple[int, SinkT]:
-        """The next part that is whole, and who took it. Waits without end for it to begin where no patience is given.
+        """The next complete part, and its sink. Without a timeout, waits forever for it to begin.
 
-        PartRefusedError when a part came that is not taken, or the sender has given it up: there may be another. Any
-        other PeerError when the link is over; a sender that breaks the rules has its link failed.
+        PartRefusedError when a part was refused, or the sender has given it up: there may be another. Any other
+        PeerError when the link is over; a sender that breaks the rules has its link failed.
         """
         try:
             frame = await self._first(patience_seconds)
@@ -176,7 +177,7 @@ class PartArrivals(Generic[SinkT]):
     async def _first(self, patience_seconds: float | None) -> Frame:
         while True:
             frame, self._early = self._early or await self._frame(patience_seconds), None
-            # Of one that was refused, the rest was on its way.
+            # The remaining frames of a refused part are skipped.
             if frame.marks.replica != self._refused or SIZE in frame.scalars:
                 return frame
 
@@ -191,11 +192,11 @@ class PartArrivals(Generic[SinkT]):
             await self._tell(replica, {KEPT: True})
             return sink
         except _NotKeptError as error:
-            # Before the sender hears of it: the next part, or whoever looks, finds the room that this one took.
+            # Before the sender hears of it, so that the next part finds the disk space free.
             await in_thread(sink.discard)
             raise await self._not_taken(replica, str(error)) from None
         finally:
-            # On a thread: it may have to wait for the disk.
+            # On a thread, because it may have to wait for the disk.
             await in_thread(sink.discard)
 
     async def _take_data(self, replica: int, size: int, sink: PartSink) -> None:
@@ -233,11 +234,11 @@ class PartArrivals(Generic[SinkT]):
 
 
 class _BrokenRuleError(Exception):
-    """What the other side did that it may not."""
+    """The other side broke a rule of the protocol."""
 
 
 class _NotKeptError(Exception):
-    """Why who takes a part does not take it any further."""
+    """The sink of a part does not take it any further."""
 
 
 async def _by_sink(work: Callable[[], object]) -> None:
@@ -248,7 +249,7 @@ async def _by_sink(work: Callable[[], object]) -> None:
 
 
 async def _answer(link: ResumableLink, replica: int, name: str) -> int:
-    """Waits for this answer, past those that are late for another part; the number in it."""
+    """Wait for this answer, and skip late answers about other parts. Returns its number."""
     while True:
         frame = await _received(link, ANSWER_SECONDS)
         if frame.marks.replica != replica:

@@ -1,4 +1,4 @@
-"""Stage: one stage that this provider hosts, from the order to its end.
+"""Stage: one stage that this provider hosts, from its deployment to its end.
 
-May import every other room of the provider but `doctor`.
+Knows the engine, the links, the rings and the replicas. May import every other room of the provider except `doctor`.
 """

@@ -1,7 +1,7 @@
 """Uploads of a stage's state to a checkpoint of the coordinator.
 
-Where main memory has room for a copy, the copy is uploaded while the stage goes on training. Otherwise the stage waits
-until its own tensors are uploaded. What happens on failure:
+If main memory has room for a copy, the copy is uploaded while the stage goes on training. Otherwise the stage waits
+until its own tensors are uploaded. On failure:
 
 - the upload fails, or the coordinator refuses it: the stage fails;
 - the coordinator was restarted and no longer wants the checkpoint: the upload is dropped and the stage goes on.

@@ -1,7 +1,7 @@
 """One generation of a hosted stage: its worker and its links for as long as the cluster keeps its shape.
 
 When a cluster loses a machine, the stages that are left get new neighbours. Each of them ends its generation, forgets
-the microbatches in flight, and starts the next generation around the same weights. What happens on failure:
+the microbatches in flight, and starts the next generation around the same weights. On failure:
 
 - a link fails, or a neighbour breaks the protocol: the generation fails with the kind "link" or "neighbour";
 - the worker fails, or memory is exhausted: the generation fails, and the stage cannot be kept.

@@ -224,7 +224,7 @@ class HostedStage:
         return self.generation.relieve_memory(self.name)
 
     def report(self) -> tuple[Report, list[int]]:
-        """What the stage did so far, with losses and updates since the last report; and the checkpoints that were saved
+        """The state of the stage, with losses and updates since the last report; and the checkpoints that were saved
         since then."""
         losses, updates, saved = self._records.take()
         generation = self.generation

@@ -29,14 +29,14 @@ def _keep_nothing(replica: int, tensors: dict[str, torch.Tensor], metadata: dict
 
 @dataclass(frozen=True)
 class StageHooks:
-    """Where a stage's state goes besides the neighbours. The engine's thread calls these; they return at once."""
+    """Receivers of a stage's state besides the neighbours. The engine's thread calls these; they return at once."""
 
     on_keep: Keep = _keep_nothing
     """Takes the stage's part of a replica; the tensors are copies."""
     on_snapshot: Callable[[Snapshot], None] = _no_rings
-    """Takes what an averaging round averages."""
+    """Takes the parameters for an averaging round."""
     outer_state: Callable[[], Tensors] = dict
-    """Gives what the outer optimizer remembers, for a checkpoint whose tensors lack it."""
+    """Returns the state of the outer optimizer, for a checkpoint whose tensors lack it."""
 
 
 class FrameOutbox:

@@ -1,7 +1,7 @@
-"""What a stage and its links did when, of the microbatches that are traced: the spans of a run's trace.
+"""Spans of a stage and its links: when they worked on which of the traced microbatches.
 
-What is recorded waits for the next report, which takes so many of them along; nobody is woken for a span. Where more
-come than reports take away, the newest are left out.
+Spans wait for the next report, which takes a limited number of them; recording one wakes no thread. If more are
+recorded than reports carry away, the newest are dropped.
 """
 
 import time
@@ -15,34 +15,36 @@ from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1 import control_pb2
 
 SPANS_A_REPORT: Final = 2000
-"""Some 70 kB: a report is not to hold up what else the line to the coordinator carries."""
+"""About 70 kB, so that a report does not delay other messages to the coordinator."""
 
-_MAX_WAITING: Final = 20_000
+MAX_WAITING: Final = 20_000
+"""Spans that wait for a report."""
 _MAX_EVALUATIONS: Final = 50
-"""Microbatches of one evaluation."""
+"""Traced microbatches of one evaluation."""
 _MAX_BEING_SENT: Final = 1000
 
 _DIRECTIONS: Final = {FrameKind.FORWARD: "forward", FrameKind.BACKWARD: "backward"}
 
 
 class SpanRecorder:
-    """Records spans of up to about so many microbatches; of none with 0.
+    """Records the spans of up to about this many microbatches; 0: of none.
 
-    `worked` and `put_out` belong to the engine's thread, everything else to the network's loop.
+    The engine's thread calls `worked` and `put_out`, the network's loop the other methods.
     """
 
-    def __init__(self, microbatches: int) -> None:
+    def __init__(self, microbatches: int, max_waiting: int = MAX_WAITING) -> None:
         self._size = window_size(microbatches)
+        self._max_waiting = max_waiting
         self._first: int | None = None
-        """The number of the first microbatch of training that came: the same at every stage of a cluster."""
+        """The number of the first microbatch of training here, which is the same at every stage of a cluster."""
         self._waiting: deque[Span] = deque()
         self._put_out: dict[tuple[str, int], float] = {}
-        """When the engine's thread put out what is not handed to a link yet."""
+        """The times at which the engine's thread put out frames that no link has taken yet."""
         self._links: dict[ResumableLink, _LinkSpans] = {}
         self._worked_on = -1
         self._trains_traced = False
         self._evaluating: int | None = None
-        """The first microbatch of the evaluation under way, if it is traced."""
+        """The first microbatch of the current evaluation, if it is traced."""
 
     def worked(self, span: Span) -> None:
         """The engine has done something, or waited."""
@@ -68,17 +70,17 @@ class SpanRecorder:
             self._put_out[direction, microbatch] = time.perf_counter()
 
     def watch(self, link: ResumableLink) -> None:
-        """Records when the link has written what is handed over to it. Before it has a connection."""
+        """Record when the link has written its frames. Call this before it has a connection."""
         if self._size:
             found = self._links[link] = _LinkSpans()
             link.on_written = lambda numbers: self._written(found, numbers)
 
     def forget(self, link: ResumableLink) -> None:
-        """The link is over: what it has not written it will not write."""
+        """The link is over: its unwritten frames will not be written."""
         self._links.pop(link, None)
 
     def handed_over(self, link: ResumableLink, frame: Frame) -> None:
-        """A link has taken this frame, as the last so far."""
+        """A link has taken this frame, its newest one."""
         direction = _DIRECTIONS.get(frame.kind)
         if not self._size or direction is None:
             return
@@ -88,14 +90,14 @@ class SpanRecorder:
             found.being_sent[link.frames_sent - 1] = Span("send", frame.microbatch, since, since, direction)
 
     def received(self, frame: Frame, arrived: float) -> None:
-        """The engine has a frame that arrived then."""
+        """The engine has a frame that arrived at this time."""
         direction = _DIRECTIONS.get(frame.kind)
         if self._size and direction is not None and self._is_traced(frame.microbatch):
             self._add(Span("receive", frame.microbatch, arrived, time.perf_counter(), direction))
 
     def take(self, since: float) -> list[control_pb2.Span]:
-        """What was recorded since the last call, the oldest first and no more than a report should carry; seconds are
-        counted from `since`."""
+        """The spans since the last call, the oldest first and no more than a report carries. Their seconds are counted
+        from `since`."""
         taken: list[control_pb2.Span] = []
         while self._waiting and len(taken) < SPANS_A_REPORT:
             span = self._waiting.popleft()
@@ -123,19 +125,20 @@ class SpanRecorder:
         for number in numbers:
             span = link.being_sent.pop(number, None)
             if span is not None:
-                # A link sends one after the other: until the one before was written, this one waited. Those that are
-                # written together began together, too: one may have arrived before this end knows that it has left.
+                # A link sends one frame after the other, so this frame waited until the one before was written. Frames
+                # that are written together also began together: one may have arrived before this end knows that it has
+                # left.
                 began = min(max(span.began, link.last_written), now)
                 self._add(Span(span.kind, span.microbatch, began, now, span.detail))
         link.last_written = now
 
     def _add(self, span: Span) -> None:
-        if len(self._waiting) < _MAX_WAITING:
+        if len(self._waiting) < self._max_waiting:
             self._waiting.append(span)
 
 
 class _LinkSpans:
-    """What a link has not written yet, by the number of its frame, and when it has written something last."""
+    """Frames that a link has not written yet, by number, and the time of its last write."""
 
     def __init__(self) -> None:
         self.being_sent: dict[int, Span] = {}

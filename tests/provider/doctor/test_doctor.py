@@ -131,7 +131,7 @@ def test_too_little_memory_is_a_problem() -> None:
 
 
 def test_a_gpu_that_torch_does_not_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_has_nvidia", lambda: True)
+    monkeypatch.setattr(doctor, "has_nvidia_driver", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert look()["device"].level == "warning"
     assert look(device="cpu")["device"].level == "ok", "who asks for the processor gets it"

@@ -206,7 +206,7 @@ def test_a_damaged_file_is_noticed_and_fetched_again(tmp_path: Path, name: str, 
             (tmp_path / name).write_bytes(damaged)
             data, progress = await swarm.get(ArtifactCache(tmp_path))
             assert data == CONTENT and swarm.offsets[-1] == 0
-            assert swarm.said == ["what this machine had kept of weights is damaged: fetching it again"]
+            assert swarm.said == ["the copy of weights on this disk is damaged: fetching it again"]
             assert (tmp_path / NAME).read_bytes() == CONTENT and names(tmp_path) == [NAME]
             assert (progress.kept_bytes, progress.fetched_bytes) == (0, len(CONTENT))
 

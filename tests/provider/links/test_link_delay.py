@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.provider.links.link_delay import LEAST, RECENT, RECENT_SECONDS, LinkDelay, Stays
+from ravnest.provider.links.link_delay import MIN_DELAYS, RECENT, RECENT_SECONDS, LinkDelay, Stays
 
 
 class Clock:
@@ -73,7 +73,7 @@ def test_delays_of_long_ago_count_only_where_there_are_no_others(ends: Ends) -> 
         ends.send(number, 0.01, 0.0, 0.01)
     ends.passes(10 * RECENT_SECONDS)
     assert ends.delay.low_seconds == pytest.approx(0.02, abs=1e-5)
-    for number in range(RECENT, RECENT + LEAST):
+    for number in range(RECENT, RECENT + MIN_DELAYS):
         ends.send(number, 0.04, 0.0, 0.04)
     assert ends.delay.low_seconds == pytest.approx(0.08, abs=1e-5)
 
@@ -103,5 +103,5 @@ def test_gradients_of_a_microbatch_that_never_came_have_stayed_for_no_time(ends:
 def test_microbatches_that_never_go_back_do_not_pile_up(ends: Ends) -> None:
     for number in range(20_000):
         ends.stays.arrived(number)
-    assert len(ends.stays._arrived) <= 4096
+    assert len(ends.stays) <= 4096
     assert ends.stays.left_micros(19_999) == 1

@@ -72,6 +72,8 @@ class Keeper:
         self.coordinator = ByHand()
         self.said: asyncio.Queue[ProviderMessage] = asyncio.Queue()
         self.lines: list[str] = []
+        self.incoming: list[Link] = []
+        """Connections that other nodes have made."""
         self.server = ProviderServer(self, self.node)
         self.address = ""
         client: Any = self.coordinator
@@ -84,6 +86,7 @@ class Keeper:
         self.server.keepers = keepers
 
     async def link(self, peer: str, connection: Link) -> None:
+        self.incoming.append(connection)
         if not await self.parts.accept(peer, connection):
             raise RefusedError(f"there is no link {connection.label!r} with {peer} here")
 

@@ -28,6 +28,7 @@ from ravnest.net.v1.control_pb2 import (
 from ravnest.provider.replicas import fetch_part
 from ravnest.provider.replicas import files as part_files
 from ravnest.provider.replicas import transfer as part_transfer
+from ravnest.provider.replicas.links import PartLinks
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.replicas.transfer import CHUNK_BYTES, next_burst, pause_seconds, send_part
 from tests.coordinator.checkpoints.part_states import GRAPH
@@ -145,16 +146,12 @@ def test_a_connection_that_breaks_costs_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         async with keepers(tmp_path, "owner", "holder") as (owner, holder):
             pair(owner, holder)
-            link = holder.parts._links.end("rep-1", "owner")
-            assert link is not None
             owner.keep(1, a_state(2_000_000))
-            end = await link.connected()
-            await until(lambda: end.bytes_received > 1 << 20)
-            connection: Any = end._connection
-            connection.abort()
+            await until(lambda: bool(holder.incoming) and holder.incoming[0].bytes_received > 1 << 20)
+            holder.incoming[0].abort()
             told = await owner.hears()
             assert isinstance(told, Replicated) and (told.holder, told.error) == ("holder", "")
-            assert content(holder, 1) == content(owner, 1) and end.connections == 2
+            assert content(holder, 1) == content(owner, 1) and len(holder.incoming) == 2
 
     run(test())
 
@@ -245,7 +242,8 @@ def test_whoever_gives_a_part_knows_how_much_of_it_the_other_has_whatever_its_si
         async with keepers(tmp_path, "holder", "taker") as (holder, taker):
             # More than may be unanswered at a time.
             part = holder.files.write(KEY, 4, a_state(5_000_000), METADATA)
-            link = holder.parts._links.add(holder.dials(taker, "give-1"))
+            client: Any = holder.coordinator
+            link = PartLinks(holder.node, client, lambda keepers: None).add(holder.dials(taker, "give-1"))
             taking = asyncio.create_task(taker.parts.fetch_part(a_deploy(taker, holder)))
             with sending.sending("part", KEY, part.size_bytes) as transfer:
 

@@ -192,7 +192,7 @@ def test_no_more_is_kept_than_the_user_lets_it(tmp_path: Path) -> None:
     files = PartFiles(tmp_path, 3 * size - 1)
     write(files, 1, "a")
     coming = files.begin("b", 1, size)
-    with pytest.raises(RunError, match=r"more than may be kept .* --cache"):
+    with pytest.raises(RunError, match=r"does not fit the limit .* --cache"):
         write(files, 1, "c")
     coming.discard()
     write(files, 1, "c")
@@ -204,7 +204,7 @@ def test_there_are_never_more_files_than_a_process_may_open(tmp_path: Path, monk
     files = PartFiles(tmp_path)
     for key in ("a", "b", "c"):
         write(files, 1, key)
-    with pytest.raises(RunError, match="beside the 3 parts"):
+    with pytest.raises(RunError, match="does not fit the limit with the 3 parts"):
         write(files, 1, "d")
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from ravnest.engine.telemetry.spans import WAIT_LIMIT, Span
 from ravnest.net.frames.frames import Frame, FrameKind
-from ravnest.provider.stage import spans as module
 from ravnest.provider.stage.spans import SPANS_A_REPORT, SpanRecorder
 
 
@@ -60,9 +59,8 @@ def test_times_count_from_when_the_stage_began() -> None:
     assert (span.kind, span.began_seconds, span.seconds, span.detail) == ("wait", 2.0, 0.5, "limit")
 
 
-def test_a_report_takes_so_many_and_what_is_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_WAITING", 2 * SPANS_A_REPORT + 10)
-    recorder = SpanRecorder(10**9)
+def test_a_report_takes_so_many_and_what_is_too_much_is_left_out() -> None:
+    recorder = SpanRecorder(10**9, max_waiting=2 * SPANS_A_REPORT + 10)
     worked(recorder, range(10 * SPANS_A_REPORT))
     sizes = [len(recorder.take(0.0)) for _ in range(4)]
     assert sizes == [SPANS_A_REPORT, SPANS_A_REPORT, 10, 0]
