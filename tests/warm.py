@@ -32,10 +32,17 @@ _ENTERING: Final = ["ip", "netns", "exec"]
 
 
 def can_start(command: Sequence[str], environment: Mapping[str, str] | None) -> bool:
-    """Whether a command is one of `ravnest`, here or in a network namespace, that is told with how many threads to
-    compute."""
+    """Whether a command is `ravnest`, here or in a network namespace, or a program of these tests, and is told with how
+    many threads to compute."""
     words = list(command)[4:] if list(command[:3]) == _ENTERING else list(command)
-    return words[:3] == COMMAND and (environment or os.environ).get("OMP_NUM_THREADS", "").isdecimal()
+    is_known = words[:3] == COMMAND or bool(_program(words))
+    return is_known and (environment or os.environ).get("OMP_NUM_THREADS", "").isdecimal()
+
+
+def _program(words: Sequence[str]) -> str:
+    """The program of these tests that a command runs; empty for any other."""
+    is_program = len(words) > 1 and words[0] == sys.executable and Path(words[1]).is_relative_to(ROOT / "tests")
+    return words[1] if is_program else ""
 
 
 class WarmProcess:
@@ -83,7 +90,8 @@ class WarmProcess:
             else:
                 given.append(wanted if isinstance(wanted, int) else wanted.fileno())
         order = {
-            "words": words[words.index("ravnest") + 1 :],
+            "program": _program(words),
+            "words": words[2:] if _program(words) else words[words.index("ravnest") + 1 :],
             "folder": str(Path(cwd or os.getcwd()).resolve()),
             "environment": dict(os.environ if env is None else env),
             "namespace": namespace,

@@ -42,6 +42,7 @@ class _Child:
             descriptors = [their_input, their_output, errors]
             words = self.args[self.args.index("ravnest") + 1 :]
             order = {
+                "program": "",
                 "words": words,
                 "folder": str(Path.cwd()),
                 "environment": dict(environment),

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import random
+import runpy
 import selectors
 import signal
 import socket
@@ -99,8 +100,8 @@ def become(order: dict[str, Any]) -> None:
         setattr(sys, name, open(number, "w" if number else "r", buffering=1, closefd=False))  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     random.seed()
-    sys.argv = ["ravnest", *order["words"]]
-    _show([sys.executable, "-m", *sys.argv])
+    sys.argv = [order["program"] or "ravnest", *order["words"]]
+    _show([sys.executable, *([] if order["program"] else ["-m"]), *sys.argv])
     _compute_with(int(order["environment"]["OMP_NUM_THREADS"]))
     # What a process that was started anew has first there.
     sys.path[0] = order["folder"]
@@ -167,6 +168,9 @@ def main() -> int:
     assert len(order["descriptors"]) == _STANDARD
     become(order)
     children_are_forked()
+    if order["program"]:
+        runpy.run_path(order["program"], run_name="__main__")
+        return 0
     return ravnest_main()
 
 

@@ -61,8 +61,6 @@ from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Provider
 from ravnest.units import counted
 
-_VANISHED_SECONDS = 0.2
-"""How long after a provider has vanished the reason is waited for: whoever started its process knows better."""
 _MEMORY_TO_SPARE = 1.2
 """So much more than the stages take together, others must have for the model to be cut anew: they cut it elsewhere."""
 _DISPLAY_SECONDS = 0.25
@@ -417,7 +415,7 @@ class Coordinator:
             # That is known, and whatever it holds when it is back is another stay's.
             return
         since = time.monotonic()
-        self._course.later(_VANISHED_SECONDS, lambda: self._gone(node_id, reason, since))
+        self._course.later(self._course.timeouts.vanished_seconds, lambda: self._gone(node_id, reason, since))
 
     def _gone(self, node_id: str, reason: str, since: float) -> None:
         back = node_id in self._swarm.members and not self._swarm.members[node_id].control.link.over

@@ -43,14 +43,14 @@ def test_a_run_directory_in_the_way_is_told_before_anything_starts(tmp_path: Pat
 
 def test_a_file_without_a_job_leaves_no_run_and_no_process(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("jbo = 1\n")
-    done = ravnest("train", "other.py", "--providers", "1", folder=tmp_path)
+    done = ravnest("train", "other.py", "--providers", "1", folder=tmp_path, warm=True)
     told(done, "other.py has no job: ", "job = ravnest.Job(...)")
     assert not (tmp_path / "runs").exists()
 
 
 def test_an_exception_in_the_file_is_the_users_own_traceback(tmp_path: Path) -> None:
     path = a_job_file(tmp_path, before="def shape():\n    return [][3]\n\nshape()")
-    done = ravnest("train", "job.py", "--providers", "1", folder=tmp_path)
+    done = ravnest("train", "job.py", "--providers", "1", folder=tmp_path, warm=True)
     told(done, "job.py failed with IndexError: list index out of range")
     assert done.stderr.count("Traceback (most recent call last)") == 1
     files = re.findall(r'File "([^"]+)"', done.stderr)
@@ -59,7 +59,7 @@ def test_an_exception_in_the_file_is_the_users_own_traceback(tmp_path: Path) -> 
 
 def test_an_unknown_setting_suggests_the_near_one(tmp_path: Path) -> None:
     a_job_file(tmp_path)
-    done = ravnest("train", "job.py", "--providers", "1", "--set", "pipeline.inflight=2", folder=tmp_path)
+    done = ravnest("train", "job.py", "--providers", "1", "--set", "pipeline.inflight=2", folder=tmp_path, warm=True)
     told(done, "--set pipeline.inflight: there is no such setting; did you mean pipeline.in_flight?")
 
 
@@ -97,7 +97,7 @@ def test_status_and_export_of_a_run_that_is_under_way_and_of_one_that_is_over(tm
     """
     settings = "ravnest.Checkpoint(every_seconds=None, every_updates=4)"
     a_job_file(tmp_path, before=slow, data="slowly", checkpoint=settings)
-    with Running("train", "job.py", "--providers", "1", "--run", "run", folder=tmp_path) as running:
+    with Running("train", "job.py", "--providers", "1", "--run", "run", folder=tmp_path, warm=True) as running:
         running.until("training")
         summary = json.loads(status(tmp_path, "--json"))
         assert summary["status"] in ("starting", "running")
@@ -109,7 +109,7 @@ def test_status_and_export_of_a_run_that_is_under_way_and_of_one_that_is_over(tm
     summary = json.loads(status(tmp_path, "--json"))
     assert (summary["status"], summary["process"], summary["samples"]) == ("finished", None, 72)
     assert "finished" in status(tmp_path) and "fed 9, completed 9" in status(tmp_path)
-    done = ravnest("export", "run", "--out", "out.safetensors", folder=tmp_path)
+    done = ravnest("export", "run", "--out", "out.safetensors", folder=tmp_path, warm=True)
     assert done.returncode == 0, done.stderr
     model, exported = load_file(tmp_path / "run/model.safetensors"), load_file(tmp_path / "out.safetensors")
     assert all((model[name] == exported[name]).all() for name in model)

@@ -40,7 +40,7 @@ def test_providers_end_by_themselves_when_the_coordinator_is_killed(tmp_path: Pa
         data="torch.utils.data.DataLoader(Endless(), batch_size=None, num_workers=1)",
         checkpoint="ravnest.Checkpoint(every_updates=5, every_seconds=None)",
     )
-    with Running("train", "job.py", "--providers", "2", "--run", "run", folder=tmp_path) as running:
+    with Running("train", "job.py", "--providers", "2", "--run", "run", folder=tmp_path, warm=True) as running:
         running.until("] training")
         providers = running.providers()
         assert len(providers) == 2

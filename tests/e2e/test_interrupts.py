@@ -45,9 +45,9 @@ def summary_of(folder: Path) -> dict[str, object]:
     return found
 
 
-def start(folder: Path, **fields: str) -> Running:
+def start(folder: Path, warm: bool = True, **fields: str) -> Running:
     a_job_file(folder, before=BLOCKING, **fields)
-    return Running("train", "job.py", "--providers", "1", "--run", "run", folder=folder)
+    return Running("train", "job.py", "--providers", "1", "--run", "run", folder=folder, warm=warm)
 
 
 def test_ctrl_c_while_the_data_blocks_saves_what_was_learnt(tmp_path: Path) -> None:
@@ -92,7 +92,8 @@ def test_sigterm_while_training_stops_as_cleanly(tmp_path: Path) -> None:
     ids=["capturing", "evaluating", "starting"],
 )
 def test_ctrl_c_in_another_phase(tmp_path: Path, fields: dict[str, str], moment: str, status: str | None) -> None:
-    with start(tmp_path, **fields) as running:
+    # A provider that is starting still imports torch.
+    with start(tmp_path, warm=status is not None, **fields) as running:
         running.until(moment)
         with within(STOP_SECONDS, "the stop"):
             running.signal(signal.SIGINT)

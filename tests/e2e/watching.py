@@ -31,10 +31,13 @@ def wait_for(run: Path, kind: str, count: int = 1) -> None:
 
 
 def endless(ended: threading.Event) -> Callable[[], Iterator[Batch]]:
-    """Batches until the test has seen enough; the last few come after that."""
+    """Batches until the test has seen enough; the last few come after that.
+
+    Some 200 a second: a run that waits for a timeout leaves the processor to other tests.
+    """
 
     def data() -> Iterator[Batch]:
-        while not ended.is_set():
+        while not ended.wait(0.03):
             yield from batches([8] * 8)
         yield from batches([8] * 8)
 

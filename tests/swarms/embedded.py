@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
-from ravnest.coordinator.launch.provider_processes import Start, start_process
+from ravnest.coordinator.launch.provider_processes import Start
 from tests.warm import start_warm
 
 PROVIDERS = 4
@@ -36,7 +36,7 @@ def impostor(name: str, program: Path, **variables: str) -> Start:
             return start_warm(command, environment)
         # In place of `-m ravnest`.
         command = [sys.executable, str(program), *command[3:]]
-        return start_process(command, {**environment, **variables, "PYTHONPATH": ":".join(sys.path)})
+        return start_warm(command, {**environment, **variables, "PYTHONPATH": ":".join(sys.path)})
 
     return start
 

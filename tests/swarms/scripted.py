@@ -63,7 +63,7 @@ Play = Callable[..., None]
 PATIENCE_SECONDS = 20.0
 """Whatever takes longer hangs."""
 
-TIMEOUTS = Timeouts(replica_event_seconds=0.0)
+TIMEOUTS = Timeouts(vanished_seconds=0.02, return_seconds=0.2, replica_event_seconds=0.0)
 """Every replica is an event."""
 
 
@@ -259,7 +259,7 @@ class Provider:
             return self.given.pop(key)
         self.arriving[key] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(2.0 if self.swarm.providers[giver].alive else 0.0):
+            async with asyncio.timeout(0.3 if self.swarm.providers[giver].alive else 0.0):
                 return await self.arriving[key]
         except TimeoutError:
             raise NoPartError("it did not come") from None

@@ -21,8 +21,6 @@ from ravnest.net.v1.control_pb2 import Ready
 from ravnest.planner.plan import Plan
 from ravnest.planner.search.fixed_layout import ClusterLayout, filled
 
-_BACK_SECONDS: Final = 1.5
-"""How long those who held stages are waited for, once enough are there: all come back at about the same time."""
 _MAX_ROUNDS_SINCE: Final = 1000
 """Rounds that may have begun after how the run stood was last noted, some seconds before its coordinator ended."""
 
@@ -44,7 +42,7 @@ async def wait_for_those_of_before(around: Surroundings, standing: DeploymentRec
     """Returns when everybody who held a stage is there, or has not come for a while."""
     there = around.swarm.members
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_BACK_SECONDS):
+        async with asyncio.timeout(around.course.timeouts.return_seconds):
             back = there.changes.until(lambda: set(standing.nodes) <= {member.node_id for member in there.in_order()})
             await around.course.while_well(back)
 

@@ -10,6 +10,11 @@ from ravnest.averaging.deadlines import DEFAULT_LIMITS, RoundLimits
 class Timeouts:
     """Durations in seconds. The defaults suit every swarm; a test shortens what it waits for."""
 
+    vanished_seconds: float = 0.2
+    """Delay between the end of a provider's connection and its loss: the reason may come from the process that started
+    it."""
+    return_seconds: float = 1.5
+    """Timeout for the other providers of a deployment to return to a restarted coordinator, once enough are present."""
     stage_ready_seconds: float = 300.0
     """Timeout for a provider that deploys a stage and receives no more of it: it reads a disk, or builds the stage."""
     fresh_replica_seconds: float = 15.0

@@ -332,7 +332,7 @@ def test_the_command_prints_sentences_or_json_and_exits_with_what_it_found(
     assert invite.token.encode() not in well.stdout
 
     coordinator.admission.tokens.revoke(invite.token.id, time.time())
-    ill = ravnest("doctor", invite.line, folder=tmp_path)
+    ill = ravnest("doctor", invite.line, folder=tmp_path, warm=True)
     assert (ill.returncode, ill.stderr) == (2, "")
     assert re.search(r"^ok       python      Python 3\.\d+$", ill.stdout, re.M), ill.stdout
     assert re.search(r"^problem  invite      .* does not accept .*\n {20} fix: ask the requester", ill.stdout, re.M)
