@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final, NamedTuple, cast
 
 from tests.warm_mother import WARM
 
@@ -31,18 +31,30 @@ _ROOM: Final = 4096
 _ENTERING: Final = ["ip", "netns", "exec"]
 
 
-def can_start(command: Sequence[str], environment: Mapping[str, str] | None) -> bool:
-    """Whether a command is `ravnest`, here or in a network namespace, or a program of these tests, and is told with how
+class Order(NamedTuple):
+    """A command that can be started warm."""
+
+    namespace: str
+    """The network namespace that it enters; empty for none."""
+    program: str
+    """A module or file of these tests; empty for `ravnest`."""
+    words: list[str]
+    """The arguments."""
+
+
+def order_of(command: Sequence[str], environment: Mapping[str, str] | None) -> Order | None:
+    """The command as an order; None when it is neither `ravnest` nor a program of these tests, or is not told with how
     many threads to compute."""
-    words = list(command)[4:] if list(command[:3]) == _ENTERING else list(command)
-    is_known = words[:3] == COMMAND or bool(_program(words))
-    return is_known and (environment or os.environ).get("OMP_NUM_THREADS", "").isdecimal()
-
-
-def _program(words: Sequence[str]) -> str:
-    """The program of these tests that a command runs; empty for any other."""
-    is_program = len(words) > 1 and words[0] == sys.executable and Path(words[1]).is_relative_to(ROOT / "tests")
-    return words[1] if is_program else ""
+    words, namespace = list(command), ""
+    if words[:3] == _ENTERING:
+        namespace, words = words[3], words[4:]
+    if not (environment or os.environ).get("OMP_NUM_THREADS", "").isdecimal() or words[:1] != [sys.executable]:
+        return None
+    if words[:3] == COMMAND:
+        return Order(namespace, "", words[3:])
+    if words[1] == "-m" and words[2].startswith("tests."):
+        return Order(namespace, words[2], words[3:])
+    return Order(namespace, words[1], words[2:]) if Path(words[1]).is_relative_to(ROOT / "tests") else None
 
 
 class WarmProcess:
@@ -61,10 +73,9 @@ class WarmProcess:
         start_new_session: bool = False,
         text: bool = False,
     ) -> None:
-        assert can_start(command, env) and process_group in (None, 0)
-        words = list(command)
-        namespace = words[3] if words[:3] == _ENTERING else ""
-        self.args = words
+        asked = order_of(command, env)
+        assert asked is not None and process_group in (None, 0)
+        self.args = list(command)
         self.returncode: int | None = None
         self.stdin: IO[Any] | None = None
         self.stdout: IO[Any] | None = None
@@ -90,11 +101,9 @@ class WarmProcess:
             else:
                 given.append(wanted if isinstance(wanted, int) else wanted.fileno())
         order = {
-            "program": _program(words),
-            "words": words[2:] if _program(words) else words[words.index("ravnest") + 1 :],
+            **asked._asdict(),
             "folder": str(Path(cwd or os.getcwd()).resolve()),
             "environment": dict(os.environ if env is None else env),
-            "namespace": namespace,
             "session": start_new_session,
             "group": process_group is not None,
         }
@@ -200,7 +209,7 @@ def start_warm(command: list[str], environment: dict[str, str]) -> "subprocess.P
 
 def started(command: Sequence[str], **options: Any) -> Process:
     """A process: warm, where that can be."""
-    if can_start(command, options.get("env")):
+    if order_of(command, options.get("env")) is not None:
         with suppress(NotWarmError):
             _mother()
             return WarmProcess(command, **options)

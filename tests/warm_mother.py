@@ -169,7 +169,8 @@ def main() -> int:
     become(order)
     children_are_forked()
     if order["program"]:
-        runpy.run_path(order["program"], run_name="__main__")
+        run = runpy.run_path if order["program"].endswith(".py") else runpy.run_module
+        run(order["program"], run_name="__main__")
         return 0
     return ravnest_main()
 

@@ -201,7 +201,7 @@ class LabHost:
         return process
 
     def warm(self, argv: Sequence[str], **options: Any) -> "warm.Process":
-        """The same for `ravnest`, which begins with its imports done."""
+        """The same for `ravnest` or a program of these tests, which begins with its imports done."""
         process = warm.started(self.command(argv), **options)
         self._lab.started(process)
         return process

@@ -29,7 +29,7 @@ class End:
 
     def __init__(self, host: LabHost, folder: FilePath, which: str, address: str, frame_bytes: int) -> None:
         words = [sys.executable, "-m", "tests.wan.link_end", str(folder), which, address, str(frame_bytes)]
-        self._process = host.popen(words, stdout=subprocess.PIPE, text=True)
+        self._process = host.warm(words, stdout=subprocess.PIPE, text=True)
         self._said: list[tuple[float, str]] = []
         self._more = threading.Condition()
         threading.Thread(target=self._read, daemon=True).start()
