@@ -1,11 +1,11 @@
-"""The whole suite, as `make test` runs it: three workers, and for a test of real processes a second try with no other.
+"""The whole suite, as `make test` runs it: three workers on two cores, and a second try for tests of real processes.
 
-A core each for two of them is what the suite is made for: while one waits for processes and lines the others compute.
+While two workers wait for processes and lines, the third computes (tests/order.py).
 
-A test that starts processes, stops them, kills them or slows their lines shares its cores with all others, and with
-whatever else the machine does: what it waits for may come later than it allows. Such a test is run once more alone, and
-the suite is red if it fails again. Every other test has one try. Which ones had two is said at the end: one that needs
-it more than once has to be mended.
+A test that starts, stops or kills processes, or slows their lines, shares its cores with all other tests and with
+whatever else the machine does, so an event may come later than the test allows. Such a test is run once more alone, and
+the suite fails if it fails again. All other tests have one try. The tests that had two are named at the end: mend a
+test that needs a second try more than once.
 """
 
 import subprocess
@@ -15,16 +15,14 @@ from typing import Final
 
 import pytest
 
-from tests.order import REAL
+from tests.order import REAL, WORKERS
 
-WORKERS: Final = 3
-
-MOST: Final = 3
-"""More than so many failures are no accident."""
+MAX_RETRIES: Final = 3
+"""More failures than these are no accident."""
 
 
 class _Failures:
-    """The tests that failed, as the workers tell."""
+    """The tests that failed."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -35,8 +33,8 @@ class _Failures:
 
 
 def once_more(failed: Sequence[str]) -> list[str]:
-    """Which tests are tried again: all that failed, or none where trying again could not make the suite green."""
-    return list(failed) if len(failed) <= MOST and all(each.startswith(REAL) for each in failed) else []
+    """The tests to try again: all that failed, or none if the suite would fail anyway."""
+    return list(failed) if len(failed) <= MAX_RETRIES and all(each.startswith(REAL) for each in failed) else []
 
 
 def main() -> int:

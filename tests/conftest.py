@@ -19,7 +19,7 @@ from ravnest.graph.profile import CostProfile
 from ravnest.graph.update_cost import UpdateCost
 from ravnest.job import Job
 from ravnest.spec import OptimizerSpec
-from tests.order import waiting_first
+from tests.order import arrange
 from tests.swarms.embedded import SharedSwarm
 from tests.warm import start_warm
 
@@ -36,7 +36,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    waiting_first(items)
+    arrange(items)
 
 
 def pytest_collection_finish() -> None:
