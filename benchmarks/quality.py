@@ -58,8 +58,8 @@ _NOISE: Final = 0.03
 
 
 def main() -> int:
-    given = _arguments()
-    ways = _ways(given)
+    given = parse_arguments()
+    ways = selected_ways(given)
     epochs = {name: given.epochs or (task.quick_epochs if given.quick else task.epochs) for name, task in TASKS.items()}
     found = study(ways, 2 if given.quick else _SEEDS, epochs, given.workers, rates=2 if given.quick else None)
     table: list[Row] = [*rows(found)]
@@ -76,7 +76,7 @@ def main() -> int:
     return finish("quality", given, [*table, *more], [*targets, *faster])
 
 
-def _arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.quality", description="How well asynchronous pipelines learn."
     )
@@ -114,7 +114,7 @@ def _arguments() -> argparse.Namespace:
     return given
 
 
-def _ways(given: argparse.Namespace) -> list[Way]:
+def selected_ways(given: argparse.Namespace) -> list[Way]:
     part, parts = map(int, given.part.split("/"))
     found: list[Way] = []
     for task in given.task:

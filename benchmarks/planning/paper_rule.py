@@ -80,7 +80,7 @@ def _equal_shares(instance: Instance, group: Sequence[Provider]) -> Cluster | No
     """A group in the order given, each with the same share of the parameters; None if one cannot hold it."""
     model, goal = instance.model, instance.goal
     group = group[: model.max_stages]
-    cuts = _equal_cuts(model, len(group))
+    cuts = equal_cuts(model, len(group))
     best: Cluster | None = None
     for in_flight in range(1, goal.max_in_flight + 1 if len(group) > 1 else 2):
         cluster = cluster_of(model, goal, instance.network, group, cuts, in_flight)
@@ -90,7 +90,7 @@ def _equal_shares(instance: Instance, group: Sequence[Provider]) -> Cluster | No
     return best
 
 
-def _equal_cuts(model: ModelCosts, stages: int) -> tuple[int, ...]:
+def equal_cuts(model: ModelCosts, stages: int) -> tuple[int, ...]:
     """Places nearest to equal shares of the parameters' bytes, each stage with at least one parameter."""
     cuts: list[int] = []
     for number in range(1, stages):

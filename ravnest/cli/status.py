@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
     events = read_events(paths.events_path)
     members = _members(paths)
     if args.json:
-        record = _as_json(paths, summary, process, events)
+        record = as_json(paths, summary, process, events)
         if members is not None:
             record["members"] = [asdict(member) | {"connected": _connected(member, process)} for member in members]
         print(json.dumps(record, indent=2))
     else:
-        _print(paths, summary, process, members or [], events, sys.stdout)
+        print_state(paths, summary, process, members or [], events, sys.stdout)
     return 0
 
 
@@ -76,7 +76,8 @@ def _state(summary: Summary | None, process: int | None) -> tuple[str, str]:
     return summary.status, summary.reason
 
 
-def _as_json(paths: RunPaths, summary: Summary | None, process: int | None, events: list[Event]) -> dict[str, Any]:
+def as_json(paths: RunPaths, summary: Summary | None, process: int | None, events: list[Event]) -> dict[str, Any]:
+    """State of a run as `ravnest status --json` prints it; `process` is the coordinator's, None if it has ended."""
     status, reason = _state(summary, process)
     record = {} if summary is None else summary.to_json()
     return {
@@ -89,7 +90,7 @@ def _as_json(paths: RunPaths, summary: Summary | None, process: int | None, even
     }
 
 
-def _print(
+def print_state(
     paths: RunPaths,
     summary: Summary | None,
     process: int | None,
@@ -97,6 +98,7 @@ def _print(
     events: list[Event],
     stream: TextIO,
 ) -> None:
+    """Writes the state of a run as `ravnest status` prints it."""
     from rich.console import Console
     from rich.text import Text
 

@@ -15,7 +15,7 @@ from ravnest.planner.problem import Line
 from ravnest.preview.dry_run import DryRun
 
 MAX_BOXES: Final = 24
-"""Maximum number of boxes of one cluster. Of a longer cluster the first and the last stages are shown."""
+"""Maximum number of boxes of one cluster. A longer cluster is shown with its first and last stages only."""
 
 _MIN_INSIDE: Final = 14
 _MAX_INSIDE: Final = 24

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planning.brute_force import best_listed_score, best_score
 from benchmarks.planning.instances import random_instance
-from benchmarks.planning.paper_rule import _equal_cuts, paper_plan
+from benchmarks.planning.paper_rule import equal_cuts, paper_plan
 from ravnest.planner.search.cuts import best_cuts
 from ravnest.planner.search.order import score
 from ravnest.planner.search.search import form
@@ -37,7 +37,7 @@ def test_listing_all_cuts_agrees_with_the_exact_cuts() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 5, 10])
 def test_equal_shares_are_as_many_stages_as_asked_for(stages: int) -> None:
     model = random_instance(0, 2, places=11).model
-    cuts = _equal_cuts(model, stages)
+    cuts = equal_cuts(model, stages)
     assert len(cuts) == stages - 1
     assert all(model.legal[i, j] for i, j in itertools.pairwise((0, *cuts, model.last)))
 

@@ -206,7 +206,7 @@ def test_a_file_without_rates_is_refused(tmp_path: Path, text: str) -> None:
 
 def ways(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[Way]:
     monkeypatch.setattr("sys.argv", ["quality", "--task", "gpt", *words])
-    return quality._ways(quality._arguments())
+    return quality.selected_ways(quality.parse_arguments())
 
 
 def test_rows_of_the_default_come_with_the_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:

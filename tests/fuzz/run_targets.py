@@ -75,8 +75,8 @@ def _report_seeds() -> list[bytes]:
 def _shown(summary: Summary | None, events: list[dict[str, Any]] | None = None) -> None:
     """All that `ravnest status` does with it."""
     paths = RunPaths(Path("run"))
-    json.dumps(status._as_json(paths, summary, None, events or []))
-    status._print(paths, summary, None, [], events or [], io.StringIO())
+    json.dumps(status.as_json(paths, summary, None, events or []))
+    status.print_state(paths, summary, None, [], events or [], io.StringIO())
 
 
 def _summary(data: bytes) -> None:
