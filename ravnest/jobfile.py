@@ -124,9 +124,7 @@ def _guarded(place: str, run: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _failed(place: str, error: BaseException) -> JobFileFailed:
-    in_worker = re.match(
-        r"Caught .* in DataLoader worker process \d+\.\nOriginal (Traceback .*)", str(error), re.DOTALL
-    )
+    in_worker = _IN_WORKER.match(str(error))
     if in_worker is not None:
         text = in_worker[1].strip()
         return JobFileFailed(f"{place} failed with {text.splitlines()[-1]}", f"{_without_libraries(text)}\n")

@@ -146,15 +146,6 @@ def argument_name(op: str, position: int) -> str:
 
 
 @cache
-def device_arguments(op: str) -> tuple[tuple[int, str], ...]:
-    """Position and keyword of the arguments that name a device."""
-    if is_python(op):
-        return ()
-    arguments = resolve(op)._schema.arguments  # type: ignore[attr-defined]
-    return tuple((i, str(a.name)) for i, a in enumerate(arguments) if "Device" in str(a.type) or a.name == "device")
-
-
-@cache
 def written_arguments(op: str) -> tuple[int, ...]:
     """Positions of the arguments that this operator changes in place (batch norm's running statistics included)."""
     if is_python(op):

@@ -18,29 +18,21 @@ class Crossing:
     arrived: float
 
 
-@dataclass(frozen=True, slots=True)
-class Offset:
-    """Offset that converts the later stage's times to the earlier stage's clock, by addition."""
+def offset_of(forward: Iterable[Crossing], backward: Iterable[Crossing]) -> float | None:
+    """Seconds that convert the later stage's times to the earlier stage's clock, by addition; None without frames.
 
-    seconds: float
-    uncertainty_seconds: float | None
-    """Upper bound of the error. None: frames were seen in one direction only, and the offset assumes that the fastest
-    of them took no time."""
-
-
-def offset_of(forward: Iterable[Crossing], backward: Iterable[Crossing]) -> Offset | None:
-    """Clock offset of two neighbours, from the frames to the later stage and from it; None without frames."""
-    least = max((crossing.sent - crossing.arrived for crossing in forward), default=None)
-    most = min((crossing.arrived - crossing.sent for crossing in backward), default=None)
-    if least is not None and most is not None:
-        # Clock drift may put the lower bound above the upper one; the midpoint is still the best estimate.
-        return Offset((least + most) / 2, abs(most - least) / 2)
-    if least is not None:
-        return Offset(least, None)
-    return None if most is None else Offset(most, None)
+    `forward` are the frames to the later stage, `backward` those from it. With frames in one direction only, the
+    fastest of them is assumed to have taken no time.
+    """
+    lower = max((crossing.sent - crossing.arrived for crossing in forward), default=None)
+    upper = min((crossing.arrived - crossing.sent for crossing in backward), default=None)
+    if lower is None or upper is None:
+        return upper if lower is None else lower
+    # Clock drift may put the lower bound above the upper one; the midpoint is still the best estimate.
+    return (lower + upper) / 2
 
 
-def align(links: Sequence[Offset | None], origins: Sequence[float]) -> list[float]:
+def align(links: Sequence[float | None], origins: Sequence[float]) -> list[float]:
     """Offsets that put the times of all stages on one axis, by addition.
 
     `links` are the offsets between each stage and the next, None where unknown. `origins`, one for each stage, are
@@ -49,6 +41,6 @@ def align(links: Sequence[Offset | None], origins: Sequence[float]) -> list[floa
     assert len(origins) == len(links) + 1, f"{len(links)} links do not join {len(origins)} stages"
     placed = [origins[0]]
     for number, link in enumerate(links):
-        step = origins[number + 1] - origins[number] if link is None else link.seconds
+        step = origins[number + 1] - origins[number] if link is None else link
         placed.append(placed[-1] + step)
     return placed

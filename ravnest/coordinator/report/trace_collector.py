@@ -17,7 +17,7 @@ from typing import Final
 from ravnest.engine.telemetry.spans import WAIT_LIMIT, WAIT_NOTHING
 from ravnest.engine.telemetry.trace_windows import window_of, window_size
 from ravnest.errors import RunError
-from ravnest.monitor.clock_alignment import Crossing, Offset, align, offset_of
+from ravnest.monitor.clock_alignment import Crossing, align, offset_of
 from ravnest.monitor.trace import BUSY_KINDS, MAX_SPANS, Trace, TraceSpan, TraceStage, after
 from ravnest.net.v1 import control_pb2
 from ravnest.planner.plan import StagePlan
@@ -167,7 +167,7 @@ def _kept_windows(stages: Iterable[_Stage]) -> list[int]:
     return ([] if first is None else [0]) + later
 
 
-def _between(before: Iterable[TraceSpan], behind: Iterable[TraceSpan]) -> Offset | None:
+def _between(before: Iterable[TraceSpan], behind: Iterable[TraceSpan]) -> float | None:
     """The offset between the clocks of two neighbouring stages."""
     here, there = _by_microbatch(before), _by_microbatch(behind)
     return offset_of(

@@ -221,11 +221,6 @@ def _parameter(operator: str, argument: Any) -> Parameter:
     )
 
 
-def range_of(parameter: Parameter) -> tuple[int, int]:
-    """The bounds of a number of this argument that the running graph computes."""
-    return parameter.minimum, parameter.maximum
-
-
 def _range(operator: str, name: str) -> tuple[int, int]:
     if operator == "tile" and name == "dims":
         return 0, MAX_SIZE
