@@ -30,6 +30,7 @@ from ravnest.graph.operators.python_numbers import FUNCTIONS
 from ravnest.graph.ops import OWN_GRADIENT
 from ravnest.graph.partition import max_stages
 from ravnest.graph.portable import FORMAT_VERSION, PortableGraph
+from ravnest.graph.portable_reader import read_graph
 from ravnest.jobfile import load_job
 from ravnest.microbatch import Marks
 from ravnest.monitor.run_directory import RunPaths
@@ -145,7 +146,7 @@ def test_the_operators_on_the_page_are_the_allow_list() -> None:
 
 
 def test_the_graph_on_the_page_is_what_capture_makes() -> None:
-    shown = PortableGraph.from_json(_blocks(GRAPH, "json")[0])
+    shown = read_graph(_blocks(GRAPH, "json")[0])
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
     batch = torch.randn(16, 4), torch.randint(0, 3, (16,))
     made = capture(model, F.cross_entropy, {"accuracy": _accuracy}, [batch]).graph

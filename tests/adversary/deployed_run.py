@@ -11,7 +11,7 @@ from ravnest.coordinator.feed.ledger import Ledger
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.swarm.changes import Changes
-from ravnest.graph.portable import PortableGraph
+from ravnest.graph.portable_reader import read_graph
 from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.events import Event, EventLog
 from ravnest.monitor.metrics import MetricLog
@@ -47,7 +47,7 @@ class DeployedRun:
     async def parameters_of(self, node: Joined) -> dict[str, tuple[int, ...]]:
         """The keys and shapes of the parameters of a node's stage."""
         data = b"".join([chunk async for chunk in node.client.fetch(self.orders[node.id].graph.id)])
-        return {spec.key: tuple(spec.shape) for spec in PortableGraph.from_json(data).parameters}
+        return {spec.key: tuple(spec.shape) for spec in read_graph(data).parameters}
 
     async def event(self, kind: str) -> Event:
         """The only event of this kind, once it is there."""

@@ -18,6 +18,7 @@ from ravnest.engine.telemetry.spans import Span
 from ravnest.engine.worker import StageWorker
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
+from ravnest.graph.portable_reader import read_graph
 from ravnest.microbatch import Marks
 from ravnest.net.frames.decoding import decode
 from ravnest.net.frames.encoding import encode
@@ -73,7 +74,7 @@ class _Line:
         self, graph: PortableGraph, weights: Mapping[str, torch.Tensor], places: Sequence[int], **settings: Any
     ) -> None:
         # Graphs travel as JSON.
-        graphs = [PortableGraph.from_json(part.to_json()) for part in split(graph, places)]
+        graphs = [read_graph(part.to_json()) for part in split(graph, places)]
         self._events: Queue[tuple[str, Any]] = Queue()
         self._stages: list[Stage] = []
         self._workers: list[StageWorker] = []

@@ -6,6 +6,7 @@ from torch.optim import SGD
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.graph.portable import Device, Node, PortableGraph, Ref, ValueSpec, WeightSpec
+from ravnest.graph.portable_reader import read_graph
 from ravnest.graph.program import Program
 from ravnest.graph.weights import WeightsReader, stream_tensors
 from ravnest.spec import OptimizerSpec, ScheduleSpec
@@ -31,7 +32,7 @@ GRAPH = PortableGraph(
 
 
 def _graph(data: bytes) -> None:
-    Program(PortableGraph.from_json(data))
+    Program(read_graph(data))
 
 
 def _weights(data: bytes) -> None:

@@ -11,6 +11,7 @@ import torch
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
+from ravnest.graph.portable_reader import read_graph
 from ravnest.graph.profile import CostProfile, NodeCost
 from ravnest.graph.program import Program
 from ravnest.net.frames.decoding import decode
@@ -72,7 +73,7 @@ def run(found: Captured, places: Sequence[int], batch: Any, *, train: bool = Tru
 
     Graphs travel as JSON and values as frames, as they do between machines.
     """
-    graphs = [PortableGraph.from_json(stage.to_json()) for stage in split(found.graph, places)]
+    graphs = [read_graph(stage.to_json()) for stage in split(found.graph, places)]
     tensors = found.structure.flatten(copied(batch))
     stages: list[_Ran] = []
     values: dict[str, Any] = {}

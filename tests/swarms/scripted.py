@@ -35,6 +35,7 @@ from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.coordinator.swarm.swarm import Swarm, may_return
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import PortableGraph
+from ravnest.graph.portable_reader import read_graph
 from ravnest.graph.weights import WeightsReader, content_hash, stream_tensors
 from ravnest.monitor.display import QuietDisplay
 from ravnest.monitor.events import EventLog
@@ -485,7 +486,7 @@ class SimulatedSwarm:
 
     def graph(self, order: Deploy) -> PortableGraph:
         text = b"".join(self.artifacts[order.graph.id].open(0))
-        graph = self._graphs[order.stage] = PortableGraph.from_json(text)
+        graph = self._graphs[order.stage] = read_graph(text)
         return graph
 
     def graph_of(self, stage: int) -> PortableGraph:

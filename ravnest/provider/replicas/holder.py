@@ -7,7 +7,7 @@ from typing import Final
 
 from ravnest.background import BackgroundTasks, cancel_and_wait, in_thread
 from ravnest.errors import GraphError, PeerError, RavnestError, RunError
-from ravnest.graph.portable import PortableGraph
+from ravnest.graph.portable_reader import read_graph
 from ravnest.graph.state_size import MAX_GRAPH_BYTES, max_state_bytes
 from ravnest.net.streams.backoff import FIRST_BACKOFF_SECONDS
 from ravnest.net.v1.control_pb2 import ArtifactRef, Hold
@@ -95,7 +95,7 @@ class ReplicaHolder:
             if order.graph.size_bytes > MAX_GRAPH_BYTES:
                 raise GraphError(f"the graph of {order.key} has {order.graph.size_bytes} bytes")
             text = await self._artifacts.get(order.graph, _Text, FetchProgress(order.graph.size_bytes))
-            return await in_thread(lambda: max_state_bytes(PortableGraph.from_json(bytes(text.data))))
+            return await in_thread(lambda: max_state_bytes(read_graph(bytes(text.data))))
         except RavnestError as error:
             self._say(f"cannot fetch a stage ahead for which this machine is a standby: {error}")
             return MAX_BYTES

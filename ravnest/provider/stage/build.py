@@ -7,7 +7,7 @@ import torch
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import GraphError
-from ravnest.graph.portable import PortableGraph
+from ravnest.graph.portable_reader import read_graph
 from ravnest.graph.state_size import MAX_GRAPH_BYTES
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.rpc.client import CoordinatorClient
@@ -46,7 +46,7 @@ async def build_stage(
     restored = Restored.of(weights if part is None else part[0], metadata)
 
     def build() -> Stage:
-        graph = PortableGraph.from_json(b"".join(text.parts))
+        graph = read_graph(b"".join(text.parts))
         if part is None:
             own = {w.key: weights.pop(f"weight:{w.key}") for w in graph.weights}
         else:

@@ -15,7 +15,7 @@ import torch
 
 from ravnest.errors import GraphError
 from ravnest.graph.operators.memory_account import MemoryAccount
-from ravnest.graph.portable import PortableGraph, dtype_named
+from ravnest.graph.portable_reader import dtype_named, read_graph
 from ravnest.graph.program import Program
 from ravnest.graph.step import Step
 from tests.fuzz.graphs.cases import Case, Given
@@ -43,7 +43,7 @@ class Found:
 def run(case: Case, memory: GuardedMemory | None, tell: Callable[[int], None] = lambda place: None) -> Found:
     """Runs the case; `tell` hears the number of each node before it runs, and -1 before the backward."""
     try:
-        graph = PortableGraph.from_json(case.graph_json())
+        graph = read_graph(case.graph_json())
         program = Program(graph, memory_bytes=LENT_BYTES)
     except GraphError as error:
         return Found(ended=f"GraphError: {error}")

@@ -11,7 +11,8 @@ from ravnest.errors import GraphError
 from ravnest.graph import ops
 from ravnest.graph.operators.allowed import OVERLOADS
 from ravnest.graph.operators.python_numbers import FUNCTIONS
-from ravnest.graph.portable import Device, Node, Ref, check_node
+from ravnest.graph.portable import Device, Node, Ref
+from ravnest.graph.portable_check import check_node
 
 X, Y = Ref("x"), Ref("y")
 
