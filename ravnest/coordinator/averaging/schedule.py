@@ -106,8 +106,7 @@ class AveragingSchedule:
         self.rounds.close()
 
     def _is_drained(self) -> bool:
-        clusters = self._dispatcher.clusters.whole
-        return not self._ledger.outstanding and not any(cluster.is_forming or cluster.again for cluster in clusters)
+        return self._dispatcher.clusters.is_drained(self._ledger)
 
     def _begin(self, fragment: int, reason: str) -> None:
         # A cluster that is being redeployed has nothing to contribute.

@@ -184,10 +184,8 @@ class Deployment:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is under way anywhere, and all stages have applied the same."""
-        return not self._around.ledger.outstanding and not any(
-            cluster.is_forming or cluster.again for cluster in self.clusters.whole
-        )
+        """Whether all stages have applied all that was fed."""
+        return self.clusters.is_drained(self._around.ledger)
 
     def heard_fetching(self, node_id: str) -> None:
         """A provider has got some more of its stage."""

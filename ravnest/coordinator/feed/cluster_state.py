@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
+from ravnest.coordinator.feed.ledger import Ledger
 from ravnest.planner.plan import ClusterPlan
 
 
@@ -156,6 +157,11 @@ class Clusters:
     def whole(self) -> list[ClusterRun]:
         """Those that can train."""
         return [cluster for cluster in self.all if not cluster.is_lost]
+
+    def is_drained(self, ledger: Ledger) -> bool:
+        """Whether all stages have applied all that was fed: no microbatch is in flight or waits to be fed again, and no
+        cluster is being deployed."""
+        return not ledger.outstanding and not any(cluster.is_forming or cluster.again for cluster in self.whole)
 
     def of(self, node_id: str) -> ClusterRun | None:
         """The one that this provider has a stage in, unless it is lost."""
