@@ -46,7 +46,7 @@ def test_int8_is_compared_with_float32_at_the_same_setting_and_seed() -> None:
     assert int8_above_float32(outcomes) == pytest.approx(0.2)
 
 
-def test_what_is_held_out_is_not_learnt_from() -> None:
+def test_the_held_out_part_is_not_in_the_training_data() -> None:
     train, held_out = documentation()
     assert 0.08 < len(held_out) / len(train) < 0.13
     assert int(train.max()) < CHARACTERS.vocabulary

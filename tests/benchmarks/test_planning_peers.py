@@ -1,4 +1,4 @@
-"""What the benchmark of the planner compares with: it must be right for the figures to mean anything."""
+"""References of the planner benchmark: brute force, the bound and the paper's rule must be right."""
 
 import itertools
 

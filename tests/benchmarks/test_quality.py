@@ -108,7 +108,7 @@ def test_nothing_is_staler_than_what_is_in_flight(captured: Captured) -> None:
     assert pipeline.staleness[-1] == {0: MICROBATCHES}
 
 
-def test_no_more_are_in_flight_than_are_allowed_after_so_many_updates(captured: Captured) -> None:
+def test_the_number_in_flight_stays_within_the_limit_for_the_number_of_updates(captured: Captured) -> None:
     pipeline = a_pipeline(captured, 4, in_flight=7, link=3.0, allowed=lambda updates: 2 if updates < 10 else 9)
     pipeline.train(fed(captured, 10))
     assert max(pipeline.staleness[0]) == 1

@@ -1,4 +1,4 @@
-"""What benchmarks.recovery reads from a run directory: when the stage that was lost trains again, and not before."""
+"""Readings of benchmarks.recovery from a run directory: a lost stage has recovered once it trains again, not earlier."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ DONE = {"at": 101.5, "kind": "failover", "replayed": 4, **PARTS}
 
 
 def test_a_failover_ends_with_the_first_update_of_the_stage_that_was_lost(tmp_path: Path) -> None:
-    # What stages told before, and the lost one had on its way when it was killed, does not count; nor do other stages.
+    # Earlier reports, those of the killed stage that were still on their way, and those of other stages do not count.
     updates = [(99.0, 1), (100.1, 1), (100.8, 0), (101.25, 1), (102.0, 1)]
     found = write(tmp_path, [BEGUN, DONE], updates).recovery("stem", 1, KILLED_AT)
     assert found is not None
@@ -42,13 +42,13 @@ def test_nothing_is_recovered_before_both_were_told(tmp_path: Path) -> None:
     assert write(tmp_path, [DONE | {"at": 99.0}], [(101.0, 1)]).recovery("stem", 1, KILLED_AT) is None
 
 
-def test_a_model_divided_anew_trains_when_all_its_stages_do(tmp_path: Path) -> None:
+def test_a_repartitioned_model_has_recovered_when_all_its_stages_train(tmp_path: Path) -> None:
     events = [
         {"at": 100.6, "kind": "reform_begun"},
         {"at": 103.75, "kind": "deployed"},
         {"at": 106.0, "kind": "reformed", "seconds": 5.4, "decide_seconds": 0.25, "fetch_seconds": 2.0},
     ]
-    # What was told before is of stages that have been given up.
+    # Reports from before the deployment belong to the old stages.
     updates = [(101.0, 0), (101.0, 1), (104.0, 0)]
     assert write(tmp_path, events, updates, stages=2).recovery("leaf", 2, KILLED_AT) is None
     found = write(tmp_path, events, [*updates, (104.5, 1)], stages=2).recovery("leaf", 2, KILLED_AT)

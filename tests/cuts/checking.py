@@ -29,12 +29,12 @@ MODES: Final[tuple[Mapping[str, Any], ...]] = (
 
 @dataclass(frozen=True)
 class Checked:
-    """How much was compared."""
+    """Extent of a comparison."""
 
     places: int
-    """Where the graph can be cut."""
+    """Number of places where the graph can be cut."""
     cuts: int
-    """Ways to cut it into 2 to 4 stages that were run."""
+    """Number of ways to cut it into 2 to 4 stages that were run."""
 
 
 def check_every_cut(
@@ -63,7 +63,7 @@ def ways(places: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def plainly(graph: PortableGraph, weights: Mapping[str, torch.Tensor], batches: Sequence[Batch]) -> Outcome:
-    """What a plain loop makes of the graph: each operator called in turn, autograd, a step of the gradients."""
+    """The result of a plain loop: each operator called in turn, then autograd, then a step along the gradients."""
     named = {w.name: weights[w.key].clone() for w in graph.weights}
     losses = []
     for number, batch in enumerate(batches):

@@ -1,8 +1,8 @@
-"""Random portable graphs: small models of everything a cut has to get right.
+"""Random portable graphs: small models with everything that partition has to handle.
 
-Each operator is drawn, run at once on two batches of different sizes, and kept if torch accepts it there; so shapes,
-element types and `needs_grad` of every value are what really comes out. A graph is drawn from a `Random`: the same
-state of it draws the same graph.
+Each drawn operator runs immediately on two batches of different sizes, and is kept if torch accepts it. So the shapes,
+element types and `needs_grad` of all values are those of the real results. The same state of a `Random` draws the same
+graph.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,13 +20,13 @@ from ravnest.graph.program import Program
 from ravnest.graph.switch import draws_random_numbers
 
 SIZES: Final = (5, 3)
-"""Of the two batches."""
+"""Sizes of the two batches."""
 WIDTH: Final = 4
 LENGTH: Final = 3
 ROWS: Final = 6
-"""Of an embedding."""
+"""Rows of an embedding."""
 _DTYPE: Final = torch.float64
-"""So that a wrong gradient differs by far more than another order of the same sums does."""
+"""Precise enough that a wrong gradient differs by far more than a different order of the same sums."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -42,19 +42,19 @@ class Drawn:
 
 
 class NotAModelError(Exception):
-    """What was drawn cannot be trained or evaluated, cut or not: no gradient leads from its loss to a parameter, or
-    torch refuses what is changed in place."""
+    """The drawn graph cannot be trained or evaluated at all: its loss has no gradient for any parameter, or torch
+    refuses a write in place."""
 
 
 def drawn(random: Random, operators: int) -> Drawn:
-    """A graph with about so many operators before its loss; NotAModelError where what was drawn is none."""
+    """A graph with about this many operators before its loss; NotAModelError if it cannot be trained."""
     drawing = _Drawing(random)
     for _ in range(operators):
         drawing.grow()
     try:
         found = drawing.finished()
         weights = {spec.name: found.weights[spec.key].clone() for spec in found.graph.weights}
-        # Without dropout in between, a value may be one that torch will not write into.
+        # In evaluation dropout is absent, and torch may refuse to write into the value before it.
         with torch.no_grad():
             Program(found.graph).run(found.batches[0], weights, train=False)
     except (IndexError, RuntimeError) as error:
@@ -72,14 +72,14 @@ class _Drawing:
         self.inputs = tuple(_spec(name, values, False) for name, values in _pairs(*self.batches))
         self.weights: dict[str, torch.Tensor] = {}
         self.kinds: dict[str, str] = {}
-        """By name of a weight: parameter, frozen or buffer."""
+        """Kind of each weight by its name: parameter, frozen or buffer."""
         self.nodes: list[Node] = []
         self.grad = True
 
-    # What there is to choose from.
+    # Choices among the existing values.
 
     def values(self, fits: Callable[[Any], bool] | None = None) -> list[str]:
-        """Names of the tensors so far that fit, newest first: what is chosen first is used soonest."""
+        """Names of the existing tensors that fit, newest first."""
         found = [
             name
             for name, value in reversed(self.env[0].items())
@@ -91,7 +91,7 @@ class _Drawing:
         return self.values(lambda v: v.is_floating_point() and v.dim() in dims and v.shape[0] == SIZES[0])
 
     def any_of(self, names: list[str]) -> str:
-        """One of these; of two tries the newer, so that graphs are long rather than wide."""
+        """One of these: the newer of two random choices, so that graphs are long rather than wide."""
         if not names:
             raise IndexError("nothing fits")
         return names[min(self.random.randrange(len(names)), self.random.randrange(len(names)))]
@@ -99,10 +99,10 @@ class _Drawing:
     def value(self, name: str) -> Any:
         return self.env[0][name]
 
-    # What makes something new.
+    # New values.
 
     def weight(self, shape: tuple[int, ...], kind: str = "parameter") -> str:
-        """A new weight, or one of the same kind and shape that is there: tied."""
+        """A new weight, or an existing one of the same kind and shape, which is then tied."""
         tied = [n for n, k in self.kinds.items() if k == kind and self.value(n).shape == shape]
         if tied and self.random.random() < 0.4:
             return self.any_of(tied)
@@ -123,7 +123,7 @@ class _Drawing:
         return name
 
     def add(self, op: str, *args: Argument, **kwargs: Argument) -> str:
-        """Runs the operator on both batches; its name. What torch says against it is raised."""
+        """Run the operator on both batches; returns its name. An error of torch is raised."""
         name = f"n{len(self.nodes)}"
         node = Node(name, op, args, kwargs, self.grad)
         node = replace(node, seed=0 if draws_random_numbers(node) else None)
@@ -145,7 +145,7 @@ class _Drawing:
         self.grad = self.random.random() > 0.12
         kind = self.random.choice(_KINDS)
         before = len(self.nodes)
-        # What does not fit torch refuses: then there is one operator fewer.
+        # torch refuses an operator that does not fit, and the graph gets one operator fewer.
         with suppress(IndexError, RuntimeError, TypeError, ValueError):
             kind(self)
         if self.nodes[before:] and self.random.random() < 0.08:
@@ -165,7 +165,7 @@ class _Drawing:
         return Drawn(self.graph(loss, metrics), self.weights, self.batches)
 
     def term(self) -> str:
-        """Part of the loss: of something that leads back to a parameter, if there is any."""
+        """Part of the loss: computed from a value with a gradient, if there is any."""
         trained = self.values(lambda v: v.is_floating_point() and v.requires_grad)
         name = self.any_of(trained or self.floats())
         if self.value(name).shape == self.value("targets").shape and self.random.random() < 0.5:
@@ -223,7 +223,7 @@ def _normed_weight(d: _Drawing) -> None:
 
 
 def _changed_weight(d: _Drawing) -> None:
-    """Weights from which others are computed, before anything of the batch is looked at."""
+    """Weights from which others are computed, independently of the batch."""
     name = d.weight((WIDTH, WIDTH))
     op = d.random.choice(["aten.tanh.default", "aten.t.default", "aten.exp.default", "aten.square.default"])
     d.add(op, Ref(name))
@@ -262,7 +262,7 @@ def _convolve(d: _Drawing) -> None:
 
 
 def _recur(d: _Drawing) -> None:
-    """An LSTM over the steps, which yields three tensors."""
+    """An LSTM over the steps, with three result tensors."""
     name = d.any_of(d.values(lambda v: v.is_floating_point() and v.dim() == 3 and v.shape[2] == WIDTH))
     size = Ref(d.add("aten.sym_size.int", Ref(name), 0))
     start = Ref(d.add("aten.new_zeros.default", Ref(name), (1, size, WIDTH)))
@@ -273,7 +273,7 @@ def _recur(d: _Drawing) -> None:
 
 
 def _fill_in(d: _Drawing) -> None:
-    """A tensor of zeros into which something is written, whole or in part."""
+    """A tensor of zeros into which a value is written, completely or in part."""
     name = d.any_of(d.floats((2,)))
     width = d.value(name).shape[1]
     size = d.add("aten.sym_size.int", Ref(d.random.choice(["inputs", name])), 0)
@@ -284,15 +284,17 @@ def _fill_in(d: _Drawing) -> None:
 
 def _two(d: _Drawing) -> None:
     name = d.any_of(d.floats())
-    alike = d.values(lambda v: v.is_floating_point() and v.shape == d.value(name).shape)
-    d.add(d.random.choice(["aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"]), Ref(name), Ref(d.any_of(alike)))
+    similar = d.values(lambda v: v.is_floating_point() and v.shape == d.value(name).shape)
+    d.add(d.random.choice(["aten.add.Tensor", "aten.mul.Tensor", "aten.sub.Tensor"]), Ref(name), Ref(d.any_of(similar)))
 
 
 def _two_in_place(d: _Drawing) -> None:
     name = _writable(d)
-    alike = d.values(lambda v: v.is_floating_point() and v.shape == d.value(name).shape)
+    similar = d.values(lambda v: v.is_floating_point() and v.shape == d.value(name).shape)
     d.add(
-        d.random.choice(["aten.add_.Tensor", "aten.mul_.Tensor", "aten.copy_.default"]), Ref(name), Ref(d.any_of(alike))
+        d.random.choice(["aten.add_.Tensor", "aten.mul_.Tensor", "aten.copy_.default"]),
+        Ref(name),
+        Ref(d.any_of(similar)),
     )
 
 
@@ -303,7 +305,7 @@ def _with_parameter(d: _Drawing) -> None:
 
 
 def _penalty(d: _Drawing) -> None:
-    """A number made of a weight alone, which something of the batch is scaled with."""
+    """A number computed from a weight alone, which scales a value of the batch."""
     weight = d.any_of(list(d.kinds))
     square = d.add("aten.mean.default", Ref(d.add("aten.square.default", Ref(weight))))
     d.add("aten.mul.Tensor", Ref(d.any_of(d.floats())), Ref(square))
@@ -368,8 +370,8 @@ def _pieces(d: _Drawing) -> None:
 
 def _join(d: _Drawing) -> None:
     first = d.any_of(d.floats())
-    alike = d.floats((d.value(first).dim(),))
-    d.add("aten.cat.default", (Ref(first), Ref(d.any_of(alike))), d.random.choice([1, -1]))
+    similar = d.floats((d.value(first).dim(),))
+    d.add("aten.cat.default", (Ref(first), Ref(d.any_of(similar))), d.random.choice([1, -1]))
 
 
 def _drop(d: _Drawing) -> None:
@@ -392,7 +394,7 @@ def _batch_norm(d: _Drawing) -> None:
 
 
 def _running_mean(d: _Drawing) -> None:
-    """A buffer that follows the batch, and is used in it as it is by then."""
+    """A buffer that is updated from the batch and then used in its updated form."""
     name = d.any_of(d.floats((2,)))
     buffer = d.weight((d.value(name).shape[-1],), "buffer")
     d.grad = False
@@ -419,12 +421,12 @@ def _mask(d: _Drawing) -> None:
 
 def _use_mask(d: _Drawing) -> None:
     mask = d.any_of(d.values(lambda v: v.dtype == torch.bool))
-    alike = d.values(lambda v: v.is_floating_point() and v.shape == d.value(mask).shape)
-    d.add("aten.masked_fill.Scalar", Ref(d.any_of(alike)), Ref(mask), 0.25)
+    similar = d.values(lambda v: v.is_floating_point() and v.shape == d.value(mask).shape)
+    d.add("aten.masked_fill.Scalar", Ref(d.any_of(similar)), Ref(mask), 0.25)
 
 
 def _number(d: _Drawing) -> None:
-    """A plain number, read off a value's size, that something is divided by."""
+    """A division by a plain number that is read from a value's size."""
     size = d.add("aten.sym_size.int", Ref(d.any_of(d.floats())), d.random.choice([0, 1]))
     number = d.add(d.random.choice(["py.mul", "py.add"]), Ref(size), 2)
     if d.random.random() < 0.3:
@@ -456,7 +458,7 @@ _KINDS: Final = (
 
 
 def _writable(d: _Drawing) -> str:
-    """A value that may be changed in place: no weight, nothing of the batch itself, no view of either."""
+    """A value that may be changed in place: not a weight, not the batch itself, and not a view of either."""
     kept = {d.value(name).untyped_storage().data_ptr() for name in (*d.kinds, *d.batches[0])}
     names = [n for n in d.floats() if d.value(n).untyped_storage().data_ptr() not in kept]
     if not names:
@@ -512,7 +514,7 @@ def _live(nodes: list[Node], wanted: set[str]) -> list[Node]:
 
 
 def _together(nodes: list[Node]) -> list[Node]:
-    """Each picking of a result directly behind what it picks from, as capture lays them."""
+    """The nodes with each `getitem` directly after the operator whose result it picks, as in a capture."""
     picks: dict[str, list[Node]] = {}
     for node in nodes:
         if node.op == "py.getitem":

@@ -41,11 +41,11 @@ class HangError(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of training and evaluating: by key or name, each number that a cut must not change."""
+    """Results of training and evaluation, by key or name: numbers that a cut must not change."""
 
     losses: tuple[float, ...]
     scores: tuple[Mapping[str, float], ...]
-    """Of the evaluations."""
+    """Loss and metrics of the evaluations."""
     state: Mapping[str, torch.Tensor]
     """Parameters after plain steps of their gradients, and the model's own states."""
 

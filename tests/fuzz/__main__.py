@@ -1,10 +1,10 @@
-"""The long run: every decoder against inputs that a coverage-guided fuzzer makes. `make fuzz`, or with fewer cases:
+"""Long fuzzing run: every decoder against inputs of a coverage-guided fuzzer. `make fuzz`, or with fewer cases:
 
     python -m tests.fuzz [--runs N] [--target NAME ...]
 
-Each target runs in a process of its own, with limits on memory and on the time of one case. A table tells the cases,
-the crashes and by how much memory grew; the input behind a crash is kept and named. Exit code 1 when there was one, or
-when a target did not run all its cases.
+Each target runs in a process of its own, with limits on memory and on the time of one case. A table shows the cases,
+the crashes and the growth of memory; the input of a crash is kept and named. Exit code 1 after a crash, or if a target
+did not run all its cases.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RUNS = 12_000
 CASE_SECONDS = 10
 MEMORY_MB = 1500
 GROWTH_MB = 300
-"""More than this between the first case and the last is a leak, or an input that asked for too much."""
+"""Maximum growth of memory from the first to the last case. More is a leak, or an input that asked for too much."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Outcome:
     seconds: float
     growth_mb: int
     crash: str
-    """The file with the input that crashed, and the last line of what was said; empty when there was none."""
+    """The file with the crashing input, and the last line of the output; empty without a crash."""
 
     def passed(self, runs: int) -> bool:
         return not self.crash and self.cases >= runs and self.growth_mb <= GROWTH_MB
@@ -43,8 +43,8 @@ class Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=RUNS, help=f"cases per target ({RUNS})")
-    parser.add_argument("--target", action="append", help="this one alone; may be given several times")
-    parser.add_argument("--crashes", type=Path, default=Path("build/fuzz"), help="where crashing inputs are kept")
+    parser.add_argument("--target", action="append", help="run only this target; may be repeated")
+    parser.add_argument("--crashes", type=Path, default=Path("build/fuzz"), help="folder for crashing inputs")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args()
     if args.inside:
@@ -86,7 +86,7 @@ def _run(name: str, runs: int, crashes: Path) -> Outcome:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            # libFuzzer ends its process without ceremony: what that leaves behind goes with this folder.
+            # libFuzzer ends its process abruptly; the files that it leaves are removed with this folder.
             env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(files)},
         )
     said = done.stdout
@@ -110,12 +110,12 @@ def _fuzz(name: str, options: list[str]) -> None:
     """Runs one target in this process, until libFuzzer ends it."""
     import atheris
 
-    # What is imported in here tells the fuzzer which of its branches an input took.
+    # Modules that are imported in this block report to the fuzzer which branches an input took.
     with atheris.instrument_imports(include=["ravnest"], enable_loader_override=False):
         from tests.fuzz.mutations import mutate
         from tests.fuzz.targets import judge, named
     target = named(name)
-    # Once outside of the measurement: torch and the interpreter load much at their first use.
+    # One run before the measurement, because torch and the interpreter load much at their first use.
     for seed in target.seeds():
         judge(target, seed)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class File:
-    """A file of this name with these bytes, in a folder of its own that is used again and again."""
+    """A file of this name with these bytes, in a folder of its own that is reused."""
 
     def __init__(self, name: str, data: bytes) -> None:
         self._path = _folder(name.partition("/")[0] if "/" in name else name) / name

@@ -1,4 +1,4 @@
-"""What comes over a stream: frames and the messages of the control protocol."""
+"""Targets for received streams: frames and the messages of the control protocol."""
 
 import asyncio
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def _frames(data: bytes) -> None:
     while end < len(data):
         frame, end = decode_at(data, end)
         for tensor in (*frame.tensors.values(), *(packed.data for packed in frame.coded.values())):
-            # Reads every byte that the tensor claims to lie on.
+            # Reads every byte that the tensor refers to.
             tensor.clone()
 
 
@@ -83,7 +83,7 @@ def _header_seeds() -> list[bytes]:
 
 
 class _OneMessage:
-    """A wire on which these bytes come as one message, and then the end."""
+    """A wire on which these bytes arrive as one message, followed by the end."""
 
     peer = "anna"
     label = ""
@@ -124,13 +124,13 @@ def _link(data: bytes) -> None:
 
 
 async def _carried(data: bytes) -> ResumableLink:
-    """A link after a connection on which these bytes came."""
+    """A link after a connection on which these bytes arrived."""
     link, connection = ResumableLink("anna"), Link(_OneMessage(data))
     await link.send(Frame(FrameKind.DONE, 1))
     try:
         await link.carry(connection)
     except PeerError:
-        # The wire breaks behind the bytes, which is the end of a link that has not ended before.
+        # The wire breaks after the bytes, which ends the link if it has not ended before.
         if not link.over or link.error is not None:
             raise
     finally:
@@ -153,7 +153,7 @@ def _resumable_seeds() -> list[bytes]:
 
 
 def _control_message(data: bytes) -> None:
-    """A message as it comes on a ControlLink: in the bytes of a frame's tensor."""
+    """A message as it arrives on a ControlLink: in the bytes of a frame's tensor."""
 
     async def receive() -> None:
         frames = [Frame(FrameKind.RESUME, 0), Frame(FrameKind.END, 0)]

@@ -1,6 +1,6 @@
-"""Changes to valid inputs: of single bytes, of the values in a JSON text, and of the header of a safetensors file.
+"""Mutations of valid inputs: of single bytes, of the values in a JSON text, and of the header of a safetensors file.
 
-Bytes alone rarely get past the first check of a decoder; a change that keeps the form gets to the ones behind it.
+Mutations of bytes rarely pass the first check of a decoder; those that keep the form reach the later checks.
 """
 
 import json
@@ -23,7 +23,7 @@ ODD_BYTES = (b"", b"\0", b"\xff", b"\x80", b"\xff" * 8, bytes(8), *(bytes([c]) f
 
 
 def mutate(data: bytes, random: Random, is_json: bool = False) -> bytes:
-    """Another input near this one."""
+    """An input similar to this one."""
     for _ in range(random.choice((1, 1, 2, 4))):
         changed: bytes | None = None
         if is_json or random.random() < 0.6:
@@ -51,7 +51,7 @@ def _changed_bytes(data: bytes, random: Random) -> bytes:
 
 
 def _changed_lines(data: bytes, random: Random) -> bytes | None:
-    """The same with one of its lines, which is JSON, changed; None where that one is not JSON."""
+    """The same input with one line of JSON changed; None if that line is not JSON."""
     lines = data.split(b"\n")
     place = random.randrange(len(lines))
     changed = _changed_json(lines[place], random)
@@ -95,7 +95,7 @@ def _changed_value(value: Any, random: Random) -> Any:
 
 
 def _changed_safetensors(data: bytes, random: Random) -> bytes | None:
-    """The same with a changed header whose length is right; None for what is no safetensors file."""
+    """The same input with a changed header of correct length; None if it is not a safetensors file."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 10 or size > len(data) - 8:
         return None

@@ -1,4 +1,4 @@
-"""Who a peer says it is: requests to join, invites, addresses, certificates, and the key files kept of them."""
+"""Targets for the identity of a peer: requests to join, invites, addresses, certificates and stored key files."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""What a requester is given before a run: a nodes.toml of somebody else."""
+"""Target for the input of `ravnest plan`: a nodes.toml from another person."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What another owner of a ring sends over a direct line: the line's own bytes, and the pieces in a reduce."""
+"""Targets for data from another owner of a ring: the bytes of a direct line, and the pieces in a reduce."""
 
 import socket
 from functools import cache
@@ -17,7 +17,7 @@ _VALUES, _CODED = 90, 70
 
 
 class _Bytes:
-    """A connection that brings these bytes and ends, and keeps what is sent."""
+    """A connection that delivers these bytes, then ends, and records the data sent to it."""
 
     def __init__(self, data: bytes = b"") -> None:
         self._left = data
@@ -66,7 +66,7 @@ def _reduce(data: bytes) -> None:
 
 
 def _seeds() -> list[bytes]:
-    """What the member before sends first, piece by piece."""
+    """The first pieces that the previous member sends."""
     connection = _Bytes()
     line = _line(connection)
     for piece in _member(2).start():

@@ -1,4 +1,4 @@
-"""The rule of all fuzzing here: any bytes give a value, or a RavnestError whose message is one printable sentence."""
+"""Rule of all fuzzing: any bytes give a value, or a RavnestError whose message is one printable sentence."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ravnest.errors import RavnestError
 
 MAX_CHARACTERS = 1500
-"""A sentence that is longer carries what a peer sent, not what is wrong with it."""
+"""Maximum length of an error message; a longer one would repeat data of the peer."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Target:
 
 
 def judge(target: Target, data: bytes) -> RavnestError | None:
-    """None where the bytes were read, the error where they were refused. Anything else is a bug and raises."""
+    """None if the bytes were read, or the error if they were refused. Any other exception is a bug and is raised."""
     try:
         target.decode(data)
     except RavnestError as error:
@@ -32,7 +32,7 @@ def judge(target: Target, data: bytes) -> RavnestError | None:
 
 
 def bombs() -> Iterator[tuple[str, bytes]]:
-    """Small inputs that ask for much: depth, size, digits, counts."""
+    """Small inputs that demand large resources: depth, size, digits, counts."""
     deep = 100_000
     yield "nested lists", b"[" * deep + b"]" * deep
     yield "nested objects", b'{"a":' * deep + b"1" + b"}" * deep

@@ -1,4 +1,4 @@
-"""What a run keeps or is told: reports, and the files of a run directory, of another program or a disk that lies."""
+"""Targets for a run: reports of providers, and the files of a run directory, possibly damaged or foreign."""
 
 import hashlib
 import io
@@ -73,7 +73,7 @@ def _report_seeds() -> list[bytes]:
 
 
 def _shown(summary: Summary | None, events: list[dict[str, Any]] | None = None) -> None:
-    """All that `ravnest status` does with it."""
+    """Everything that `ravnest status` does with a summary."""
     paths = RunPaths(Path("run"))
     json.dumps(status.as_json(paths, summary, None, events or []))
     status.print_state(paths, summary, None, [], events or [], io.StringIO())

@@ -1,4 +1,4 @@
-"""What a stage is made of: its graph, weights, settings and saved state."""
+"""Targets for the parts of a stage: its graph, weights, settings and saved state."""
 
 import torch
 from torch.optim import SGD
@@ -89,7 +89,7 @@ def a_stage() -> Stage:
 
 
 def _restore(data: bytes) -> None:
-    """Three lines: what a stage kept beside its tensors."""
+    """Three lines: the saved state of a stage without its tensors."""
     lines = dict(zip(("version", "optimizer", "schedule"), data.decode(errors="replace").split("\n"), strict=False))
     a_stage().restore({}, lines)
 

@@ -1,6 +1,6 @@
-"""Everything that reads foreign bytes, each as one function of bytes, with valid inputs to start from.
+"""All decoders of foreign bytes, each as one function of bytes, with valid inputs as seeds.
 
-The property tests and the long runs of `make fuzz` share these. A new decoder gets its line in one of the tables.
+The property tests and the long runs of `make fuzz` share them. Add a new decoder to one of the tables.
 """
 
 from tests.fuzz import (

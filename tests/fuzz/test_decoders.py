@@ -1,4 +1,4 @@
-"""Whatever bytes come, a decoder gives a value or one sentence: no other exception, no hang, no flood of memory."""
+"""For any bytes, a decoder returns a value or one sentence: no other exception, no hang, no excessive memory."""
 
 import gc
 import time
@@ -17,7 +17,7 @@ BOMB_SECONDS = 5.0
 BOMB_BYTES = 300 << 20
 
 every_target = pytest.mark.parametrize("target", TARGETS, ids=[target.name for target in TARGETS])
-# The same cases in every run, so that a red build is red for everybody; `make fuzz` looks further.
+# The cases are the same in every run, so that failures are reproducible; `make fuzz` tries others.
 fixed = settings(max_examples=EXAMPLES, derandomize=True, database=None)
 
 

@@ -1,4 +1,4 @@
-"""What fuzzing has found, so that it stays fixed: each of these once raised something else than a RavnestError."""
+"""Regression tests for inputs found by fuzzing, each of which once raised another exception than a RavnestError."""
 
 import json
 from collections.abc import Callable
@@ -122,7 +122,7 @@ def test_a_damaged_state_of_the_datas_order_is_refused(text: bytes) -> None:
 
 
 def test_a_key_file_with_an_unknown_curve_is_damaged() -> None:
-    # The object identifier of P-256, turned into one that nobody has.
+    # The object identifier of P-256, changed into an unknown one.
     pem = named("authority_file").seeds()[0]
     header, body, rest = pem[:28], pem[28:], b""
     changed_keys = [header + body.replace(a, b, 1) + rest for a, b in ((b"qGSM49", b"qGSM4x"), (b"qGSM49", b"qGSN49"))]

@@ -1,5 +1,4 @@
-"""The short form of the fuzzer of graphs: what it has found before, and a few hundred random graphs, between guard
-pages where these can be had."""
+"""Short run of the graph fuzzer: its earlier findings and a few hundred random graphs, with guard pages if available."""
 
 import json
 import os
@@ -36,7 +35,7 @@ print(json.dumps([known.graphs, failures, others.graphs, list(map(str, others.fa
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, str], int, list[str], int]:
-    """Graphs that were known, which of them failed, random ones, which of them failed, and how many ran to the end."""
+    """Number of known graphs, their failures, number of random graphs, their failures, and how many ran to the end."""
     library = "" if missing() else str(build(tmp_path_factory.mktemp("guard")))
     environment = {**os.environ, "LD_PRELOAD": library, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -64,7 +63,7 @@ def test_random_graphs_neither_crash_nor_hang_nor_show_foreign_memory(
     _, _, others, failures, ended = outcome
     assert failures == []
     assert others == _GRAPHS
-    assert ended > _GRAPHS // 5, "most of what is tried must get as far as a kernel"
+    assert ended > _GRAPHS // 5, "enough graphs must reach a kernel"
 
 
 def test_every_allowed_operator_has_valid_calls_to_start_from() -> None:

@@ -1,4 +1,4 @@
-"""Runs a captured model, whole or cut, without engine and network: what comes out must not depend on the cuts."""
+"""Runs a captured model, whole or cut, without engine and network: the results must not depend on the cuts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,21 +40,21 @@ class Example:
 
 @cache
 def example(name: str) -> Example:
-    """A model of the zoo with its capture; made once, and changed by nobody."""
+    """A model of the zoo with its capture. It is made once, and tests must not change it."""
     made = ALL[name].make(batches=3)
     return Example(made, capture(made.model, made.loss, made.metrics, made.batches[:2]))
 
 
 def even_costs(graph: PortableGraph) -> ModelCosts:
-    """Every operator takes equally long."""
+    """Costs with the same time for every operator."""
     costs = CostProfile({n.name: NodeCost(1e-3, 0.0, 64, 0) for n in graph.nodes}, samples=4, threads=1)
     return count_costs(graph, costs, {v.name: 64 for v in graph.inputs})
 
 
 def even_places(graph: PortableGraph, stages: int) -> list[int]:
-    """Where to cut for so many stages that take about equally long."""
-    alike = [Provider(name=f"p{i}", memory_bytes=1 << 50) for i in range(stages)]
-    found = best_cuts(even_costs(graph), Goal(), Network(), alike)
+    """Cuts for this many stages of about equal time."""
+    equal = [Provider(name=f"p{i}", memory_bytes=1 << 50) for i in range(stages)]
+    found = best_cuts(even_costs(graph), Goal(), Network(), equal)
     assert found is not None
     return [stage.start for stage in found.stages[1:]]
 
@@ -64,7 +64,7 @@ class Outcome:
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
-    """By key; only those that are there."""
+    """By key; parameters without a gradient have no entry."""
     states: dict[str, torch.Tensor]
 
 

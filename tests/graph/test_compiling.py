@@ -1,4 +1,4 @@
-"""torch.compile of a stage: the same function, numbered anew, and a machine without a compiler trains all the same."""
+"""torch.compile of a stage gives the same function with numbered values; without a compiler the stage still trains."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where a graph may be cut, and what each kind of node has to do with it."""
+"""Places where a graph may be cut, for each kind of node."""
 
 import pytest
 import torch

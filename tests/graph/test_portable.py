@@ -40,7 +40,7 @@ def test_graphs_and_their_stages_come_back_from_json_as_they_went(name: str) -> 
     graph = example(name).graph
     for part in (graph, *split(graph, layout(graph).cuts[::5])):
         again = read_graph(part.to_json())
-        # What a node yields is known where the model was captured, and does not travel.
+        # The spec of a node's result is known to the requester only, and is not sent.
         assert again == replace(part, nodes=tuple(replace(n, output=None) for n in part.nodes))
         assert again.to_json() == part.to_json()
 

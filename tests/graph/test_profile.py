@@ -50,7 +50,7 @@ def test_bytes_saved_are_what_autograd_keeps_of_the_whole_model(name: str) -> No
 
 
 def _saved_bytes(found: Example) -> int:
-    """What autograd saves of one real forward, weights and batch not counted."""
+    """Bytes that autograd saves in one real forward, without weights and batch."""
     graph, captured = found.graph, found.captured
     weights = {w.name: captured.weights[w.key].clone() for w in graph.weights}
     for parameter in graph.parameters:

@@ -98,7 +98,7 @@ def test_no_operator_of_the_allow_list_shares_memory_unnoticed() -> None:
     assert len(called) > 400
 
 
-def test_a_value_is_dropped_as_soon_as_nobody_needs_it() -> None:
+def test_a_value_is_dropped_after_its_last_use() -> None:
     nodes, before = [], "inputs"
     for i in range(20):
         nodes.append(Node(f"n{i}", "aten.add.Tensor", (Ref(before), 1.0)))

@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 class WritesIntoWeight(nn.Module):
-    """What was made of a weight is written to: it is no weight any more."""
+    """Writes into a value computed from a weight, which then no longer counts as a weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""Traces of pipelines that are made up, on a clock that ticks by the period of a microbatch."""
+"""Synthetic traces of pipelines, on a clock that advances by the period of a microbatch."""
 
 from ravnest.monitor.trace import TraceSpan, TraceStage
 
 FORWARD, BACKWARD, UPDATE = 0.3, 0.4, 0.1
-"""Of each period; the rest of it a stage waits."""
+"""Shares of each period; for the rest of it a stage waits."""
 
 
 def pipeline(stages: int = 2, microbatches: int = 30, first: int = 0, period: float = 0.1) -> list[TraceStage]:
-    """A cluster whose stages go forward and back once a period, with fewer in flight the later they come."""
+    """A cluster whose stages do one forward and one backward per period; later stages have fewer in flight."""
     return [_stage(number, stages, microbatches, first, period) for number in range(stages)]
 
 

@@ -72,7 +72,7 @@ def test_a_full_disk_keeps_the_old_model(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
-def test_the_model_may_be_read_by_whoever_may_read_the_run(tmp_path: Path) -> None:
+def test_the_model_is_readable_for_the_users_that_can_read_the_run(tmp_path: Path) -> None:
     (tmp_path / "summary.json").touch()
     write_model(tmp_path / "model.safetensors", {"w": torch.ones(1)})
     assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "summary.json").stat().st_mode

@@ -1,4 +1,4 @@
-"""What a run writes is whole or absent, strict JSON, and survives a full disk and a crash."""
+"""Files of a run are complete or absent, contain strict JSON, and survive a full disk and a crash."""
 
 import errno
 import json

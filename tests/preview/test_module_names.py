@@ -1,4 +1,4 @@
-"""What a stage holds is told in the model's own names."""
+"""The contents of a stage are described with the model's own names."""
 
 import pytest
 import torch

@@ -100,7 +100,7 @@ def test_a_link_of_a_name_with_a_count_joins_every_two_of_its_machines_both_ways
     network = read_nodes(GOOD).network
     assert network.requester == Requester("", 5e6, math.inf)
     assert len(network.measured) == 6
-    # What the link does not say, the ping, is what both ends say of themselves.
+    # The link gives no ping, so it is the sum of both machines' own latencies.
     assert set(network.measured.values()) == {Line(125e6, 0.03)}
 
 

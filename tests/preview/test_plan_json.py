@@ -51,7 +51,7 @@ def test_its_numbers_are_those_of_the_plan() -> None:
     assert [c["samples_per_second"] for c in told["clusters"]] == list(DRY.plan.rates)
     assert told["standbys"] == ["dora"]
     first = told["clusters"][0]
-    assert first["staleness"] == 2  # four in flight beside it, two to an update
+    assert first["staleness"] == 2  # four others in flight, two per update
     assert first["stages"][0]["link"] is None
     assert first["stages"][1]["link"] == {
         "bytes_per_second": 125e6,

@@ -1,9 +1,9 @@
-"""The long run of the fuzzer of graphs. Part of `make fuzz`, or by itself:
+"""Long run of the graph fuzzer. Part of `make fuzz`, or on its own:
 
     python -m tests.fuzz.graphs [--graphs N] [--first NUMBER] [--minutes M]
 
-A table tells how many graphs each operator ran in; each failure is told when it is found, and its graph is kept. Exit
-code 1 when there was one, or when an operator never ran.
+A table shows the number of graphs in which each operator ran. Each failure is reported when it is found, and its graph
+is kept. Exit code 1 after a failure, or if an operator never ran.
 """
 
 import argparse
@@ -22,9 +22,9 @@ _LIBRARY = "RAVNEST_GUARDED_MEMORY"
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.graphs", description=__doc__.partition("\n")[0])
-    parser.add_argument("--graphs", type=int, default=GRAPHS, help=f"how many ({GRAPHS})")
+    parser.add_argument("--graphs", type=int, default=GRAPHS, help=f"number of graphs ({GRAPHS})")
     parser.add_argument("--first", type=int, default=0, help="number of the first one (0)")
-    parser.add_argument("--minutes", type=float, default=600.0, help="stop after so long, at the latest")
+    parser.add_argument("--minutes", type=float, default=600.0, help="maximum duration")
     parser.add_argument(
         "--failures", type=Path, default=Path("build/fuzz-graphs"), help="where failing graphs are kept"
     )
@@ -47,7 +47,7 @@ def _fuzz(args: argparse.Namespace, memory: GuardedMemory | None) -> int:
     from tests.fuzz.graphs.cases import OPERATORS, case
     from tests.fuzz.graphs.isolated import Failure, trials
 
-    # A process that forks must have one thread alone, also when it goes backward.
+    # A process that forks must have a single thread, also in the backward.
     torch.set_num_threads(1)
     args.failures.mkdir(parents=True, exist_ok=True)
 
@@ -68,7 +68,7 @@ def _fuzz(args: argparse.Namespace, memory: GuardedMemory | None) -> int:
         f"{tally.graphs:,} graphs in {seconds:.0f} s, {tally.backwards:,} backwards, "
         f"{tally.ended['']:,} to the end, {len(tally.failures)} failures"
     )
-    print("ended by: " + ", ".join(f"{name} {count:,}" for name, count in tally.ended.max_common(8) if name))
+    print("ended by: " + ", ".join(f"{name} {count:,}" for name, count in tally.ended.most_common(8) if name))
     if never:
         print("never ran: " + " ".join(never))
     return 1 if tally.failures or never else 0

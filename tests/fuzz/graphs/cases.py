@@ -1,7 +1,7 @@
-"""Random graphs: valid calls of operators, chained, and then changed in a place or two.
+"""Random graphs: chains of valid operator calls with one or two hostile changes.
 
-A case follows from its number alone. Every graph begins with one operator of the allow-list, each in turn, so all of
-them are tried; further nodes take what is there already where the types fit.
+A case depends on its number alone. Each graph begins with the next operator of the allow-list, so that all of them are
+tried; further nodes take existing values of matching types.
 """
 
 import json
@@ -21,7 +21,7 @@ CALLS: Final[dict[str, list[Any]]] = {
 """Valid calls of every allowed operator; a tensor is `{"t": [element type, shape, values or null]}`."""
 OPERATORS: Final = sorted(OVERLOADS)
 _SOBER: Final = [op for op in OPERATORS if not ops.is_random(op) and not ops.written_arguments(op)]
-"""What a backward pass may call: it draws nothing and changes nothing that it was given."""
+"""Operators that a backward pass may call: they draw no random numbers and write into no argument."""
 
 _NUMBERS: Final = (
     *(0, 1, -1, 2, 3, 4, 5, 7, 8, -2, -3, 16, 63, 64, 65, 127, 128, 255, 1000, 2**15, 2**20, 2**24, 2**31 - 1, 2**31),
@@ -70,19 +70,19 @@ _MORE: Final = (
 
 @dataclass
 class Given:
-    """A tensor that a graph is given."""
+    """An input tensor of a graph."""
 
     dtype: str
     shape: list[int]
     values: Any = None
-    """As nested lists; None: by `fill`."""
+    """The values as nested lists; None: made by `fill`."""
     fill: str = "normal"
     grad: bool = False
 
 
 @dataclass
 class Case:
-    """A graph in JSON, and what to give it."""
+    """A graph in JSON, and its inputs."""
 
     number: int
     given: dict[str, Given] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Case:
 
 
 def case(number: int) -> Case:
-    """The graph of that number."""
+    """The case with this number."""
     random = Random(number)
     made = Case(number)
     _add(made, OPERATORS[number % len(OPERATORS)], random, reuse=0.0)
@@ -140,7 +140,7 @@ def case(number: int) -> Case:
 
 
 def _bring_backward(made: Case, random: Random) -> None:
-    """Adds a node with a backward pass: a graph of its own, on the gradient that comes and on saved values."""
+    """Add a node with a backward pass: a graph of its own, on the incoming gradient and on saved values."""
     known = [n["name"] for n in made.nodes] + list(made.given)
     trained = [name for name, given in made.given.items() if given.grad]
     value = random.choice(trained if trained and random.random() < 0.9 else known)
@@ -152,7 +152,7 @@ def _bring_backward(made: Case, random: Random) -> None:
     if random.random() < 0.5:
         _change(inner, random)
     for name in [name for name in inner.given if name != "d" and name not in saved]:
-        # What the backward pass needs besides is given to the whole graph, and saved.
+        # Further inputs of the backward pass become inputs of the whole graph, and are saved.
         saved[name] = f"g{len(made.given)}"
         made.given[saved[name]] = inner.given[name]
     for node in inner.nodes:
@@ -194,7 +194,7 @@ _SEVERAL: dict[str, int] = {}
 
 
 def _result_count(op: str) -> int:
-    """How many results the operator has, where these are picked one by one; else 0."""
+    """The number of results of an operator whose results are picked one by one; otherwise 0."""
     if op not in _SEVERAL:
         returns = ops.resolve(op)._schema.returns  # type: ignore[attr-defined]
         is_list = len(returns) == 1 and str(returns[0].type).startswith("List")
@@ -220,7 +220,7 @@ def _filled(made: Case, argument: Any, random: Random, reuse: float) -> Any:
 
 
 def _change(made: Case, random: Random) -> None:
-    """Changes one thing of the graph, or of what it is given."""
+    """Change one detail of the graph or of its inputs."""
     if made.given and random.random() < 0.45:
         _change_given(random.choice(list(made.given.values())), random)
         return

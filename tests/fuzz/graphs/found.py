@@ -1,4 +1,4 @@
-"""What the fuzzer of graphs has found: each of these once ended its process, hung, or showed what was in memory."""
+"""Findings of the graph fuzzer: each graph once crashed its process, hung, or exposed the contents of memory."""
 
 from typing import Any, Final
 
@@ -212,7 +212,7 @@ CRASHES: Final[dict[str, tuple[list[Given], list[Any]]]] = {
 
 
 def found(name: str) -> Case:
-    """The graph of that name."""
+    """The graph with this name."""
     given, nodes = CRASHES[name]
     made = Case(list(CRASHES).index(name), dict(zip("abcdefg", given, strict=False)))
     for place, (op, args, kwargs) in enumerate(nodes):

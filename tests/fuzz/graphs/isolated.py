@@ -1,7 +1,7 @@
-"""Trials in processes of their own: forked from one that has loaded torch, many cases each.
+"""Isolated trials: processes forked from one that has loaded torch, each with many cases.
 
-A child writes which case and which node it is at into memory that it shares with its parent; where it dies, or stands
-still, the parent knows the case and goes on behind it with another child.
+A child writes its current case and node into memory that it shares with its parent. If the child dies or hangs, the
+parent knows the case and continues after it with another child.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ _PLACE: Final = struct.Struct("qqd")
 
 @dataclass
 class Failure:
-    """A graph that did what none may."""
+    """A graph that broke a rule."""
 
     case: Case
     reason: str
     node: int
-    """Where it was; -1 in the backward."""
+    """Number of the current node; -1 in the backward."""
 
     def __str__(self) -> str:
         operator = "the backward" if self.node < 0 else self.case.nodes[self.node]["op"]
@@ -44,13 +44,13 @@ class Failure:
 
 @dataclass
 class Tally:
-    """What came of all the cases."""
+    """Totals of all cases."""
 
     graphs: int = 0
     ran: Counter[str] = field(default_factory=Counter)
-    """By operator, the graphs in which it ran."""
+    """Number of graphs in which each operator ran."""
     ended: Counter[str] = field(default_factory=Counter)
-    """By exception."""
+    """Number of graphs by the exception that ended them."""
     backwards: int = 0
     failures: list[Failure] = field(default_factory=list)
 
@@ -63,10 +63,10 @@ def trials(
     until: float = float("inf"),
     seconds: float = CASE_SECONDS,
 ) -> Tally:
-    """Runs these cases, one after the other; stops early at `until` (of time.monotonic)."""
+    """Run these cases one after the other; stops early at `until` (of time.monotonic)."""
     tally = Tally()
     place = 0
-    # Children that need not look through what they inherit do not copy it.
+    # Frozen objects are not scanned by the garbage collector of a child, and so their memory is not copied.
     gc.freeze()
     while place < len(numbers) and time.monotonic() < until:
         batch = numbers[place : place + BATCH]
@@ -82,7 +82,7 @@ def trials(
 def _batch(
     cases: Callable[[int], Case], numbers: Sequence[int], memory: GuardedMemory | None, tally: Tally, seconds: float
 ) -> tuple[int, Failure | None]:
-    """How many of them were done, and the failure that ended them early."""
+    """The number of completed cases, and the failure that ended them early."""
     shared = mmap.mmap(-1, _PLACE.size)
     shared.write(_PLACE.pack(0, 0, time.monotonic()))
     reading, writing = os.pipe()
@@ -103,7 +103,7 @@ def _batch(
         tally.ended[found.ended.partition(":")[0]] += 1
         tally.ran.update(set(found.ran))
         if found.wrong:
-            # What it did to the memory of its process may show in the next case: that gets a new process.
+            # The case may have damaged the memory of its process, so the next case gets a new process.
             return done, Failure(cases(numbers[done - 1]), found.wrong, int(_PLACE.unpack(shared[:])[1]))
     if done == len(numbers):
         return done, None
@@ -119,7 +119,7 @@ def _ended_by(status: int) -> str:
 
 
 def _results(descriptor: int, child: int, shared: mmap.mmap, seconds: float) -> tuple[bytes, bool]:
-    """What the child wrote until its end, and whether it had to be ended."""
+    """The output of the child until its end, and whether it had to be killed."""
     text, hung = b"", False
     while True:
         ready, _, _ = select.select([descriptor], [], [], 1.0)
@@ -161,7 +161,7 @@ def _child(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """torch warns of much that hostile arguments do."""
+    """Suppress torch's warnings, of which hostile arguments cause many."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     if "RAVNEST_FUZZ_LOUD" not in os.environ:

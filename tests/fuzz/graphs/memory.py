@@ -10,25 +10,25 @@ from typing import Final
 
 _SOURCE: Final = Path(__file__).parent / "guarded_memory.c"
 HARD_LIMIT_BYTES: Final = 1 << 30
-"""At this the guard refuses: what asks for so much was let through by the limit on what is lent."""
+"""Maximum size of an allocation. A larger request means that the limit on lent memory did not work."""
 
 
 def missing() -> str:
-    """Why there can be no guard pages here; empty where there can."""
+    """Why guard pages are not available; empty if they are."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
-        return "guard pages are made on Linux for x86-64 alone"
-    return "" if shutil.which("gcc") else "there is no gcc to build the guard pages with"
+        return "guard pages need Linux on x86-64"
+    return "" if shutil.which("gcc") else "guard pages need gcc"
 
 
 def build(folder: Path) -> Path:
-    """The library, built into the folder: to be named by LD_PRELOAD."""
+    """Build the library into the folder; returns its path for LD_PRELOAD."""
     library = folder / "guarded_memory.so"
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)], check=True)
     return library
 
 
 class GuardedMemory:
-    """The guard of this process, which was started with the library."""
+    """The memory guard of this process, which was started with the library."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -41,7 +41,7 @@ class GuardedMemory:
         self._before = 0
 
     def fill(self, byte: int) -> None:
-        """What is in fresh memory from now on."""
+        """Set the byte that fills fresh memory."""
         self._library.guard_fill(byte)
 
     def forget_peak(self) -> None:
@@ -57,7 +57,7 @@ class GuardedMemory:
         return int(self._library.guard_live()) - self._before
 
     def wrong(self, max_bytes: int) -> str:
-        """What must not have happened since `forget_peak`; empty where it did not."""
+        """The violation since `forget_peak`, in words; empty if there was none."""
         if self._library.guard_damaged():
             return "wrote beyond the end of a tensor"
         refused = int(self._library.guard_refused())

@@ -1,7 +1,7 @@
-"""One graph, run as a stage runs it: read, forward, backward; twice, with other bytes in fresh memory each time.
+"""Trial of one graph, like in a stage: read, forward, backward; twice, with different bytes in fresh memory.
 
-What comes out differently the second time shows what was in memory before. An exception of Python is how a graph may
-end; anything else (a signal, a hang, memory beyond what was lent) is for the process around this to see.
+A result that differs between the two runs exposes uninitialised memory. A graph may end with a Python exception. The
+surrounding process detects anything else: a signal, a hang, or more memory than was lent.
 """
 
 import contextlib
@@ -23,25 +23,25 @@ from tests.fuzz.graphs.memory import GuardedMemory
 
 LENT_BYTES: Final = 64 << 20
 SLACK_BYTES: Final = 4 << 20
-"""Beyond what is lent: what kernels use for their own work."""
+"""Memory that kernels may use in addition to the lent memory."""
 
 
 @dataclass
 class Found:
-    """How a graph ended."""
+    """Result of a trial."""
 
     wrong: str = ""
-    """What must not happen; empty where nothing did."""
+    """The broken rule; empty if there is none."""
     ended: str = ""
     """The exception that it ended with, if any."""
     ran: list[str] = field(default_factory=list)
-    """Operators that ran to their end."""
+    """Operators that completed."""
     went_back: bool = False
-    """Whether there was a backward that ended."""
+    """Whether a backward completed."""
 
 
 def run(case: Case, memory: GuardedMemory | None, tell: Callable[[int], None] = lambda place: None) -> Found:
-    """Runs the case; `tell` hears the number of each node before it runs, and -1 before the backward."""
+    """Run the case; calls `tell` with the number of each node before it runs, and with -1 before the backward."""
     try:
         graph = read_graph(case.graph_json())
         program = Program(graph, memory_bytes=LENT_BYTES)
@@ -62,7 +62,7 @@ def run(case: Case, memory: GuardedMemory | None, tell: Callable[[int], None] = 
 def _once(
     case: Case, program: Program, memory: GuardedMemory | None, tell: Callable[[int], None]
 ) -> tuple[Found, dict[str, bytes]]:
-    """The run, and the bytes of whatever came out. What the graph is given, and gradients for that, are the stage's."""
+    """The result and the bytes of all outputs, without the inputs and their gradients, which belong to the stage."""
     found = Found()
     leaves, values = {}, {}
     for name, given in case.given.items():
@@ -123,19 +123,19 @@ def _has_backward(tensor: torch.Tensor) -> bool:
     try:
         return tensor.requires_grad and tensor.grad_fn is not None and tensor.dtype.is_floating_point
     except RuntimeError:
-        # One of several views whose base was written to: autograd has no backward for it, and says so.
+        # One of several views whose base was written to: autograd refuses its backward.
         return False
 
 
 def _gradient(output: torch.Tensor) -> torch.Tensor:
-    """What a later stage would send back. That of a large tensor takes no memory: it is not what is judged here."""
+    """Gradients as from a later stage. That of a large tensor takes no memory, because it is not part of the test."""
     one = torch.full((), 0.5, dtype=output.dtype).expand(output.shape)
     return one.contiguous() if output.numel() < 1 << 16 else one
 
 
 @contextlib.contextmanager
 def _watched(places: dict[str, int], tell: Callable[[int], None], found: Found) -> Iterator[None]:
-    """Tells of each step of a program before it runs, and notes it afterwards."""
+    """Report each step of a program before it runs, and record it afterwards."""
     call = Step.call
 
     def watched(step: Step, env: list[Any], account: MemoryAccount | None = None) -> None:
@@ -176,7 +176,7 @@ def _tensor(given: Given) -> torch.Tensor:
 
 
 def _widest(dtype: torch.dtype) -> torch.dtype:
-    """Where values that are changed have room."""
+    """A type in which every value given for this one fits, before it is converted."""
     return dtype if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool else torch.int64
 
 

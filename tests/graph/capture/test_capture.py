@@ -135,7 +135,7 @@ def test_inputs_called_like_what_capture_makes_of_them_do_not_collide() -> None:
     assert torch.equal(run(found, [], batch).loss, want.detach())
 
 
-# What cannot be captured. Each model stands on lines of its own: the error must name the one that matters.
+# Models that cannot be captured. Each is on lines of its own, because the error must name the relevant line.
 
 
 class BranchesOnValues(ThreeLayers):
@@ -195,7 +195,7 @@ def test_what_cannot_be_captured_is_refused_with_the_users_own_line(
     message = str(caught.value)
     assert f" at {__file__}:{number} (`" in message and line in message, message
     assert "\n" not in message
-    # torch prints whole graphs beside such errors; a user should see the one sentence.
+    # torch prints whole graphs in addition to such errors; a user should see one sentence only.
     assert capfd.readouterr() == ("", "")
 
 

@@ -36,7 +36,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_and_a_frozen_dropout_drops_not
     assert {s.key.split(".")[0] for s in found.graph.states} == {"later"}
     assert found.frozen_modules == ("norm", "drop")
     batch = (torch.randn(6, 8), torch.randn(6, 8))
-    # What was captured is the model's own memory: the graph runs before the model counts the batch in.
+    # The captured weights share the model's memory, so the graph runs before the model updates its statistics.
     outcomes = [run(found, places, batch) for places in ([], *([cut] for cut in layout(found.graph).cuts))]
     F.mse_loss(model(batch[0]), batch[1]).backward()
     for have in outcomes:

@@ -116,7 +116,7 @@ def test_a_hook_that_reads_what_the_forward_computed_gets_it_in_whichever_stage_
     _assert_trained_exactly(Masks())
 
 
-# What has no form as a graph. Each is refused by its name, and says why.
+# Backward passes that have no form in a graph. The error names each of them and the reason.
 
 
 class _Numpy(torch.autograd.Function):
@@ -276,7 +276,7 @@ def test_a_buffer_that_becomes_another_one_is_named() -> None:
     _refused(Hides(), "in training the buffer seen gets another value")
 
 
-# What a stranger may send.
+# Malformed backward passes, which a stranger may send.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a microbatch takes is computed before it is taken, and held to what is lent."""
+"""The memory of a microbatch is computed before it is allocated, and limited to the lent memory."""
 
 import pytest
 import torch
