@@ -1,4 +1,4 @@
-"""Readings of benchmarks.recovery from a run directory: a lost stage has recovered once it trains again, not earlier."""
+"""Readings of benchmarks.recovery from a run directory: a lost stage has recovered once it trains again, not before."""
 
 import json
 from pathlib import Path

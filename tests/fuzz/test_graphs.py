@@ -1,4 +1,4 @@
-"""Short run of the graph fuzzer: its earlier findings and a few hundred random graphs, with guard pages if available."""
+"""Short run of the graph fuzzer: earlier findings and a few hundred random graphs, with guard pages if available."""
 
 import json
 import os
