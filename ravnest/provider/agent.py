@@ -31,7 +31,6 @@ from ravnest.net.identity.certificates import Certificate
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.rpc.first_contact import pin_authority
-from ravnest.net.streams.backoff import Backoff
 from ravnest.net.v1.control_pb2 import JoinRequest, ProviderMessage
 from ravnest.net.version import PROTOCOL_VERSION
 from ravnest.provider.commands import Commands
@@ -46,6 +45,7 @@ from ravnest.provider.machine.torch_footprint import give_memory_back, leave_out
 from ravnest.provider.membership.departure import Departure, end_with_parent
 from ravnest.provider.membership.joining import join, kept_identity
 from ravnest.provider.membership.link_measurements import CoordinatorLink, PeerMeasuring
+from ravnest.provider.membership.rejoin import SessionOverError, serve_sessions
 from ravnest.provider.membership.session import SwarmSession
 from ravnest.provider.presence import NetworkPresence, appear
 from ravnest.provider.replicas.files import PartFiles
@@ -59,8 +59,6 @@ from ravnest.provider.stage.slot import StageSlot
 _PARENT_SECONDS: Final = 2.0
 _SHARE_SECONDS: Final = 2.0
 """Time between two looks for other providers on this machine."""
-REJOIN_SECONDS: Final = 600.0
-"""Time for which a provider tries to join again, after its coordinator is gone."""
 
 
 def run(
@@ -149,14 +147,6 @@ async def _provide(options: ProviderOptions, machine: OfferedMachine) -> int:
         return await Agent(options, machine, authority, presence, slot, departure, console).serve()
 
 
-class _SessionOverError(Exception):
-    """The coordinator has dropped this provider, or cannot be reached any more; `reason` says which."""
-
-    def __init__(self, reason: PeerError) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
-
-
 class Agent:
     """Serves one session after the other until the provider leaves."""
 
@@ -187,30 +177,10 @@ class Agent:
 
     async def serve(self) -> int:
         """Join, and join again whenever a session ends without an order to stop. Returns the exit code."""
-        reason: PeerError | None = None
-        backoff, is_told = Backoff(), False
-        while True:
-            try:
-                return await self._serve_session()
-            except _SessionOverError as ended:
-                reason, is_told = ended.reason, False
-                backoff.reset()
-            except PeerError as error:
-                # The first join is not retried: the user hears why it failed. A coordinator that was there may return.
-                if reason is None or backoff.elapsed_seconds > REJOIN_SECONDS:
-                    raise
-                if isinstance(error, RefusedError):
-                    raise (reason if isinstance(reason, RefusedError) else error) from None
-                if not is_told:
-                    is_told = True
-                    self._console.say(f"{error}; trying to join again for {REJOIN_SECONDS / 60:.0f} minutes")
-            finally:
-                self._slot.on_session_end()
-            if await self._departure.wait_for(backoff.next_seconds()):
-                return 0
+        return await serve_sessions(self._serve_session, self._slot.on_session_end, self._departure, self._console.say)
 
     async def _serve_session(self) -> int:
-        """One session; the exit code, or _SessionOverError."""
+        """One session; the exit code, or SessionOverError."""
         request = self._join_request()
         # Embedded providers that compute on the processor are equal, and need not be described.
         if not self._machine.is_embedded or self._machine.device.type != "cpu":
@@ -299,7 +269,7 @@ class Agent:
             await measuring.close()
 
     async def _end_session(self, session: SwarmSession, done: Collection[asyncio.Task[object]]) -> int:
-        """Conclude a session from the parts that have ended: the exit code, or _SessionOverError."""
+        """Conclude a session from the parts that have ended: the exit code, or SessionOverError."""
         if self._departure.leaves_now:
             self._console.say(f"leaving the swarm: {self._departure.reason}")
             await session.leave(self._departure.reason)
@@ -310,7 +280,7 @@ class Agent:
             return 0
         # An embedded provider ends with its coordinator, so only a refusal means that it was dropped.
         if isinstance(failures[0], RefusedError if self._machine.is_embedded else PeerError):
-            raise _SessionOverError(failures[0])
+            raise SessionOverError(failures[0])
         raise failures[0]
 
     def _host(self) -> Host:
