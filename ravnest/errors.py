@@ -73,3 +73,8 @@ class DiskFullError(RunError):
 
 class TrainingError(RavnestError):
     """Training itself cannot continue."""
+
+
+def error_text(error: BaseException) -> str:
+    """The message of one of our own errors; any other error with its type."""
+    return str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"

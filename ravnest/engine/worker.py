@@ -40,7 +40,7 @@ from ravnest.engine.telemetry.counters import Counters
 from ravnest.engine.telemetry.measurements import Measurements
 from ravnest.engine.telemetry.spans import WAIT_LIMIT, WAIT_NOTHING
 from ravnest.engine.telemetry.training_time import TrainingTime, warm_up_for
-from ravnest.errors import RavnestError
+from ravnest.errors import error_text
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -154,7 +154,7 @@ class StageWorker:
         # A cancelled upload does not affect the stage.
         self.broken = not isinstance(error, CancelledError)
         kind = "not_finite" if isinstance(error, NotFiniteError) else "error"
-        text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+        text = error_text(error)
         if is_out_of_memory(error):
             kind, text = "memory", f"{out_of_memory_text(error)} ({text})"
         self._outbox.failed(kind, text, -1 if turn.message is None else turn.message.microbatch)

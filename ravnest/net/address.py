@@ -111,6 +111,21 @@ def outward_address() -> str:
     return "127.0.0.1"
 
 
+def bind_refusal(host: str, port: int) -> str:
+    """Why the system does not let this address be listened on; empty when it does."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
+
+
 _ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 """Addresses reserved for documentation: the route to them is the route to the internet."""
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}")

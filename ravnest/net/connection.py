@@ -1,13 +1,12 @@
 """Connection settings: the options of every gRPC channel and server, and binding a port. There is no plaintext mode."""
 
-import socket
 from typing import Final
 
 import grpc
 from grpc import aio
 
 from ravnest.errors import RunError
-from ravnest.net.address import join_address
+from ravnest.net.address import bind_refusal, join_address
 from ravnest.net.frame_limits import DEFAULT_LIMITS
 
 CHUNK_BYTES: Final = 1 << 20
@@ -56,20 +55,6 @@ def bind_port(server: aio.Server, host: str, port: int, credentials: grpc.Server
             f"cannot listen on {address}: {reason}; choose another with --listen HOST:PORT (port 0 takes any free one)"
         )
     return bound
-
-
-def bind_refusal(host: str, port: int) -> str:
-    """Why the system does not let this address be listened on; empty when it does."""
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-    return ""
 
 
 # The flow-control window is gRPC's own, which follows the measured bandwidth. With a fixed window of 4 MiB, throughput

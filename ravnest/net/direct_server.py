@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ravnest.errors import PeerError, RunError
-from ravnest.net.connection import bind_refusal
+from ravnest.net.address import bind_refusal
 from ravnest.net.direct_line import DirectLine, tls_context, tune
 from ravnest.net.identity.certificates import read_certificate
 from ravnest.net.identity.node_identity import NodeIdentity

@@ -22,7 +22,8 @@ from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.rpc.client import dial_link
 from ravnest.net.rpc.server import ProviderServer
-from ravnest.net.streams.frame_stream import CONTROL_BYTES, Link
+from ravnest.net.streams.frame_stream import Link
+from ravnest.net.streams.messages import CONTROL_BYTES
 from ravnest.net.v1.control_pb2 import Chunk, ProviderMessage, UploadHeader
 from ravnest.provider.links.upload import upload
 from tests.adversary.deployed_run import a_run, prepared

@@ -1,20 +1,18 @@
 """Streams of frames (Link) or of protobuf messages (Control) over one gRPC stream. Both ends use the same classes."""
 
 from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
 from ravnest.net.frames.decoding import decode_at
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame
+from ravnest.net.streams.messages import message_bytes, read_message
 from ravnest.net.streams.stream import ByteStream
 from ravnest.net.streams.wire import Wire
-
-CONTROL_BYTES: Final = 16 << 20
-"""Maximum size of a control message."""
 
 SentT = TypeVar("SentT", bound=Message)
 ReceivedT = TypeVar("ReceivedT", bound=Message)
@@ -118,13 +116,7 @@ class Control(Generic[SentT, ReceivedT]):
 
     async def send(self, message: SentT) -> None:
         """Send a message, waiting while the peer is slow. Raises PeerError when the stream is broken or closed."""
-        data = message.SerializeToString()
-        if not data or len(data) > CONTROL_BYTES:
-            raise PeerError(
-                f"a {type(message).__name__} of {len(data)} bytes cannot be sent to {self.peer}; "
-                f"1 to {CONTROL_BYTES} are allowed"
-            )
-        await self.stream.send(data)
+        await self.stream.send(message_bytes(message, self.peer))
 
     async def receive(self) -> ReceivedT | None:
         """The next message; None at the peer's orderly end. Raises PeerError when the stream is broken or the message
@@ -133,15 +125,10 @@ class Control(Generic[SentT, ReceivedT]):
         if data is None:
             return None
         try:
-            if len(data) > CONTROL_BYTES:
-                raise ValueError(f"{len(data)} bytes are more than {CONTROL_BYTES}")
-            message = self._received()
-            message.ParseFromString(data)
-        except (DecodeError, ValueError) as error:
-            refused = RefusedError(f"{self.peer} sent a bad message: {error}")
+            return read_message(self._received, data, self.peer)
+        except RefusedError as refused:
             self.stream.discard(refused)
-            raise refused from None
-        return message
+            raise
 
     async def close(self) -> None:
         """Deliver the messages that were sent, and announce the end. Messages of the peer can still be received.

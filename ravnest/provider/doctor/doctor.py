@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from ravnest import __version__
 from ravnest.cores import usable_cores
 from ravnest.errors import PeerError, RavnestError
+from ravnest.net.address import bind_refusal, join_address
 from ravnest.provider.doctor.checks import (
     CheckResult,
     Versions,
@@ -87,16 +88,8 @@ def look_at_torch() -> CheckResult:
 
 
 def look_at_port(host: str, port: int) -> CheckResult:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}" if port else host
-    try:
-        place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(*place[:3]) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place[4])
-            listener.listen()
-    except OSError as error:
-        return judge_port(address, port, (error.strerror or str(error)).lower())
-    return judge_port(address, port, "")
+    address = join_address(host, port) if port else host
+    return judge_port(address, port, bind_refusal(host, port))
 
 
 async def reachable_from_outside(client: "CoordinatorClient", listen: tuple[str, int]) -> CheckResult | None:

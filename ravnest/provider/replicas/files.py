@@ -219,8 +219,10 @@ class PartFiles:
                 f"here with {held:,} of {limit:,} bytes; let this provider keep more with --cache"
             )
 
-    def _keep(self, part: ReplicaPart) -> None:
+    def on_finished(self, writer: "PartWriter", part: ReplicaPart) -> None:
+        """A part is complete: it counts from now on, and an older one of its stage may go."""
         with self._lock:
+            self._coming.pop(writer, None)
             known = self._parts.setdefault(part.key, {})
             before = known.get(part.replica)
             known[part.replica] = part
@@ -230,7 +232,8 @@ class PartFiles:
                 if replica != self._spared.get(part.key):
                     self._remove(part.key, replica)
 
-    def _end(self, writer: "PartWriter") -> None:
+    def on_discarded(self, writer: "PartWriter") -> None:
+        """A part is given up: its space is free."""
         with self._lock:
             self._coming.pop(writer, None)
 
@@ -299,8 +302,7 @@ class PartWriter:
             raise _refused(final, error) from None
         part = ReplicaPart(self._key, self._replica, found, self._descriptor, final)
         self._descriptor, self._path = -1, None
-        self._files._keep(part)
-        self._files._end(self)
+        self._files.on_finished(self, part)
         return part
 
     def discard(self) -> None:
@@ -308,7 +310,7 @@ class PartWriter:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            self._files._end(self)
+            self._files.on_discarded(self)
             if self._path is not None:
                 with contextlib.suppress(OSError):
                     self._path.unlink()

@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from ravnest.background import BackgroundTasks, cancel_and_wait, in_thread
-from ravnest.errors import GraphError, PeerError, RavnestError, RunError
-from ravnest.graph.portable_reader import read_graph
-from ravnest.graph.state_size import MAX_GRAPH_BYTES, max_state_bytes
+from ravnest.errors import PeerError, RavnestError, RunError, error_text
+from ravnest.graph.state_size import max_state_bytes
 from ravnest.net.streams.backoff import FIRST_BACKOFF_SECONDS
 from ravnest.net.v1.control_pb2 import ArtifactRef, Hold
 from ravnest.provider.fetch.artifacts import Artifacts
+from ravnest.provider.fetch.graph_text import GraphText
 from ravnest.provider.fetch.progress import FetchProgress
 from ravnest.provider.replicas.files import PartFiles, PartWriter, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
@@ -69,7 +69,7 @@ class ReplicaHolder:
                 except PeerError:
                     pass  # The owner gets the error too, and reports it.
                 except Exception as error:
-                    self._say(f"cannot take a part of {order.key}: {type(error).__name__}: {error}")
+                    self._say(f"cannot take a part of {order.key}: {error_text(error)}")
                 await asyncio.sleep(FIRST_BACKOFF_SECONDS)
         finally:
             await cancel_and_wait(warming)
@@ -92,10 +92,9 @@ class ReplicaHolder:
         if not order.graph.id:
             return MAX_BYTES
         try:
-            if order.graph.size_bytes > MAX_GRAPH_BYTES:
-                raise GraphError(f"the graph of {order.key} has {order.graph.size_bytes} bytes")
-            text = await self._artifacts.get(order.graph, _Text, FetchProgress(order.graph.size_bytes))
-            return await in_thread(lambda: max_state_bytes(read_graph(bytes(text.data))))
+            size = order.graph.size_bytes
+            text = await self._artifacts.get(order.graph, lambda: GraphText(size), FetchProgress(size))
+            return await in_thread(lambda: max_state_bytes(text.graph()))
         except RavnestError as error:
             self._say(f"cannot fetch a stage ahead for which this machine is a standby: {error}")
             return MAX_BYTES
@@ -111,14 +110,6 @@ class ReplicaHolder:
 async def _closed(link: PartLink, serving: asyncio.Task[None]) -> None:
     await asyncio.gather(serving, return_exceptions=True)
     await link.close()
-
-
-class _Text:
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def feed(self, chunk: bytes) -> None:
-        self.data += chunk
 
 
 class _Nothing:

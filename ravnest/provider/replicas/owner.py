@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from ravnest.background import BackgroundTasks, in_thread
-from ravnest.errors import PeerError, RavnestError
+from ravnest.errors import PeerError, error_text
 from ravnest.net.v1.control_pb2 import ProviderMessage, Replicate, Replicated
 from ravnest.provider.replicas.files import PartFiles, ReplicaPart, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
@@ -81,7 +81,7 @@ class ReplicaOwner:
                 part = await in_thread(partial(self._files.write, which.key, which.replica, *state))
             except Exception as error:
                 # For example, the disk is full. The stage goes on, and the coordinator hears of it.
-                await self._say(which, error=in_words(error))
+                await self._say(which, error=error_text(error))
                 continue
             finally:
                 # The file has the state now, so the copies can be freed.
@@ -100,7 +100,7 @@ class ReplicaOwner:
                 return order.holder.node, ""
             except Exception as error:
                 if self._order is order:
-                    return "", in_words(error)
+                    return "", error_text(error)
 
     async def _say(self, which: "_Which", part: ReplicaPart | None = None, holder: str = "", error: str = "") -> None:
         said = Replicated(
@@ -114,11 +114,6 @@ class ReplicaOwner:
         )
         with contextlib.suppress(PeerError):
             await self._tell(ProviderMessage(replicated=said))
-
-
-def in_words(error: Exception) -> str:
-    """The error as text for the coordinator."""
-    return str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from ravnest.background import BackgroundTasks, in_thread
-from ravnest.errors import PeerError, RefusedError
+from ravnest.errors import PeerError, RefusedError, error_text
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.streams.frame_stream import Link
@@ -27,7 +27,7 @@ from ravnest.provider.replicas.files import PartFiles, ReplicaPart
 from ravnest.provider.replicas.holder import ReplicaHolder
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
-from ravnest.provider.replicas.owner import ReplicaOwner, in_words
+from ravnest.provider.replicas.owner import ReplicaOwner
 from ravnest.provider.replicas.transfer import MAX_BYTES, refuse, send_part
 
 _MAX_TASKS: Final = 1000
@@ -170,7 +170,7 @@ class ReplicaService:
             self._spawn(key, self._failed(key, error))
 
     async def _failed(self, key: str, error: Exception) -> None:
-        failed = Failed(deployment=key, kind="part", message=in_words(error), microbatch=-1)
+        failed = Failed(deployment=key, kind="part", message=error_text(error), microbatch=-1)
         with contextlib.suppress(PeerError):
             await self._tell(ProviderMessage(failed=failed))
 

@@ -25,7 +25,7 @@ from ravnest.background import BackgroundTasks
 from ravnest.engine.messages import Snapshot
 from ravnest.engine.stage import Stage
 from ravnest.engine.worker import StageWorker
-from ravnest.errors import PeerError, RavnestError
+from ravnest.errors import PeerError, error_text
 from ravnest.net.frames.frames import RingPlace
 from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
@@ -279,7 +279,7 @@ class Rings:
         if error is not None:
             # An invalid piece came from the previous owner; any other error happened here.
             blamed = attempt.before if isinstance(error, PeerError) else self._node_id
-            text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+            text = error_text(error)
             self._reports.failed(owned, attempt.number, blamed, text)
             return
         owned.decided.clear()

@@ -7,12 +7,11 @@ import torch
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import GraphError
-from ravnest.graph.portable_reader import read_graph
-from ravnest.graph.state_size import MAX_GRAPH_BYTES
 from ravnest.graph.weights import WeightsReader
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import Deploy
 from ravnest.provider.fetch.artifacts import Artifacts
+from ravnest.provider.fetch.graph_text import GraphText
 from ravnest.provider.fetch.progress import FetchProgress
 from ravnest.provider.replicas.format import Restored, with_part
 from ravnest.provider.rings.lines import RingLines, ring_generation
@@ -37,7 +36,7 @@ async def build_stage(
     that the order names are then only those that never change.
     """
     settings = StageSettings.from_json(order.settings_json)
-    text = await artifacts.get(order.graph, lambda: _GraphText(order.graph.size_bytes), progress)
+    text = await artifacts.get(order.graph, lambda: GraphText(order.graph.size_bytes), progress)
     reader = await artifacts.get(order.weights, lambda: WeightsReader(order.weights.size_bytes), progress)
     weights, metadata = reader.finish()
     del reader  # It refers to every tensor, and the stage releases them one by one.
@@ -46,7 +45,7 @@ async def build_stage(
     restored = Restored.of(weights if part is None else part[0], metadata)
 
     def build() -> Stage:
-        graph = read_graph(b"".join(text.parts))
+        graph = text.graph()
         if part is None:
             own = {w.key: weights.pop(f"weight:{w.key}") for w in graph.weights}
         else:
@@ -72,15 +71,3 @@ async def _join_rings(
     rings = await asyncio.to_thread(Rings, order, stage, host.node.node_id, loop, records.tell, restored)
     lines = RingLines(order.ring_peers, ring_generation(order), host.node, client, rings.receiver)
     return RingMembership(rings, lines)
-
-
-class _GraphText:
-    """The text of a graph, chunk by chunk."""
-
-    def __init__(self, size_bytes: int) -> None:
-        if size_bytes > MAX_GRAPH_BYTES:
-            raise GraphError(f"the stage's graph has {size_bytes} bytes, more than {MAX_GRAPH_BYTES}")
-        self.parts: list[bytes] = []
-
-    def feed(self, chunk: bytes) -> None:
-        self.parts.append(chunk)

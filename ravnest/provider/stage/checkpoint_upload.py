@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from ravnest.errors import RavnestError, RefusedError
+from ravnest.errors import RefusedError, error_text
 from ravnest.graph.weights import stream_tensors
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.stage.failure import FirstFailure, StageFailure
@@ -102,7 +102,7 @@ class CheckpointUploads:
             if is_refused and await asyncio.to_thread(self._is_unwanted.wait, self._restart_seconds):
                 # The coordinator was restarted, and the new process has never asked for this checkpoint.
                 return
-            text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+            text = error_text(error)
             self._failures.report(StageFailure("error", text))
             return
         self._records.saved(checkpoint)

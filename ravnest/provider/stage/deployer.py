@@ -7,7 +7,7 @@ Whatever goes wrong, the coordinator hears why there is no stage: with the kind 
 import asyncio
 
 from ravnest.engine.out_of_memory import is_out_of_memory, out_of_memory_text
-from ravnest.errors import PeerError, RavnestError
+from ravnest.errors import PeerError, error_text
 from ravnest.net.v1.control_pb2 import Deploy, Failed, ProviderMessage
 from ravnest.provider.console import Console
 from ravnest.provider.fetch.artifacts import Artifacts
@@ -91,7 +91,7 @@ class StageDeployer:
 
 
 def _failed(order: Deploy, error: Exception) -> Failed:
-    text = str(error) if isinstance(error, RavnestError) else f"{type(error).__name__}: {error}"
+    text = error_text(error)
     kind = "no_part" if isinstance(error, _NoPartError) else "deploy"
     if is_out_of_memory(error):
         kind, text = "memory", f"{out_of_memory_text(error)} for the stage ({text})"
