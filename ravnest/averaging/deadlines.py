@@ -1,16 +1,15 @@
 """Deadlines of a round: for members to join and for a reduce to end, learned from the rounds before.
 
 A deadline follows the slowest of the recent rounds at once and forgets it slowly. When it cut members off, either it
-was too short or they are dead: it doubles, and shrinks again with rounds that end in time. The deadlines are values;
-pure functions compute the next one.
+was too short or they are dead: it doubles, and shrinks again with rounds that end in time. A deadline is a value
+that yields the next one.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
-MAX_SECONDS: Final = 1800.0
-
+_MAX_SECONDS: Final = 1800.0
 _MARGIN: Final = 3.0
 """A deadline is this many times the usual time, because a deadline that is too short costs a round and one that is too
 long costs only time."""
@@ -40,11 +39,24 @@ class PhaseTime:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """The time to wait for a phase."""
+    """The time to wait for one phase of a round."""
 
-    seconds: float
     usual_seconds: float
     min_seconds: float
+
+    @classmethod
+    def expecting(cls, seconds: float, min_seconds: float) -> Self:
+        """The deadline of a phase that is expected to take this long."""
+        return cls(min(seconds, _MAX_SECONDS / _MARGIN), min_seconds)
+
+    @property
+    def seconds(self) -> float:
+        return min(max(_MARGIN * self.usual_seconds, self.min_seconds), _MAX_SECONDS)
+
+    def after(self, took: PhaseTime) -> "Deadline":
+        """The deadline for the next round."""
+        usual = 2 * self.seconds / _MARGIN if took.cut_off else _SHRINK * self.usual_seconds
+        return self.expecting(max(usual, took.seconds), self.min_seconds)
 
 
 class Deadlines:
@@ -55,35 +67,16 @@ class Deadlines:
     ) -> None:
         """`join_estimate_seconds`: the expected time from the announcement of a round until all members have joined;
         `reduce_estimate_seconds`: the expected time of a reduce, from the bandwidth between the members."""
-        self.joining = joining(join_estimate_seconds, limits)
-        self.reducing = reducing(reduce_estimate_seconds, limits)
+        self.joining = Deadline.expecting(join_estimate_seconds, limits.min_joining_seconds)
+        self.reducing = Deadline.expecting(reduce_estimate_seconds, limits.min_reducing_seconds)
 
     def learn(self, joins: Iterable[PhaseTime | None], reduces: Iterable[PhaseTime | None]) -> None:
         """Adapt to one round, given its phases on all rings; None for a ring that did not reach the phase."""
         joined, reduced = _slowest(joins), _slowest(reduces)
         if joined is not None:
-            self.joining = after(self.joining, joined)
+            self.joining = self.joining.after(joined)
         if reduced is not None:
-            self.reducing = after(self.reducing, reduced)
-
-
-def joining(estimate_seconds: float, limits: RoundLimits = DEFAULT_LIMITS) -> Deadline:
-    """The deadline for joining the first round."""
-    return _deadline(estimate_seconds, limits.min_joining_seconds)
-
-
-def reducing(estimate_seconds: float, limits: RoundLimits = DEFAULT_LIMITS) -> Deadline:
-    """The deadline for the first reduce."""
-    return _deadline(estimate_seconds, limits.min_reducing_seconds)
-
-
-def after(deadline: Deadline, took: PhaseTime) -> Deadline:
-    """The deadline for the next round."""
-    if took.cut_off:
-        usual = max(2 * deadline.seconds / _MARGIN, took.seconds)
-    else:
-        usual = max(_SHRINK * deadline.usual_seconds, took.seconds)
-    return _deadline(usual, deadline.min_seconds)
+            self.reducing = self.reducing.after(reduced)
 
 
 def _slowest(took: Iterable[PhaseTime | None]) -> PhaseTime | None:
@@ -91,8 +84,3 @@ def _slowest(took: Iterable[PhaseTime | None]) -> PhaseTime | None:
     if not known:
         return None
     return PhaseTime(max(each.seconds for each in known), max(each.cut_off for each in known))
-
-
-def _deadline(usual: float, shortest: float) -> Deadline:
-    seconds = min(max(_MARGIN * usual, shortest), MAX_SECONDS)
-    return Deadline(seconds, min(usual, MAX_SECONDS / _MARGIN), shortest)

@@ -21,7 +21,7 @@ class Clipping:
     reason: str
 
     @property
-    def left_out(self) -> bool:
+    def is_left_out(self) -> bool:
         return self.scale == 0.0
 
 

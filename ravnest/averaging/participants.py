@@ -175,7 +175,7 @@ class Participants:
             norms = [self._present[node].join.norm for node in nodes]
             samples = [self._present[node].samples for node in nodes]
             clippings = clip_outliers(norms, samples, outlier, self._history.typical)
-            outliers = [(node, each.reason) for node, each in zip(nodes, clippings, strict=True) if each.left_out]
+            outliers = [(node, each.reason) for node, each in zip(nodes, clippings, strict=True) if each.is_left_out]
             if not outliers:
                 return actions, clippings
             for node, reason in outliers:

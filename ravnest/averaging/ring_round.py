@@ -40,11 +40,8 @@ class RingRound:
     - Reports about an older attempt, from nodes that have no part in it, or that come twice, are ignored.
     """
 
-    def __init__(
-        self, round: int, owners: Mapping[str, int], history: RingHistory, settings: RoundSettings, now: float
-    ) -> None:
+    def __init__(self, owners: Mapping[str, int], history: RingHistory, settings: RoundSettings, now: float) -> None:
         """`owners`: see `Participants`. Times may be those of any clock that does not go back."""
-        self.round = round
         self.outcome: Literal["committed", "aborted"] | None = None
         self.deadline: float | None = now + settings.join_seconds
         """When to call `tick` next; None when the round is over."""

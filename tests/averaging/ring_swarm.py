@@ -63,6 +63,7 @@ class RingSwarm:
         self.delivered = 0
         self.now = 0.0
         self.newest = 0
+        self.round = 0
         self.ring: RingRound | None = None
         self.commit: Commit | None = None
         self.notices: list[Notice] = []
@@ -81,8 +82,8 @@ class RingSwarm:
     def begin(self, round: int, samples: dict[str, int] | None = None) -> None:
         """All members that are alive take their snapshots and join."""
         samples = samples or {name: 10 * (i + 1) for i, name in enumerate(self.nodes)}
-        self.commit = None
-        self.ring = RingRound(round, samples, RingHistory(self.newest), SETTINGS, self.now)
+        self.commit, self.round = None, round
+        self.ring = RingRound(samples, RingHistory(self.newest), SETTINGS, self.now)
         for node in self.survivors:
             node.contribution = node.state.contribute(node.now.clone())
             node.reduce, node.attempt, node.moved_on = None, 0, False
@@ -163,7 +164,7 @@ class RingSwarm:
                 case Commit(nodes=nodes):
                     assert self.commit is None
                     self.commit = action
-                    self.newest = self.ring.round
+                    self.newest = self.round
                     for name in nodes:
                         self.tell(name, action)
                 case Abort(nodes=nodes):
@@ -237,8 +238,8 @@ class RingSwarm:
         if node.contribution is None or node.contribution.spent:
             return
         assert node.reduce is not None and node.attempt == commit.attempt
-        change = node.state.commit(self.ring.round, node.contribution, node.reduce)
-        node.committed = self.ring.round
+        change = node.state.commit(self.round, node.contribution, node.reduce)
+        node.committed = self.round
         tensors = VECTOR.views(node.now)
         if node.moved_on:
             for name, add in change.adds.items():

@@ -20,7 +20,7 @@ def test_a_difference_far_beyond_the_others_is_clipped_and_wildly_beyond_left_ou
     assert [v.scale for v in clippings] == [1.0, 1.0, pytest.approx(0.2)]
     assert "clipped to 10" in clippings[2].reason
     clippings = clip_outliers([1.0, 1.0, 101.0], [1, 1, 1], 10.0)
-    assert [v.left_out for v in clippings] == [False, False, True]
+    assert [v.is_left_out for v in clippings] == [False, False, True]
     assert "101" in clippings[2].reason and "left out" in clippings[2].reason
 
 
@@ -49,7 +49,7 @@ def test_one_of_two_is_compared_with_the_usual_norm_if_the_other_claims_less() -
     clippings = clip_outliers([50.0, 1e-9], [1, 1], 10.0, before)
     assert [v.scale for v in clippings] == [pytest.approx(0.2), 1.0]
     clippings = clip_outliers([2.0, 1000.0], [1, 1], 10.0, before)
-    assert [v.left_out for v in clippings] == [False, True] and "the other's is 2" in clippings[1].reason
+    assert [v.is_left_out for v in clippings] == [False, True] and "the other's is 2" in clippings[1].reason
 
 
 def test_one_of_two_cannot_move_the_typical_contribution_alone() -> None:

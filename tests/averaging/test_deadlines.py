@@ -4,50 +4,50 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.averaging.deadlines import Deadlines, PhaseTime, after, joining, reducing
+from ravnest.averaging.deadlines import Deadline, Deadlines, PhaseTime
 
 
 def test_a_deadline_begins_with_the_estimate() -> None:
-    deadline = reducing(40.0)
+    deadline = Deadline.expecting(40.0, 10.0)
     assert deadline.seconds == pytest.approx(120.0)
-    assert 1.0 < joining(0.001).seconds < 60.0
+    assert 1.0 < Deadline.expecting(0.001, 5.0).seconds < 60.0
 
 
 def test_it_follows_a_slower_round_at_once_and_shrinks_slowly() -> None:
-    deadline = joining(10.0)
-    longer = after(deadline, PhaseTime(100.0))
+    deadline = Deadline.expecting(10.0, 5.0)
+    longer = deadline.after(PhaseTime(100.0))
     assert longer.seconds == pytest.approx(300.0)
-    shorter = after(longer, PhaseTime(1.0))
+    shorter = longer.after(PhaseTime(1.0))
     assert 0.8 * longer.seconds < shorter.seconds < longer.seconds
     for _ in range(100):
-        shorter = after(shorter, PhaseTime(10.0))
+        shorter = shorter.after(PhaseTime(10.0))
     assert shorter.seconds == pytest.approx(30.0)
 
 
 def test_it_grows_when_members_were_cut_off_and_comes_back_when_they_are_not() -> None:
-    deadline = reducing(10.0)
-    grown = after(deadline, PhaseTime(5.0, cut_off=1))
+    deadline = Deadline.expecting(10.0, 10.0)
+    grown = deadline.after(PhaseTime(5.0, cut_off=1))
     assert grown.seconds == pytest.approx(2 * deadline.seconds)
     for _ in range(100):
-        grown = after(grown, PhaseTime(10.0))
+        grown = grown.after(PhaseTime(10.0))
     assert grown.seconds == pytest.approx(30.0)
 
 
 def test_the_dead_do_not_make_it_grow_for_ever() -> None:
-    deadline = joining(10.0)
+    deadline = Deadline.expecting(10.0, 5.0)
     for _ in range(50):
-        deadline = after(deadline, PhaseTime(5.0, cut_off=3))
+        deadline = deadline.after(PhaseTime(5.0, cut_off=3))
     assert deadline.seconds == 1800.0
-    assert after(deadline, PhaseTime(5.0)).seconds < 1800.0
+    assert deadline.after(PhaseTime(5.0)).seconds < 1800.0
 
 
 @given(st.floats(0.0, 1e5), st.lists(st.builds(PhaseTime, st.floats(0.0, 1e5), st.integers(0, 3)), max_size=30))
 def test_a_deadline_stays_within_its_limits_and_covers_the_last_round(
     estimate: float, history: list[PhaseTime]
 ) -> None:
-    deadline = joining(estimate)
+    deadline = Deadline.expecting(estimate, 5.0)
     for took in history:
-        deadline = after(deadline, took)
+        deadline = deadline.after(took)
         assert 5.0 <= deadline.seconds <= 1800.0
         if not took.cut_off:
             assert deadline.seconds >= min(took.seconds, 1800.0)

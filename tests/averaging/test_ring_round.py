@@ -21,7 +21,7 @@ OWNERS = ("a", "b", "c")
 
 def a_round(owners: Sequence[str] = OWNERS, max_attempts: int = 5, **history: Any) -> RingRound:
     settings = RoundSettings(join_seconds=10.0, reduce_seconds=20.0, outlier=10.0, max_attempts=max_attempts)
-    return RingRound(8, dict.fromkeys(owners, 100), RingHistory(**{"committed": 7, **history}), settings, now=1000.0)
+    return RingRound(dict.fromkeys(owners, 100), RingHistory(**{"committed": 7, **history}), settings, now=1000.0)
 
 
 def join(samples: int = 100, norm: float = 1.0, committed: int = 7, **changes: Any) -> Join:

@@ -133,7 +133,7 @@ class Rounds:
         settings = RoundSettings(deadlines.joining.seconds, deadlines.reducing.seconds, self._outlier)
         for ring in self._rings:
             if fragment in (0, ring.plan.fragment + 1):
-                ring_round = RingRound(self._round, ring.owners_in(owners), ring.history, settings, self._began)
+                ring_round = RingRound(ring.owners_in(owners), ring.history, settings, self._began)
                 self._live[ring.plan.ring] = LiveRing(ring, ring_round)
         self._settle()
         return self._round

@@ -16,7 +16,7 @@ from tests.provider.rings.averaged_swarm import AveragedSwarm, check, direct_mea
 from tests.provider.rings.joined_rings import run
 
 A, B = "c0s0", "c1s0"
-SOON = Deadline(seconds=0.2, usual_seconds=0.05, min_seconds=0.2)
+SOON = Deadline(usual_seconds=0.05, min_seconds=0.2)
 
 
 async def learn(swarm: AveragedSwarm, seed: int, *counts: int) -> None:
