@@ -305,10 +305,7 @@ def test_fewer_than_two_members_or_no_samples_end_the_round() -> None:
     ring.gone("a", "x", 1002.0)
     actions = ring.gone("b", "x", 1003.0)
     # It may reconnect before it knows that the round is over for it.
-    assert only(Abort, actions) == [
-        Abort(("b",), "it is gone: x"),
-        Abort(("c",), "of 3 owners only c is left to average with"),
-    ]
+    assert [abort.nodes for abort in only(Abort, actions)] == [("b",), ("c",)]
     assert ring.outcome == "aborted" and ring.deadline is None
 
     ring = a_round()
@@ -316,7 +313,7 @@ def test_fewer_than_two_members_or_no_samples_end_the_round() -> None:
     assert abort.nodes == OWNERS and "no owner has learned" in abort.reason
 
     ring = a_round()
-    assert only(Abort, ring.tick(1010.0)) == [Abort((), "of 3 owners none is left to average with")]
+    assert [abort.nodes for abort in only(Abort, ring.tick(1010.0))] == [()]
     assert ring.outcome == "aborted"
 
 
@@ -339,7 +336,8 @@ def test_a_blamed_member_is_left_out() -> None:
     begun(ring)
     actions = ring.failed("c", 1, "b", "values that are not finite", 1003.0)
     assert ("left_out", "b") in notices(actions)
-    assert only(Abort, actions) == [Abort(("b",), "c says: values that are not finite")]
+    [abort] = only(Abort, actions)
+    assert abort.nodes == ("b",) and "values that are not finite" in abort.reason
     assert [m.node for m in only(Begin, actions)[0].members] == ["a", "c"]
 
 

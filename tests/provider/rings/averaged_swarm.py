@@ -18,7 +18,7 @@ class AveragedSwarm(JoinedRings):
 
     def __init__(self, cuts: Sequence[Sequence[int]], outlier: float | None = None, **more: Any) -> None:
         super().__init__(cuts, **more)
-        self.events: list[tuple[str, str]] = []
+        self.events: list[dict[str, Any]] = []
         self.keep_back: Callable[[str, CoordinatorMessage], bool] = lambda node_id, message: False
         """Selects the orders that the owners do not receive."""
         self.kept: list[tuple[str, CoordinatorMessage]] = []
@@ -78,7 +78,11 @@ class AveragedSwarm(JoinedRings):
             owner.obey(average=Average(deployment=DEPLOYMENT, round=number))
 
     def kinds(self) -> list[str]:
-        return [kind for kind, _ in self.events]
+        return [event["kind"] for event in self.events]
+
+    def told(self, kind: str) -> list[str | None]:
+        """The providers that the events of this kind are about."""
+        return [event.get("provider") for event in self.events if event["kind"] == kind]
 
     async def _hear(self, owner: Owner) -> None:
         while True:
@@ -93,8 +97,8 @@ class AveragedSwarm(JoinedRings):
         else:
             self._held.append((node_id, message))
 
-    def _emit(self, kind: str, reason: str, **_: Any) -> None:
-        self.events.append((kind, reason))
+    def _emit(self, kind: str, reason: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, "reason": reason, **fields})
 
 
 def direct_mean(states: Sequence[Mapping[str, Tensor]], samples: Sequence[int]) -> dict[str, Tensor]:

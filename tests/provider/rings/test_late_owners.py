@@ -63,8 +63,7 @@ def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learned_onc
             first = [cluster.state() for cluster in swarm.clusters]
             mean = direct_mean(first, [16, 8])
             await late_round(swarm)
-            [late] = [reason for kind, reason in swarm.events if kind == "late"]
-            assert late.startswith(f"{B} has not said that it took the mean of round 1")
+            assert swarm.told("late") == [B]
             assert swarm.kinds()[-1] == "round", "it counts all the same"
             check(swarm.clusters[0].state(), mean)
             check(swarm.clusters[1].state(), first[1])
@@ -188,7 +187,7 @@ def test_one_that_was_disconnected_when_a_round_ended_joins_the_next_one() -> No
             swarm.rounds.heard = until_reduced  # type: ignore[method-assign]
             await swarm.average_now(complete=False)
             swarm.rounds.heard = heard  # type: ignore[method-assign]
-            assert ("left_out", "it is gone: its line broke") in swarm.events
+            assert swarm.told("left_out") == ["c2s0"]
             async with asyncio.timeout(5.0):
                 await swarm.average_now()
             assert have_same_state(swarm)
@@ -228,8 +227,7 @@ def test_one_that_is_far_beyond_the_others_for_three_rounds_goes_on_from_their_m
             others = [cluster.state() for cluster in swarm.clusters[1:]]
             # Two clusters have averaged nothing since the first round; of three, the other two have.
             await swarm.average_now()
-            [(_, reason)] = [event for event in swarm.events if event[0] == "dropped"]
-            assert "is left out, and so it was 2 times before: what it has learned since is dropped" in reason
+            assert swarm.told("dropped") == [A] and swarm.told("left_out") == [A, A]
             assert have_same_state(swarm)
             floats = {n for n, t in others[0].items() if t.is_floating_point()}
             want = direct_mean(others, [1] * len(others))
