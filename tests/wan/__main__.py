@@ -1,7 +1,7 @@
-"""The lab at the command line: create one, open shells on its hosts, change its links while it runs.
+"""Command line of the WAN lab: creates a lab, opens shells on its hosts, and changes its links while it runs.
 
 python -m tests.wan up --host a:20/100:nat --host b --delay 20    # or: up lab.toml
-python -m tests.wan shell a                                       # in other terminals, from here on
+python -m tests.wan shell a                                       # from here on in other terminals
 python -m tests.wan set a b --delay 50 --loss 0.01
 python -m tests.wan cut a b
 """
@@ -20,7 +20,7 @@ from tests.wan.topology import Host, HostChanges, Path, PathChanges, Topology, r
 
 
 def main() -> int:
-    """The exit status: that of the command run on a host, or 2 with one sentence when something is wrong."""
+    """Returns the exit status: that of the command on a host, or 2 after an error message of one sentence."""
     arguments = _parser().parse_args()
     try:
         return int(arguments.do(arguments) or 0)
@@ -97,7 +97,7 @@ def _measure(arguments: argparse.Namespace) -> None:
 def _calibrate(arguments: argparse.Namespace) -> None:
     cells = CELLS[::4] if arguments.quick else CELLS
     print(
-        f"{'Mbit/s':>7}{'RTT ms':>8}  {'ping ms least':>13}{'median':>9}  {'TCP Mbit/s':>10}{'of rate':>9}  switch busy"
+        f"{'Mbit/s':>7}{'RTT ms':>8}  {'ping ms min':>13}{'median':>9}  {'TCP Mbit/s':>10}{'of rate':>9}  switch busy"
     )
     for rate_mbps, rtt_ms in cells:
         row = calibrate(rate_mbps, rtt_ms, seconds=2.0 if arguments.quick else 4.0)
@@ -110,7 +110,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     ring = calibrate_ring(hosts=8, rate_mbps=100, rtt_ms=50, seconds=2.0 if arguments.quick else 4.0)
     print(
         f"{ring.hosts} hosts in a ring, {ring.rate_mbps:g} Mbit/s and 50 ms each: "
-        f"TCP payload {ring.tcp_mbps:.0f} Mbit/s together, switch busy {ring.busy_fraction:.2f}"
+        f"total TCP payload {ring.tcp_mbps:.0f} Mbit/s, switch busy {ring.busy_fraction:.2f}"
     )
 
 
@@ -151,7 +151,7 @@ def _rate(rate_mbps: float | None) -> str:
 
 
 def _run(lab: RunningLab, host: str, command: list[str]) -> int:
-    """Runs a command, or without one the user's shell, on a host with this terminal; returns its exit status."""
+    """Runs a command on a host in this terminal, or the user's shell if there is none; returns its exit status."""
     environment = {**os.environ, "WAN_HOST": host}
     return lab.host(host).run(command or [os.environ.get("SHELL", "sh")], env=environment).returncode
 
@@ -187,7 +187,9 @@ def _parse_host(text: str) -> Host:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.wan", description="Real hosts on one machine, far apart.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.wan", description="Simulated internet between real hosts on one machine."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     path_settings = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
@@ -195,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     path_settings.add_argument("--loss", type=float, metavar="FRACTION", help="of packets, 0 to 1")
     path_settings.add_argument("--rate", type=_limit, metavar="MBPS", help="of the path itself; - for no limit")
     running = argparse.ArgumentParser(add_help=False)
-    running.add_argument("--lab", help="which lab, when several run")
+    running.add_argument("--lab", help="name of the lab, if several run")
     ends = argparse.ArgumentParser(add_help=False)
     ends.add_argument("source")
     ends.add_argument("target")
@@ -227,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     measure = commands.add_parser("measure", parents=[running, ends], help="round trip and TCP throughput")
     measure.add_argument("--seconds", type=float, default=5.0)
     measure.set_defaults(do=_measure)
-    calibration = commands.add_parser("calibrate", help="how exact this machine's labs are, in labs of its own")
+    calibration = commands.add_parser("calibrate", help="measure the accuracy of labs on this machine, in new labs")
     calibration.add_argument("--quick", action="store_true", help="three cells, two seconds each")
     calibration.set_defaults(do=_calibrate)
     return parser

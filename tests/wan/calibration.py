@@ -1,4 +1,4 @@
-"""How exact the lab is on this machine: what a TCP connection and a datagram get of what was set."""
+"""Accuracy of the lab on this machine: measured TCP throughput and round-trip time against the configured values."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +33,9 @@ class Calibration:
     min_ms: float
     median_ms: float
     tcp_mbps: float
-    """TCP payload once the start is over. Headers take their share: 0.965 of a line's rate is the most there can be."""
+    """TCP payload after the warm-up. Because of the headers it is at most 0.965 of the line's rate."""
     busy_fraction: float
-    """Of one core, the switch with the kernel's work for the receiving host, during the TCP transfer."""
+    """Share of one core that the switch uses during the TCP transfer, with the kernel's work for the receiving host."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class RingCalibration:
     hosts: int
     rate_mbps: float
     tcp_mbps: float
-    """TCP payload of all hosts together; 0.965 of their rates less what the acknowledgements take is the most."""
+    """Total TCP payload of all hosts; at most 0.965 of their rates, less the acknowledgements."""
     busy_fraction: float
 
 
 def calibrate(rate_mbps: float | None, rtt_ms: float, seconds: float) -> Calibration:
-    """Measures two hosts with lines of that rate both ways; TCP for that long after a warm-up."""
+    """Measures two hosts with lines of that rate in both directions; TCP for `seconds` after a warm-up."""
     hosts = [Host(name, up_mbps=rate_mbps, down_mbps=rate_mbps) for name in "ab"]
     with Lab(hosts, Path(delay_ms=rtt_ms / 2)) as lab:
         a, b = lab.host("a"), lab.host("b")
@@ -60,7 +60,7 @@ def calibrate(rate_mbps: float | None, rtt_ms: float, seconds: float) -> Calibra
 
 
 def calibrate_ring(hosts: int, rate_mbps: float, rtt_ms: float, seconds: float) -> RingCalibration:
-    """Measures how much the switch can carry: every host sends to the next one, all lines full both ways."""
+    """Measures the capacity of the switch: every host sends to the next one, all lines are full in both directions."""
     names = [f"h{number}" for number in range(hosts)]
     lines = [Host(name, up_mbps=rate_mbps, down_mbps=rate_mbps) for name in names]
     with Lab(lines, Path(delay_ms=rtt_ms / 2)) as lab, ThreadPoolExecutor(hosts) as pool:

@@ -1,4 +1,4 @@
-"""How a lab, or a person at a second terminal, speaks to a running switch: a line of JSON there, a line back."""
+"""Control connection to a running switch, for a lab or a second terminal: one line of JSON per request and answer."""
 
 import json
 import socket
@@ -36,7 +36,7 @@ class Control:
         self._lines = self._socket.makefile("rb")
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Has the switch do something. ValueError when it refuses, LabError when it is gone."""
+        """Sends a request and returns the answer. ValueError: the switch refuses; LabError: it is gone."""
         with self._lock:
             try:
                 self._socket.sendall(json.dumps({"do": do, **arguments}).encode() + b"\n")

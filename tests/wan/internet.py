@@ -1,4 +1,4 @@
-"""Commands of Ravnest on the hosts of a lab: `ravnest serve` at home, and a `ravnest join` on every other host."""
+"""Ravnest on the hosts of a lab: `ravnest serve` on the host `home`, and `ravnest join` on every other host."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from tests.wan import Lab
 
 
 class Internet:
-    """The hosts, and the commands that run on them until the stack ends."""
+    """The hosts of a lab, and the commands that run on them until the exit stack closes."""
 
     def __init__(self, lab: Lab, providers: Sequence[str], folder: Path, stack: ExitStack) -> None:
         self.lab = lab
@@ -23,7 +23,7 @@ class Internet:
         self._stack = stack
 
     def train(self, job: str) -> tuple[Running, list[Running]]:
-        """One cluster of all providers trains the job, which is the text of a file."""
+        """Starts one cluster of all providers; `job` is the text of the job file. Returns the running commands."""
         home = self.lab.host("home")
         (self.folder / "job.py").write_text(job)
         size = ("--providers", str(len(self._providers)), "--clusters", "1")
@@ -55,14 +55,14 @@ class Internet:
 
 
 def stages(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the first cluster."""
+    """The stages of the first cluster."""
     found = summary["clusters"][0]["stages"]
     assert isinstance(found, list)
     return found
 
 
 def ended_well(running: Running) -> str:
-    """What the command said to its end."""
+    """Waits for the command, which must end without an error, and returns its output."""
     said = running.to_the_end()
     assert running.process.returncode == 0, said
     assert "Traceback" not in said, said

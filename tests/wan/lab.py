@@ -1,12 +1,12 @@
-"""Real hosts on one machine: each a network namespace with its own line, joined by one switch that slows and loses.
+"""WAN lab: real hosts on one machine, each a network namespace with its own line, connected by one switch.
 
     with Lab([Host("a", up_mbps=20, down_mbps=100, nat=True), Host("b")], default=Path(delay_ms=20)) as lab:
         server = lab.host("b").popen(["python3", "-m", "http.server"])
         lab.pair("a", "b").set(delay_ms=50, loss=0.01)
         lab.cut("a", "b")
 
-However the `with` block ends, the processes on the hosts are killed and everything is removed. When the owner itself is
-killed the switch does that, and when the switch is killed too, the next lab.
+However the `with` block ends, the processes on the hosts are killed and everything is removed. If the owner itself is
+killed, the switch does that; if the switch is killed too, the next lab does.
 """
 
 import functools
@@ -36,10 +36,10 @@ _STOP_SECONDS: Final = 10.0
 
 
 class RunningLab:
-    """A lab that runs, whoever owns it: its hosts and paths, to use and to change."""
+    """A running lab, of this process or another: its hosts and paths."""
 
     def __init__(self, name: str) -> None:
-        """Attaches to the lab of that name. LabError when its switch cannot be reached."""
+        """Attaches to the lab of that name. LabError: its switch cannot be reached."""
         self.name = name
         self._processes: list[warm.Process] = []
         self._attach(Control(name))
@@ -55,28 +55,28 @@ class RunningLab:
         return self.hosts[name]
 
     def path(self, source: str, target: str) -> "LabPath":
-        """What lies between two hosts, in one direction."""
+        """The path between two hosts, in one direction."""
         return LabPath(self, ((self.host(source).name, self.host(target).name),))
 
     def pair(self, one: str, other: str) -> "LabPath":
-        """What lies between two hosts, both ways."""
+        """The paths between two hosts, in both directions."""
         return LabPath(self, ((self.host(one).name, self.host(other).name), (other, one)))
 
     def cut(self, one: str, other: str) -> None:
-        """Nothing passes between the two any more; `lab.path(…).cut()` cuts one way."""
+        """Cuts both directions; `lab.path(…).cut()` cuts one."""
         self.pair(one, other).cut()
 
     def heal(self, one: str, other: str) -> None:
         self.pair(one, other).heal()
 
     def status(self) -> dict[str, Any]:
-        """Every setting and counter: `addresses` and `hosts` by name, the list `paths`, and of the switch itself
-        `real_time` (has it that priority?) and `busy_seconds`.
+        """Every setting and counter: `addresses` and `hosts` by name, the list `paths`, and for the switch itself
+        `real_time` (whether it has real-time priority) and `busy_seconds`.
         """
         return self.ask("status")
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Speaks to the switch. ValueError when it refuses, LabError when it is gone."""
+        """Sends a request to the switch. ValueError: it refuses; LabError: it is gone."""
         return self._control.ask(do, **arguments)
 
     def started(self, process: "warm.Process") -> None:
@@ -84,10 +84,10 @@ class RunningLab:
 
 
 class Lab(RunningLab):
-    """A lab of one's own, from `with` to its end.
+    """A lab that this process owns, for the duration of a `with` block.
 
-    - A host or path that makes no sense is a ValueError, before anything is built.
-    - Where the machine cannot run labs, entering raises LabError with what `Lab.unavailable()` says.
+    - ValueError, before anything is built: a host or path has invalid settings.
+    - LabError on entering: the machine cannot run labs; the message is that of `Lab.unavailable()`.
     """
 
     def __init__(
@@ -98,14 +98,19 @@ class Lab(RunningLab):
         *,
         seed: int = 0,
     ) -> None:
-        """`default` lies between every ordered pair for which `paths` has nothing else; `seed` fixes what is lost."""
+        """`default` is the path of every ordered pair that is not in `paths`; `seed` determines the lost packets."""
         self.topology = Topology(tuple(hosts), default or Path(), paths or {}, seed)
 
     @staticmethod
     @functools.cache
     def unavailable() -> str | None:
-        """Why there can be no lab on this machine and what would help, or None where there can."""
+        """The reason why this machine cannot run a lab, with the remedy, or None if it can."""
         return namespaces.unavailable()
+
+    @property
+    def switch_pid(self) -> int:
+        """Process id of the switch of a lab that has been entered."""
+        return self._switch.pid
 
     def __enter__(self) -> Self:
         if reason := self.unavailable():
@@ -125,11 +130,11 @@ class Lab(RunningLab):
         self.close()
 
     def close(self) -> None:
-        """Kills what runs on the hosts and removes the lab; does nothing when that is done already."""
+        """Kills the processes on the hosts and removes the lab; does nothing the second time."""
         self._undo.close()
 
     def _build(self, network: str, undo: ExitStack) -> None:
-        """Builds the lab, and notes on the way how to undo each step."""
+        """Builds the lab, and registers the undoing of each step."""
         topology = self.topology
         addresses = {host.name: f"{network}.{number}" for number, host in enumerate(topology.hosts, 1)}
         undo.callback(namespaces.remove, self.name)
@@ -141,7 +146,7 @@ class Lab(RunningLab):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the lab, which then ends the switch
+            start_new_session=True,  # Ctrl-C goes to the lab, which then ends the switch
         )
         undo.callback(self._end_switch)
         description = {
@@ -160,7 +165,7 @@ class Lab(RunningLab):
         self._switch.stdin.write(json.dumps(description) + "\n")
         self._switch.stdin.flush()
         if not self._switch.stdout.readline():
-            raise LabError("the switch of the lab did not start; what it wrote to standard error says why")
+            raise LabError("the switch of the lab did not start; its standard error has the reason")
         control = Control(self.name)
         undo.callback(control.close)
         self._attach(control)
@@ -169,7 +174,7 @@ class Lab(RunningLab):
             namespaces.configure(namespaces.namespace(self.name, host), address)
 
     def _end_processes(self) -> None:
-        # One that was only just started may not have entered its namespace yet, and would not be found there.
+        # A process that has just been started may not have entered its namespace yet, and would not be found there.
         for process in self._processes:
             process.kill()
         namespaces.end_processes(self.name)
@@ -191,7 +196,7 @@ class LabHost:
         self._lab = lab
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` on this host; it replaces itself, so that its process is the program's."""
+        """The command line that runs `argv` on this host; it replaces itself by the program, so signals reach that."""
         return ["ip", "netns", "exec", self.namespace, *argv]
 
     def popen(self, argv: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
@@ -201,13 +206,13 @@ class LabHost:
         return process
 
     def warm(self, argv: Sequence[str], **options: Any) -> "warm.Process":
-        """The same for `ravnest` or a program of these tests, which begins with its imports done."""
+        """Starts `ravnest`, or a program of these tests, in the same way, with its imports already done."""
         process = warm.started(self.command(argv), **options)
         self._lab.started(process)
         return process
 
     def run(self, argv: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[Any]":
-        """Runs a program on this host to its end; options as for `subprocess.run`."""
+        """Runs a program on this host and waits for it; options as for `subprocess.run`."""
         return subprocess.run(self.command(argv), **options)
 
     def open_socket(self, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
@@ -215,18 +220,18 @@ class LabHost:
         return namespaces.open_socket(self.namespace, kind)
 
     def set(self, **changes: Unpack[HostChanges]) -> None:
-        """Changes the host's lines; what is not named stays. A rate of None is no limit."""
+        """Changes the given settings of the host's lines. A rate of None is no limit."""
         self._lab.ask("set_host", host=self.name, changes=changes)
 
     def block_inbound(self) -> None:
-        """Puts the host behind a NAT: nobody can open a connection to it; those that are open live on."""
+        """Puts the host behind a NAT: other hosts cannot open connections to it; open connections stay."""
         self.set(nat=True)
 
     def allow_inbound(self) -> None:
         self.set(nat=False)
 
     def unplug(self) -> None:
-        """Cuts the host off from all others."""
+        """Cuts all paths from and to this host."""
         self._all_paths().cut()
 
     def plug_in(self) -> None:
@@ -243,19 +248,19 @@ class LabHost:
 
 
 class LabPath:
-    """One path of a running lab, or several that are changed together."""
+    """One path of a running lab, or several paths that are changed together."""
 
     def __init__(self, lab: RunningLab, ways: tuple[tuple[str, str], ...]) -> None:
         self._lab = lab
         self._ways = ways
 
     def set(self, **changes: Unpack[PathChanges]) -> None:
-        """Changes the path; what is not named stays. A rate of None is no limit."""
+        """Changes the given settings of the path. A rate of None is no limit."""
         for source, target in self._ways:
             self._lab.ask("set_path", source=source, target=target, changes=changes)
 
     def cut(self) -> None:
-        """Nothing comes out at the far end any more, what is on its way included."""
+        """Loses all packets from now on, including those in transit."""
         self._cut(True)
 
     def heal(self) -> None:
@@ -263,7 +268,7 @@ class LabPath:
 
     @property
     def counters(self) -> PathCounters:
-        """What passed and what did not; of several paths the sum."""
+        """Packets passed and lost; for several paths the sum."""
         every = {(entry["source"], entry["target"]): entry["counters"] for entry in self._lab.status()["paths"]}
         names = PathCounters.__dataclass_fields__
         return PathCounters(**{name: sum(every[way][name] for way in self._ways) for name in names})

@@ -1,11 +1,11 @@
-"""One end of a link between two stages, as a process of its own on a host of a lab: says when its connection breaks and
-comes back, and sends frames as fast as they go if it is told to.
+"""One end of a link between two stages, as a process on a host of a lab: prints when its connection breaks and returns,
+and sends frames as fast as possible if FRAME_BYTES is not 0.
 
     python -m tests.wan.link_end FOLDER called HOST:PORT FRAME_BYTES
     python -m tests.wan.link_end FOLDER dials HOST:PORT FRAME_BYTES
 
-FOLDER has an identity for each end, made with `make_ends`. A line on standard output is a moment of the clock that all
-hosts of a lab share, and a word: "up", "down", or "got" for a frame that has come.
+FOLDER has an identity for each end, made with `make_ends`. Each line on standard output is a time of the clock that all
+hosts of a lab share, and a word: "up", "down", or "got" for a frame that has arrived.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from ravnest.net.streams.resumable_link import ResumableLink
 
 
 def make_ends(folder: Path) -> None:
-    """Makes the identities of both ends, of one swarm."""
+    """Creates the identities of both ends, in one swarm."""
     admission = Admission.in_memory()
     (folder / "authority.pem").write_bytes(certificate_pem(admission.authority.certificate))
     for name in ("called", "dials"):

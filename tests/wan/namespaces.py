@@ -1,7 +1,7 @@
-"""Network namespaces, one per host, and the TUN device in each; named for their owner, so that leftovers are known.
+"""Network namespaces, one per host, and the TUN device in each; named after their owner, so that leftovers are found.
 
-A lab's name carries its owner's process id and start time. What belongs to an owner that is no more may be removed by
-anybody: `sweep` does so, and every new lab calls it.
+A lab's name contains its owner's process id and start time. Any process may remove the remains of an owner that has
+ended: `sweep` does so, and every new lab calls it.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ _IFF_TUN_NO_PI_VNET_HDR: Final = 0x0001 | 0x1000 | 0x4000
 _CHECKSUM_AND_TCP4: Final = 0x01 | 0x02
 _CLONE_NEWNET: Final = 0x40000000
 
-# Long fat links need large windows; and one connection's fate must not be remembered for the next one.
+# Fast links with a high latency need large windows; and the metrics of one connection must not affect the next.
 _SYSCTLS: Final = {
     "tcp_rmem": "4096 131072 67108864",
     "tcp_wmem": "4096 65536 67108864",
@@ -41,7 +41,7 @@ _SYSCTLS: Final = {
 
 
 def lab_name(serial: int) -> str:
-    """A name for the `serial`-th lab of this process, which no other process on this machine uses."""
+    """A unique name on this machine for the `serial`-th lab of this process."""
     return f"{PREFIX}.{os.getpid()}.{_start_time(os.getpid())}.{serial}"
 
 
@@ -65,12 +65,12 @@ def configure(name: str, address: str) -> None:
 
 
 def open_tun(name: str) -> int:
-    """Creates the device of a namespace and returns its descriptor; the device ends when that is closed."""
+    """Creates the device of a namespace and returns its descriptor; closing the descriptor removes the device."""
     with inside(name):
         device = _tun()
         for key, value in _SYSCTLS.items():
             Path("/proc/sys/net/ipv4", key).write_text(value)
-    # Without it the kernel hands over single packets: slower, but as right.
+    # Without offloading the kernel hands over single packets: slower, but still correct.
     with suppress(OSError):
         fcntl.ioctl(device, _TUNSETOFFLOAD, _CHECKSUM_AND_TCP4)
     os.set_blocking(device, False)
@@ -85,7 +85,7 @@ def open_socket(name: str, kind: socket.SocketKind) -> socket.socket:
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """Moves the calling thread, and nothing else, into a namespace for a moment."""
+    """Moves only the calling thread into a namespace, for the duration of the block."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         target = os.open(_NAMES / name, os.O_RDONLY)
@@ -102,7 +102,7 @@ def inside(name: str) -> Iterator[None]:
 
 
 def end_processes(lab: str) -> None:
-    """Kills every process in a lab's namespaces, until none is left: a killed one may just have started another."""
+    """Kills every process in a lab's namespaces, until none is left: a killed process may just have started another."""
     wanted = set()
     for name in _listed(lab):
         with suppress(OSError):
@@ -119,17 +119,17 @@ def end_processes(lab: str) -> None:
 
 
 def remove(lab: str) -> None:
-    """Ends a lab's processes, and removes its namespaces and its folder. Where nothing is left, it does nothing."""
+    """Ends a lab's processes, and removes its namespaces and its folder, if there are any."""
     end_processes(lab)
     for name in _listed(lab):
-        # Another process may be sweeping the same remains.
+        # Another process may be removing the same remains.
         with suppress(LabError):
             _ip("netns", "delete", name)
     shutil.rmtree(RUNNING / lab, ignore_errors=True)
 
 
 def sweep() -> list[str]:
-    """Removes what labs have left behind whose owner was killed; returns their names."""
+    """Removes the remains of labs whose owner was killed; returns their names."""
     labs = {".".join(name.split(".")[:4]) for name in _listed()}
     if RUNNING.is_dir():
         labs |= {folder.name for folder in RUNNING.iterdir()}
@@ -140,14 +140,16 @@ def sweep() -> list[str]:
 
 
 def unavailable() -> str | None:
-    """Why this machine can run no lab, with the remedy, or None where it can."""
+    """The reason why this machine cannot run a lab, with the remedy, or None if it can."""
     if not hasattr(os, "pidfd_open"):
         return "the WAN lab needs Linux 5.3 or newer"
     if shutil.which("ip") is None:
         return "the WAN lab needs the command `ip`: apt-get install iproute2"
     if not os.path.exists(_TUN):
         return f"the WAN lab needs {_TUN}: modprobe tun, or give the container that device"
-    probe = namespace(lab_name(-1), "probe")  # named as a lab is, so that it is swept when we are killed here
+    probe = namespace(
+        lab_name(-1), "probe"
+    )  # named like a lab, so that it is removed later if this process is killed here
     try:
         add([probe])
         try:
@@ -219,7 +221,7 @@ def _owner_lives(lab: str) -> bool:
 
 
 def _start_time(pid: int) -> int:
-    """When a process started, in the kernel's ticks: with the pid it names a process for good."""
+    """Start time of a process, in the kernel's ticks; together with the pid it identifies a process."""
     return int(_stat(pid)[19])
 
 
@@ -228,5 +230,5 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat that follow the program's name, which may itself hold blanks and brackets."""
+    """The fields of /proc/PID/stat after the program's name, which may contain blanks and brackets."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""For tests that need a lab: where there can be none they are skipped with the reason, and in CI they fail with it."""
+"""Skip for tests that need a lab on machines that cannot run one; in CI such tests fail instead."""
 
 import os
 
@@ -8,7 +8,7 @@ from tests.wan.lab import Lab
 
 
 def need_lab() -> None:
-    """Returns where a lab can run. Skips the calling test elsewhere; fails it where `CI=true` is set."""
+    """Returns if a lab can run here. Otherwise skips the calling test, or fails it if `CI=true` is set."""
     if reason := Lab.unavailable():
         if os.environ.get("CI") == "true":
             pytest.fail(reason, pytrace=False)

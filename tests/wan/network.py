@@ -1,4 +1,4 @@
-"""The network between the hosts, in virtual time: uplink, path, downlink, and what is lost on the way."""
+"""Network between the hosts, in virtual time: uplink, path, downlink, and lost packets."""
 
 import random
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from tests.wan.shaping import Agenda, Line, chunk_bytes, survivors
 from tests.wan.topology import Host, Path, Topology
 
 _LATE_SHARE = 0.01
-"""Of a path's delay: so late a frame may come out, together with others. Being woken for each would keep the switch
-busy with little else."""
+"""Share of a path's delay by which a frame may arrive late, together with others. To wake up for each frame would keep
+the switch busy."""
 
 Deliver = Callable[[bytes], None]
 _Settings = TypeVar("_Settings", Host, Path)
@@ -19,7 +19,7 @@ _Settings = TypeVar("_Settings", Host, Path)
 
 @dataclass
 class HostCounters:
-    """What passed a host's lines, in bytes of IP packets. Packets are segments, however the kernel bundled them."""
+    """Traffic on a host's lines, in bytes of IP packets. Packets are segments, even if the kernel bundles them."""
 
     sent_bytes: int = 0
     sent_packets: int = 0
@@ -28,25 +28,25 @@ class HostCounters:
     uplink_dropped_packets: int = 0
     downlink_dropped_packets: int = 0
     blocked_packets: int = 0
-    """Turned away because the host is behind a NAT."""
+    """Blocked because the host is behind a NAT."""
 
 
 @dataclass
 class PathCounters:
-    """What came out at a path's far end, and why the rest did not."""
+    """Packets that passed a path, and those that did not, by reason."""
 
     passed_bytes: int = 0
     passed_packets: int = 0
     lost_packets: int = 0
     cut_packets: int = 0
     dropped_packets: int = 0
-    """Found the path's own queue full."""
+    """Dropped because the path's own queue was full."""
 
 
 class Network:
-    """Takes the frames that hosts send, and calls their `deliver` when and if the frames arrive.
+    """Accepts the frames that hosts send, and calls the receiver's `deliver` when they arrive, unless they are lost.
 
-    `run(now)` must be called when `due()` has come, and before every `accept`.
+    `run(now)` must be called at the time `due()`, and before every `accept`.
     """
 
     def __init__(self, topology: Topology, addresses: dict[str, bytes], deliver: dict[str, Deliver]) -> None:
@@ -67,13 +67,13 @@ class Network:
         self.run = self._agenda.run
 
     def accept(self, now: float, source: str, data: bytes) -> None:
-        """A host sends. What is not for another host of the lab goes nowhere."""
+        """Accepts a frame from a host. A frame that is not for another host of the lab is lost."""
         frame = parse(data)
         if frame is not None:
             self._ends[source].send(now, frame)
 
     def change_host(self, name: str, changes: dict[str, Any]) -> None:
-        """Sets some of a host's settings. ValueError when they make no sense; then nothing has changed."""
+        """Changes some of a host's settings. ValueError: they are invalid; nothing has changed."""
         end = self._end(name)
         end.set(_changed(end.host, changes))
         for way in self._ways.values():
@@ -81,12 +81,12 @@ class Network:
                 way.fit_chunks()
 
     def change_path(self, source: str, target: str, changes: dict[str, Any]) -> None:
-        """Sets some of a path's settings. ValueError when they make no sense; then nothing has changed."""
+        """Changes some of a path's settings. ValueError: they are invalid; nothing has changed."""
         way = self._way(source, target)
         way.set(_changed(way.settings, changes))
 
     def cut(self, source: str, target: str, cut: bool) -> None:
-        """While a path is cut nothing comes out of it, what was on its way included."""
+        """Cuts or heals a path. A path that is cut loses all frames, including those in transit."""
         self._way(source, target).cut = cut
 
     def status(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class _Way:
             self._line.offer(now, frame)
 
     def _travel(self, now: float, frame: Frame) -> None:
-        # After the delay was shortened, later frames still must not overtake those that are on their way.
+        # After the delay was shortened, later frames still must not overtake those in transit.
         self._last_arrival = max(now + self.delay_seconds, self._last_arrival)
         if self._last_arrival <= now:
             self._arrive(now, frame)

@@ -1,8 +1,8 @@
-"""Frames as a TUN device hands them over: a virtio header, then an IPv4 packet of one segment or of many.
+"""Frames of a TUN device: a virtio header, then an IPv4 packet of one or several segments.
 
-With offloading on, the kernel passes a burst of TCP segments as one large packet. That saves most of the work, but a
-slow line must not swallow 64 KiB at one gulp, and loss hits single segments: `Frame.part` cuts such a packet at
-segment borders into packets that the receiving kernel takes as if the sender had sent them.
+With offloading, the kernel passes a burst of TCP segments as one large packet. That saves most of the work, but a slow
+line must not transmit 64 KiB at once, and loss affects single segments. So `Frame.part` cuts such a packet at segment
+borders into packets that the receiving kernel accepts as if the sender had sent them.
 """
 
 import struct
@@ -34,16 +34,16 @@ class Frame:
 
     data: bytes
     target: bytes
-    """The IPv4 address it is for."""
+    """The IPv4 address of the receiver."""
     size_bytes: int
-    """What it would weigh on the wire, the headers of every segment included."""
+    """Its size on the wire, including the headers of every segment."""
     segments: int = 1
     header_bytes: int = 0
     payload_bytes: int = 0
-    """The payload of each segment (the last may have less); 0 where there is only one."""
+    """The payload of each segment (the last may have less); 0 if there is only one."""
 
     def part(self, first: int, last: int) -> "Frame":
-        """The segments from `first` up to but without `last`, as a frame of its own."""
+        """The segments from `first` up to, but not including, `last`, as a separate frame."""
         if first == 0 and last >= self.segments:
             return self
         last = min(last, self.segments)
@@ -56,7 +56,7 @@ class Frame:
             yield self.part(first, first + step)
 
     def fitting(self, room_bytes: int) -> "Frame | None":
-        """As many of the first segments as fit into `room_bytes`."""
+        """The first segments that fit into `room_bytes`."""
         if self.size_bytes <= room_bytes:
             return self
         count = room_bytes // (self.header_bytes + self.payload_bytes) if self.segments > 1 else 0
@@ -64,7 +64,7 @@ class Frame:
 
 
 def parse(data: bytes) -> Frame | None:
-    """The frame in what a TUN device gave, or None where it is not IPv4."""
+    """The frame in the data of a TUN device, or None if it is not IPv4."""
     if len(data) < _IP + 20 or data[_IP] >> 4 != 4:
         return None
     size = len(data) - VIRTIO_BYTES
@@ -78,32 +78,32 @@ def parse(data: bytes) -> Frame | None:
 
 
 class Nat:
-    """What a home router lets in: no new TCP connection, and datagrams only from where one was sent to before."""
+    """Filter of a home router: no new TCP connections from outside, and datagrams only from known addresses."""
 
     def __init__(self) -> None:
         self._opened: set[tuple[int, bytes, bytes]] = set()
 
     def outbound(self, frame: Frame) -> None:
-        """Remembers whom the host behind it writes to."""
+        """Remembers the address to which the host behind it sends."""
         data = frame.data
         if data[_PROTOCOL] != TCP:
             self._opened.add(_conversation(data, data[_TARGET], outbound=True))
 
     def admits(self, frame: Frame) -> bool:
-        """Whether a frame from outside comes through."""
+        """Whether a frame from outside may pass."""
         data = frame.data
         protocol = data[_PROTOCOL]
         if protocol == TCP:
             return data[_transport(data) + 13] & _SYN_ACK != _SYN
         if data[_IP + 6] & 0x1F or data[_IP + 7]:
-            return True  # a later fragment carries no ports, and is worthless without the first
+            return True  # a later fragment has no ports, and is useless without the first
         if protocol == ICMP and data[_transport(data)] not in (0, 8):
-            return True  # errors about what the host itself sent
+            return True  # errors about packets that the host itself sent
         return _conversation(data, data[_SOURCE], outbound=False) in self._opened
 
 
 def _conversation(data: bytes, peer: bytes, *, outbound: bool) -> tuple[int, bytes, bytes]:
-    """Protocol, the other side's address, and the ports seen from the host (of an echo request its identifier)."""
+    """Protocol, address of the other side, and the ports from the host's view (for an echo request its identifier)."""
     start = _transport(data)
     if data[_PROTOCOL] == ICMP:
         # An echo request from outside must not match the echo requests the host itself sent.
@@ -147,7 +147,7 @@ def _part(frame: Frame, first: int, last: int) -> Frame:
         head[tcp + 13] &= ~_FIN_PSH
     if first:
         head[tcp + 13] &= ~_CWR
-    # The kernel left the checksum to whoever puts the frame on a wire, and noted the pseudo header's sum in its place.
+    # The kernel left the checksum to the network card, and wrote the sum of the pseudo header in its place.
     pseudo = bytes(head[_SOURCE]) + bytes(head[_TARGET]) + struct.pack("!HH", TCP, size - ip_bytes)
     struct.pack_into("!H", head, tcp + 16, _sum(pseudo))
     return Frame(

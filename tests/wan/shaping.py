@@ -1,6 +1,6 @@
-"""Lines and losses in virtual time: what happens to frames, with no clock, no socket and no thread.
+"""Lines and losses in virtual time: the timing of frames, without clocks, sockets or threads.
 
-Everything here is told the time. The switch tells it the machine's clock; a test tells it whatever it likes.
+Callers pass the time in: the switch that of the machine's clock, a test any time.
 """
 
 import heapq
@@ -14,33 +14,33 @@ from typing import Final
 from tests.wan.packets import Frame
 
 Step = Callable[[float, Frame], None]
-"""What happens to a frame at a moment, in seconds."""
+"""A step for a frame at a time, in seconds."""
 
 _QUEUE_SECONDS: Final = 0.1
 _QUEUE_LEAST_BYTES: Final = 64 * 1024
 _CHUNK_SECONDS: Final = 0.001
 _CHUNK_LEAST_BYTES: Final = 3000
-"""Two segments: TCP sends so many at once while it has more to send, and to take them apart is twice the work."""
+"""Two segments: TCP sends two at once while it has more to send, and separating them would double the work."""
 
 
 def transmission_seconds(size_bytes: int, rate_mbps: float) -> float:
-    """How long a line of this rate is busy with so many bytes."""
+    """How long a line of this rate is busy with this number of bytes."""
     return size_bytes * 8e-6 / rate_mbps
 
 
 def default_queue_bytes(rate_mbps: float) -> int:
-    """The room in front of a line whose owner asked for nothing else: 100 ms of its rate, at least 64 KiB."""
+    """Default size of the queue of a line: 100 ms of its rate, at least 64 KiB."""
     return max(_QUEUE_LEAST_BYTES, int(rate_mbps * 1e6 / 8 * _QUEUE_SECONDS))
 
 
 def chunk_bytes(*rates_mbps: float | None) -> float:
-    """The largest burst that may cross lines of these rates in one piece: 1 ms of the slowest, or two segments."""
+    """Maximum burst that may cross lines of these rates in one piece: 1 ms of the slowest, or two segments."""
     slowest = min((rate for rate in rates_mbps if rate is not None), default=math.inf)
     return max(slowest * 1e6 / 8 * _CHUNK_SECONDS, _CHUNK_LEAST_BYTES)
 
 
 def survivors(frame: Frame, loss: float, chance: random.Random) -> Iterator[Frame]:
-    """What is left of a frame when each of its segments is lost with probability `loss`."""
+    """The rest of a frame after each of its segments was lost with probability `loss`."""
     first = 0
     for segment in range(frame.segments):
         if chance.random() < loss:
@@ -52,16 +52,16 @@ def survivors(frame: Frame, loss: float, chance: random.Random) -> Iterator[Fram
 
 
 class Agenda:
-    """What is to happen to which frame, and when; steps of the same moment in the order they were entered.
+    """Queue of steps by time; steps of the same time run in the order in which they were added.
 
-    Most steps are not seen from outside: a frame that leaves an uplink has its path's delay before it. Such a step is
-    entered with `unseen_seconds`, for which it may wait until something else is due; its own moment stays what it is.
-    That saves the switch many a wake-up.
+    Most steps are not visible from outside: a frame that leaves an uplink still has its path's delay ahead. Such a step
+    is added with `unseen_seconds`, by which it may run late, together with another step; its own time does not change.
+    That saves the switch many wake-ups.
     """
 
     def __init__(self) -> None:
         self._steps: list[tuple[float, int, Step, Frame]] = []
-        self._latest: list[tuple[float, float]] = []  # when each step must be done at the latest, and its moment
+        self._latest: list[tuple[float, float]] = []  # the latest time at which each step must run, and its own time
         self._order = itertools.count()
         self._ran_until = -math.inf
 
@@ -72,14 +72,14 @@ class Agenda:
         heapq.heappush(self._latest, (moment + unseen_seconds, moment))
 
     def due(self) -> float | None:
-        """When `run` must be called at the latest, or None when nothing is waiting."""
+        """The latest time at which `run` must be called, or None if no step is waiting."""
         latest = self._latest
         while latest and latest[0][1] <= self._ran_until:
             heapq.heappop(latest)
         return latest[0][0] if latest else None
 
     def run(self, now: float) -> None:
-        """Does all that is due, each step told its own moment: being called late shifts nothing that follows."""
+        """Runs all steps that are due, each with its own time: a late call delays nothing that follows."""
         steps = self._steps
         while steps and steps[0][0] <= now:
             moment, _, step, frame = heapq.heappop(steps)
@@ -89,15 +89,15 @@ class Agenda:
 
 
 class Line:
-    """Sends frames one after another at a rate, with a drop-tail queue in front; without a rate it only passes them on.
+    """Sends frames one after another at a rate, with a drop-tail queue in front; without a rate it only forwards them.
 
-    A change of rate holds from the next frame that starts. What finds no room is dropped and counted.
+    A change of rate takes effect from the next frame on. Frames that do not fit into the queue are dropped and counted.
     """
 
     def __init__(
         self, agenda: Agenda, forward: Step, unseen_seconds: Callable[[Frame], float] = lambda frame: 0.0
     ) -> None:
-        """`forward` gets every frame once it is through, and does nothing with it that is seen for `unseen_seconds`."""
+        """`forward` gets every frame once it is through; its effects are not visible for another `unseen_seconds`."""
         self._agenda = agenda
         self._forward = forward
         self._unseen_seconds = unseen_seconds
@@ -113,7 +113,7 @@ class Line:
             self._room_bytes = queue_bytes if queue_bytes is not None else default_queue_bytes(rate_mbps)
 
     def busy_seconds(self, frame: Frame) -> float:
-        """How long the line will be busy with a frame, the wait before that not counted."""
+        """How long the line will be busy with a frame, without the wait before that."""
         return 0.0 if self._rate_mbps is None else transmission_seconds(frame.size_bytes, self._rate_mbps)
 
     def offer(self, now: float, frame: Frame) -> None:
@@ -121,7 +121,7 @@ class Line:
             if self._rate_mbps is None:
                 self._forward(now, frame)
             else:
-                # An idle line takes a frame at once, however small its queue is.
+                # An idle line accepts a frame at once, even with a queue that is too small for it.
                 self._queue.append(frame)
                 self.queued_bytes = frame.size_bytes
                 self._send(now)

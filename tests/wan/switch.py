@@ -1,7 +1,7 @@
-"""The switch: one process that reads and writes the TUN devices of all hosts of a lab, and keeps the network's time.
+"""Switch of a lab: one process that reads and writes the TUN devices of all hosts and delays the frames.
 
-It sleeps until a frame comes or one is due, and runs with real-time priority where that is permitted. When the lab's
-owner ends without having closed the lab, the switch removes the lab and ends too.
+The switch sleeps until a frame arrives or is due, and runs with real-time priority if that is permitted. If the lab's
+owner ends without closing the lab, the switch removes the lab and ends too.
 """
 
 import gc
@@ -22,12 +22,12 @@ from tests.wan.topology import Host, Path, Topology
 
 _FRAME_BYTES: Final = 10 + 65535
 _BATCH: Final = 32
-"""Frames taken from one host before the others get their turn."""
+"""Frames read from one host before it is the turn of the others."""
 _REQUEST_BYTES: Final = 65536
 
 
 def main() -> None:
-    """Reads the lab's description from standard input; answers one line once all devices exist."""
+    """Reads the lab's description from standard input; prints one line once all devices exist."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     description = json.loads(sys.stdin.readline())
     lab, owner = description["lab"], description["owner"]
@@ -39,14 +39,14 @@ def main() -> None:
     )
     devices = {host.name: namespaces.open_tun(namespaces.namespace(lab, host.name)) for host in topology.hosts}
     owner_ends = os.pidfd_open(owner)
-    if os.getppid() != owner:  # it ended before we looked: the descriptor may be of somebody else
+    if os.getppid() != owner:  # the owner has already ended: the descriptor may be that of another process
         namespaces.remove(lab)
         return
     addresses = {name: socket.inet_aton(address) for name, address in description["addresses"].items()}
     switch = Switch(topology, addresses, devices, lab)
     print("ready", flush=True)
     gc.freeze()
-    gc.disable()  # nothing here makes reference cycles, and a collection would delay frames
+    gc.disable()  # there are no reference cycles here, and a collection would delay frames
     if switch.serve(owner_ends) == owner_ends:
         namespaces.remove(lab)
 
@@ -67,7 +67,7 @@ class Switch:
         self._stopped = False
 
     def serve(self, owner_ends: int) -> int | None:
-        """Works until it is asked to stop (None) or until `owner_ends` is readable (that descriptor)."""
+        """Runs until it is asked to stop (None) or until `owner_ends` is readable (that descriptor)."""
         network, devices, listener = self._network, self._devices, self._listener.fileno()
         descriptors = [*devices, listener, owner_ends]
         while not self._stopped:
@@ -102,7 +102,7 @@ class Switch:
             network.accept(now, name, data)
 
     def _answer(self, descriptor: int) -> bool:
-        """Serves what has come from a client; False when the client is gone or talks nonsense."""
+        """Serves the requests of a client; False if the client is gone or sends invalid data."""
         client, buffer = self._clients[descriptor]
         with suppress(OSError):
             received = client.recv(_REQUEST_BYTES)
@@ -133,7 +133,7 @@ class Switch:
                 case "stop":
                     self._stopped = True
                 case unknown:
-                    raise ValueError(f"the switch does not know how to do {unknown!r}")
+                    raise ValueError(f"the switch does not know the request {unknown!r}")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return {"error": str(error)}
         return {}
@@ -141,7 +141,7 @@ class Switch:
 
 def _writer(device: int) -> Deliver:
     def deliver(data: bytes) -> None:
-        # A device that is not up yet, or a kernel short of memory: the frame is lost, as on a real wire.
+        # If the device is not up yet or the kernel is short of memory, the frame is lost, as on a real wire.
         with suppress(OSError):
             os.write(device, data)
 

@@ -1,4 +1,4 @@
-"""A connection that dies without a word is noticed within some seconds, and one that is slow and full lives on."""
+"""A connection that dies silently is noticed within seconds, and a slow and full connection stays."""
 
 import subprocess
 import sys
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.timeout(200)
 
 NOTICED_SECONDS = PING_SECONDS + PING_ANSWER_SECONDS + 2.0
 BACK_SECONDS = 6.0
-"""One that dials in vain tries again after two seconds at the latest, and may wait for an answer for as long."""
+"""The end that dials retries after at most two seconds, and may wait for an answer for as long."""
 
 
 class End:
-    """One end of a link, and what it says."""
+    """One end of a link, and its output."""
 
     def __init__(self, host: LabHost, folder: FilePath, which: str, address: str, frame_bytes: int) -> None:
         words = [sys.executable, "-m", "tests.wan.link_end", str(folder), which, address, str(frame_bytes)]
@@ -35,7 +35,7 @@ class End:
         threading.Thread(target=self._read, daemon=True).start()
 
     def until(self, word: str, timeout_seconds: float, after: float = 0.0) -> float:
-        """When it first said so, after this moment."""
+        """The first time after this one at which it printed the word."""
         deadline = time.monotonic() + timeout_seconds
         with self._more:
             while not (times := self.times(word, after)):
@@ -57,7 +57,7 @@ class End:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two hosts that nothing else happens to."""
+    """Two hosts that no other test step uses."""
 
     lab: Lab
     name: str
@@ -68,7 +68,7 @@ class Pair:
         return f"{self.name}a", f"{self.name}b"
 
     def linked(self, frame_bytes: int, both_ways: bool = False) -> tuple[End, End]:
-        """Both ends of a link, connected; the first sends frames of this size as fast as they go."""
+        """Both ends of a link, connected; the first sends frames of this size at full speed."""
         self.folder.mkdir()
         make_ends(self.folder)
         here, there = map(self.lab.host, self.hosts)
@@ -114,15 +114,15 @@ CASES: dict[str, Callable[[Pair], None]] = {
     "cut both ways": lambda pair: is_noticed_at_both_ends_and_back_soon_after(pair, True, 100_000),
     "cut one way": lambda pair: is_noticed_at_both_ends_and_back_soon_after(pair, False, 0),
     "frames of five seconds": lambda pair: is_not_taken_for_dead(pair, 12_000_000),
-    # Nine of ten packets are lost at first, until both ends have found the new rate: in one of 19 trials nothing was
-    # confirmed for so long that the connection was given up, and it came back within half a second.
+    # Nine of ten packets are lost at first, until both ends have adapted to the new rate. In one of 19 trials no frame
+    # was confirmed for so long that the connection was given up; it returned within half a second.
     "a line that becomes ten times slower": lambda pair: is_not_taken_for_dead(pair, 2_000_000, 1, rate_mbps=2.0),
     "a line that loses a tenth": lambda pair: is_not_taken_for_dead(pair, 200_000, loss=0.1),
 }
 
 
-def test_links_that_are_cut_are_noticed_and_those_that_are_slow_and_full_live_on(tmp_path: FilePath) -> None:
-    """All at once, each on two hosts of its own: most of it is waiting."""
+def test_links_that_are_cut_are_noticed_and_slow_and_full_links_stay(tmp_path: FilePath) -> None:
+    """All cases run at once, each on two hosts of its own, because most of the time is waiting."""
     need_lab()
     names = [chr(ord("p") + number) for number in range(len(CASES))]
     hosts = [Host(f"{name}{end}", up_mbps=20, down_mbps=100) for name in names for end in "ab"]

@@ -1,4 +1,4 @@
-"""The lab itself: real namespaces, real TCP. Times are bounded by physics, never by how busy the machine is."""
+"""The lab itself: real namespaces, real TCP. Bounds on times follow from the settings, not from the machine's load."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ from tests.wan import Host, Lab
 with Lab([Host("a"), Host("b")]) as lab:
     grandchild = ["sh", "-c", "sleep 1000 & echo $!; wait"]
     process = lab.host("a").popen(grandchild, stdout=subprocess.PIPE, text=True)
-    print(lab.name, lab._switch.pid, process.pid, process.stdout.readline().strip(), flush=True)
+    print(lab.name, lab.switch_pid, process.pid, process.stdout.readline().strip(), flush=True)
     process.wait()
 """
 
@@ -42,7 +42,7 @@ def lab() -> Iterator[Lab]:
 
 
 def bound(host: LabHost) -> socket.socket:
-    """A socket for datagrams that gives up after a while, long enough for any machine."""
+    """A socket for datagrams with a timeout that is long enough for any machine."""
     it = host.open_socket(socket.SOCK_DGRAM)
     it.bind((host.address, 0))
     it.settimeout(10)
@@ -118,7 +118,7 @@ def test_datagrams_are_lost_at_the_rate_that_was_set(lab: Lab) -> None:
 
         counting = threading.Thread(target=count)
         counting.start()
-        # Paths keep the order, so once an "end" has come, every datagram before it has come or was lost.
+        # Paths keep the order, so once an "end" has arrived, every datagram before it has arrived or was lost.
         while counting.is_alive():
             a.sendto(b"end", b.getsockname())
             try:
@@ -164,7 +164,7 @@ def test_a_path_can_be_cut_one_way(lab: Lab) -> None:
         assert b.recv(10) == b"healed"
 
 
-def test_a_connection_outlives_a_cut(lab: Lab) -> None:
+def test_a_connection_survives_a_cut(lab: Lab) -> None:
     near, far = traffic.connect(lab.host("a"), lab.host("b"), 20)
     with near, far:
         lab.cut("a", "b")
@@ -177,7 +177,7 @@ def test_a_connection_outlives_a_cut(lab: Lab) -> None:
         assert far.recv(10) == b"patience"
 
 
-def test_an_unplugged_host_hears_nobody_until_it_is_plugged_in() -> None:
+def test_an_unplugged_host_receives_nothing_until_it_is_plugged_in() -> None:
     with Lab([Host("a"), Host("b"), Host("c")]) as lab, bound(lab.host("b")) as b, bound(lab.host("c")) as c:
         lab.host("a").unplug()
         with pytest.raises(TimeoutError):
@@ -192,7 +192,7 @@ def test_an_unplugged_host_hears_nobody_until_it_is_plugged_in() -> None:
         far.close()
 
 
-def test_behind_a_nat_one_can_dial_but_not_be_dialled() -> None:
+def test_a_host_behind_a_nat_can_dial_but_not_be_dialled() -> None:
     with Lab([Host("home", nat=True), Host("server")]) as lab:
         home, server = lab.host("home"), lab.host("server")
         with pytest.raises(TimeoutError):
@@ -209,7 +209,7 @@ def test_behind_a_nat_one_can_dial_but_not_be_dialled() -> None:
         far.close()
 
 
-def test_connections_that_are_open_when_inbound_is_blocked_live_on(lab: Lab) -> None:
+def test_connections_that_are_open_when_inbound_is_blocked_stay(lab: Lab) -> None:
     a, b = lab.host("a"), lab.host("b")
     near, far = traffic.connect(b, a, 20)
     with near, far:
@@ -240,7 +240,7 @@ def test_programs_run_on_their_host_with_the_caller_s_environment(lab: Lab, monk
     assert lab.host("b").popen(["true"]).wait() == 0
 
 
-def test_two_labs_do_not_know_each_other(lab: Lab) -> None:
+def test_two_labs_do_not_affect_each_other(lab: Lab) -> None:
     with Lab([Host("a"), Host("b")]) as other:
         assert other.host("a").address != lab.host("a").address
         other.cut("a", "b")
@@ -261,7 +261,7 @@ def test_a_lab_leaves_nothing_behind_when_it_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("end", ["interrupted", "killed", "killed with its switch"])
-def test_a_lab_whose_owner_is_ended_leaves_nothing_behind(end: str) -> None:
+def test_a_lab_whose_owner_ends_leaves_nothing_behind(end: str) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         name, *pids = owner.stdout.readline().split()
@@ -278,7 +278,7 @@ def test_a_lab_whose_owner_is_ended_leaves_nothing_behind(end: str) -> None:
     assert left_of(name) == []
 
 
-def test_the_switch_refuses_nonsense_and_works_on(lab: Lab) -> None:
+def test_the_switch_refuses_invalid_requests_and_continues(lab: Lab) -> None:
     with pytest.raises(ValueError, match="fraction"):
         lab.path("a", "b").set(loss=7)
     with pytest.raises(ValueError, match="no host z"):
@@ -288,7 +288,7 @@ def test_the_switch_refuses_nonsense_and_works_on(lab: Lab) -> None:
     assert len(traffic.ping(lab.host("a"), lab.host("b"), 2)) == 2
 
 
-def test_a_person_can_create_a_lab_and_change_it_from_another_terminal() -> None:
+def test_a_user_can_create_a_lab_and_change_it_from_another_terminal() -> None:
     def wan(*arguments: str) -> str:
         command = [sys.executable, "-m", "tests.wan", *arguments]
         return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Which codec a link has follows from the line under it, as it was measured between real machines."""
+"""The codec of a link follows from the line under it, as it was measured between real machines."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -38,7 +38,7 @@ job = ravnest.Job(
     pipeline=ravnest.Pipeline(in_flight=1, cuts=("2", "4")),
 )
 """
-"""A MiB crosses between two stages each way, and one microbatch in flight is to be exact."""
+"""A job that sends a MiB between two stages in each direction, exactly, because one microbatch is in flight."""
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def internet(tmp_path: FilePath) -> Iterator[Internet]:
         yield Internet(lab, PROVIDERS, tmp_path, stack)
 
 
-def test_exact_values_are_packed_on_the_slow_line_alone_and_stay_exact(
+def test_exact_values_are_packed_only_on_the_slow_line_and_stay_exact(
     internet: Internet, swarm: EmbeddedSwarm, tmp_path: FilePath
 ) -> None:
     serving, joined = internet.train(EXACT)

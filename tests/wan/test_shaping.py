@@ -21,7 +21,7 @@ SYN, ACK = 0x02, 0x10
 
 rates = st.floats(0.5, 2000)
 offers = st.lists(st.tuples(st.floats(0, 0.1), st.integers(21, 9000)), min_size=1, max_size=30)
-"""Frames by their size and the time since the one before."""
+"""Frames by their size and the time since the previous one."""
 
 
 def packet(protocol: int, source: bytes, target: bytes, transport: bytes, virtio: bytes = bytes(VIRTIO_BYTES)) -> bytes:
@@ -51,7 +51,7 @@ def burst(segments: int, segment_bytes: int = 100, last_bytes: int = 100) -> Fra
 
 @dataclass
 class Recorder:
-    """Stands at a line's far end."""
+    """Receiver at the end of a line."""
 
     came: list[tuple[float, Frame]] = field(default_factory=list)
 
@@ -95,7 +95,7 @@ def test_a_line_is_never_faster_than_its_rate_and_keeps_the_order(
 
 
 @given(rates, st.integers(1, 100_000), offers)
-def test_a_switch_that_wakes_late_shifts_nothing(
+def test_a_switch_that_wakes_late_delays_nothing_else(
     rate_mbps: float, queue_bytes: int, sizes: list[tuple[float, int]]
 ) -> None:
     punctual = through_line(rate_mbps, queue_bytes, sizes, run_each_time=True)[0]
@@ -105,7 +105,7 @@ def test_a_switch_that_wakes_late_shifts_nothing(
     ]
 
 
-def test_a_full_queue_takes_the_segments_that_fit_and_drops_the_rest() -> None:
+def test_a_full_queue_accepts_the_segments_that_fit_and_drops_the_rest() -> None:
     agenda, recorder = Agenda(), Recorder()
     line = Line(agenda, recorder)
     line.set(1.0, 1000)
@@ -116,7 +116,7 @@ def test_a_full_queue_takes_the_segments_that_fit_and_drops_the_rest() -> None:
     assert [frame.segments for _, frame in recorder.came] == [1, 3]
 
 
-def test_a_line_that_loses_its_limit_lets_go_what_waited() -> None:
+def test_a_line_whose_limit_is_removed_releases_its_queue() -> None:
     agenda, recorder = Agenda(), Recorder()
     line = Line(agenda, recorder)
     line.set(0.008, 10_000)
@@ -133,7 +133,7 @@ def test_queues_hold_a_tenth_of_a_second_but_never_less_than_64_kib() -> None:
 
 
 @given(st.integers(2, 44), st.integers(1, 100), st.data())
-def test_the_parts_of_a_burst_are_what_the_sender_would_have_sent(
+def test_the_parts_of_a_burst_equal_the_packets_of_the_sender(
     segments: int, last_bytes: int, data: st.DataObject
 ) -> None:
     whole = burst(segments, last_bytes=last_bytes)
@@ -182,7 +182,7 @@ def test_loss_hits_segments_at_its_rate() -> None:
 
 
 class World:
-    """Three hosts in virtual time; what they receive, with the moment."""
+    """Three hosts in virtual time; records the frames that they receive, with their times."""
 
     def __init__(self, topology: Topology) -> None:
         self.now = 0.0
@@ -219,7 +219,7 @@ any_path = st.builds(
 lines = st.none() | rates
 
 
-def test_what_comes_within_a_hundredth_of_the_delay_comes_together() -> None:
+def test_frames_within_a_hundredth_of_the_delay_arrive_together() -> None:
     there = world(path=Path(delay_ms=50))
     for moment in (0.0, 0.0004, 0.0006):
         there.advance(moment)
@@ -229,7 +229,7 @@ def test_what_comes_within_a_hundredth_of_the_delay_comes_together() -> None:
 
 
 @given(any_path, any_path, lines, lines, st.lists(st.tuples(st.floats(0, 0.05), st.sampled_from("ab")), max_size=30))
-def test_frames_to_one_host_come_in_order_never_early_and_all_are_accounted_for(
+def test_frames_to_one_host_arrive_in_order_never_early_and_all_are_counted(
     from_a: Path, from_b: Path, up: float | None, down: float | None, sends: list[tuple[float, str]]
 ) -> None:
     hosts = (Host("a", up_mbps=up), Host("b"), Host("c", down_mbps=down))
@@ -253,7 +253,7 @@ def test_frames_to_one_host_come_in_order_never_early_and_all_are_accounted_for(
         least = path.delay_ms / 1e3 + sum(transmission_seconds(size, rate) for rate in passed if rate is not None)
         assert moment >= sent_at[number] + least - 1e-9
         if len(sends) == 1:
-            # Nothing is waited for but what might come out with it, for a hundredth of the delay.
+            # A frame waits at most a hundredth of the delay, for others that arrive with it.
             assert moment <= sent_at[number] + least + path.delay_ms / 1e5 + 1e-9
         numbers.append((source, number))
     for source in "ab":
@@ -273,7 +273,7 @@ def test_the_switch_is_woken_exactly_when_a_frame_is_to_be_delivered() -> None:
     for _ in range(3):
         there.send("a", datagram(A, B, payload=bytes(972)))
     there.advance(10.0)
-    # 1000 bytes take 1 ms up and 2 ms down; the second and third wait for the line down.
+    # 1000 bytes take 1 ms up and 2 ms down; the second and third frame wait for the downlink.
     assert [moment for moment, _ in there.came["b"]] == pytest.approx([0.103, 0.105, 0.107])
 
 
@@ -286,7 +286,7 @@ def test_a_shortened_delay_does_not_let_frames_overtake() -> None:
     assert [data[-6:] for _, data in there.came["b"]] == [b"\0first", b"second"]
 
 
-def test_what_is_on_its_way_when_a_path_is_cut_does_not_arrive() -> None:
+def test_frames_in_transit_when_a_path_is_cut_do_not_arrive() -> None:
     there = world(path=Path(delay_ms=100))
     there.send("a", datagram(A, B, payload=b"too late"))
     there.advance(0.05)
@@ -321,7 +321,7 @@ def test_a_nat_refuses_new_connections_and_passes_replies() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", bytes(12), bytes(60), bytes(VIRTIO_BYTES) + b"\x60" + bytes(60)])
-def test_what_is_no_ipv4_packet_goes_nowhere(data: bytes) -> None:
+def test_data_that_is_not_an_ipv4_packet_is_dropped(data: bytes) -> None:
     there = world()
     there.send("a", data)
     there.send("a", datagram(A, socket.inet_aton("192.0.2.1")))
@@ -336,14 +336,14 @@ def test_what_is_no_ipv4_packet_goes_nowhere(data: bytes) -> None:
         (lambda: Host("a", up_mbps=0), "up_mbps of host a must be more than 0"),
         (lambda: Path(loss=1.5), "fraction from 0 to 1"),
         (lambda: Path(delay_ms=-1), "delay_ms"),
-        (lambda: Topology((Host("a"), Host("a"))), "name of its own"),
+        (lambda: Topology((Host("a"), Host("a"))), "names of the hosts"),
         (lambda: Topology((Host("a"),), paths={("a", "z"): Path()}), "no path from a to z"),
         (lambda: world().network.change_path("a", "z", {}), "no host z"),
         (lambda: world().network.change_path("a", "b", {"speed": 1}), "cannot be set"),
         (lambda: world().network.change_host("a", {"name": "x"}), "keeps its name"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(change: Callable[[], object], reason: str) -> None:
+def test_invalid_settings_are_refused_with_the_reason(change: Callable[[], object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         change()
 

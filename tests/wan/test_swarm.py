@@ -1,5 +1,6 @@
-"""A swarm across the internet, as far as this machine can be one: a coordinator and five providers on hosts of their
-own, at 100 Mbit/s and 20 to 60 ms of each other, two of them behind routers that let nobody in."""
+"""A swarm over a simulated internet: a coordinator and five providers on hosts of their own, with lines of 100 Mbit/s
+and 20 to 60 ms between them. Two of them are behind routers that block incoming connections.
+"""
 
 import signal
 import threading
@@ -24,7 +25,7 @@ ROOT = FilePath(__file__).resolve().parents[2]
 PROVIDERS = ("p1", "p2", "p3", "p4", "p5")
 BEHIND_A_ROUTER = ("p2", "p3")
 ALL_BUT_ONE = ("p2", "p3", "p4", "p5")
-"""With so many behind routers some neighbours can dial neither way, however they are put in order."""
+"""With this many behind routers, in any order some neighbours cannot dial each other in either direction."""
 
 DIGITS = """
 import ravnest
@@ -61,7 +62,7 @@ job = ravnest.Job(
 
 @pytest.fixture
 def internet(tmp_path: FilePath, request: pytest.FixtureRequest) -> Iterator[Internet]:
-    """Providers behind routers are BEHIND_A_ROUTER, or those that the test's parameter names."""
+    """The providers behind routers are BEHIND_A_ROUTER, or those of the test's parameter."""
     need_lab()
     behind = getattr(request, "param", BEHIND_A_ROUTER)
     hosts = [Host(name, up_mbps=100, down_mbps=100, nat=name in behind) for name in ("home", *PROVIDERS)]
@@ -73,17 +74,17 @@ def internet(tmp_path: FilePath, request: pytest.FixtureRequest) -> Iterator[Int
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Six processes import torch at once here.
+    # Six processes import torch at once.
     monkeypatch.setattr("tests.e2e.command.PATIENCE_SECONDS", 200.0)
 
 
 def routes(summary: dict[str, Any]) -> dict[tuple[str, str], str]:
-    """How the link from one provider to another runs, by both."""
+    """The route of the link from one provider to another, by the report of both."""
     return {(stage["provider"], link["to"]): link["route"] for stage in stages(summary) for link in stage["links"]}
 
 
 def routes_once_linked(internet: Internet) -> dict[tuple[str, str], str]:
-    """The same, once the summary tells of all of them: it is written anew every two seconds."""
+    """The same, once the summary has all of them: it is refreshed every two seconds."""
     pause = threading.Event()
     for _ in range(100):
         found = routes(internet.summary())
@@ -107,7 +108,7 @@ def test_five_providers_two_behind_routers_train_digits_to_the_loss_of_the_embed
 
     order = [stage["provider"] for stage in stages(summary)]
     assert sorted(order) == list(PROVIDERS)
-    # The two that nobody can dial are not neighbours: a link between them would run over the coordinator.
+    # The two that cannot be dialled are not neighbours, because their link would run over the coordinator.
     assert abs(order.index("p2") - order.index("p3")) > 1
     assert set(routes(summary).values()) == {"direct"} and len(routes(summary)) == 8
     told = ravnest("status", "run", folder=internet.folder).stdout
@@ -121,7 +122,7 @@ def test_five_providers_two_behind_routers_train_digits_to_the_loss_of_the_embed
 
 
 @pytest.mark.parametrize("internet", [ALL_BUT_ONE], indirect=True)
-def test_a_link_that_is_cut_for_five_seconds_loses_and_repeats_nothing(
+def test_a_link_that_is_cut_for_five_seconds_loses_and_repeats_no_frame(
     internet: Internet, swarm: EmbeddedSwarm, tmp_path: FilePath
 ) -> None:
     serving, joined = internet.train(GPT.format(root=str(ROOT), times=4, updates=60))
@@ -130,9 +131,9 @@ def test_a_link_that_is_cut_for_five_seconds_loses_and_repeats_nothing(
     direct = next(pair for pair, route in found.items() if route == "direct")
     relayed = next(pair for pair, route in found.items() if route == "relayed")
     told = ravnest("status", "run", folder=internet.folder).stdout
-    # How long the way takes is told of the link to the next stage, once a microbatch has come back.
+    # The delay is reported for the link to the next stage, once a microbatch has returned.
     assert any(f"{one} to {other}: relayed" in told for one, other in (relayed, relayed[::-1])), told
-    cut = [direct, (relayed[0], "home")]  # a direct link; and a provider's way to the coordinator, and its relay
+    cut = [direct, (relayed[0], "home")]  # a direct link; and a provider's line to the coordinator, and its relay
     for pair in cut:
         internet.lab.cut(*pair)
     time.sleep(5)
@@ -151,11 +152,11 @@ def test_a_link_that_is_cut_for_five_seconds_loses_and_repeats_nothing(
     assert summary["train_loss"] == pytest.approx(alone.summary.train_loss, rel=1e-5)
 
 
-def test_a_host_whose_every_connection_is_reset_goes_on_over_new_ones(internet: Internet) -> None:
+def test_a_host_whose_connections_are_all_reset_continues_over_new_ones(internet: Internet) -> None:
     serving, joined = internet.train(GPT.format(root=str(ROOT), times=4, updates=100000))
     joined[0].until("training ")
     before = internet.summary()["updates"]
-    # As a router does that was restarted.
+    # Like a router that was restarted.
     internet.lab.host("p4").run(["ss", "-K", "state", "established"], check=True, capture_output=True)
     deadline = time.monotonic() + 120
     while internet.summary()["updates"] < before + 20:

@@ -1,4 +1,4 @@
-"""What a lab is made of: hosts with their own lines, and what lies between each ordered pair of them."""
+"""Topology of a lab: hosts with their lines, and a path for each ordered pair of hosts."""
 
 import re
 import tomllib
@@ -12,15 +12,15 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and its line to the internet. `None` as a rate means as fast as the switch can go."""
+    """A machine and its line to the internet. A rate of `None` is limited only by the switch."""
 
     name: str
     up_mbps: float | None = None
     down_mbps: float | None = None
     nat: bool = False
-    """Nobody can open a connection to this host; what it opens itself works both ways."""
+    """Other hosts cannot open connections to this host; connections that it opens work in both directions."""
     queue_bytes: int | None = None
-    """Room in front of each of its two lines; without it 100 ms of the line's rate, at least 64 KiB."""
+    """Queue of each of its two lines; default: 100 ms of the line's rate, at least 64 KiB."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -31,13 +31,13 @@ class Host:
 
 @dataclass(frozen=True)
 class Path:
-    """What lies between two hosts in one direction: `delay_ms` is one way, `loss` the fraction of packets lost."""
+    """Path between two hosts in one direction: `delay_ms` is one way, `loss` the fraction of lost packets."""
 
     delay_ms: float = 0.0
     loss: float = 0.0
     rate_mbps: float | None = None
     queue_bytes: int | None = None
-    """Room in front of the path's own rate; without it 100 ms of that rate, at least 64 KiB."""
+    """Queue of a path with a rate; default: 100 ms of that rate, at least 64 KiB."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.delay_ms < 60_000:
@@ -64,7 +64,7 @@ class PathChanges(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Topology:
-    """All hosts, the path between every ordered pair, and the seed from which losses are drawn."""
+    """All hosts, the path of every ordered pair, and the seed of the losses."""
 
     hosts: tuple[Host, ...]
     default: Path = field(default_factory=Path)
@@ -74,7 +74,7 @@ class Topology:
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]
         if len(set(names)) != len(names):
-            raise ValueError(f"every host of a lab needs a name of its own, but they are {', '.join(names)}")
+            raise ValueError(f"the names of the hosts of a lab must differ, but they are {', '.join(names)}")
         if not 1 <= len(names) <= 200:
             raise ValueError(f"a lab has 1 to 200 hosts, not {len(names)}")
         for source, target in self.paths:
@@ -83,7 +83,7 @@ class Topology:
 
 
 def read_topology(file: FilePath) -> Topology:
-    """The topology a TOML file describes (docs/wan-lab.md shows one). ValueError names what is wrong with it."""
+    """The topology that a TOML file describes (docs/wan-lab.md has an example). ValueError: what is wrong with it."""
     try:
         table = tomllib.loads(file.read_text())
         unknown = table.keys() - {"path", "hosts", "paths", "seed"}

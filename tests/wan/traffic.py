@@ -1,4 +1,4 @@
-"""Traffic to measure a lab with: one TCP connection as fast as it goes, and small datagrams there and back."""
+"""Traffic that measures a lab: one TCP connection at full speed, and small datagrams that are echoed."""
 
 import socket
 import statistics
@@ -16,7 +16,7 @@ _PING_TIMEOUT_SECONDS: Final = 2.0
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a TCP connection brought to the far end."""
+    """Payload that a TCP connection delivered."""
 
     payload_bytes: int
     seconds: float
@@ -27,7 +27,7 @@ class Throughput:
 
 
 def connect(source: LabHost, target: LabHost, timeout_seconds: float) -> tuple[socket.socket, socket.socket]:
-    """A TCP connection between two hosts, both ends in this process. TimeoutError when it does not come about."""
+    """A TCP connection between two hosts, both ends in this process. TimeoutError: it was not established in time."""
     with target.open_socket() as listener:
         listener.bind((target.address, 0))
         listener.listen()
@@ -44,16 +44,16 @@ def connect(source: LabHost, target: LabHost, timeout_seconds: float) -> tuple[s
 
 
 def throughput(source: LabHost, target: LabHost, seconds: float, warmup_seconds: float = 0.0) -> Throughput:
-    """Sends as fast as it goes, and counts what arrives in `seconds` once the warm-up is over.
+    """Sends at full speed, and counts the payload that arrives in `seconds` after the warm-up.
 
-    Without a warm-up the result cannot exceed the line's rate. After one it can, by what had come out of order before.
+    Without a warm-up the result cannot exceed the line's rate. After one it can, by data that had arrived out of order.
     """
     near, far = connect(source, target, timeout_seconds=10)
     started = time.monotonic() + warmup_seconds
     until = started + seconds
 
     def send() -> None:
-        # The connection ends when the receiver has seen enough.
+        # The receiver ends the connection when it has counted enough.
         with suppress(OSError):
             while True:
                 near.sendall(_BLOCK)
@@ -70,7 +70,7 @@ def throughput(source: LabHost, target: LabHost, seconds: float, warmup_seconds:
             received += far.recv_into(block)
     finally:
         far.close()
-        with suppress(OSError):  # not connected any more, where the far end's reset has come already
+        with suppress(OSError):  # no longer connected, if the reset of the other end has arrived
             near.shutdown(socket.SHUT_RDWR)
         sender.join()
         near.close()
@@ -78,7 +78,7 @@ def throughput(source: LabHost, target: LabHost, seconds: float, warmup_seconds:
 
 
 def ping(source: LabHost, target: LabHost, count: int, payload_bytes: int = 32) -> list[float]:
-    """Round-trip times in seconds of those of `count` datagrams that came back, one after another."""
+    """Round-trip times in seconds of `count` datagrams, sent one after another, without those that were lost."""
     with source.open_socket(socket.SOCK_DGRAM) as near, target.open_socket(socket.SOCK_DGRAM) as far:
         far.bind((target.address, 0))
         stop = threading.Event()
