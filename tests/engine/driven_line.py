@@ -1,39 +1,27 @@
-"""The stages of a model in a row, driven by hand: what leaves one stage goes to the next."""
+"""The stages of a model, driven by hand: the results of each stage go to the next one."""
 
 from typing import Any
 
 import torch
 
-from ravnest.engine.settings import StageSettings
-from ravnest.engine.stage import Stage
 from ravnest.graph.partition import max_stages, split
 from ravnest.spec import OptimizerSpec
+from tests.engine.stages import stages_of
 from tests.exactness.plain_loop import copied
 from tests.graph.cutting import even_places, example
 
 SGD = OptimizerSpec("SGD", {"lr": 0.05})
-
-
 ADAM = OptimizerSpec("Adam", {"lr": 2e-3})
 
 
 class Line:
-    """The stages of a model in a row, driven by hand: what leaves one goes to the next."""
-
     def __init__(self, name: str, stages: int, optimizer: OptimizerSpec = SGD, **settings: Any) -> None:
         self.example = example(name)
         found = self.example.captured
         graphs = split(found.graph, even_places(found.graph, min(stages, max_stages(found.graph))))
-        self.stages = [
-            Stage(
-                graph,
-                {spec.key: found.weights[spec.key].clone() for spec in graph.weights},
-                StageSettings(optimizer=optimizer.to_json(), stage=number, stages=stages, **settings),
-            )
-            for number, graph in enumerate(graphs)
-        ]
+        self.stages = stages_of(found, graphs, optimizer, **settings)
         self.sent: list[dict[str, torch.Tensor]] = []
-        """What went back between stages, in order."""
+        """The gradients that were sent between stages, in order."""
 
     def forward(self, microbatch: int) -> torch.Tensor:
         """The loss."""
@@ -73,5 +61,5 @@ def same(one: Line, other: Line) -> None:
 
 
 def _received(values: dict[str, Any]) -> dict[str, Any]:
-    """Memory of its own, as it comes from the network."""
+    """Copies, like values that arrive from the network."""
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""A stage that forgets what is under way trains on as if it had never seen it; one that comes again leaves no trace."""
+"""A stage that discards its microbatches in flight continues as if it had never seen them; a replay changes nothing."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ from tests.exactness.plain_loop import kept_generator
 
 
 def go(line: Line, numbers: Iterable[int], in_flight: int = 2) -> None:
-    """Trains these, with so many in flight, until all have gone back."""
+    """Trains these microbatches with `in_flight` of them in flight."""
     waiting: list[int] = []
     with kept_generator():
         for number in numbers:

@@ -17,9 +17,7 @@ from torch import nn
 
 from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.messages import LossRecord, Message, Snapshot
-from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
-from ravnest.engine.telemetry.spans import Span
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture
@@ -29,6 +27,7 @@ from ravnest.graph.portable import PortableGraph
 from ravnest.microbatch import Marks
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import CLASSES, FEATURES, batches
+from tests.engine.stages import SilentOutbox, stages_of
 
 SECONDS = 30.0
 STAGES = 3
@@ -61,18 +60,11 @@ def _counts(graph: PortableGraph) -> bool:
 
 
 def stages(count: int = STAGES, lr: float = 0.05, **more: Any) -> list[Stage]:
-    made = []
-    for number, graph in enumerate(graphs(count)):
-        weights = {spec.key: captured().weights[spec.key].clone() for spec in graph.weights}
-        told = StageSettings(
-            optimizer=OptimizerSpec("SGD", {"lr": lr, "momentum": 0.9}).to_json(), stage=number, stages=count, **more
-        )
-        made.append(Stage(graph, weights, told))
-    return made
+    return stages_of(captured(), graphs(count), OptimizerSpec("SGD", {"lr": lr, "momentum": 0.9}), **more)
 
 
-class Pipe:
-    """What a stage's outboxes record, from one worker to the next."""
+class Pipe(SilentOutbox):
+    """The outbox of all workers that a stage has had."""
 
     def __init__(self, owner: "Pipeline", number: int) -> None:
         self.owner, self.number = owner, number
@@ -107,12 +99,9 @@ class Pipe:
         self.saved.append(checkpoint)
 
     def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        # Of one whose gradients were only summed when the pipeline broke, it is kept once more when they are applied.
+        # Saved again if the microbatch was only summed, and not applied, when the pipeline broke.
         assert replica not in self.kept or replica - 1 not in json.loads(self.kept[replica][1]["applied"])
         self.kept[replica] = {name: tensor.clone() for name, tensor in tensors.items()}, dict(metadata)
-
-    def worked(self, span: Span) -> None: ...
-    def evaluated(self, message: Message) -> None: ...
 
 
 class Pipeline:
@@ -133,7 +122,7 @@ class Pipeline:
             worker.start()
 
     def train(self, messages: Sequence[Message], breaks_after: int | None = None) -> None:
-        """Feeds these; with `breaks_after` nothing is passed on any more once so many are done."""
+        """Feeds these messages; with `breaks_after`, nothing is passed on after this many microbatches are done."""
         self.done.clear()
         self._breaks_after = breaks_after
         for message in messages:
@@ -306,7 +295,7 @@ def test_neither_a_checkpoint_nor_a_replica_nor_a_round_is_made_of_one_that_come
     assert (list(pipe.kept), pipe.rounds, pipe.saved) == ([3], [3], [3])
 
 
-def test_one_of_which_nobody_knows_whether_it_was_applied_is_refused() -> None:
+def test_a_microbatch_that_is_too_old_to_tell_whether_it_was_applied_is_refused() -> None:
     [stage] = stages(1)
     worker = StageWorker(stage, Pipe(Pipeline([]), 0), applied=Applied(range(1, 5000)))
     with pytest.raises(PeerError, match="microbatch 3 came again, or long after"):

@@ -1,4 +1,4 @@
-"""What averaging changes in a stage: values, not versions, and never what is in flight."""
+"""Changes of a stage by averaging: values change, versions and microbatches in flight do not."""
 
 import json
 
@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.engine.weights.moments import moment_names
 from ravnest.graph.capture.capture import capture
 from ravnest.spec import OptimizerSpec, ScheduleSpec
 from tests.e2e.jobs import a_net, batches
+from tests.engine.stages import stages_of
 
 ADAM = OptimizerSpec("Adam", {"lr": 0.01})
 
@@ -20,11 +20,8 @@ def a_stage(
     schedule: ScheduleSpec | None = None, net: torch.nn.Module | None = None
 ) -> tuple[Stage, dict[str, torch.Tensor]]:
     captured = capture(net or a_net(), F.cross_entropy, {}, batches([8, 5]))
-    settings = StageSettings(optimizer=ADAM.to_json(), schedule=None if schedule is None else schedule.to_json())
-    stage = Stage(
-        captured.graph, {spec.key: captured.weights[spec.key].clone() for spec in captured.graph.weights}, settings
-    )
-    return stage, dict(captured.sample)
+    told = None if schedule is None else schedule.to_json()
+    return stages_of(captured, [captured.graph], ADAM, schedule=told)[0], dict(captured.sample)
 
 
 def step(stage: Stage, sample: dict[str, torch.Tensor], number: int, updates: int = 0) -> None:
@@ -33,7 +30,7 @@ def step(stage: Stage, sample: dict[str, torch.Tensor], number: int, updates: in
     stage.update(number, flush=True, updates=updates)
 
 
-def test_a_shift_is_no_update_and_keeps_what_was_learnt_since() -> None:
+def test_a_shift_is_no_update_and_keeps_the_updates_since() -> None:
     stage, sample = a_stage()
     step(stage, sample, 0)
     before = {name: tensor.clone() for name, tensor in stage.state_tensors().items()}

@@ -14,18 +14,15 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.engine.messages import LossRecord, Message, Snapshot
+from ravnest.engine.messages import Message
 from ravnest.engine.schedule import Bound, ReadyCounts, Task, next_task, updates_before
-from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
-from ravnest.engine.telemetry.spans import Span
 from ravnest.engine.worker import StageWorker
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
 from ravnest.microbatch import Marks
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches
+from tests.engine.stages import SilentOutbox, cut_after_layers, stages_of
 
 PATIENCE_SECONDS = 30.0
 STAGES = 3
@@ -37,28 +34,18 @@ def captured() -> Captured:
 
 
 class Pipeline:
-    """Three workers on threads of their own, each of which gives what comes out of it to the next at once; before each
-    piece of work it may wait a random moment, so that now this stage is the slowest and now that one."""
+    """Three workers whose results go to the next one at once. Each task takes a random time, so that the slowest stage
+    changes."""
 
     def __init__(self, seed: int, limit: int, **settings: Any) -> None:
-        found = captured()
-        graphs = split(found.graph, layout(found.graph).cuts[1::2][: STAGES - 1])
         self.boxes: list[PipelineBox] = []
         self.workers: list[StageWorker] = []
         self.done: list[int] = []
         self.failed: list[str] = []
         self.changed = threading.Condition()
-        for number, graph in enumerate(graphs):
-            told = StageSettings(
-                optimizer=OptimizerSpec("SGD", {"lr": 0.01}).to_json(),
-                stage=number,
-                stages=STAGES,
-                in_flight=limit,
-                **settings,
-            )
-            weights = {spec.key: found.weights[spec.key].clone() for spec in graph.weights}
+        graphs, optimizer = cut_after_layers(captured(), STAGES), OptimizerSpec("SGD", {"lr": 0.01})
+        for number, stage in enumerate(stages_of(captured(), graphs, optimizer, in_flight=limit, **settings)):
             box = PipelineBox(self, number, random.Random(f"{seed}-{number}"))
-            stage = Stage(graph, weights, told)
             self.boxes.append(box)
             self.workers.append(StageWorker(stage, box))
             box.watch(stage)
@@ -92,14 +79,14 @@ class Pipeline:
             worker.stop()
 
 
-class PipelineBox:
-    """The outbox of one of them, which looks at the versions of every microbatch."""
+class PipelineBox(SilentOutbox):
+    """The outbox of one worker, which counts the staleness of every microbatch."""
 
     def __init__(self, pipeline: Pipeline, number: int, chance: random.Random) -> None:
         self.pipeline, self.number = pipeline, number
         self.updates: list[Update] = []
         self.staleness: list[int] = []
-        """Of every microbatch, counted here and not by the stage: updates between its forward and its backward."""
+        """Updates between the forward and the backward of every microbatch, counted here and not by the stage."""
         self.max_in_flight = 0
         self._chance = chance
         self._slow_for = 0
@@ -149,13 +136,6 @@ class PipelineBox:
             self.pipeline.failed.append(text)
             self.pipeline.changed.notify_all()
 
-    def trained(self, loss: LossRecord) -> None: ...
-    def worked(self, span: Span) -> None: ...
-    def evaluated(self, message: Message) -> None: ...
-    def snapshot(self, snapshot: Snapshot) -> None: ...
-    def save(self, checkpoint: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None: ...
-    def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None: ...
-
 
 @pytest.fixture
 def pipeline() -> Iterator[Callable[..., Pipeline]]:
@@ -170,7 +150,7 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
         each.stop()
 
 
-def most(bound: int, accumulate: int) -> int:
+def in_flight_within(bound: int, accumulate: int) -> int:
     return bound * accumulate + 1
 
 
@@ -179,13 +159,15 @@ def most(bound: int, accumulate: int) -> int:
 def test_the_bound_is_never_exceeded_by_stages_whose_speed_changes_at_random(
     pipeline: Callable[..., Pipeline], bound: int, accumulate: int
 ) -> None:
-    # The limit is far beyond the bound: as if somebody had said a wrong number.
-    made = pipeline(bound, 64, accumulate=accumulate, max_staleness=bound, max_in_flight=most(bound, accumulate))
+    # The limit is far beyond the bound, as if the coordinator had sent a wrong number.
+    made = pipeline(
+        bound, 64, accumulate=accumulate, max_staleness=bound, max_in_flight=in_flight_within(bound, accumulate)
+    )
     # Groups that are cut short make updates of fewer microbatches, and so more updates of as many in flight.
     made.train(300, 40, lambda number: number % 10 == 9)
     for box in made.boxes:
         assert max(box.staleness) <= bound, f"stage {box.number}"
-        assert box.max_in_flight <= most(bound, accumulate)
+        assert box.max_in_flight <= in_flight_within(bound, accumulate)
         assert max(update.staleness for update in box.updates) == max(box.staleness)
     assert max(made.boxes[0].staleness) == bound, "the bound was not even reached"
     assert [u.microbatch for u in made.boxes[0].updates] == [u.microbatch for u in made.boxes[1].updates]
@@ -243,12 +225,12 @@ def test_updates_that_a_microbatch_will_see_are_counted_as_a_stage_makes_them(
     waiting=st.builds(ReadyCounts, st.just(0), st.integers(1, 9), st.just(0)),
     limit=st.none() | st.integers(1, 9),
     summed=st.integers(0, 3),
-    most=st.integers(0, 4),
+    max_staleness=st.integers(0, 4),
 )
 def test_a_stage_with_nothing_in_flight_never_holds_a_forward_back(
-    waiting: ReadyCounts, limit: int | None, summed: int, most: int
+    waiting: ReadyCounts, limit: int | None, summed: int, max_staleness: int
 ) -> None:
-    bound = Bound(updates_before(summed, 4, []), most)
+    bound = Bound(updates_before(summed, 4, []), max_staleness)
     assert next_task(waiting, 0, limit, bound).task is Task.FORWARD
 
 

@@ -14,19 +14,17 @@ import torch
 import torch.nn.functional as F
 
 from ravnest.engine.messages import LossRecord, Message, Snapshot
-from ravnest.engine.settings import StageSettings
 from ravnest.engine.speed.pace import Pretence
-from ravnest.engine.stage import Stage, Update
+from ravnest.engine.stage import Update
 from ravnest.engine.telemetry.activity import ANY, Missing
 from ravnest.engine.telemetry.spans import WAIT_LIMIT, WAIT_NOTHING, Span
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
 from ravnest.microbatch import Marks
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, accuracy, batches
+from tests.engine.stages import SilentOutbox, cut_after_layers, stages_of
 
 PATIENCE_SECONDS = 20.0
 
@@ -36,7 +34,7 @@ def captured() -> Captured:
     return capture(a_net(), F.cross_entropy, {"accuracy": accuracy}, batches([8, 5]))
 
 
-class Box:
+class Box(SilentOutbox):
     """An Outbox that keeps what it is given, in order."""
 
     def __init__(self) -> None:
@@ -109,18 +107,11 @@ def make() -> Iterator[Make]:
     started: list[StageWorker] = []
 
     def made(stages: int, *, lr: float = 0.1, slower: float = 1.0, **settings: Any) -> list[Pair]:
-        found = captured()
-        # Behind the layers that have parameters.
-        graphs = split(found.graph, layout(found.graph).cuts[1::2][: stages - 1])
         pairs = []
-        for number, graph in enumerate(graphs):
-            options = {"in_flight": 1, **settings}
-            told = StageSettings(
-                optimizer=OptimizerSpec("SGD", {"lr": lr}).to_json(), stage=number, stages=stages, **options
-            )
-            weights = {spec.key: found.weights[spec.key].clone() for spec in graph.weights}
+        graphs = cut_after_layers(captured(), stages)
+        for stage in stages_of(captured(), graphs, OptimizerSpec("SGD", {"lr": lr}), **settings):
             box = Box()
-            pairs.append((StageWorker(Stage(graph, weights, told), box, Pretence(slower)), box))
+            pairs.append((StageWorker(stage, box, Pretence(slower)), box))
             started.append(pairs[-1][0])
         for worker, _ in pairs:
             worker.start()
@@ -404,7 +395,7 @@ def test_a_gradient_that_is_not_finite_is_not_applied(make: Make) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
-def test_gradients_that_nobody_waits_for_are_refused(make: Make) -> None:
+def test_gradients_that_are_not_awaited_are_refused(make: Make) -> None:
     (root, root_box), (leaf, leaf_box) = make(2)
     feed([(root, root_box), (leaf, leaf_box)], 0, batches([8])[0])
     leaf.receive_forward(root_box.next("forward"))
@@ -467,8 +458,8 @@ def test_a_round_that_is_ordered_takes_the_stage_as_it_is_and_a_change_is_kept(m
     box.next("saved")
     worker.save(8)
     box.next("saved")
-    assert not box.saved[7][name].any(), "the checkpoint has what it was given instead of the stage's own"
-    assert torch.equal(box.saved[7]["outer:more"], torch.ones(2)), "and what it was given beside it"
+    assert not box.saved[7][name].any(), "the given tensor replaces the stage's own"
+    assert torch.equal(box.saved[7]["outer:more"], torch.ones(2)), "an additional tensor is saved too"
     assert torch.equal(box.saved[8][name], values[name] + 1) and "outer:more" not in box.saved[8]
 
 

@@ -1,7 +1,7 @@
-"""What the swarm is measured against: plain PyTorch, the user's own model, autograd and optimizer.
+"""Reference for the swarm: a plain PyTorch training loop with the user's own model, autograd and optimizer.
 
-Nothing of Ravnest runs here but one function: `draw_seed`, which says how a random operator is seeded, so that dropout
-draws the same numbers in both.
+It uses one function of Ravnest, `draw_seed`, the seed of a random operator, so that dropout draws the same numbers in
+both.
 """
 
 import copy
@@ -22,7 +22,7 @@ from tests.models import Kind, Made
 
 @contextmanager
 def replayed_draws(seed: int, microbatch: int) -> Iterator[None]:
-    """Within the block every function of torch that draws is seeded first, by its number within the microbatch."""
+    """Context in which every random function of torch is seeded by its number within the microbatch."""
     numbers = itertools.count()
 
     def seeded(function: Callable[..., Any], draws: Callable[..., bool]) -> Callable[..., Any]:
@@ -54,16 +54,16 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def copied(batch: Any) -> Any:
-    """A batch of its own memory, for models that write into their inputs."""
+    """A copy of the batch, for models that write into their inputs."""
     return copy.deepcopy(batch)
 
 
 def train_plainly(
     kind: Kind, made: Made, *, seed: int = 0, clip_norm: float | None = None, optimizer: Any = None
 ) -> nn.Module:
-    """The model after one pass over its batches, trained the way everybody writes it.
+    """The model after one pass over its batches in an ordinary training loop.
 
-    `optimizer` in place of the kind's own means: that one, with neither schedule nor accumulation.
+    `optimizer` replaces that of the kind; there is no schedule and no accumulation then.
     """
     if optimizer is not None:
         kind = replace(kind, optimizer=optimizer, schedule=None, accumulate=1)
@@ -89,10 +89,10 @@ def train_plainly(
 
 
 def worst_difference(have: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> tuple[float, str]:
-    """The largest relative difference of two state_dicts, and the tensor it is in.
+    """The largest relative difference between two state_dicts, and the name of its tensor.
 
-    Of a tensor it is the largest difference of two entries over the largest entry, so that an entry near zero is
-    measured by the tensor it lives in. Tensors of integers must be equal.
+    The difference of a tensor is the largest difference between two entries, divided by the largest entry, so that
+    entries near zero do not dominate. Integer tensors must be equal.
     """
     assert set(have) == set(want)
     worst, where = 0.0, ""

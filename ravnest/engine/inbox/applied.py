@@ -15,13 +15,14 @@ REMEMBERED: Final = 4096
 class Applied:
     """The newest applied microbatches by number. Not thread-safe, like the stage."""
 
-    def __init__(self, numbers: Iterable[int] = ()) -> None:
+    def __init__(self, numbers: Iterable[int] = (), remembered: int = REMEMBERED) -> None:
+        self._remembered = remembered
         self._numbers: set[int] = set()
         self._order: list[int] = []
         self._forgotten = -1
         """The newest applied microbatch that is no longer remembered."""
         self.add(numbers)
-        if len(self._order) >= REMEMBERED:
+        if len(self._order) >= remembered:
             # A full list comes from a stage that has forgotten older ones.
             self._forgotten = max(self._forgotten, self._order[0] - 1)
 
@@ -38,7 +39,7 @@ class Applied:
                 continue
             self._numbers.add(microbatch)
             heapq.heappush(self._order, microbatch)
-            if len(self._order) > REMEMBERED:
+            if len(self._order) > self._remembered:
                 oldest = heapq.heappop(self._order)
                 self._numbers.remove(oldest)
                 self._forgotten = max(self._forgotten, oldest)

@@ -1,4 +1,4 @@
-"""Corrections of staleness: exactly the plain optimizer where nothing is stale, and what they promise where it is."""
+"""Corrections of staleness: the plain optimizer bit for bit without staleness, and their promises with it."""
 
 import json
 from typing import Any
@@ -21,6 +21,7 @@ from ravnest.graph.capture.capture import Captured, capture
 from ravnest.settings import CORRECTIONS
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches
+from tests.engine.stages import stages_of
 
 OPTIMIZERS = [
     OptimizerSpec("AdamW", {"lr": 0.01}),
@@ -40,14 +41,11 @@ def captured() -> Captured:
 
 
 def a_stage(captured: Captured, correction: str, optimizer: OptimizerSpec = OPTIMIZERS[0]) -> Stage:
-    settings = StageSettings(optimizer=optimizer.to_json(), correction=correction)
-    return Stage(
-        captured.graph, {spec.key: captured.weights[spec.key].clone() for spec in captured.graph.weights}, settings
-    )
+    return stages_of(captured, [captured.graph], optimizer, correction=correction)[0]
 
 
 def train(stage: Stage, captured: Captured, first: int, count: int, ahead: int) -> list[int]:
-    """Trains so many microbatches, with forwards so many ahead of the backwards; how stale each update was."""
+    """Trains `count` microbatches, with forwards `ahead` of the backwards; returns the staleness of each update."""
     found = []
     data = [captured.structure.flatten(batch) for batch in batches([8] * 4)]
     for number in range(first, first + count + ahead):
@@ -140,7 +138,7 @@ def test_what_nesterov_s_step_remembers_survives_being_saved(captured: Captured)
             other.state_tensors()[name].copy_(tensor)
     other.restore(optimizer, metadata)
     assert same(stage, other) and other.state()[1] == metadata
-    # How stale updates are is measured anew, so both must have seen the same to go on in the same way.
+    # A restored stage measures its staleness again, so both need the same measurements to continue in the same way.
     for each in (stage, other):
         each.correction = NesterovCorrection(each.optimizer)
         train(each, captured, 8, 8, ahead=2)

@@ -1,4 +1,4 @@
-"""Where what is not finite arose: the data, a parameter or an operator, and never a mask whose infinities are meant."""
+"""Origin of values that are not finite: data, a parameter or an operator, but never the infinities of a mask."""
 
 import pytest
 import torch

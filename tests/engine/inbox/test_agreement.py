@@ -1,4 +1,4 @@
-"""What comes to a stage about one microbatch agrees, whichever part of it comes first, or nothing is computed."""
+"""The messages about one microbatch agree, in any order of arrival, or nothing is computed."""
 
 from typing import Any
 

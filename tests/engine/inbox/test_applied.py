@@ -1,13 +1,12 @@
-"""What a stage remembers of the microbatches it has applied."""
+"""The record of applied microbatches: which are remembered, and for which it cannot tell."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ravnest.engine.inbox import applied
 from ravnest.engine.inbox.applied import REMEMBERED, Applied
 
 
-def test_the_newest_are_remembered_and_of_what_is_older_nothing_is_known() -> None:
+def test_the_newest_are_remembered_and_older_ones_are_unknown() -> None:
     found = Applied(range(10, 10 + REMEMBERED + 5))
     assert found.numbers() == list(range(15, 15 + REMEMBERED))
     assert 14 not in found and not found.is_known(14) and not found.is_known(3)
@@ -15,7 +14,7 @@ def test_the_newest_are_remembered_and_of_what_is_older_nothing_is_known() -> No
     assert found.is_known(10**9) and 10**9 not in found
 
 
-def test_one_that_is_told_as_many_as_can_be_remembered_knows_nothing_of_those_before() -> None:
+def test_a_full_record_knows_nothing_of_older_ones() -> None:
     full = Applied(range(100, 100 + REMEMBERED))
     assert not full.is_known(99) and full.is_known(100)
     fewer = Applied(range(101, 100 + REMEMBERED))
@@ -23,16 +22,12 @@ def test_one_that_is_told_as_many_as_can_be_remembered_knows_nothing_of_those_be
 
 
 @given(st.lists(st.integers(0, 200)), st.integers(1, 20))
-def test_whatever_is_known_is_right(numbers: list[int], remembered: int) -> None:
-    before, applied.REMEMBERED = applied.REMEMBERED, remembered  # type: ignore[misc]
-    try:
-        found = Applied()
-        found.add(numbers)
-        told = Applied(found.numbers())
-        for number in range(201):
-            for each in (found, told):
-                if each.is_known(number):
-                    assert (number in each) == (number in numbers)
-        assert found.numbers() == sorted(set(numbers))[-remembered:]
-    finally:
-        applied.REMEMBERED = before  # type: ignore[misc]
+def test_known_answers_are_right(numbers: list[int], remembered: int) -> None:
+    found = Applied(remembered=remembered)
+    found.add(numbers)
+    copy = Applied(found.numbers(), remembered)
+    for number in range(201):
+        for each in (found, copy):
+            if each.is_known(number):
+                assert (number in each) == (number in numbers)
+    assert found.numbers() == sorted(set(numbers))[-remembered:]

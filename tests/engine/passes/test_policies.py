@@ -1,4 +1,4 @@
-"""Every version policy, and a backward in two parts, on every model there is: what each promises of its gradients."""
+"""The promises of every version policy and of the split backward about gradients, on every model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from tests.graph.cutting import ALL
 
 
 def train(line: Line, microbatches: int, in_flight: int, **more: Any) -> list[torch.Tensor]:
-    """Losses, with so many in flight through all stages but the leaf, whose part follows the forward here."""
+    """The losses of training with `in_flight` microbatches in flight at all stages."""
     losses = []
     with kept_generator():
         for number in range(microbatches):
@@ -109,7 +109,7 @@ def test_with_one_in_flight_every_policy_is_the_same(name: str, versions: str, s
     assert [stage.version for stage in other.stages] == [2, 2, 2]
     for stages in (plain.stages, other.stages):
         for stage in stages:
-            # What is left of an update, as at the end of a run.
+            # Apply the gradients left over, as at the end of a run.
             assert stage.update(4, flush=True) is not None
     close(other.sent, plain.sent)
     close([other.state()], [plain.state()])
@@ -140,7 +140,7 @@ def test_with_two_versions_no_more_are_taken_than_make_an_update() -> None:
     line.forward(2)
 
 
-def test_without_versions_weights_stay_in_one_place_and_a_backward_is_that_of_the_weights_of_now() -> None:
+def test_without_versions_weights_stay_in_one_place_and_a_backward_uses_the_current_weights() -> None:
     momentum = OptimizerSpec("SGD", {"lr": 0.05, "momentum": 0.9})
     line, fresh = Line("gpt_tied", 2, momentum, versions="latest"), Line("gpt_tied", 2, momentum)
     root = line.stages[0]
@@ -152,7 +152,7 @@ def test_without_versions_weights_stay_in_one_place_and_a_backward_is_that_of_th
         assert root.versions_alive == 1
         fresh.forward(0)
         fresh.backward(0)
-        # A forward with the weights of now, given the same gradients from behind: the same backward.
+        # A forward with the current weights and the same gradients from behind gives the same backward.
         fresh.forward(1)
         behind = {v.name: torch.ones_like(line.sent[-2][v.name]) for v in root.graph.sends if v.name in line.sent[-2]}
         root.backward(1, behind)
@@ -203,7 +203,7 @@ def test_what_is_dropped_leaves_nothing_behind(versions: str) -> None:
 
 @pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("versions", POLICIES)
-def test_what_averaging_adds_reaches_the_weights_of_now(versions: str, split_backward: bool) -> None:
+def test_what_averaging_adds_reaches_the_current_weights(versions: str, split_backward: bool) -> None:
     line = Line("cnn", 2, versions=versions, accumulate=2, split_backward=split_backward)
     with kept_generator():
         line.forward(0)

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from ravnest.engine.passes.precision import FIRST_SCALE, GROWS_AFTER, Precision
-from ravnest.engine.settings import StageSettings
-from ravnest.engine.stage import Stage
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.spec import OptimizerSpec
+from tests.engine.stages import stages_of
 from tests.models import ZOO
 
 CPU = torch.device("cpu")
-SGD = OptimizerSpec("SGD", {"lr": 0.02}).to_json()
+SGD = OptimizerSpec("SGD", {"lr": 0.02})
 
 
 @pytest.fixture(scope="module", params=["cnn", "gpt_tied", "hf_gpt2", "hf_llama", "hf_bert", "gru", "unet", "in_place"])
@@ -30,14 +29,7 @@ def trained(model: tuple[Captured, list[Any]], precision: str) -> list[float]:
     graph = found.graph
     places = [p for p, crossing in sorted(layout(graph).crossing.items()) if crossing]
     middle = places[len(places) // 2]
-    stages = [
-        Stage(
-            part,
-            {w.key: found.weights[w.key].clone() for w in part.weights},
-            StageSettings(optimizer=SGD, stage=number, stages=2, precision=precision),
-        )
-        for number, part in enumerate(split(graph, (middle,)))
-    ]
+    stages = stages_of(found, split(graph, (middle,)), SGD, precision=precision)
     losses = []
     for number, batch in enumerate(batches):
         values: dict[str, Any] = dict(found.structure.flatten(batch))
@@ -65,7 +57,7 @@ def test_mixed_precision_trains_close_to_float32_with_the_types_that_stages_expe
 
 
 def a_product(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight, and a float16 product with it whose gradient is so many times as large as what it is given."""
+    """A weight, and a float16 product with it whose gradient is many times as large as what it is given."""
     weight = torch.ones(4, 4, requires_grad=True)
     with torch.autocast("cpu", torch.float16):
         return weight, (torch.full((4, 4), scale) @ weight).float()

@@ -59,7 +59,7 @@ def test_scaled_costs_add_up_to_what_was_measured() -> None:
     assert sum(cost.backward_seconds for cost in found.nodes.values()) == pytest.approx(3.0)
     size = sum(torch.Size(p.shape).numel() * p.dtype.itemsize for p in graph.parameters)
     assert found.update.seconds(len(graph.parameters), size) == pytest.approx(0.7)
-    # What is not a time of the step stays as it is.
+    # Fields that are no times of the step do not change.
     assert replace(found.update, step_seconds=0, parameter_seconds=0) == replace(
         costs.update, step_seconds=0, parameter_seconds=0
     )

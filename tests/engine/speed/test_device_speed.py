@@ -83,6 +83,6 @@ def test_where_there_is_no_mixed_precision_it_is_float32(monkeypatch: pytest.Mon
     assert found.bfloat16_flops_per_second == found.float16_flops_per_second == found.flops_per_second
 
 
-def test_what_nobody_asks_for_is_not_measured() -> None:
+def test_precisions_that_are_not_requested_are_not_measured() -> None:
     found = measure_speed(CPU, 1 << 20, 0.01, halves=())
     assert found.bfloat16_flops_per_second == 0 and found.flops_in("bfloat16") == found.flops_per_second

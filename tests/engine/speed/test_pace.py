@@ -1,4 +1,4 @@
-"""A stage that pretends to be slower takes as long as that machine, without using the processor for it."""
+"""Work at a simulated pace takes as long as on the simulated machine, without using the CPU for it."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ def work() -> None:
         pass
 
 
-def test_work_takes_so_many_times_as_long_and_no_more_of_the_processor() -> None:
+def test_slower_work_takes_longer_but_no_more_cpu_time() -> None:
     pace = Pace(Pretence(4.0))
     elapsed, used = time.perf_counter(), time.thread_time()
     for _ in range(3):
@@ -99,7 +99,7 @@ def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatc
         now += seconds
 
     pace = Pace(Pretence(10.0), sleep=wait)
-    # Of four pieces of work one is interrupted; then comes one of another size, and one of another kind.
+    # One of four pieces of work is interrupted; then comes one of another size, and one of another kind.
     work = [("forward", 1.0), ("forward", 1.0), ("forward", 1.0), ("forward", 1.4), ("forward", 0.3), ("update", 1.4)]
     for kind, seconds in work:
         began = now
@@ -110,7 +110,7 @@ def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatc
 
 
 class Clock:
-    """Time that passes when it is told to; whoever waits is woken `late` seconds too late."""
+    """A clock that tests advance; each wait ends `late` seconds too late."""
 
     def __init__(self, late: float, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -137,7 +137,7 @@ def test_any_stage_takes_as_long_as_was_pretended_and_what_is_longer_is_counted(
     assert pace.overruns == 0
     assert clock.spent_on(pace, "forward", 1.04) == pytest.approx(1.04)
     assert pace.overruns == 1
-    # What was lost is made up for.
+    # The next wait is shorter by the excess.
     assert clock.spent_on(pace, "forward", 0.5) == pytest.approx(0.96)
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ravnest.engine.settings import StageSettings
-from ravnest.engine.stage import Stage
 from ravnest.engine.weights.buckets import foreach_buckets, update_buckets
 from ravnest.graph.capture.capture import capture
 from ravnest.spec import OptimizerSpec
 from tests.e2e.jobs import a_net, batches
+from tests.engine.stages import stages_of
 
 
 def trained(
@@ -21,8 +20,7 @@ def trained(
     """The whole state of a stage after a few updates of a small net."""
     data = batches([8, 8, 8, 8])
     found = capture(a_net(), F.cross_entropy, {}, data)
-    settings = StageSettings(optimizer=optimizer.to_json(), clip_norm=clip_norm, accumulate=accumulate)
-    stage = Stage(found.graph, {key: weight.clone() for key, weight in found.weights.items()}, settings)
+    [stage] = stages_of(found, [found.graph], optimizer, clip_norm=clip_norm, accumulate=accumulate)
     for number, batch in enumerate(data):
         stage.forward(number, found.structure.flatten(batch))
         stage.backward(number, None)

@@ -21,7 +21,7 @@ def memory(versions: WeightVersions) -> int:
     return versions.masters["weight"].data_ptr()
 
 
-def test_an_update_that_nobody_is_in_the_way_of_writes_in_place() -> None:
+def test_an_update_writes_in_place_while_no_microbatch_holds_the_version() -> None:
     versions = some_versions()
     before, current = memory(versions), versions.current
     update(versions, 1.0)
