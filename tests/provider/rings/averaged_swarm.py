@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ravnest.averaging.deadlines import Deadlines
@@ -99,16 +98,6 @@ class AveragedSwarm(JoinedRings):
 
     def _emit(self, kind: str, reason: str, **fields: Any) -> None:
         self.events.append({"kind": kind, "reason": reason, **fields})
-
-
-def direct_mean(states: Sequence[Mapping[str, Tensor]], samples: Sequence[int]) -> dict[str, Tensor]:
-    """The weighted mean of these states, and the largest value of each counter."""
-    return {
-        name: sum((s[name].double() * n / sum(samples) for s, n in zip(states, samples, strict=True)), torch.zeros(()))
-        if tensor.is_floating_point()
-        else torch.stack([state[name] for state in states]).amax(0)
-        for name, tensor in states[0].items()
-    }
 
 
 def check(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:

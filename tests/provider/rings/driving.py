@@ -1,6 +1,6 @@
 """Single steps of a round of averaging."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from tests.provider.rings.joined_rings import DEPLOYMENT, JoinedRings, Owner
 Joins = Mapping[str, RingJoined]
 
 
-async def learn(swarm: JoinedRings, *counts: int) -> None:
+async def learn(swarm: JoinedRings, *counts: int, seed: int = 0) -> None:
+    """Train each cluster on this many microbatches, with other data for each cluster and seed."""
     for number, (cluster, count) in enumerate(zip(swarm.clusters, counts, strict=True)):
-        cluster.feed(count, seed=number)
+        cluster.feed(count, seed=10 * seed + number)
         await cluster.finished(count)
 
 
@@ -64,6 +65,16 @@ async def reduced(owners: list[Owner], attempt: int = 1) -> None:
 
 def commit(owner: Owner, attempt: int = 1, round: int = 1) -> None:
     owner.obey(ring_commit=RingCommit(deployment=DEPLOYMENT, round=round, ring=0, attempt=attempt))
+
+
+def direct_mean(states: Sequence[Mapping[str, Tensor]], samples: Sequence[int]) -> dict[str, Tensor]:
+    """The weighted mean of these states, and the largest value of each counter."""
+    return {
+        name: sum((s[name].double() * n / sum(samples) for s, n in zip(states, samples, strict=True)), torch.zeros(()))
+        if tensor.is_floating_point()
+        else torch.stack([state[name] for state in states]).amax(0)
+        for name, tensor in states[0].items()
+    }
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor], within: float = 0.0) -> bool:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ravnest.averaging.settings import RingSettings
 from ravnest.spec import OptimizerSpec
-from tests.provider.rings.averaged_swarm import AveragedSwarm, check, direct_mean
+from tests.provider.rings.averaged_swarm import AveragedSwarm, check
+from tests.provider.rings.driving import direct_mean
 from tests.provider.rings.joined_rings import places, run
 
 CUTS = st.lists(st.sets(st.sampled_from(places())).map(lambda found: tuple(sorted(found))), min_size=2, max_size=4)

@@ -12,17 +12,12 @@ from ravnest.averaging.deadlines import Deadline
 from ravnest.averaging.settings import RingSettings
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, ProviderMessage
 from ravnest.spec import OptimizerSpec
-from tests.provider.rings.averaged_swarm import AveragedSwarm, check, direct_mean
+from tests.provider.rings.averaged_swarm import AveragedSwarm, check
+from tests.provider.rings.driving import direct_mean, learn
 from tests.provider.rings.joined_rings import run
 
 A, B = "c0s0", "c1s0"
 SOON = Deadline(usual_seconds=0.05, min_seconds=0.2)
-
-
-async def learn(swarm: AveragedSwarm, seed: int, *counts: int) -> None:
-    for number, (cluster, count) in enumerate(zip(swarm.clusters, counts, strict=True)):
-        cluster.feed(count, seed=10 * seed + number)
-        await cluster.finished(count)
 
 
 async def late_round(swarm: AveragedSwarm) -> None:
@@ -59,7 +54,7 @@ def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learned_onc
     async def test() -> None:
         settings = RingSettings(outer=outer, outer_rate=1.0, outer_momentum=0.0 if outer == "nesterov" else None)
         async with AveragedSwarm([(), ()], settings=settings) as swarm:
-            await learn(swarm, 1, 2, 1)
+            await learn(swarm, 2, 1, seed=1)
             first = [cluster.state() for cluster in swarm.clusters]
             mean = direct_mean(first, [16, 8])
             await late_round(swarm)
@@ -67,14 +62,14 @@ def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learned_onc
             assert swarm.kinds()[-1] == "round", "it counts all the same"
             check(swarm.clusters[0].state(), mean)
             check(swarm.clusters[1].state(), first[1])
-            await learn(swarm, 2, 1, 2)
+            await learn(swarm, 1, 2, seed=2)
             second = [cluster.state() for cluster in swarm.clusters]
             if when == "before the next snapshot":
                 hears_of_it(swarm)
             swarm.order_snapshots()
             if when == "after learning more":
                 # B has taken its snapshot by then and trains on after it.
-                await learn(swarm, 3, 0, 1)
+                await learn(swarm, 0, 1, seed=3)
             third = swarm.clusters[1].state()
             if when != "before the next snapshot":
                 hears_of_it(swarm)
@@ -93,9 +88,9 @@ def test_one_that_hears_late_that_a_round_counts_contributes_what_it_learned_onc
 def test_a_coordinator_that_is_started_again_ends_the_round_under_way_and_nothing_is_lost_by_it() -> None:
     async def test() -> None:
         async with AveragedSwarm([(), ()]) as swarm:
-            await learn(swarm, 1, 2, 1)
+            await learn(swarm, 2, 1, seed=1)
             await swarm.average_now()
-            await learn(swarm, 2, 1, 2)
+            await learn(swarm, 1, 2, seed=2)
             second = [cluster.state() for cluster in swarm.clusters]
             # Both have the mean, and neither hears what becomes of it.
             swarm.keep_back = lambda node, message: message.WhichOneof("body") == "ring_commit"
@@ -117,14 +112,14 @@ def test_a_coordinator_that_is_started_again_ends_the_round_under_way_and_nothin
 def test_one_that_has_not_heard_that_a_round_counts_when_its_coordinator_ends_counts_once() -> None:
     async def test() -> None:
         async with AveragedSwarm([(), ()]) as swarm:
-            await learn(swarm, 1, 2, 1)
+            await learn(swarm, 2, 1, seed=1)
             first = [cluster.state() for cluster in swarm.clusters]
             mean = direct_mean(first, [16, 8])
             await late_round(swarm)
             swarm.another_coordinator()
             check(swarm.clusters[0].state(), mean)
             check(swarm.clusters[1].state(), first[1])
-            await learn(swarm, 2, 1, 0)
+            await learn(swarm, 1, 0, seed=2)
             second = swarm.clusters[0].state()
             await swarm.average_now()
             assert have_same_state(swarm)
@@ -139,11 +134,11 @@ def test_moments_follow_a_round_that_was_heard_of_late() -> None:
     async def test() -> None:
         adam = OptimizerSpec("Adam", {"lr": 0.01})
         async with AveragedSwarm([(), ()], settings=RingSettings(optimizer_state=True), optimizer=adam) as swarm:
-            await learn(swarm, 1, 2, 1)
+            await learn(swarm, 2, 1, seed=1)
             first = [cluster.state() for cluster in swarm.clusters]
             mean = direct_mean(first, [16, 8])
             await late_round(swarm)
-            await learn(swarm, 2, 1, 2)
+            await learn(swarm, 1, 2, seed=2)
             second = [cluster.state() for cluster in swarm.clusters]
             swarm.order_snapshots()
             hears_of_it(swarm)
@@ -161,7 +156,7 @@ def test_moments_follow_a_round_that_was_heard_of_late() -> None:
 def test_one_that_is_late_at_the_end_agrees_after_a_round_that_has_nothing_to_average() -> None:
     async def test() -> None:
         async with AveragedSwarm([(), ()]) as swarm:
-            await learn(swarm, 1, 2, 1)
+            await learn(swarm, 2, 1, seed=1)
             await late_round(swarm)
             assert not have_same_state(swarm)
             hears_of_it(swarm)
@@ -174,7 +169,7 @@ def test_one_that_is_late_at_the_end_agrees_after_a_round_that_has_nothing_to_av
 def test_one_that_was_disconnected_when_a_round_ended_joins_the_next_one() -> None:
     async def test() -> None:
         async with AveragedSwarm([(), (), ()]) as swarm:
-            await learn(swarm, 1, 1, 1, 1)
+            await learn(swarm, 1, 1, 1, seed=1)
             heard = swarm.rounds.heard
 
             def until_reduced(node: str, message: ProviderMessage) -> None:
@@ -212,18 +207,18 @@ async def run_away(swarm: AveragedSwarm, node: str) -> None:
 def test_one_that_is_far_beyond_the_others_for_three_rounds_goes_on_from_their_mean(clusters: int) -> None:
     async def test() -> None:
         async with AveragedSwarm([()] * clusters, outlier=10.0) as swarm:
-            await learn(swarm, 1, *[1] * clusters)
+            await learn(swarm, *[1] * clusters, seed=1)
             await swarm.average_now()
             await run_away(swarm, A)
             for number in (2, 3):
-                await learn(swarm, number, *[1] * clusters)
+                await learn(swarm, *[1] * clusters, seed=number)
                 before = swarm.clusters[0].state()
                 await swarm.average_now(complete=False)
                 if number == 2 or clusters == 2:
                     # In the third, one of three catches up with the others before it is judged.
                     check(swarm.clusters[0].state(), before)
                 assert swarm.kinds().count("left_out") == number - 1
-            await learn(swarm, 4, *[1] * clusters)
+            await learn(swarm, *[1] * clusters, seed=4)
             others = [cluster.state() for cluster in swarm.clusters[1:]]
             # Two clusters have averaged nothing since the first round; of three, the other two have.
             await swarm.average_now()
@@ -233,7 +228,7 @@ def test_one_that_is_far_beyond_the_others_for_three_rounds_goes_on_from_their_m
             want = direct_mean(others, [1] * len(others))
             check({n: swarm.clusters[0].state()[n] for n in floats}, {n: want[n] for n in floats})
             # From there on it counts like the others.
-            await learn(swarm, 5, *[1] * clusters)
+            await learn(swarm, *[1] * clusters, seed=5)
             want = direct_mean([cluster.state() for cluster in swarm.clusters], [1] * clusters)
             await swarm.average_now()
             check(swarm.clusters[0].state(), want)

@@ -22,7 +22,7 @@ from ravnest.net.v1.control_pb2 import (
     RingJoined,
     RingMember,
 )
-from tests.provider.rings.driving import Joins, begin, commit, join, learn, reduced, same
+from tests.provider.rings.driving import Joins, begin, commit, direct_mean, join, learn, reduced, same
 from tests.provider.rings.joined_rings import DEPLOYMENT, GENERATION, SECONDS, JoinedRings, Owner, run
 
 A, B, C = "c0s0", "c1s0", "c2s0"
@@ -38,15 +38,8 @@ def abort(owner: Owner, round: int = 1) -> None:
 
 
 def mean(states: Mapping[str, Mapping[str, Tensor]], joins: Joins) -> dict[str, Tensor]:
-    """The mean weighted by samples, and the largest value of each counter."""
-    total = sum(each.samples for each in joins.values())
-    first, *_ = states.values()
-    return {
-        name: sum((states[n][name].double() * j.samples / total for n, j in joins.items()), torch.zeros(()))
-        if tensor.is_floating_point()
-        else torch.stack([states[n][name] for n in joins]).amax(0)
-        for name, tensor in first.items()
-    }
+    """The mean of the owners that joined."""
+    return direct_mean([states[name] for name in joins], [each.samples for each in joins.values()])
 
 
 def test_the_mean_is_in_the_stage_when_it_counts_and_never_before_and_once() -> None:
