@@ -39,10 +39,10 @@ def add_parser(subparsers: "Subparsers") -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the result of each check; returns 2 if one is a problem, otherwise 0."""
     from ravnest.provider.doctor.checks import exit_code
-    from ravnest.provider.doctor.doctor import Wanted, examine
+    from ravnest.provider.doctor.doctor import DoctorOptions, examine
 
     invite = sys.stdin.readline().strip() if args.invite == "-" else args.invite
-    wanted = Wanted(invite, args.device, args.memory, args.listen or ("0.0.0.0", 0))
+    wanted = DoctorOptions(invite, args.device, args.memory, args.listen or ("0.0.0.0", 0))
     findings: list[CheckResult] = []
     printer = _Printer() if not args.json else None
 

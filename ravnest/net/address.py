@@ -19,11 +19,11 @@ def split_address(address: str) -> tuple[str, int]:
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            raise PeerError(f"{_shown(address)} is not an address: {_shown(host)} is no IPv6 host") from None
+            raise PeerError(f"{_shown(address)} is not an address: {_shown(host)} is not an IPv6 host") from None
     elif ":" in host:
         raise PeerError(f"{_shown(address)} is not an address: put the IPv6 host in brackets, as in [::1]:7700")
     elif not _HOST.fullmatch(host):
-        raise PeerError(f"{_shown(address)} is not an address: {_shown(host)} is no host name")
+        raise PeerError(f"{_shown(address)} is not an address: {_shown(host)} is not a host name")
     if not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
         raise PeerError(f"{_shown(address)} is not an address: the port must be a number from 1 to 65535")
     return host, int(port)
@@ -98,7 +98,7 @@ def own_address_towards(host: str, port: int) -> str:
             probe.connect(place)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise PeerError(f"there is no way from this machine to {host}: {error.strerror or error}") from None
+        raise PeerError(f"there is no route from this machine to {host}: {error.strerror or error}") from None
 
 
 def outward_address() -> str:

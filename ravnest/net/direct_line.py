@@ -80,7 +80,7 @@ class DirectLine:
             return None
         magic, round, generation, ring, attempt, hop, segment, chunk, flags, size = _HEADER.unpack(self._header)
         if magic != MAGIC or flags > 3 or size > PIECE_BYTES:
-            raise PeerError(f"{self.peer} sent {size} bytes that are no piece of a ring over a direct line")
+            raise PeerError(f"{self.peer} sent {size} bytes over a direct line that are not a piece of a ring")
         place = RingPlace(round, ring, attempt, hop, segment, chunk, bool(flags & 1), bool(flags & 2))
         data = torch.empty(size, dtype=torch.uint8) if room is None else room(generation, place, size)
         if data is None:

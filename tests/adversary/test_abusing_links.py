@@ -46,7 +46,7 @@ DONE = sent(FrameKind.DONE, 1, generation=1)
         (0, [sent(FrameKind.ACK, 2), sent(FrameKind.ACK, 1)], "mallory confirms 1 frames, 2 to 2 are possible"),
         (7, [], "mallory confirms 7 frames, 0 to 2 are possible"),
         (-(2**63), [], "mallory confirms -9223372036854775808 frames, 0 to 2 are possible"),
-        (0, [sent(FrameKind.RESUME, 0)], "mallory said its count in the middle of a connection"),
+        (0, [sent(FrameKind.RESUME, 0)], "mallory sent its count twice over one connection"),
         (None, [DONE], "mallory did not begin by saying how many frames it has"),
         (None, [sent(FrameKind.ACK, 0)], "mallory did not begin by saying how many frames it has"),
         (0, [sent(FrameKind.ACK, 0, **WITH_VALUES)], "mallory sent a ACK frame that carries values"),

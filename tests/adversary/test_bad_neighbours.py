@@ -272,7 +272,7 @@ def test_a_root_whose_neighbour_sends(trick: str) -> None:
     ("frames", "words"),
     [
         ([Frame(FrameKind.ACK, 3)], "mallory confirms 3 frames, 0 to 0 are possible; the link is given up"),
-        ([Frame(FrameKind.RESUME, 0)], "mallory said its count in the middle of a connection; the link is given up"),
+        ([Frame(FrameKind.RESUME, 0)], "mallory sent its count twice over one connection; the link is given up"),
         ([Frame(FrameKind.ACK, 0, scalars={"x": 1})], "mallory sent a ACK frame that carries values"),
     ],
     ids=["a confirmation of nothing", "its count in the middle", "a confirmation with values"],

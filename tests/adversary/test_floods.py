@@ -115,7 +115,7 @@ def test_greetings_that_trickle_are_cut_off_at_the_budget_of_their_address() -> 
                 await swarm.join("another")
             [(address, count, reason), *_] = swarm.told.turned
             assert address == "127.0.0.1" and count >= 16
-            assert f"more than {budget} connections waited to prove who they are" in reason
+            assert f"more than {budget} connections waited to prove their identity" in reason
 
     run(test())
 

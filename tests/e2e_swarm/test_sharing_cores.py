@@ -74,7 +74,7 @@ def test_the_number_of_cores_that_a_user_gives_holds(machines: Swarm, tmp_path: 
     _, invite = machines.serve("--providers", "9")
     with provider(machines, invite, "a", "--cores", "1") as a:
         a.until("joined ")
-        assert f"computing with 1 of {usable_cores()} core" in a.said and ", as was asked for\n" in a.said
+        assert f"computing with 1 of {usable_cores()} core" in a.said and ", as requested\n" in a.said
         assert "this machine: cpu, 1 core, " in a.said
 
 

@@ -10,7 +10,7 @@ from ravnest.codecs.codec import CODECS
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.net.frames.decoding import decode
 from ravnest.net.frames.frames import Frame, FrameKind
-from ravnest.provider.links.cuda_copies import Transfers
+from ravnest.provider.links.cuda_copies import DeviceCopies
 from ravnest.provider.links.pack_threads import Outgoing, Packing
 from ravnest.provider.links.tensor_codec import coded, decoded
 from ravnest.settings import ACTIVATION_CODECS
@@ -40,7 +40,7 @@ def test_a_codec_gives_the_same_bytes_and_values_on_a_gpu(name: str, count: int)
 def test_what_leaves_is_what_was_computed_though_computing_goes_on(name: str) -> None:
     """The tensor is the result of much work that is not done when it is handed over, and its memory is used again at
     once when it is let go of."""
-    transfers, codec = Transfers(CUDA), CODECS[name]
+    transfers, codec = DeviceCopies(CUDA), CODECS[name]
 
     async def run() -> None:
         threads = Packing(2, transfers)
@@ -64,7 +64,7 @@ def test_what_leaves_is_what_was_computed_though_computing_goes_on(name: str) ->
 
 @pytest.mark.parametrize("name", ACTIVATION_CODECS)
 def test_what_arrives_is_on_the_device_and_whole(name: str) -> None:
-    transfers, codec = Transfers(CUDA), CODECS[name]
+    transfers, codec = DeviceCopies(CUDA), CODECS[name]
 
     async def run() -> None:
         threads = Packing(2, transfers)
@@ -82,7 +82,7 @@ def test_what_arrives_is_on_the_device_and_whole(name: str) -> None:
 
 
 def test_the_thread_that_computes_does_not_wait_for_the_copy() -> None:
-    transfers = Transfers(CUDA)
+    transfers = DeviceCopies(CUDA)
     matrix = torch.randn(4096, 4096, device=CUDA)
     torch.cuda.synchronize()
     for _ in range(50):

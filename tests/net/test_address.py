@@ -38,9 +38,9 @@ def test_an_ipv6_host_stands_in_brackets() -> None:
         ("127.0.0.1:65536", "1 to 65535"),
         ("127.0.0.1:port", "1 to 65535"),
         ("::1:7700", "brackets"),
-        ("[zz]:7700", "no IPv6 host"),
-        ("a b:7700", "no host name"),
-        ("a/b:7700", "no host name"),
+        ("[zz]:7700", "not an IPv6 host"),
+        ("a b:7700", "not a host name"),
+        ("a/b:7700", "not a host name"),
     ],
 )
 def test_a_malformed_address_names_what_is_wrong(text: str, words: str) -> None:
@@ -84,5 +84,5 @@ def test_a_wildcard_is_no_address_to_dial() -> None:
 def test_this_machine_knows_which_of_its_addresses_leads_where() -> None:
     assert own_address_towards("127.0.0.9", 7700).startswith("127.")
     assert not is_wildcard(outward_address())
-    with pytest.raises(PeerError, match="there is no way from this machine to"):
+    with pytest.raises(PeerError, match="there is no route from this machine to"):
         own_address_towards("no such host", 7700)

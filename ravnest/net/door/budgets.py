@@ -112,9 +112,9 @@ def connections_to_close(connections: Sequence[IncomingConnection], now: float, 
     max_first = sorted(left, key=lambda c: -min(counts[c.origin], budgets.waiting_per_address + 1))
     for connection in max_first:
         if counts[connection.origin] > budgets.waiting_per_address:
-            reason = f"more than {budgets.waiting_per_address} connections waited to prove who they are"
+            reason = f"more than {budgets.waiting_per_address} connections waited to prove their identity"
         elif total > budgets.waiting:
-            reason = f"more than {budgets.waiting} connections of all addresses waited to prove who they are"
+            reason = f"more than {budgets.waiting} connections of all addresses waited to prove their identity"
         else:
             continue
         counts[connection.origin] -= 1
@@ -126,10 +126,10 @@ def connections_to_close(connections: Sequence[IncomingConnection], now: float, 
 def _overdue(connection: IncomingConnection, now: float, budgets: Budgets) -> str:
     age = now - connection.since
     if connection.caller:
-        return f"stayed with an invite for {budgets.invited_seconds:g} s" if age > budgets.invited_seconds else ""
+        return f"used an invite for more than {budgets.invited_seconds:g} s" if age > budgets.invited_seconds else ""
     if not connection.has_spoken and age > budgets.silent_seconds:
         return f"said nothing for {budgets.silent_seconds:g} s"
-    return f"did not prove who it is in {budgets.proving_seconds:g} s" if age > budgets.proving_seconds else ""
+    return f"did not prove its identity within {budgets.proving_seconds:g} s" if age > budgets.proving_seconds else ""
 
 
 def _too_many_of_a_node(connections: Sequence[IncomingConnection], budgets: Budgets) -> list[Closing]:

@@ -75,7 +75,9 @@ def request_key(der: bytes) -> PublicKey:
             f"the certificate request cannot be used: {str(error)[:300]}; join again with a new key"
         ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise RefusedError("the certificate request holds another kind of key than P-256; join with this ravnest's own")
+        raise RefusedError(
+            "the certificate request holds another kind of key than P-256; use the key that Ravnest makes"
+        )
     return key
 
 

@@ -90,7 +90,7 @@ def may_call(identity: Identity, kinds: Collection[Kind], call: str) -> tuple[bo
     if identity.kind in kinds:
         return True, f"{identity} may call {call}"
     if identity.kind == "invite":
-        why = "an invite is good for joining alone, use the certificate that joining brings"
+        why = "an invite is only for joining; use the certificate that joining brings"
     elif identity.kind == "node":
         why = f"{_listed(kinds)} may, {identity} is a node that has joined already"
     else:

@@ -110,11 +110,11 @@ class MeasureService:
         had_turn = False
         try:
             async with asyncio.timeout(_SERVE_SECONDS):
-                left = _Left()
+                budget = _CallBudget()
                 while (request := await control.receive()) is not None:
                     if request.WhichOneof("body") == "turn" and not had_turn:
                         had_turn = await self._wait_for_turn()
-                    await control.send(left.answer(request))
+                    await control.send(budget.answer(request))
         except TimeoutError:
             raise PeerError(f"the measuring took longer than {_SERVE_SECONDS:g} seconds; try again later") from None
         finally:
@@ -130,7 +130,7 @@ class MeasureService:
             return False
 
 
-class _Left:
+class _CallBudget:
     """The budget that is left for one call."""
 
     def __init__(self) -> None:

@@ -174,7 +174,7 @@ class CallServer:
             request = request_type()
             try:
                 if not isinstance(data, bytes) or len(data) > JOIN_BYTES:
-                    raise ValueError(f"it is not there, or larger than {JOIN_BYTES} bytes")
+                    raise ValueError(f"it is missing, or larger than {JOIN_BYTES} bytes")
                 request.ParseFromString(data)
             except (DecodeError, ValueError) as error:
                 await _refuse(context, RefusedError(f"the request cannot be read: {error}"))

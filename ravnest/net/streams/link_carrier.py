@@ -172,7 +172,7 @@ class LinkCarrier:
             if frame.kind is FrameKind.ACK:
                 self._take_count(frame, self._position)
             elif frame.kind is FrameKind.RESUME:
-                raise self._broken_rule("said its count in the middle of a connection")
+                raise self._broken_rule("sent its count twice over one connection")
             else:
                 self._take_frame(frame)
             state.notify()

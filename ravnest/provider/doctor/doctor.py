@@ -54,7 +54,7 @@ Tell = Callable[[CheckResult], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DoctorOptions:
     """How the machine would be lent, with the options of `ravnest join`."""
 
     invite: str | None = None
@@ -63,7 +63,7 @@ class Wanted:
     listen: tuple[str, int] = ("0.0.0.0", 0)
 
 
-def examine(wanted: Wanted, tell: Tell) -> None:
+def examine(wanted: DoctorOptions, tell: Tell) -> None:
     """Report every result; problems of the machine raise no error here."""
     tell(judge_python(sys.version_info[:2]))
     torch = look_at_torch()
@@ -107,14 +107,14 @@ async def reachable_from_outside(client: "CoordinatorClient", listen: tuple[str,
     return judge_reach(reply.seen_host, request.port, reply.not_reached) if reply.dialled else None
 
 
-async def _examine(wanted: Wanted, tell: Tell) -> None:
+async def _examine(wanted: DoctorOptions, tell: Tell) -> None:
     await _look_at_device(wanted, tell)
     tell(_look_at_disk())
     if wanted.invite is not None:
         await _look_at_coordinator(wanted.invite, wanted.listen, tell)
 
 
-async def _look_at_device(wanted: Wanted, tell: Tell) -> None:
+async def _look_at_device(wanted: DoctorOptions, tell: Tell) -> None:
     from ravnest.engine.speed.device_speed import HALVES
     from ravnest.provider.machine.device import choose_device
     from ravnest.provider.machine.memory import available_bytes, lent_bytes

@@ -110,11 +110,11 @@ class ArtifactCache:
         with self._tidying():
             files = sorted(self._files(besides), key=lambda file: file.used_at)
             held = sum(file.size_bytes for file in files)
-            decision, _ = what_to_throw_out(files, size_bytes, self._limit(held))
+            decision, _ = files_to_delete(files, size_bytes, self._limit(held))
             if decision is None:
                 return False
             for file in decision:
-                _throw_out(file.path)
+                _delete(file.path)
         return True
 
     def _limit(self, held_bytes: int) -> int:
@@ -149,9 +149,7 @@ class CachedFile:
     used_at: float
 
 
-def what_to_throw_out(
-    files: list[CachedFile], size_bytes: int, limit_bytes: int
-) -> tuple[list[CachedFile] | None, str]:
+def files_to_delete(files: list[CachedFile], size_bytes: int, limit_bytes: int) -> tuple[list[CachedFile] | None, str]:
     """The files to delete so that an artifact of this size fits, least recently used first; None when that is
     impossible. With the reason."""
     if size_bytes > limit_bytes:
@@ -217,7 +215,7 @@ class KeptArtifact:
             return False
 
 
-def _throw_out(path: Path) -> None:
+def _delete(path: Path) -> None:
     """Delete a file, unless a provider is writing to it. A file that is being read is freed when its reader
     closes it."""
     with contextlib.suppress(FileNotFoundError, BlockingIOError):

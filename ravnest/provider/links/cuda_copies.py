@@ -12,11 +12,11 @@ import torch
 
 from ravnest.net.frames.frames import Coded, Frame
 
-Turn = Callable[[Frame], Frame]
+FrameCoder = Callable[[Frame], Frame]
 """Codes or decodes a frame, on the device of its tensors."""
 
 
-class Transfers:
+class DeviceCopies:
     """The copies of one stage. The computing thread calls `mark`, any other thread the other methods."""
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Transfers:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def out(self, frame: Frame, mark: torch.cuda.Event | None, code: Turn) -> Frame:
+    def out(self, frame: Frame, mark: torch.cuda.Event | None, code: FrameCoder) -> Frame:
         """The frame, coded after the event `mark`, in main memory. Waits for that."""
         if not self._on_cuda:
             return code(frame)
@@ -58,7 +58,7 @@ class Transfers:
             self._out.synchronize()
         return here
 
-    def into(self, frame: Frame, decode: Turn) -> Frame:
+    def into(self, frame: Frame, decode: FrameCoder) -> Frame:
         """The frame on the device, decoded there. Waits for that, so that the stage need not."""
         if not self._on_cuda:
             return decode(frame)

@@ -24,7 +24,7 @@ _MAX_STAY_MICROS: Final = 10**12
 Clock = Callable[[], float]
 
 
-class Stays:
+class ResidenceTimes:
     """At the later stage: how long each microbatch has been here. Any thread may use it."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:

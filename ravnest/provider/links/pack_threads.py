@@ -15,7 +15,7 @@ import torch
 from ravnest.codecs.codec import Codec
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame
-from ravnest.provider.links.cuda_copies import Transfers
+from ravnest.provider.links.cuda_copies import DeviceCopies
 from ravnest.provider.links.tensor_codec import coded, decoded, raw_bytes, saved_bytes
 
 AT_ONCE_BYTES: Final = 1 << 18
@@ -43,16 +43,16 @@ class Packed:
 class Packing:
     """The threads of one stage's links."""
 
-    def __init__(self, directions: int, transfers: Transfers) -> None:
+    def __init__(self, directions: int, copies: DeviceCopies) -> None:
         """`directions` may work at the same time."""
-        self._transfers = transfers
+        self._copies = copies
         self._threads = ThreadPoolExecutor(max(1, directions), "ravnest-packing")
 
     async def pack(self, outgoing: Outgoing, codec: Codec) -> Packed:
         """The frame in the codec, as bytes. PeerError, as in `encode`."""
 
         def work() -> Packed:
-            frame = self._transfers.out(outgoing.frame, outgoing.computed, lambda frame: coded(frame, codec))
+            frame = self._copies.out(outgoing.frame, outgoing.computed, lambda frame: coded(frame, codec))
             return Packed(encode(frame), saved_bytes(frame))
 
         return await self._run(outgoing.frame, work)
@@ -62,7 +62,7 @@ class Packing:
         `check`."""
 
         def work() -> Frame:
-            found = self._transfers.into(frame, lambda frame: decoded(frame, codec))
+            found = self._copies.into(frame, lambda frame: decoded(frame, codec))
             check(found)
             return found
 
@@ -74,6 +74,6 @@ class Packing:
 
     async def _run(self, frame: Frame, work: Callable[[], T]) -> T:
         size = raw_bytes(frame)
-        if size < AT_ONCE_BYTES and (self._transfers.on_host or not size):
+        if size < AT_ONCE_BYTES and (self._copies.on_host or not size):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -45,7 +45,7 @@ def share_of(mine: CoreRequest, others: Sequence[CoreRequest], cores: int) -> tu
     """
     of = f"of {units.counted(cores, 'core')}"
     if mine.cores is not None:
-        return mine.cores, f"computing with {mine.cores} {of}, as was asked for"
+        return mine.cores, f"computing with {mine.cores} {of}, as requested"
     fair = sorted([mine, *(claim for claim in others if claim.cores is None)], key=lambda claim: claim.name)
     taken = sum(claim.cores or 0 for claim in others)
     share = fair_share(max(1, cores - taken), len(fair), fair.index(mine))

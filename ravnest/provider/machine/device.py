@@ -30,7 +30,7 @@ def _missing(device: torch.device) -> str:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if torch.version.cuda is None and torch.version.hip is None:
-            return "this PyTorch was built for processors alone"
+            return "this PyTorch build has no GPU support"
         if not count:
             return "there is no GPU that PyTorch can use; check the driver with nvidia-smi"
         if (device.index or 0) >= count:

@@ -127,4 +127,8 @@ class MemoryStrain:
         if now - self._easy_since < self._easy_seconds:
             return None
         self._bound, self._easy_since, self._was_eased = 0, None, True
-        return ReliefStep("eased", 0, f"{reading.words}, for {self._easy_seconds:.0f} s: as many in flight as is best")
+        return ReliefStep(
+            "eased",
+            0,
+            f"{reading.words}, for {self._easy_seconds:.0f} s: the limit on microbatches in flight is lifted",
+        )

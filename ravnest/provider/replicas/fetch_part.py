@@ -50,7 +50,7 @@ class PartFetcher:
     async def fetch_all(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
         """The same for every part that the order's stage is joined from, all at the same time."""
         if len(order.donors) > MAX_SOURCES:
-            raise PeerError(f"a stage is to begin with parts of {len(order.donors):,}, more than {MAX_SOURCES:,}")
+            raise PeerError(f"a stage would start from {len(order.donors):,} parts, more than {MAX_SOURCES:,}")
         async with BackgroundTasks() as tasks:
             getting = [tasks.spawn(self._get(source, MAX_BYTES, keep=False)) for source in order.donors]
             return list(await asyncio.gather(*getting))

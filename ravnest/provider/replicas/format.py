@@ -60,9 +60,7 @@ class Restored:
                 committed, samples = _numbers(stand)
                 found.rings[int(ring)] = RingStand(committed, samples)
         except (ValueError, TypeError, AttributeError) as error:
-            raise GraphError(
-                f"what a part of a replica says of microbatches and rings cannot be read: {error}"
-            ) from None
+            raise GraphError(f"the metadata of a part of a replica cannot be read: {error}") from None
         return found
 
 
@@ -103,7 +101,7 @@ def rings_in_words(stands: Mapping[int, RingStand]) -> str:
 
 def _numbers(values: object) -> list[int]:
     if not isinstance(values, list) or len(values) > REMEMBERED:
-        raise ValueError("it is no short list of numbers")
+        raise ValueError("it is not a short list of numbers")
     if not all(type(value) is int and 0 <= value < _MAX_NUMBER for value in values):
-        raise ValueError("it has something else than numbers that count")
+        raise ValueError("it contains something other than counts")
     return values

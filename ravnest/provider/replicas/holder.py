@@ -102,7 +102,7 @@ class ReplicaHolder:
     async def _warm(self, weights: ArtifactRef) -> None:
         if weights.id and self._artifacts.cached:
             try:
-                await self._artifacts.get(weights, _Nothing, FetchProgress(weights.size_bytes))
+                await self._artifacts.get(weights, _DiscardingSink, FetchProgress(weights.size_bytes))
             except RavnestError as error:
                 self._say(f"cannot fetch a stage ahead for which this machine is a standby: {error}")
 
@@ -112,7 +112,7 @@ async def _closed(link: PartLink, serving: asyncio.Task[None]) -> None:
     await link.close()
 
 
-class _Nothing:
+class _DiscardingSink:
     """Discards the bytes: only the cache keeps them."""
 
     def feed(self, chunk: bytes) -> None:

@@ -40,7 +40,7 @@ class ReplicaOwner:
         self._loop = asyncio.get_running_loop()
         self._order: Replicate | None = None
         self._link: PartLink | None = None
-        self._waiting: tuple[_Which, _State] | None = None
+        self._waiting: tuple[_PartName, _State] | None = None
         self._came = asyncio.Event()
         self._tasks = BackgroundTasks()
         self._tasks.spawn(self._work())
@@ -56,18 +56,18 @@ class ReplicaOwner:
     def keep(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
         """Record copies of a stage's state, which must not change any more. Any thread may call this; it returns at
         once."""
-        which, state = _Which(key, replica, time.perf_counter()), (tensors, metadata)
+        name, state = _PartName(key, replica, time.perf_counter()), (tensors, metadata)
         with contextlib.suppress(RuntimeError):  # The loop is over.
-            self._loop.call_soon_threadsafe(self._take, which, state)
+            self._loop.call_soon_threadsafe(self._take, name, state)
 
     async def close(self) -> None:
         """End the current transfer. The files stay; the links end with the session."""
         await self._tasks.close()
 
-    def _take(self, which: "_Which", state: _State) -> None:
+    def _take(self, name: "_PartName", state: _State) -> None:
         if self._waiting is not None:
-            self._tasks.spawn(self._say(self._waiting[0], error="a newer one came before it was kept"))
-        self._waiting = which, state
+            self._tasks.spawn(self._say(self._waiting[0], error="a newer replica came before it was stored"))
+        self._waiting = name, state
         self._came.set()
 
     async def _work(self) -> None:
@@ -76,17 +76,17 @@ class ReplicaOwner:
             self._came.clear()
             if self._waiting is None:
                 continue
-            (which, state), self._waiting = self._waiting, None
+            (name, state), self._waiting = self._waiting, None
             try:
-                part = await in_thread(partial(self._files.write, which.key, which.replica, *state))
+                part = await in_thread(partial(self._files.write, name.key, name.replica, *state))
             except Exception as error:
                 # For example, the disk is full. The stage goes on, and the coordinator hears of it.
-                await self._say(which, error=error_text(error))
+                await self._say(name, error=error_text(error))
                 continue
             finally:
                 # The file has the state now, so the copies can be freed.
                 del state
-            await self._say(which, part, *await self._hand_over(part))
+            await self._say(name, part, *await self._hand_over(part))
 
     async def _hand_over(self, part: ReplicaPart) -> tuple[str, str]:
         """The holder that has the part now, or why no holder has it."""
@@ -102,14 +102,14 @@ class ReplicaOwner:
                 if self._order is order:
                     return "", error_text(error)
 
-    async def _say(self, which: "_Which", part: ReplicaPart | None = None, holder: str = "", error: str = "") -> None:
+    async def _say(self, name: "_PartName", part: ReplicaPart | None = None, holder: str = "", error: str = "") -> None:
         said = Replicated(
-            key=which.key,
-            replica=which.replica,
+            key=name.key,
+            replica=name.replica,
             holder=holder,
             size_bytes=0 if part is None else part.size_bytes,
             sha256="" if part is None else part.sha256,
-            seconds=time.perf_counter() - which.began,
+            seconds=time.perf_counter() - name.began,
             error=error,
         )
         with contextlib.suppress(PeerError):
@@ -117,7 +117,7 @@ class ReplicaOwner:
 
 
 @dataclass(frozen=True, slots=True)
-class _Which:
+class _PartName:
     key: str
     replica: int
     began: float

@@ -154,7 +154,7 @@ class ReplicaService:
     def _spawn(self, key: str, work: Coroutine[Any, Any, None]) -> None:
         if len(self._tasks) >= _MAX_TASKS:
             work.close()
-            raise PeerError(f"the coordinator wants more than {_MAX_TASKS} things done with parts at once")
+            raise PeerError(f"the coordinator wants more than {_MAX_TASKS} commands about parts carried out at once")
         self._tasks.spawn(self._told(key, work))
 
     async def _told(self, key: str, work: Awaitable[None]) -> None:

@@ -265,7 +265,7 @@ async def _received(link: ResumableLink, patience_seconds: float | None) -> Fram
         async with asyncio.timeout(patience_seconds):
             frame = await link.receive()
     except TimeoutError:
-        raise PeerError(f"nothing was heard of {link.peer} for {patience_seconds:g} s") from None
+        raise PeerError(f"no answer from {link.peer} for {patience_seconds:g} s") from None
     if frame is None:
         raise PeerError(f"{link.peer} ended the link")
     if frame.kind is not FrameKind.PART:

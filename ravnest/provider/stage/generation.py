@@ -28,7 +28,7 @@ from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.streams.resumable_link import ResumableLink
 from ravnest.net.v1.control_pb2 import Deploy, LinkState, ProviderMessage, Strained
-from ravnest.provider.links.cuda_copies import Transfers
+from ravnest.provider.links.cuda_copies import DeviceCopies
 from ravnest.provider.links.frame_check import check_frame
 from ravnest.provider.links.pack_threads import Outgoing, Packing
 from ravnest.provider.links.stage_link import StageLink
@@ -78,7 +78,7 @@ class Generation:
             has_room=self._memory.has_room,
             outer_state=hooks.outer_state,
         )
-        copies = Transfers(stage.device)
+        copies = DeviceCopies(stage.device)
         self._outbox = FrameOutbox(self.number, records, self._uploads, self._failures, hooks, copies.mark)
         self.worker = StageWorker(
             stage, self._outbox, host.pretence, applied=applied, counters=counters, announced=True

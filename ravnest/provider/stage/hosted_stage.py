@@ -216,7 +216,7 @@ class HostedStage:
     def average(self, message: CoordinatorMessage) -> None:
         """Do what the coordinator orders about averaging rounds; PeerError for a stage without rings."""
         if self._membership is None:
-            raise PeerError("the coordinator spoke of a round to a stage without rings")
+            raise PeerError("the coordinator ordered a round of a stage without rings")
         self._membership.rings.obey(message)
 
     def relieve_memory(self) -> Strained | None:

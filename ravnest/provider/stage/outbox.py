@@ -11,7 +11,7 @@ from ravnest.engine.stage import Update
 from ravnest.engine.telemetry.spans import Span
 from ravnest.errors import PeerError
 from ravnest.net.frames.frames import Frame, FrameKind
-from ravnest.provider.links.link_delay import LinkDelay, Stays
+from ravnest.provider.links.link_delay import LinkDelay, ResidenceTimes
 from ravnest.provider.links.pack_threads import Outgoing
 from ravnest.provider.replicas.format import Keep
 from ravnest.provider.stage.checkpoint_upload import CheckpointUploads, Tensors, copied
@@ -60,7 +60,7 @@ class FrameOutbox:
         self.to_coordinator: asyncio.Queue[Outgoing] = asyncio.Queue()
         self.delay = LinkDelay()
         """Delay of the link to the next stage."""
-        self._stays = Stays()
+        self._residence = ResidenceTimes()
         self._generation = generation
         self._records = records
         self._spans = records.spans
@@ -78,7 +78,7 @@ class FrameOutbox:
 
     def backward(self, message: Message) -> None:
         self._spans.put_out("backward", message.microbatch)
-        self._put(self.to_previous, FrameKind.BACKWARD, message, self._stays.left_micros(message.microbatch))
+        self._put(self.to_previous, FrameKind.BACKWARD, message, self._residence.left_micros(message.microbatch))
 
     def done(self, message: Message) -> None:
         self._put(self.to_coordinator, FrameKind.DONE, message)
@@ -114,7 +114,7 @@ class FrameOutbox:
         if frame.kind is FrameKind.BACKWARD:
             self.delay.returned(frame.microbatch, frame.residence_micros)
         elif frame.marks.train:
-            self._stays.arrived(frame.microbatch)
+            self._residence.arrived(frame.microbatch)
 
     def _put(self, queue: asyncio.Queue[Outgoing], kind: FrameKind, message: Message, stay_micros: int = 0) -> None:
         tensors = {n: v for n, v in message.values.items() if isinstance(v, torch.Tensor)}

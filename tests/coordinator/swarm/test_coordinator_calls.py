@@ -87,7 +87,7 @@ def test_a_request_to_join_is_small_or_not_read() -> None:
             channel = open_secure_channel(handler.address, keys, COORDINATOR_HOST)
             call = channel.unary_unary("/ravnest.v1.Coordinator/Join")
             for metadata, words in (
-                ((), "cannot be read: it is not there"),
+                ((), "cannot be read: it is missing"),
                 (((REQUEST_KEY, b"\xff" * 100),), "cannot be read"),
                 (((REQUEST_KEY, bytes(4097)),), "larger than 4096 bytes"),
                 (((REQUEST_KEY, bytes(40_000)),), "metadata"),
@@ -95,7 +95,7 @@ def test_a_request_to_join_is_small_or_not_read() -> None:
                 with pytest.raises(aio.AioRpcError, match=words):
                     await call(b"", metadata=metadata, timeout=10)
             # A message may be as large as it likes: it stays where it is.
-            with pytest.raises(aio.AioRpcError, match="it is not there"):
+            with pytest.raises(aio.AioRpcError, match="it is missing"):
                 await call(bytes(64 << 20), timeout=10)
             await channel.close()
             assert handler.joins == 0
@@ -112,7 +112,7 @@ def test_every_call_needs_the_certificate_of_a_join() -> None:
             roots = handler.admission.authority.tls_keys().roots
             stranger = replace(a_node(strangers, "node-1").tls_keys(), roots=roots)
             for client, words in (
-                (handler.joiner(), "may not call .*: an invite is good for joining alone"),
+                (handler.joiner(), "may not call .*: an invite is only for joining"),
                 (handler.client(kicked.tls_keys()), "kicked was thrown out of the swarm"),
                 (handler.client(stranger), "does not accept what this test showed"),
                 (handler.client(handler.admission.authority.tls_keys()), "a node that has joined may, not the coord"),

@@ -51,9 +51,9 @@ def test_an_attacker_with_a_few_addresses_does_not_shut_out_one_with_another() -
         (waiting("192.0.2.1", 1, age=4.9), ""),
         (waiting("192.0.2.1", 1, age=5.1), "said nothing for 5 s"),
         (waiting("192.0.2.1", 1, age=24.0, has_spoken=True), ""),
-        (waiting("192.0.2.1", 1, age=26.0, has_spoken=True), "did not prove who it is in 25 s"),
+        (waiting("192.0.2.1", 1, age=26.0, has_spoken=True), "did not prove its identity within 25 s"),
         (replace(waiting("192.0.2.1", 1, age=110.0), caller="invite:0"), ""),
-        (replace(waiting("192.0.2.1", 1, age=130.0), caller="invite:0"), "stayed with an invite for 120 s"),
+        (replace(waiting("192.0.2.1", 1, age=130.0), caller="invite:0"), "used an invite for more than 120 s"),
         (replace(waiting("192.0.2.1", 1, age=1e6), caller="anna"), ""),
     ],
 )

@@ -106,7 +106,7 @@ def test_each_kind_may_make_its_own_calls_alone() -> None:
     assert may_call(coordinator, ["node", "coordinator"], "Probe")[0]
     assert may_call(invite, ["node"], "Feed") == (
         False,
-        "the holder of invite ab12 may not call Feed: an invite is good for joining alone, "
+        "the holder of invite ab12 may not call Feed: an invite is only for joining; "
         "use the certificate that joining brings",
     )
     assert "anna is a node that has joined already" in may_call(node, ["invite"], "Join")[1]

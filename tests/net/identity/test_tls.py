@@ -156,7 +156,7 @@ def test_a_node_cannot_join_again_and_an_invite_cannot_work() -> None:
             with pytest.raises(PeerError, match="may not call Join: the holder of an invite may, anna-s-pc is a node"):
                 await call(coordinator.address, node.tls_keys(), "Join", node.request())
             keys = joiner_keys(invite.token, coordinator.admission.authority.certificate)
-            with pytest.raises(PeerError, match="may not call Work: an invite is good for joining alone"):
+            with pytest.raises(PeerError, match="may not call Work: an invite is only for joining"):
                 await call(coordinator.address, keys, "Work")
 
     run(test())

@@ -11,7 +11,7 @@ from functools import partial
 
 from ravnest.engine.schedule import ReadyCounts, Task, next_task
 from ravnest.planner.in_flight.control import FlightControl, StageCounts
-from ravnest.provider.links.link_delay import LinkDelay, Stays
+from ravnest.provider.links.link_delay import LinkDelay, ResidenceTimes
 
 REPORT_SECONDS = 1.0
 
@@ -60,7 +60,7 @@ class SimulatedStage:
     forward_seconds: float
     backward_seconds: float
     delay: LinkDelay
-    stays: Stays
+    residence: ResidenceTimes
     forwards: deque[int] = field(default_factory=deque)
     backwards: deque[int] = field(default_factory=deque)
     in_flight: int = 0
@@ -109,7 +109,8 @@ class FlyingPipeline:
         self._feed_seconds = feed_seconds
         clock = self._clock
         self.stages = [
-            SimulatedStage(n, forward_seconds, backward_seconds, LinkDelay(clock), Stays(clock)) for n in range(stages)
+            SimulatedStage(n, forward_seconds, backward_seconds, LinkDelay(clock), ResidenceTimes(clock))
+            for n in range(stages)
         ]
         self.there = [Link(mbit * 125e3, round_trip_seconds / 2) for _ in range(stages - 1)]
         self.back = [Link(mbit * 125e3, round_trip_seconds / 2) for _ in range(stages - 1)]
@@ -221,7 +222,7 @@ class FlyingPipeline:
         following = self.stages[stage.number + 1]
 
         def arrive() -> None:
-            following.stays.arrived(microbatch)
+            following.residence.arrived(microbatch)
             following.forwards.append(microbatch)
             self._work(following)
 
@@ -236,7 +237,7 @@ class FlyingPipeline:
         if stage.number == 0:
             self.completed.append(self.now)
         else:
-            before, stay = self.stages[stage.number - 1], stage.stays.left_micros(microbatch)
+            before, stay = self.stages[stage.number - 1], stage.residence.left_micros(microbatch)
 
             def arrive() -> None:
                 before.delay.returned(microbatch, stay)

@@ -26,7 +26,7 @@ from ravnest.net.identity.swarm_invite import SwarmInvite
 from ravnest.net.rpc.server import CoordinatorServer
 from ravnest.provider.doctor import doctor
 from ravnest.provider.doctor.checks import CheckResult
-from ravnest.provider.doctor.doctor import Wanted, examine
+from ravnest.provider.doctor.doctor import DoctorOptions, examine
 from ravnest.provider.membership.joining import kept_identity
 from tests.e2e.command import ravnest
 
@@ -74,7 +74,7 @@ def look(invite: SwarmInvite | str | None = None, **wanted: object) -> dict[str,
     """The findings by what they are about; none is told twice."""
     told: list[CheckResult] = []
     line = invite.line if isinstance(invite, SwarmInvite) else invite
-    examine(Wanted(line, **wanted), told.append)  # type: ignore[arg-type]
+    examine(DoctorOptions(line, **wanted), told.append)  # type: ignore[arg-type]
     found = {finding.check: finding for finding in told}
     assert len(found) == len(told)
     return found
@@ -318,7 +318,7 @@ def test_without_a_torch_that_loads_that_is_all_that_is_said(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (2, "")
     assert re.search(r"^problem  torch       PyTorch \S+ cannot be loaded", done.stdout, re.M), done.stdout
-    assert done.stdout.endswith("\n1 problem, no warnings\n")
+    assert done.stdout.endswith("\n1 problem, 0 warnings\n")
 
 
 def test_the_command_prints_sentences_or_json_and_exits_with_what_it_found(

@@ -18,7 +18,7 @@ from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import ArtifactRef
 from ravnest.provider.fetch import artifacts as module
 from ravnest.provider.fetch.artifacts import Artifacts
-from ravnest.provider.fetch.cache import ArtifactCache, CachedFile, what_to_throw_out
+from ravnest.provider.fetch.cache import ArtifactCache, CachedFile, files_to_delete
 from ravnest.provider.fetch.progress import FetchProgress
 from tests.net.swarm_ends import Coordinator, a_node, run
 
@@ -291,7 +291,7 @@ def test_the_longest_unused_is_thrown_out_for_what_is_new(tmp_path: Path) -> Non
 @given(sizes=st.lists(st.integers(0, 50), max_size=8), size=st.integers(0, 60), limit=st.integers(0, 120))
 def test_what_is_thrown_out_is_no_more_than_is_needed(sizes: list[int], size: int, limit: int) -> None:
     files = [CachedFile(Path(str(number)), held, -number) for number, held in enumerate(sizes)]
-    going, reason = what_to_throw_out(files, size, limit)
+    going, reason = files_to_delete(files, size, limit)
     if going is None:
         assert size > limit and "more than" in reason
         return

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ravnest.provider.links.link_delay import MIN_DELAYS, RECENT, RECENT_SECONDS, LinkDelay, Stays
+from ravnest.provider.links.link_delay import MIN_DELAYS, RECENT, RECENT_SECONDS, LinkDelay, ResidenceTimes
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.here, self.there = Clock(1000.0), Clock(-5.0)
-        self.delay, self.stays = LinkDelay(self.here), Stays(self.there)
+        self.delay, self.residence = LinkDelay(self.here), ResidenceTimes(self.there)
 
     def passes(self, seconds: float) -> None:
         self.here.now += seconds
@@ -29,9 +29,9 @@ class Ends:
     def send(self, microbatch: int, forth: float, stay: float, back: float) -> None:
         self.delay.handed_over(microbatch)
         self.passes(forth)
-        self.stays.arrived(microbatch)
+        self.residence.arrived(microbatch)
         self.passes(stay)
-        micros = self.stays.left_micros(microbatch)
+        micros = self.residence.left_micros(microbatch)
         self.passes(back)
         self.delay.returned(microbatch, micros)
 
@@ -94,14 +94,14 @@ def test_a_peer_that_exaggerates_its_stay_makes_no_delay_negative(ends: Ends) ->
 
 
 def test_gradients_of_a_microbatch_that_never_came_have_stayed_for_no_time(ends: Ends) -> None:
-    assert ends.stays.left_micros(7) == 0
-    ends.stays.arrived(7)
-    assert ends.stays.left_micros(7) == 1
-    assert ends.stays.left_micros(7) == 0
+    assert ends.residence.left_micros(7) == 0
+    ends.residence.arrived(7)
+    assert ends.residence.left_micros(7) == 1
+    assert ends.residence.left_micros(7) == 0
 
 
 def test_microbatches_that_never_go_back_do_not_pile_up(ends: Ends) -> None:
     for number in range(20_000):
-        ends.stays.arrived(number)
-    assert len(ends.stays) <= 4096
-    assert ends.stays.left_micros(19_999) == 1
+        ends.residence.arrived(number)
+    assert len(ends.residence) <= 4096
+    assert ends.residence.left_micros(19_999) == 1

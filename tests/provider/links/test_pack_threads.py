@@ -11,7 +11,7 @@ from ravnest.errors import PeerError
 from ravnest.net.frames.decoding import decode
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.provider.links import pack_threads as packing
-from ravnest.provider.links.cuda_copies import Transfers
+from ravnest.provider.links.cuda_copies import DeviceCopies
 from ravnest.provider.links.pack_threads import AT_ONCE_BYTES, Outgoing, Packing
 
 INT8 = CODECS["int8"]
@@ -30,7 +30,7 @@ def packed_frame(number: int) -> Frame:
 @pytest.mark.parametrize("tensor", [LARGE, SMALL], ids=["large", "small"])
 def test_a_frame_comes_back_and_its_bytes_are_counted(tensor: torch.Tensor) -> None:
     async def test() -> None:
-        threads = Packing(2, Transfers(torch.device("cpu")))
+        threads = Packing(2, DeviceCopies(torch.device("cpu")))
         packed = await threads.pack(outgoing(3, tensor), INT8)
         assert packed.saved_bytes == tensor.nbytes - INT8.size_bytes(tensor.numel())
         checked: list[int] = []
@@ -54,7 +54,7 @@ def test_large_frames_leave_the_loop_free_and_small_ones_stay_on_it(
             return encode(frame)
 
         monkeypatch.setattr(packing, "encode", watched)
-        threads = Packing(2, Transfers(torch.device("cpu")))
+        threads = Packing(2, DeviceCopies(torch.device("cpu")))
         await threads.pack(outgoing(1, tensor), INT8)
         assert (where == [threading.main_thread()]) is on_the_loop
         threads.close()
@@ -64,7 +64,7 @@ def test_large_frames_leave_the_loop_free_and_small_ones_stay_on_it(
 
 def test_one_direction_goes_on_while_another_is_held_up() -> None:
     async def test() -> None:
-        threads = Packing(2, Transfers(torch.device("cpu")))
+        threads = Packing(2, DeviceCopies(torch.device("cpu")))
         go_on = threading.Event()
         held = asyncio.create_task(threads.unpack(packed_frame(1), INT8, lambda frame: _wait(go_on)))
         for number in range(5):
@@ -82,7 +82,7 @@ def test_what_a_check_finds_is_raised() -> None:
         def check(frame: Frame) -> None:
             raise PeerError("not this one")
 
-        threads = Packing(1, Transfers(torch.device("cpu")))
+        threads = Packing(1, DeviceCopies(torch.device("cpu")))
         with pytest.raises(PeerError, match="not this one"):
             await threads.unpack(packed_frame(1), INT8, check)
         threads.close()

@@ -44,7 +44,7 @@ def test_auto_takes_the_best_there_is(cuda: bool, mps: bool, chosen: str, monkey
 @pytest.mark.parametrize(
     ("count", "built_for", "wanted", "words"),
     [
-        (0, None, "cuda", "this PyTorch was built for processors alone"),
+        (0, None, "cuda", "this PyTorch build has no GPU support"),
         (0, "12.8", "cuda", "there is no GPU that PyTorch can use; check the driver"),
         (1, "12.8", "cuda:1", "there is one GPU here, cuda:0"),
         (4, "12.8", "cuda:4", "there are cuda:0 to cuda:3"),

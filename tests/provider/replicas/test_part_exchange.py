@@ -118,7 +118,7 @@ def test_where_the_line_is_slower_than_the_stage_the_newest_counts(tmp_path: Pat
             owner.keep(3, a_state())
             passed = await owner.hears()
             assert isinstance(passed, Replicated) and (passed.replica, passed.holder) == (2, "")
-            assert "a newer one came" in passed.error
+            assert "a newer replica came" in passed.error
             holder.obey(hold=Hold(key=KEY, owner=holder.dials(owner, "rep-1")))
             for replica in (1, 3):
                 told = await owner.hears()
