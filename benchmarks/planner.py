@@ -23,7 +23,7 @@ from benchmarks.planning.promise import SET_UPS, measured
 from benchmarks.report import Row, Target, arguments, finish, say
 from ravnest.errors import PlanError
 from ravnest.planner.search.cuts import best_cuts
-from ravnest.planner.search.order import score
+from ravnest.planner.search.objective import score
 from ravnest.planner.search.search import form
 from tests.wan import Lab
 

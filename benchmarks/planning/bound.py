@@ -46,7 +46,7 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
     held = np.minimum(memory_bytes(model, goal, least), memory_bytes(model, goal, 1))
     seconds = np.concatenate(
         [
-            Estimates(model, goal, network, providers[k : k + 500]).stages.least_seconds()
+            Estimates(model, goal, network, providers[k : k + 500]).stages.min_seconds()
             for k in range(0, len(providers), 500)
         ]
     )

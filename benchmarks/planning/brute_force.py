@@ -8,7 +8,7 @@ from ravnest.planner.cluster import Cluster, cluster_of
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.search.cuts import best_cuts
-from ravnest.planner.search.order import score
+from ravnest.planner.search.objective import score
 from ravnest.planner.shared_limits import totals
 
 

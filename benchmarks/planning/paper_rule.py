@@ -15,7 +15,7 @@ from benchmarks.planning.instances import Instance
 from ravnest.planner.cluster import Cluster, cluster_of, memory_bytes
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.problem import Provider
-from ravnest.planner.search.order import score
+from ravnest.planner.search.objective import score
 from ravnest.planner.shared_limits import totals
 
 _POPULATION = 60

@@ -1,13 +1,14 @@
 """JSON form of a plan for other programs, in seconds and bytes. docs/planning.md explains each field."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
 from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.plan import role_of
+from ravnest.planner.problem import Provider
 from ravnest.planner.rings.rings import Ring
-from ravnest.planner.search.likeness import likeness
 from ravnest.preview.dry_run import DryRun
 
 FORMAT: Final = 1
@@ -57,7 +58,6 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
 
 
 def _cluster(dry: DryRun, number: int, cluster: Cluster) -> dict[str, Any]:
-    similar = likeness(dry.providers, cluster)
     return {
         "id": number,
         "samples_per_second": dry.plan.rates[number],
@@ -68,9 +68,17 @@ def _cluster(dry: DryRun, number: int, cluster: Cluster) -> dict[str, Any]:
         "busiest_seconds": cluster.busiest_seconds,
         "round_trip_seconds": cluster.round_trip_seconds,
         "limit": cluster.limit,
-        "likeness": {"speed": similar.speed, "line": _finite(similar.line)},
+        "likeness": _likeness([dry.providers[name] for name in cluster.providers]),
         "stages": [_stage(dry, cluster, k, stage) for k, stage in enumerate(cluster.stages)],
     }
+
+
+def _likeness(members: Sequence[Provider]) -> dict[str, Any]:
+    """The best of a cluster's machines against the worst, in speed and in their lines; 1 if they are equal."""
+    speeds = [p.compute_speed for p in members]
+    lines = [min(p.up_bytes_per_second, p.down_bytes_per_second) for p in members]
+    line = 1.0 if max(lines) == min(lines) else max(lines) / min(lines)
+    return {"speed": max(speeds) / min(speeds), "line": _finite(line)}
 
 
 def _stage(dry: DryRun, cluster: Cluster, number: int, stage: StageCost) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from benchmarks.planning.brute_force import best_listed_score, best_score
 from benchmarks.planning.instances import random_instance
 from benchmarks.planning.paper_rule import equal_cuts, paper_plan
 from ravnest.planner.search.cuts import best_cuts
-from ravnest.planner.search.order import score
+from ravnest.planner.search.objective import score
 from ravnest.planner.search.search import form
 from ravnest.planner.shared_limits import totals
 

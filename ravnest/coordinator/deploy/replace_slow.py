@@ -13,7 +13,7 @@ from ravnest.coordinator.plan.observed_limits import ObservedLimits
 from ravnest.coordinator.run.in_flight import counts_of
 from ravnest.net.v1.control_pb2 import Report
 from ravnest.planner.problem import Provider
-from ravnest.planner.search.same_cuts import cuts_of, same_cuts
+from ravnest.planner.search.fixed_layout import cuts_of, same_cuts
 
 
 class SlowStageReplacement:

@@ -1,4 +1,4 @@
-"""Explain: the reasons of a plan, and what one change to the swarm would bring.
+"""Explain: the reasons of a plan, and the gain of a change to the swarm.
 
-May import `recovery` and `search`.
+May know the plan and the search.
 """

@@ -1,4 +1,4 @@
-"""A plan with its reasons, as figures and as plain sentences: why these clusters, what limits each, what would help."""
+"""Reasons of a plan, as figures and as sentences: its clusters, the limit of each, and changes that would help."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,43 +15,43 @@ from ravnest.planner.proposal import Proposal
 from ravnest.units import byte_size, counted, megabits, milliseconds, sample_rate
 
 ROUGH_PLACES: Final = 48
-"""Of a model with more places than these, questions are answered with cuts at so many of them."""
+"""Maximum places of the model for answering questions."""
 
 KINDS: Final = 6
-"""How many unlike machines that stand by are looked at one by one."""
+"""Number of different kinds of standbys that are examined one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of a figure over the members of a cluster."""
+    """Range of a figure over the members of a cluster."""
 
     least: float
     most: float
 
     @property
     def ratio(self) -> float:
-        """1 where all are alike."""
+        """1 if all are equal."""
         return 1.0 if self.most == self.least else self.most / self.least
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterReasons:
-    """What a cluster does, what holds it back, and how alike its members are."""
+    """The rate of a cluster, its limit, and the differences between its members."""
 
     providers: tuple[str, ...]
     samples_per_second: float
-    """Beside the other clusters."""
+    """While the other clusters train too."""
     alone_samples_per_second: float
     limit: str
     period_seconds: float
-    """A microbatch is done every so often."""
+    """Time from one microbatch to the next."""
     stage_seconds: Spread
     in_flight: int
     staleness: float
-    """Updates of its first stage between forward and backward of a microbatch, when all that may be are in flight."""
+    """Updates of its first stage between forward and backward of a microbatch, with all of them in flight."""
     speed: Spread
     line_bytes_per_second: Spread
-    """What each can send or receive, whichever is less."""
+    """The lower of the upload and download rates."""
 
     @property
     def sentence(self) -> str:
@@ -77,7 +77,7 @@ class StandbyReason:
     kind: str
     """no-room, kept-back, no-gain, or not-looked-at."""
     gain: float | None
-    """Of the score by its best use, as a share; None where it was not looked at."""
+    """Relative gain of the score from its best use; None if it was not examined."""
     sentence: str
 
 
@@ -87,10 +87,10 @@ class Explanation:
 
     predicted_samples_per_second: float
     limit: str
-    """What the clusters share that holds them back; empty where nothing does."""
+    """The shared resource that limits the clusters; empty if there is none."""
     averaging_seconds: float
     averaging_share: float
-    """Of the rate, that averaging takes while it goes on beside training."""
+    """Share of the rate that averaging in the background costs."""
     clusters: tuple[ClusterReasons, ...]
     standbys: tuple[StandbyReason, ...]
     other_counts: tuple[OtherCount, ...]
@@ -98,14 +98,14 @@ class Explanation:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """All of it for a person, one after the other."""
+        """The whole explanation in sentences."""
         text = [self._count(), *(cluster.sentence for cluster in self.clusters)]
         if self.limit:
             text.append(f"Together they are held back by {self.limit}.")
         if self.averaging_seconds:
             slowed = f", which rounds slow down by {self.averaging_share:.1%}" if self.averaging_share > 5e-4 else ""
             text.append(
-                f"A round of averaging takes {self.averaging_seconds:.3g} s beside training{slowed}; the percentages "
+                f"A round of averaging takes {self.averaging_seconds:.3g} s in the background{slowed}; the percentages "
                 "here count rounds as if training waited for them."
             )
         text += self._standing_by()
@@ -119,7 +119,7 @@ class Explanation:
         return tuple(text)
 
     def _standing_by(self) -> list[str]:
-        """One by one for the first of those that were looked at, and how many more there are."""
+        """The first examined standbys one by one, and the number of the others."""
         said = [standby.sentence for standby in self.standbys if standby.kind != "not-looked-at"][:KINDS]
         more = len(self.standbys) - len(said)
         return [*said, f"{more} more stand by."] if more else said
@@ -131,7 +131,7 @@ class Explanation:
         for other in self.other_counts:
             worth = f"{other.gain:+.1%}"
             if other.gain < 0 < other.samples_per_second - self.predicted_samples_per_second:
-                worth += ", as they would be trained on with staler weights"
+                worth += ", because of its staler weights"
             others.append(f"with {other.clusters} it would be {sample_rate(other.samples_per_second)} ({worth})")
         if not any(other.clusters > count for other in self.other_counts):
             others.append("one more cannot be made by splitting one")
@@ -151,8 +151,8 @@ def explain(
 ) -> Explanation:
     """The reasons of a plan with at least one cluster.
 
-    With a `search`, other numbers of clusters and better machines are planned for anew (six searches at most, and none
-    above 200 providers); without one, they are looked for close to the plan.
+    With a `search`, new plans are made for other numbers of clusters and better machines (at most six, and none above
+    200 providers); without one, plans close to this one are compared.
     """
     case = Case(model, model.coarser(ROUGH_PLACES), goal, network, providers)
     together = sum(plan.rates)
@@ -205,7 +205,7 @@ def _standbys(case: Case, plan: Proposal) -> tuple[StandbyReason, ...]:
         kind = figures(provider)
         if kind not in gains:
             if len(gains) >= KINDS:
-                text = "it was not looked at what it would bring"
+                text = "its possible gain was not examined"
                 found.append(StandbyReason(name, "not-looked-at", None, f"{name} stands by; {text}."))
                 continue
             gains[kind] = gain_of_using(case, plan, name)
@@ -216,8 +216,8 @@ def _standbys(case: Case, plan: Proposal) -> tuple[StandbyReason, ...]:
 def _standby(provider: Provider, gain: float, absent: float) -> StandbyReason:
     name = provider.name
     if gain > 1e-6:
-        text = f"{name} stands by, though it would bring {gain:+.1%}"
-        text += f": {absent:.2g} of those at work are likely to be missing." if absent > 1e-9 else "."
+        text = f"{name} stands by, though its best use would bring {gain:+.1%}"
+        text += f": {absent:.2g} of the providers with a stage are likely to be missing." if absent > 1e-9 else "."
         return StandbyReason(name, "kept-back", gain, text)
     line = min(provider.up_bytes_per_second, provider.down_bytes_per_second)
     has = f"speed {provider.compute_speed:.3g}" + (f" and {megabits(line)} Mbit/s" if np.isfinite(line) else "")

@@ -1,7 +1,7 @@
-"""Plans close to a given one: the steps that use a provider without a stage.
+"""Plans close to a given one: changes that use a provider without a stage.
 
-Each step takes some clusters of a plan away and puts others in their place, and says so in words. Only the likeliest
-providers and clusters are tried, so that steps are found quickly in a plan of any size.
+Each change replaces some clusters of a plan by others. Only the likeliest providers and clusters are tried, so that
+changes are found quickly in a plan of any size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,25 +16,32 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.proposal import Proposal
 from ravnest.planner.search.cuts import best_cuts
-from ravnest.planner.search.same_cuts import any_order, cuts_of, same_cuts, with_one_more
+from ravnest.planner.search.fixed_layout import cuts_of, same_cuts
+from ravnest.planner.search.order import best_of, best_order
 
 HELPERS: Final = 6
-"""How many of those who stand by are tried for one place."""
+"""Number of standbys that are tried for one place."""
 
 NEIGHBOURS: Final = 5
-"""How many other clusters are tried for one machine."""
+"""Number of clusters that are tried for one machine."""
 
 MORE: Final = 3
-"""How many larger numbers of members are tried for a new cluster, beyond the fewest that hold the model."""
+"""Number of larger sizes that are tried for a new cluster, beyond the smallest that holds the model."""
+
+ORDER_PLACES: Final = 32
+"""Places to cut a model while an order is looked for: the order hardly depends on the exact place."""
+
+ORDER_EXACT: Final = 5
+"""Members up to which all orders are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The model and the machines that are there."""
+    """The model and the machines that a plan was made for."""
 
     model: ModelCosts
     rough: ModelCosts
-    """The same with fewer places, for cuts that are tried out."""
+    """The same with fewer places, for cuts that are tried."""
     goal: Goal
     network: Network
     providers: Mapping[str, Provider]
@@ -45,18 +52,34 @@ class Case:
     def allows(self, cluster: Cluster) -> bool:
         return len(cluster.stages) >= min(self.goal.min_stages, len(self.providers))
 
-    def cut_anew(self, order: Sequence[Provider]) -> Cluster | None:
+    def with_new_cuts(self, order: Sequence[Provider]) -> Cluster | None:
         return best_cuts(self.rough, self.goal, self.network, order)
 
-    def in_any_order(self, members: Sequence[Provider]) -> Cluster | None:
-        return any_order(self.rough, self.goal, self.network, members)
-
-    def with_one_more(self, order: Sequence[Provider], one_more: Provider) -> Cluster | None:
-        return with_one_more(self.rough, self.goal, self.network, order, one_more)
-
-    def cut_alike(self, order: Sequence[Provider], like: Cluster) -> Cluster | None:
+    def with_same_cuts(self, order: Sequence[Provider], like: Cluster) -> Cluster | None:
         cuts = cuts_of(self.model, like)
         return same_cuts(self.model, self.goal, self.network, order, cuts, like.in_flight)
+
+    def with_one_more(self, order: Sequence[Provider], one_more: Provider) -> Cluster | None:
+        """The best cluster of this order with one more provider in it; None if the model cannot be cut for it."""
+        orders = [[*order[:k], one_more, *order[k:]] for k in range(len(order) + 1)]
+        return best_of(self.rough, self.goal, self.network, orders)
+
+    def in_any_order(self, members: Sequence[Provider]) -> Cluster | None:
+        """A good cluster of all these members; None if the model cannot be cut for them.
+
+        For few of them, it has the best order; for many, the best of the given order and some plausible ones.
+        """
+        orders = [list(members)]
+        if len(members) > ORDER_EXACT:
+            orders.append(sorted(members, key=lambda p: (-p.memory_bytes, p.name)))
+            orders.append(sorted(members, key=lambda p: (-min(p.up_bytes_per_second, p.down_bytes_per_second), p.name)))
+        elif len(members) > 1:
+            model = self.rough.coarser(ORDER_PLACES)
+            best = best_order(model, self.goal, self.network, members, exact=ORDER_EXACT)
+            # With fewer places, a model may not fit that fits with all of them.
+            if best is not None:
+                orders = [self.named(best.providers)]
+        return best_of(self.rough, self.goal, self.network, orders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +91,16 @@ class PlanChange:
 
 
 def improvements(case: Case, plan: Proposal, free: Sequence[str], spare: Sequence[str]) -> Iterator[PlanChange]:
-    """Ways to use those of a plan who stand by: the free ones in a cluster that is there or a new one, the spare ones
-    to make up the number of a new one."""
-    for name in _unlike(case, free)[:HELPERS]:
-        for cluster in _likely(case, plan.clusters, name):
+    """Changes that use standbys: the `free` ones in an existing cluster or a new one, the `spare` ones only to complete
+    a new one."""
+    for name in _kinds(case, free)[:HELPERS]:
+        for cluster in _likely_clusters(case, plan.clusters, name):
             slowest = max(cluster.stages, key=lambda stage: stage.seconds).provider
             instead = case.named([name if member == slowest else member for member in cluster.providers])
             for found in (
                 case.with_one_more(case.named(cluster.providers), case.providers[name]),
-                case.cut_alike(instead, cluster),
-                case.cut_anew(instead) if len(instead) > 1 else None,
+                case.with_same_cuts(instead, cluster),
+                case.with_new_cuts(instead) if len(instead) > 1 else None,
             ):
                 if found is not None:
                     yield PlanChange((cluster,), (found,))
@@ -86,7 +109,7 @@ def improvements(case: Case, plan: Proposal, free: Sequence[str], spare: Sequenc
 
 
 def listed(names: Sequence[str]) -> str:
-    """ "ann", "ann and bob", "ann, bob and cat"; of very many the first ones."""
+    """ "ann", "ann and bob", "ann, bob and cat"; only the first of many."""
     if len(names) > _LISTED + 1:
         return f"{', '.join(names[:_LISTED])} and {len(names) - _LISTED} more"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
@@ -96,7 +119,7 @@ Figures = tuple[int, float, float, float, float, float, bool, str]
 
 
 def figures(provider: Provider) -> Figures:
-    """What two machines must share so that a plan may take either."""
+    """The figures in which two machines must be equal for a plan to take either of them."""
     p = provider
     line = p.up_bytes_per_second, p.down_bytes_per_second, p.latency_seconds, p.reachable, p.host
     return p.memory_bytes, p.compute_speed, p.memory_speed, *line
@@ -106,8 +129,8 @@ _LISTED = 8
 
 
 def _new_clusters(case: Case, free: Sequence[str], spare: Sequence[str]) -> Iterator[PlanChange]:
-    """Clusters of those who are free, and of spare ones where these are too few: of the fewest of the best that can
-    hold the model, and of some more."""
+    """New clusters of the best free providers, and of spare ones if these are too few: the smallest that holds the
+    model, and some larger ones."""
     in_turn = _best_first(case, free) + _best_first(case, spare)
     found = 0
     for count in range(max(1, case.goal.min_stages), min(len(in_turn), case.model.max_stages, _LARGEST) + 1):
@@ -124,7 +147,7 @@ _LARGEST = 12
 
 
 def _best_first(case: Case, names: Sequence[str]) -> list[str]:
-    """Who would be done first with a typical stage: its work, what crosses its ends, and its part of a round."""
+    """The providers by their time for a typical stage: its work, its traffic, and its part of a round."""
     model = case.model
     heavy, light, size = (
         float(sums[-1]) / _TYPICAL for sums in (model.heavy_seconds, model.light_seconds, model.parameter_bytes)
@@ -142,19 +165,19 @@ def _best_first(case: Case, names: Sequence[str]) -> list[str]:
 
 
 _TYPICAL: Final = 4
-"""Of so many stages, for want of a better guess."""
+"""Number of stages from which a typical one is estimated."""
 
 
-def _unlike(case: Case, names: Sequence[str]) -> list[str]:
-    """One of each kind, the best first: of two that are alike in all figures the first by name will do."""
+def _kinds(case: Case, names: Sequence[str]) -> list[str]:
+    """One provider of each kind, the best first: of those with equal figures, the first by name."""
     kinds: dict[Figures, str] = {}
     for name in _best_first(case, names):
         kinds.setdefault(figures(case.providers[name]), name)
     return list(kinds.values())
 
 
-def _likely(case: Case, clusters: Sequence[Cluster], name: str) -> list[Cluster]:
-    """The clusters to which one more machine like this may bring most: fast ones for which it is a large part."""
+def _likely_clusters(case: Case, clusters: Sequence[Cluster], name: str) -> list[Cluster]:
+    """The clusters that may gain most from one more machine like this: fast ones of which it is a large part."""
     speed = case.providers[name].compute_speed
 
     def gain(cluster: Cluster) -> tuple[float, str]:

@@ -1,7 +1,7 @@
-"""What another number of clusters, one more machine, a faster line or more memory would do to a plan.
+"""Gain of another number of clusters, one more machine, a faster line or more memory for a plan.
 
-Each question is answered with the plan changed a little, so that a few cuts answer it, and where a search is given and
-the providers are few enough, with the best plan that it finds: the better of the two counts.
+Each question is answered with small changes of the plan, which need only a few cuts. If there is a search, and the
+providers are few enough, the best plan that it finds is compared too, and the better of the two counts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,26 +15,26 @@ from ravnest.planner.problem import Goal, Line, Network, Provider
 from ravnest.planner.proposal import Proposal, proposal_of
 
 Search = Callable[[Goal, Network, Sequence[Provider]], Proposal]
-"""The best plan that can be found for these providers; PlanError where there is none."""
+"""The best plan for these providers; PlanError if there is none."""
 
 SEARCHED: Final = 200
-"""Of more providers than these, changed plans are looked at and none is searched for."""
+"""Number of providers up to which new plans are searched for."""
 
 LOOKED_AT: Final = 4
-"""Clusters that a change is tried in."""
+"""Number of clusters that a change is tried in."""
 
 DISSOLVED: Final = 2
-"""Clusters that are dissolved to see what one fewer would do; its members then join others one by one."""
+"""Number of clusters that are dissolved, one at a time, for a plan with one fewer; their members join the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What would be with one thing changed."""
+    """The result of one change."""
 
     change: str
     samples_per_second: float
     gain: float
-    """Of the score, as a share of it: 0.25 is a quarter more. Never below 0, as the plan may stay as it is."""
+    """Relative gain of the score: 0.25 is a quarter more. Never below 0, as the plan may stay unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class OtherCount:
     clusters: int
     samples_per_second: float
     gain: float
-    """Of the score, as a share of it: below 0 where it is worse."""
+    """Relative gain of the score; below 0 for a loss."""
 
 
 def what_ifs(case: Case, plan: Proposal, search: Search | None = None) -> tuple[WhatIf, ...]:
-    """What would bring more, the most first; what brings nothing as well, as that is worth knowing."""
-    asked = _Asked(case, plan, search if len(case.providers) <= SEARCHED else None)
-    found = [*asked.one_more_machine(), *asked.better_at_the_bottleneck(), *asked.better_around()]
+    """The changes by their gain, the largest first, also those without one."""
+    questions = _Questions(case, plan, search if len(case.providers) <= SEARCHED else None)
+    found = [*questions.one_more_machine(), *questions.better_at_the_bottleneck(), *questions.better_around()]
     return tuple(sorted(found, key=lambda one: -one.gain))
 
 
 def other_counts(case: Case, plan: Proposal, search: Search | None = None) -> tuple[OtherCount, ...]:
-    """With at least one cluster fewer, and with one more made by splitting one, as far as there are such plans."""
-    asked = _Asked(case, plan, search if len(case.providers) <= SEARCHED else None)
+    """The plans with at least one cluster fewer, and with one more made by splitting one, as far as possible."""
+    questions = _Questions(case, plan, search if len(case.providers) <= SEARCHED else None)
     found = []
-    for other in (asked.one_cluster_fewer(), asked.one_cluster_more()):
+    for other in (questions.one_cluster_fewer(), questions.one_cluster_more()):
         if other is not None and other.clusters:
             rate, gain = other.predicted_samples_per_second, other.score / plan.score - 1
             found.append(OtherCount(len(other.clusters), rate, gain))
@@ -66,13 +66,13 @@ def other_counts(case: Case, plan: Proposal, search: Search | None = None) -> tu
 
 
 def gain_of_using(case: Case, plan: Proposal, name: str) -> float:
-    """How much better a plan would be by the best use of one who stands by; 0 or less where there is no good one."""
+    """Relative gain from the best use of one standby; 0 or less if there is no good one."""
     tried = _tried(case, plan, [name], ())
     return max((other.score for other in tried), default=0.0) / plan.score - 1
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Questions:
     case: Case
     plan: Proposal
     search: Search | None
@@ -90,7 +90,7 @@ class _Asked:
             yield self._answer(case, tried, f"one more machine like {provider.name} ({word})", self.search)
 
     def better_at_the_bottleneck(self) -> Iterator[WhatIf]:
-        """Where one property is scarcest, in the cluster where more of it brings most."""
+        """More of each property where it is scarcest, in the cluster that gains most."""
         for word, (scarce, better) in _BETTER.items():
             found: list[tuple[WhatIf, Case, list[Proposal], list[Proposal]]] = []
             for cluster in self._fastest():
@@ -99,19 +99,19 @@ class _Asked:
                 ).provider
                 case = better(self.case, name)
                 tried = [self._with(case, cluster, changed) for changed in _refitted(case, cluster)]
-                # A plan that was not chosen by its score may be better as it is, with other cuts: that is no gain.
-                alike = [self._with(self.case, cluster, same) for same in _refitted(self.case, cluster)]
-                found.append((self._answer(case, tried, f"{word} of {name}", None, alike), case, tried, alike))
-            best, case, tried, alike = max(found, key=lambda one: one[0].gain)
-            yield self._answer(case, tried, best.change, self.search, alike)
+                # A plan that was not chosen by its score may improve with other cuts alone: that is not counted.
+                unchanged = [self._with(self.case, cluster, same) for same in _refitted(self.case, cluster)]
+                found.append((self._answer(case, tried, f"{word} of {name}", None, unchanged), case, tried, unchanged))
+            best, case, tried, unchanged = max(found, key=lambda one: one[0].gain)
+            yield self._answer(case, tried, best.change, self.search, unchanged)
 
     def better_around(self) -> Iterator[WhatIf]:
-        """What all clusters share."""
+        """More of the resources that all clusters share."""
         goal = replace(self.case.goal, average_every=2 * self.case.goal.average_every)
         if self.plan.averaging_seconds:
             rarer = replace(self.case, goal=goal)
             same = proposal_of(goal, self.case.network, self.case.providers, self.plan.clusters)
-            # Rounds that training does not feel cost nothing, though plans with short ones are preferred.
+            # Rounds that do not slow down training cost nothing, though plans with short ones are preferred.
             if same.predicted_samples_per_second > self.plan.predicted_samples_per_second:
                 yield self._answer(rarer, [same], "half as many rounds of averaging", None)
         if self.plan.limit:
@@ -162,7 +162,7 @@ class _Asked:
         return max(tried, key=lambda plan: plan.score, default=None)
 
     def _fastest(self) -> list[Cluster]:
-        """Those where a better machine counts most."""
+        """The clusters for which a better machine counts most."""
         return sorted(self.plan.clusters, key=lambda c: (-c.samples_per_second, c.providers))[:LOOKED_AT]
 
     def _with(self, case: Case, cluster: Cluster, *instead: Cluster) -> Proposal:
@@ -177,7 +177,7 @@ class _Asked:
         search: Search | None,
         without: Sequence[Proposal] = (),
     ) -> WhatIf:
-        """The best of what was tried and what is found, against the plan and what it may be `without` the change."""
+        """The best plan that was tried or found, against the plan and its variants `without` the change."""
         found = [*tried, *(self._searched(case) if search else ())]
         base = max([self.plan, *without], key=lambda plan: plan.score)
         best = max([base, *found], key=lambda plan: plan.score)
@@ -193,7 +193,7 @@ class _Asked:
 
 
 def _tried(case: Case, plan: Proposal, free: Sequence[str], spare: Sequence[str]) -> list[Proposal]:
-    """The plans that are one step away by using somebody who is free."""
+    """The plans that are one change away and use a free provider."""
     found = []
     for step in improvements(case, plan, free, spare):
         clusters = [cluster for cluster in plan.clusters if cluster not in step.removed]
@@ -202,9 +202,9 @@ def _tried(case: Case, plan: Proposal, free: Sequence[str], spare: Sequence[str]
 
 
 def _refitted(case: Case, cluster: Cluster) -> list[Cluster]:
-    """The cluster of the same members as they are now: with its cuts, with others, and in another order."""
+    """The cluster with the members as the case has them: with its cuts, with others, and in another order."""
     members = case.named(cluster.providers)
-    found = [case.cut_alike(members, cluster), case.cut_anew(members), case.in_any_order(members)]
+    found = [case.with_same_cuts(members, cluster), case.with_new_cuts(members), case.in_any_order(members)]
     return [one for one in found if one is not None]
 
 
@@ -239,4 +239,4 @@ _BETTER: Final[Mapping[str, tuple[Callable[[StageCost, Provider], float], Callab
     "twice the memory": (lambda stage, provider: stage.memory_bytes / provider.memory_bytes, _more_memory),
     "twice the speed": (lambda stage, _: stage.compute_seconds, _faster_machine),
 }
-"""What can be better: where it is scarce, and how it becomes so."""
+"""Properties of a machine: how scarce each is at a stage, and the case with twice of it."""

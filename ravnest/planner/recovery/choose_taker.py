@@ -12,7 +12,7 @@ from typing import Final, Literal
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.plan import Basis
 from ravnest.planner.problem import Provider
-from ravnest.planner.search.same_cuts import cuts_of, same_cuts
+from ravnest.planner.search.fixed_layout import cuts_of, same_cuts
 from ravnest.units import sample_rate
 
 WARM_SHARE: Final = 0.8

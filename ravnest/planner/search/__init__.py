@@ -1,4 +1,4 @@
-"""Search: which providers form which clusters, in which order, and where each model is cut.
+"""Search: the clusters of a plan, the order of the providers in each, and the cuts of the model.
 
-May import the values and the cost model of the planner.
+May know the values and the cost model of the planner, not the rings.
 """

@@ -1,8 +1,8 @@
-"""Where to cut the model for providers in a given order: exactly the best place for every cut.
+"""Best cuts of the model for providers in a given order, found exactly.
 
-For a number of microbatches in flight, a set of cuts is as good as its slowest stage or line allows, and no better than
-that number over the round trip. Both are found together: the cuts with the shortest round trip among those without a
-stage slower than a bound, for the smallest bound that is worth it.
+For a number of microbatches in flight, the rate of a set of cuts is limited by its slowest stage or line, and by that
+number over the round trip. Both limits are met together: the cuts with the shortest round trip among those without a
+stage slower than a bound, for the bound that gives the best rate.
 """
 
 import math
@@ -23,9 +23,9 @@ def best_cuts(
     order: Sequence[Provider],
     averaging_seconds: float = math.inf,
 ) -> Cluster | None:
-    """The best cluster of all of these in this order; None where the model cannot be cut so that each stage fits.
+    """The best cluster of this order; None if the model cannot be cut so that each stage fits.
 
-    Best is the rate, times what a sample is worth with so many in flight; among equals the fewest in flight. With
+    The best one has the highest rate times the worth of a sample; among equals, the fewest in flight. With
     `averaging_seconds`, no stage has more parameters than pass its provider's line in that time.
     """
     if not order or len(order) > model.max_stages:
@@ -36,13 +36,13 @@ def best_cuts(
     if found is None:
         return None
     if goal.worth(found.in_flight) < 1 or found.period_seconds > ways.min_seconds(numbers[0]) * (1 + _CLOSE):
-        # Memory, staleness and the length of the way stand against one another.
+        # Memory, staleness and the length of the round trip conflict.
         found = ways.best_of_all(numbers, found)
     cluster = cluster_of(model, goal, network, order, found.cuts, found.in_flight)
     if len(order) == 1 or goal.in_flight is not None:
         return cluster
-    # Codecs are settled with the cluster, and the way is longer where one loses less than was assumed; with more in
-    # flight, one may lose less than with fewer.
+    # The choice of codecs may lengthen the round trip beyond the assumption, and so require more in flight; with more
+    # in flight, the codecs may be more precise.
     for _ in range(_ROUNDS):
         enough = min(cluster.enough_in_flight, goal.max_in_flight)
         number = next((n for n in range(enough, 1, -1) if _fits(model, goal, order, found, n)), 1)
@@ -54,17 +54,17 @@ def best_cuts(
 
 _CLOSE = 1e-9
 _ROUNDS = 4
-"""Until the number in flight and the codecs fit each other, at most."""
+"""Maximum rounds until the number in flight and the codecs fit each other."""
 
 
 def _fits(model: ModelCosts, goal: Goal, order: Sequence[Provider], found: "_CutsFound", in_flight: int) -> bool:
-    """Whether every stage has memory for so many in flight."""
+    """Whether every stage has the memory for this number in flight."""
     held, bounds = memory_bytes(model, goal, in_flight), (0, *found.cuts, model.last)
     return all(held[bounds[k], bounds[k + 1]] <= provider.memory_bytes for k, provider in enumerate(order))
 
 
 def _numbers(goal: Goal, stages: int) -> range:
-    """How many in flight may be tried."""
+    """The numbers in flight to try."""
     if stages == 1:
         return range(1, 2)
     if goal.in_flight is not None:
@@ -86,7 +86,7 @@ class _CutsFound:
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """For each position of the order, what a stage from place i to place j costs there."""
+    """For each position of the order, the costs of a stage from place i to place j."""
 
     seconds: list[Table]
     trips: list[Table]
@@ -111,52 +111,52 @@ class _Ways:
         return cls(seconds, [t.trip for t in tables], model, goal, order)
 
     def best_of_all(self, numbers: range, known: _CutsFound) -> _CutsFound:
-        """The best rate, times what a sample is worth, over all numbers in flight; `known` is one to begin with."""
+        """The best cuts over all numbers in flight, and at least as good as `known`."""
         best = known
         for in_flight in numbers:
             seconds = self._fitting(in_flight)
-            least, _ = _shortest(seconds, np.maximum)
-            if not np.isfinite(least):
+            slowest, _ = _shortest(seconds, np.maximum)
+            if not np.isfinite(slowest):
                 # More in flight need more memory.
                 break
             worth = self.goal.worth(in_flight)
             enough = worth / self._score(best) * (1 - _CLOSE)
-            if least < enough and self._shortest_way(seconds) / in_flight < enough:
-                found = self._best(seconds, least, in_flight, enough)
+            if slowest < enough and self._shortest_way(seconds) / in_flight < enough:
+                found = self._best(seconds, slowest, in_flight, enough)
                 if self._score(found) > self._score(best) * (1 + _CLOSE):
                     best = found
-            if best.in_flight <= in_flight and best.period_seconds <= least * (1 + _CLOSE):
-                # The slowest stage or line is the limit, and cannot be faster: with more in flight nothing is.
+            if best.in_flight <= in_flight and best.period_seconds <= slowest * (1 + _CLOSE):
+                # The slowest stage or line is the limit and cannot be faster: more in flight do not help.
                 break
         return best
 
     def fastest(self, numbers: range) -> _CutsFound | None:
-        """The cuts of the fastest slowest stage, with as many in flight as that takes; None where nothing fits."""
-        least = self.min_seconds(numbers[0])
-        if not np.isfinite(least):
+        """The cuts with the fastest slowest stage, and the number in flight that they need; None if nothing fits."""
+        slowest = self.min_seconds(numbers[0])
+        if not np.isfinite(slowest):
             return None
-        way = self._quickest(self._fitting(numbers[0]), least, numbers[0]).round_trip_seconds
-        enough = min(max(math.ceil(way / least - _CLOSE), numbers[0]), numbers[-1])
+        way = self._quickest(self._fitting(numbers[0]), slowest, numbers[0]).round_trip_seconds
+        enough = min(max(math.ceil(way / slowest - _CLOSE), numbers[0]), numbers[-1])
         return self.best(enough) or self.best(numbers[0])
 
     def min_seconds(self, in_flight: int) -> float:
-        """The slowest stage or line of the cuts that make it fastest."""
+        """The time of the slowest stage or line, for the cuts that make it fastest."""
         return _shortest(self._fitting(in_flight), np.maximum)[0]
 
     def best(self, in_flight: int) -> _CutsFound | None:
-        """The cuts of the shortest period with this many in flight; None where no cuts fit into the memory."""
+        """The cuts with the shortest period for this number in flight; None if no cuts fit into the memory."""
         seconds = self._fitting(in_flight)
-        least, _ = _shortest(seconds, np.maximum)
-        return self._best(seconds, least, in_flight, math.inf) if np.isfinite(least) else None
+        slowest, _ = _shortest(seconds, np.maximum)
+        return self._best(seconds, slowest, in_flight, math.inf) if np.isfinite(slowest) else None
 
-    def _best(self, seconds: list[Table], least: float, in_flight: int, below: float) -> _CutsFound:
-        """The cuts of the shortest period, if that is below a bound; `seconds` are those of all stages that fit."""
-        best = self._quickest(seconds, least, in_flight)
+    def _best(self, seconds: list[Table], slowest: float, in_flight: int, below: float) -> _CutsFound:
+        """The cuts with the shortest period, if it is below a bound; `seconds` has all stages that fit."""
+        best = self._quickest(seconds, slowest, in_flight)
         if best.round_trip_seconds <= in_flight * best.slowest_seconds:
             return best
-        # A slower stage may have the shorter way: the longest of the two is least where they meet.
+        # A slower bound may allow a shorter round trip: halve towards the bound at which the two limits meet.
         below = min(below, best.period_seconds)
-        bounds = np.unique(np.concatenate([t[(t > least) & (t < below)] for t in seconds]))
+        bounds = np.unique(np.concatenate([t[(t > slowest) & (t < below)] for t in seconds]))
         low, high = 0, len(bounds) - 1
         while low <= high:
             middle = (low + high) // 2
@@ -186,7 +186,7 @@ class _Ways:
         ]
 
     def _quickest(self, seconds: list[Table], bound: float, in_flight: int) -> _CutsFound:
-        """The cuts of the shortest round trip among those without a stage or line slower than the bound."""
+        """The cuts with the shortest round trip among those without a stage or line slower than the bound."""
         allowed = [np.where(table <= bound, trip, np.inf) for table, trip in zip(seconds, self.trips, strict=True)]
         way, cuts = _shortest(allowed, np.add)
         places = (0, *cuts, self.model.last)
@@ -195,7 +195,7 @@ class _Ways:
 
 
 def _shortest(tables: Sequence[Table], combine: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """Best way from the first place to the last, one table for each step, costs joined by `combine` (max or sum)."""
+    """The cheapest way from the first place to the last, one table per step; `combine` (max or sum) joins costs."""
     best = tables[0][0]
     back = []
     for table in tables[1:]:

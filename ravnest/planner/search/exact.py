@@ -1,7 +1,7 @@
-"""From groupings to clusters: exact cuts, and which of the clusters are better left out.
+"""From groupings to clusters: exact cuts, and without the clusters that cost more than they bring.
 
-A grouping was found by estimates that know nothing of what clusters share. Here every cluster gets its cuts, and some
-of them, the slowest or those that take longest to average, may cost the others more than they bring.
+Groupings come from estimates that ignore the resources that clusters share. Here every cluster gets its exact cuts, and
+the slowest clusters, or those that take longest to average, are left out if that improves the whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,27 +20,27 @@ from ravnest.planner.shared_limits import totals
 Allowed = Callable[[Sequence[Cluster]], bool]
 
 _CROWDED: Final = 20
-"""Clusters on shared hosts that are tried without, one after the other."""
+"""Clusters on shared hosts that are tried to be left out, one after the other."""
 _EXACT: Final = 6
-"""So few clusters are cut exactly in a model of many places too."""
+"""Clusters up to which cuts are exact in a model of many places too."""
 
 
-class Finish:
-    """Makes clusters of groupings of these providers."""
+class GroupingCutter:
+    """Cuts the model for the groupings of these providers."""
 
     def __init__(self, model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> None:
         self._model, self._goal, self._network, self._providers = model, goal, network, providers
         self._by_name = {p.name: p for p in providers}
         self.slowed = _sharing_cores(providers)
-        """The providers with their part of the cores that they share."""
+        """The providers at the speed that their share of their host's cores allows."""
 
     def best(self, groupings: Sequence[tuple[float, Grouping]], allowed: Allowed | None) -> tuple[Cluster, ...]:
-        """The best clusters of these groupings, each with its bound on averaging, that are allowed."""
+        """The best allowed clusters of these groupings, each given with its bound on averaging."""
         best: tuple[Cluster, ...] = ()
         best_score = 0.0
         for bound, grouping in groupings:
             for slowed in (False, True) if self.slowed is not self._providers else (False,):
-                clusters = self._finished(grouping, bound, slowed)
+                clusters = self._cut(grouping, bound, slowed)
                 choices = self._trimmed(clusters)
                 if allowed is not None:
                     choices = [choice for choice in choices if allowed(choice)] or [self._fewer(clusters, allowed)]
@@ -51,11 +51,11 @@ class Finish:
         return self._without_crowding(best, best_score) if allowed is None else best
 
     def score(self, clusters: Sequence[Cluster]) -> float:
-        """What these clusters do together; 0 for none."""
+        """The score of these clusters together; 0 for none."""
         return totals(self._goal, self._network, self._by_name, clusters).score if clusters else 0.0
 
-    def _finished(self, grouping: Grouping, bound: float, slowed: bool) -> list[Cluster]:
-        """Exact cuts for every cluster; with `slowed`, for providers that have their part of their host's cores."""
+    def _cut(self, grouping: Grouping, bound: float, slowed: bool) -> list[Cluster]:
+        """Exact cuts for every cluster; with `slowed`, at the speed that shared cores allow."""
         found = []
         for order in grouping.orders:
             providers = [self._providers[i] for i in order]
@@ -71,7 +71,7 @@ class Finish:
         return found
 
     def _trimmed(self, clusters: Sequence[Cluster]) -> list[tuple[Cluster, ...]]:
-        """All of them, and those that are left without the slowest to average, or without the slowest."""
+        """All clusters; and subsets without those that take longest to average, or without the slowest."""
         choices = [tuple(clusters)]
 
         def averaging(cluster: Cluster) -> float:
@@ -90,7 +90,7 @@ class Finish:
         return choices
 
     def _without_crowding(self, clusters: tuple[Cluster, ...], score: float) -> tuple[Cluster, ...]:
-        """The clusters without those that cost others, on the same hosts, more than they bring."""
+        """The clusters without those that cost others on the same hosts more than they bring."""
         crowded = {p.name for p, slowed in zip(self._providers, self.slowed, strict=True) if p is not slowed}
         for _ in range(_CROWDED):
             without = [
@@ -105,7 +105,7 @@ class Finish:
         return clusters
 
     def _fewer(self, clusters: Sequence[Cluster], allowed: Allowed) -> tuple[Cluster, ...]:
-        """The fastest of these clusters that are allowed together: those of the others stand by."""
+        """The fastest of these clusters that are allowed together; the others' providers become standbys."""
         ranked = sorted(clusters, key=lambda c: (-c.samples_per_second, c.providers))
         for count in range(len(ranked), 0, -1):
             if allowed(ranked[:count]):
@@ -114,7 +114,7 @@ class Finish:
 
 
 def _sharing_cores(providers: Sequence[Provider]) -> Sequence[Provider]:
-    """The providers, those of a host that has not enough cores for all of them as slow as that makes them."""
+    """The providers, slowed down by their share where a host has too few cores for all of its providers."""
     wanted: dict[str, float] = {}
     for provider in providers:
         if provider.host:

@@ -1,7 +1,7 @@
-"""All ways to make clusters of few providers: every set of them, and every partition into sets and standbys.
+"""Exhaustive search over the clusters of few providers: every set, and every partition into sets and standbys.
 
-The best orders of every set are estimated, for several bounds on the time that averaging may take; the partitions that
-look best get exact cuts, and are compared by what their clusters do together.
+The best orders of every set are estimated, for several bounds on the averaging time. The partitions with the best
+estimates get exact cuts, and are compared by the score of all their clusters.
 """
 
 import itertools
@@ -22,22 +22,22 @@ from ravnest.planner.search.refine_cuts import exact_cuts, few_places, finer_cut
 from ravnest.planner.shared_limits import totals
 
 MOST: Final = 8
-"""Providers that are few."""
+"""Providers up to which this search is used."""
 
 _BOUNDS: Final = 12
 _BOUND_ORDERS: Final = 4
-"""Orders of a set that are looked at for each bound on averaging."""
+"""Orders of a set that are compared for each bound on averaging."""
 
 _CUT: Final = 24
 """Partitions that get exact cuts."""
 
 _CUT_ORDERS: Final = 3
 _FINER: Final = 3
-"""Partitions that are cut in a model of many places."""
+"""Partitions that are cut in the model with all its places."""
 
 
 class FewProviders:
-    """The clusters that few providers can make."""
+    """The possible clusters of few providers."""
 
     def __init__(
         self,
@@ -61,12 +61,12 @@ class FewProviders:
         self._clusters: dict[tuple[int, float], Cluster | None] = {}
 
     @property
-    def can_hold_it(self) -> bool:
+    def can_hold_model(self) -> bool:
         return bool(self._sets)
 
     def best(self, standbys: int, allowed: Callable[[Sequence[Cluster]], bool] | None = None) -> tuple[Cluster, ...]:
-        """The best clusters that leave at least so many providers without a stage, of those that are allowed; none
-        where that cannot be."""
+        """The best allowed clusters that leave at least `standbys` providers without a stage; none if there are
+        none."""
         most = len(self._providers) - standbys
         partitions = [
             p
@@ -104,10 +104,10 @@ class FewProviders:
         return tuple(found)
 
     def _promising(self, partitions: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, ...], float]]:
-        """Partitions with the bound on averaging that they are best with, the most promising first."""
+        """Partitions, each with its best bound on averaging, the most promising first."""
         position = {members: i for i, members in enumerate(self._sets)}
         most = max(len(p) for p in partitions)
-        # One more column than sets, of no rate, fills up those with fewer clusters.
+        # A column of rate 0 after those of the sets fills up partitions with fewer clusters.
         index = np.array([[position[m] for m in p] + [len(self._sets)] * (most - len(p)) for p in partitions])
         counts = np.array([float(len(p)) for p in partitions])
         bounds = averaging_bounds(self._model, self._providers, _BOUNDS) if most > 1 else [math.inf]
@@ -117,7 +117,7 @@ class FewProviders:
             together = rates[index].sum(axis=1)
             complete = (rates[index] > 0).sum(axis=1) == counts
             if math.isinf(bound) and len(bounds) > 1:
-                # A cluster by itself averages with nobody.
+                # Without a bound, only single clusters count: they do not average.
                 complete &= counts == 1
             score = np.where(complete, score_of(self._goal, self._model.samples, together, counts, bound), 0.0)
             for i in np.argsort(-score, kind="stable")[:_CUT]:
@@ -130,7 +130,7 @@ class FewProviders:
         return ranked[: 2 * _CUT if self._share_something else _CUT]
 
     def _best_sharing(self, partitions: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """The best partitions where what clusters share may hold them back: all of them looked at with exact cuts."""
+        """The best partitions if shared resources may be the limit: all of them are compared with exact cuts."""
         found: list[tuple[float, tuple[int, ...]]] = []
         for partition in partitions:
             clusters = [self._cluster(members, math.inf) for members in partition]
@@ -180,12 +180,12 @@ class FewProviders:
         return totals(self._goal, self._network, self._by_name, clusters).score
 
     def _partitions(self) -> Iterator[tuple[int, ...]]:
-        """Every set of clusters of which no two have a provider in common."""
+        """Every combination of clusters without a common provider."""
         most = self._goal.max_clusters or len(self._providers)
         by_lowest: Mapping[int, list[int]] = {
             i: [m for m in self._sets if m & -m == 1 << i] for i in range(len(self._providers))
         }
-        everyone = (1 << len(self._providers)) - 1
+        all_free = (1 << len(self._providers)) - 1
 
         def extended(chosen: tuple[int, ...], free: int, lowest: int) -> Iterator[tuple[int, ...]]:
             if chosen:
@@ -197,7 +197,7 @@ class FewProviders:
                     if members & ~free == 0:
                         yield from extended((*chosen, members), free & ~members, i + 1)
 
-        return extended((), everyone, 0)
+        return extended((), all_free, 0)
 
 
 def _members(partition: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
-"""So many clusters of many providers, and no other number: where a requester says how many there are to be.
+"""Groupings of many providers into a fixed number of clusters, which the requester asked for.
 
-Providers in a sorted line are cut into so many clusters of neighbours, or dealt out so that all get some of every
-kind; the best of these is improved by small changes that leave the number as it is.
+A sorted line of providers is cut into this number of clusters of neighbours, or dealt out so that every cluster gets
+some of each kind; local search improves the best of these without a change of the number.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from ravnest.planner.search.local_search import Grouping, Improver, Order, Rules
 from ravnest.planner.search.runs import KEYS, Runs, arranged, sorted_line
 
 _IMPROVED: Final = 2
-"""Groupings that small changes are tried on."""
+"""Groupings that local search improves."""
 
 
-def set_number(
+def group_fixed_count(
     estimates: Estimates,
     rng: np.random.Generator,
     sizes: Sequence[int],
@@ -26,9 +26,9 @@ def set_number(
     standbys: int,
     go_on: Callable[[int], bool],
 ) -> Grouping | None:
-    """The best grouping found into so many clusters of one of these sizes; None where none was found that fits.
+    """The best grouping found into this number of clusters, each of one of these sizes; None if none was found.
 
-    With a number of `providers` so many have a stage. `go_on` is asked with the number of estimates so far.
+    With a number of `providers`, exactly that many have a stage. `go_on` gets the number of estimates so far.
     """
     rules = Rules(
         min_stages=sizes[0],
@@ -44,7 +44,7 @@ def set_number(
     for key in KEYS:
         line = sorted_line(estimates.providers, key)
         if providers:
-            chosen = _of_everybody(estimates, line[:providers], sizes, clusters)
+            chosen = _runs_of_all(estimates, line[:providers], sizes, clusters)
             found.append(_grouping(improver, _dealt(estimates, line[:providers], clusters)))
         else:
             chosen = runs_of_number(Runs.of(estimates, line, sizes), len(line) - standbys, clusters, False)
@@ -56,9 +56,9 @@ def set_number(
     return max(better, key=lambda grouping: grouping.together, default=None)
 
 
-def runs_of_number(runs: Runs, most: int, clusters: int, everybody: bool) -> list[Order]:
-    """The runs with the largest sum of rates that are so many, of `most` providers at most, or of all of them; none
-    where they cannot be."""
+def runs_of_number(runs: Runs, max_providers: int, clusters: int, uses_all: bool) -> list[Order]:
+    """The given number of runs with the largest sum of rates, of at most `max_providers`, or of all providers; none if
+    that is impossible."""
     if not runs.rates:
         return []
     sizes = sorted(runs.rates)
@@ -67,7 +67,7 @@ def runs_of_number(runs: Runs, most: int, clusters: int, everybody: bool) -> lis
     taken = np.zeros((count + 1, clusters + 1), dtype=np.int64)
     best[0, 0] = 0.0
     for end in range(1, count + 1):
-        if not everybody:
+        if not uses_all:
             best[end] = best[end - 1]
         for size in sizes:
             rate = runs.rates[size][end - size] if end >= size else 0.0
@@ -86,16 +86,17 @@ def runs_of_number(runs: Runs, most: int, clusters: int, everybody: bool) -> lis
             chosen.append(tuple(int(i) for i in runs.orders[size][end - size]))
             left -= 1
         end -= size or 1
-    # Those who are to stand by are not looked for here: too large a choice is none.
-    return chosen if sum(map(len, chosen)) <= most else []
+    # The sum of rates alone decides; a choice that leaves too few standbys is rejected.
+    return chosen if sum(map(len, chosen)) <= max_providers else []
 
 
-def _of_everybody(estimates: Estimates, line: Sequence[int], sizes: Sequence[int], clusters: int) -> list[Order]:
+def _runs_of_all(estimates: Estimates, line: Sequence[int], sizes: Sequence[int], clusters: int) -> list[Order]:
     return runs_of_number(Runs.of(estimates, line, sizes), len(line), clusters, True)
 
 
 def _dealt(estimates: Estimates, line: Sequence[int], clusters: int) -> list[Order]:
-    """To every cluster one in turn, there and back, so that each has some of the best and some of the worst."""
+    """One provider to every cluster in turn, forth and back, so that each gets some of the best and some of the
+    worst."""
     groups: list[list[int]] = [[] for _ in range(clusters)]
     for turn in range(0, len(line), clusters):
         part = line[turn : turn + clusters]

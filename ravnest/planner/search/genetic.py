@@ -1,7 +1,7 @@
-"""The genetic search: groupings that inherit the best clusters of two others, and small changes at random.
+"""Genetic search: groupings that inherit the best clusters of two others, and change at random.
 
-What is inherited is a whole cluster, because that is what has a rate. Clusters of both parents are taken by what they
-bring for each provider they bind, as long as they have nobody in common; the others make up clusters anew.
+A child inherits whole clusters, because a cluster is the unit that has a rate. Clusters of both parents are taken by
+their rate per provider, as long as they have no provider in common; the remaining providers form new clusters.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from ravnest.planner.search.runs import Runs
 POPULATION: Final = 8
 
 
-def evolved(improver: Improver, first: Grouping, rules: Rules, go_on: Callable[[], bool]) -> Grouping:
-    """The best grouping of some generations that begin with one and what changes at random make of it."""
+def evolve(improver: Improver, first: Grouping, rules: Rules, go_on: Callable[[], bool]) -> Grouping:
+    """The best grouping after some generations, which start from one grouping and random variations of it."""
     rng = improver.rng
     population = [first]
     while len(population) < POPULATION and go_on():
@@ -41,7 +41,7 @@ def _worth(grouping: Grouping, rules: Rules) -> float:
 
 
 def _shaken(grouping: Grouping, rng: np.random.Generator) -> Grouping:
-    """Some of the clusters of a grouping; the others are free."""
+    """A random part of the clusters of a grouping; the other providers are free."""
     kept = [i for i in range(len(grouping.orders)) if rng.random() < 0.6]
     gone = [p for i in range(len(grouping.orders)) if i not in kept for p in grouping.orders[i]]
     return Grouping(
@@ -50,12 +50,12 @@ def _shaken(grouping: Grouping, rng: np.random.Generator) -> Grouping:
 
 
 def _child(improver: Improver, one: Grouping, other: Grouping, rules: Rules) -> Grouping:
-    """Clusters of both, the best for each provider first, a little by chance; and of the others what can be made."""
+    """Clusters of both parents by their rate per provider, with some randomness, and new ones of the remaining
+    providers."""
     rng = improver.rng
     clusters = list(zip([*one.orders, *other.orders], [*one.rates, *other.rates], strict=True))
     ranked = sorted(clusters, key=lambda c: (-(c[1] + rules.bonus) / len(c[0]) * rng.uniform(0.7, 1.3), c[0]))
-    everyone = {*one.free, *(p for order in one.orders for p in order)}
-    free = set(everyone)
+    free = {*one.free, *(p for order in one.orders for p in order)}
     child = Grouping([], [], [])
     share = rng.uniform(0.4, 1.0)
     for order, rate in ranked:
@@ -69,7 +69,8 @@ def _child(improver: Improver, one: Grouping, other: Grouping, rules: Rules) -> 
 
 
 def regroup(improver: Improver, child: Grouping, rules: Rules) -> None:
-    """Cuts a line of the free ones, sorted by something, into clusters, in place."""
+    """Forms clusters of the free providers, in place: neighbours in a line sorted by a random mix of speed and
+    bandwidth."""
     free = child.free
     speed, line = improver.estimates.speed, improver.estimates.line_speed
     weight = improver.rng.random()

@@ -1,7 +1,7 @@
-"""Clusters of many providers: several ways to group them, the best of which is improved by small changes.
+"""Heuristic search over the clusters of many providers: several groupings, the best of which local search improves.
 
-How long averaging may take is tried out on a sample, with providers sorted by several things; what is best there is
-done with all of them. Budgets are counted in estimates, so that the same seed finds the same plan on any machine.
+Bounds on the averaging time, and keys to sort providers by, are tried on a sample of the providers; the best ones are
+then used for all of them. Budgets are counted in estimates, so that a seed gives the same plan on any machine.
 """
 
 import math
@@ -16,37 +16,37 @@ from ravnest.planner.link_codecs import assumed_share
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.search.estimates import Estimates
-from ravnest.planner.search.exact import Finish
-from ravnest.planner.search.fixed_count import set_number
-from ravnest.planner.search.genetic import evolved, regroup
-from ravnest.planner.search.local_search import Grouping, Improver, Rules, filled
+from ravnest.planner.search.exact import GroupingCutter
+from ravnest.planner.search.fixed_count import group_fixed_count
+from ravnest.planner.search.genetic import evolve, regroup
+from ravnest.planner.search.local_search import Grouping, Improver, Rules, padded
 from ravnest.planner.search.objective import averaging_bounds, cluster_bonus, score_of
 from ravnest.planner.search.order import best_order, coarse
 from ravnest.planner.search.runs import KEYS, Runs, sorted_line
 
 _SAMPLE: Final = 64
-"""Providers on which bounds and sort keys are tried out."""
+"""Providers on which bounds and sort keys are tried."""
 
 _BOUNDS: Final = 9
 _PROMISING: Final = 3
 _FACTOR: Final = 0.7
-"""By which a bound is changed."""
+"""Factor by which a bound is changed."""
 _TRIES: Final = 5
 _SAMPLE_BUDGET: Final = 1500
 _ALONE: Final = 2000
-"""Of more providers, the best of them are looked at for a cluster that trains alone."""
-_EVERYBODY: Final = 20
-"""Up to so many providers in one cluster, orders are looked at for themselves."""
+"""Maximum number of providers that are considered for a cluster that trains alone: the best of all."""
+_ONE_CLUSTER: Final = 20
+"""Providers up to which the order of a cluster of all of them is searched for by itself."""
 _RELAY_COSTS: Final = (0.0, 0.3, 1.0)
-"""Shares of its rate that a cluster may be taken to lose for a relay."""
+"""Shares of its rate that a cluster is assumed to lose for a relay; the best one is chosen."""
 _GENETIC: Final = 200
-"""Up to so many providers the genetic search takes part."""
+"""Providers up to which the genetic search is used: for more, it brings nothing within the budget."""
 _STEPS: Final = 14
-"""Of looking for the bonus that leaves enough providers out, or makes few enough clusters."""
+"""Halvings in the search for the bonus that leaves out enough providers, or makes few enough clusters."""
 
 
 class ManyProviders:
-    """The search for clusters of many providers. `go_on` is asked whether there is still time."""
+    """The search for clusters of many providers. `go_on` tells whether there is time left."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class ManyProviders:
         self._rough = coarse(model, 0, 25 if len(providers) <= 50 else 21 if len(providers) <= 300 else 17)
         if self._rough.max_stages < self._sizes[-1 if goal.min_providers else 0]:
             self._rough = coarse(model, self._sizes[-1])
-        self._finish = Finish(model, goal, network, providers)
-        self._slowed = self._finish.slowed
+        self._cutter = GroupingCutter(model, goal, network, providers)
+        self._slowed = self._cutter.slowed
         self._estimates = Estimates(self._rough, goal, network, self._slowed)
         forward, backward = model.carried(assumed_share(goal))
         crossing = (forward + backward)[1:-1]
@@ -73,24 +73,24 @@ class ManyProviders:
         self._fed_bytes = float(sum(model.input_bytes))
 
     def best(self, standbys: int, allowed: Callable[[Sequence[Cluster]], bool] | None = None) -> tuple[Cluster, ...]:
-        """The best clusters found that leave at least so many providers without a stage, of those that are allowed;
-        none where none was found."""
+        """The best allowed clusters found that leave at least `standbys` providers without a stage; none if none was
+        found."""
         budget = _budget(len(self._providers))
         if self._goal.min_clusters > 1:
-            return self._finish.best(self._set_number(standbys, budget), allowed)
+            return self._cutter.best(self._fixed_count(standbys, budget), allowed)
         groupings = [self._one_cluster(standbys, budget // 8)]
         if self._goal.max_clusters != 1:
             groupings.append(self._several(standbys, budget))
         finished = [(bound, self._reordered(grouping, bound)) for bound, grouping in groupings]
-        best = self._finish.best(finished, allowed)
-        if self._sizes[0] == len(self._providers) <= _EVERYBODY:
-            # Everybody gets a stage: the order is all there is to find.
-            everybody = best_order(self._model, self._goal, self._network, self._providers)
-            best = max(best, (everybody,) if everybody is not None else (), key=self._finish.score)
+        best = self._cutter.best(finished, allowed)
+        if self._sizes[0] == len(self._providers) <= _ONE_CLUSTER:
+            # All providers get a stage: only their order is to be found.
+            whole = best_order(self._model, self._goal, self._network, self._providers)
+            best = max(best, (whole,) if whole is not None else (), key=self._cutter.score)
         return best
 
-    def _set_number(self, standbys: int, budget: int) -> list[tuple[float, Grouping]]:
-        """Groupings into as many clusters as are asked for, each with the bound on averaging that it keeps to."""
+    def _fixed_count(self, standbys: int, budget: int) -> list[tuple[float, Grouping]]:
+        """Groupings into the requested number of clusters, each with the bound on averaging that it keeps to."""
         goal, found = self._goal, []
         bounds = [math.inf, *averaging_bounds(self._model, self._providers, _BOUNDS)]
         for bound in dict.fromkeys(bounds):
@@ -100,13 +100,13 @@ class ManyProviders:
             def go_on(looked_at: int, most: int = most) -> bool:
                 return looked_at < most and (self._go_on is None or self._go_on())
 
-            grouping = set_number(
+            grouping = group_fixed_count(
                 self._estimates, self._rng, self._sizes, goal.min_clusters, goal.min_providers, standbys, go_on
             )
             if grouping is not None:
                 found.append((bound, self._reordered(grouping, bound)))
         if not goal.min_providers:
-            # No more than these: it may well be that as many are the best.
+            # The search with this as a maximum may also end at this number.
             bound, grouping = self._several(standbys, budget)
             found.append((bound, self._reordered(grouping, bound)))
         return found
@@ -123,7 +123,7 @@ class ManyProviders:
         return self._other_bounds(grouping, bound, standbys, int(0.7 * budget))
 
     def _one_cluster(self, standbys: int, budget: int) -> tuple[float, Grouping]:
-        """The best cluster found that trains alone, and so averages with nobody."""
+        """The best cluster found that trains alone, and so does not average."""
         self._estimates.limit_averaging(math.inf)
         found = []
         for key in KEYS[:2] if len(self._providers) > 1000 else KEYS:
@@ -149,7 +149,7 @@ class ManyProviders:
         return math.inf, max(better, key=lambda grouping: grouping.together)
 
     def _reordered(self, grouping: Grouping, bound: float) -> Grouping:
-        """The same clusters in better orders, looked at closely."""
+        """The same clusters in better orders, by fine estimates."""
         self._estimates.limit_averaging(bound)
         self._estimates.fine = True
         found = Improver(self._estimates, self._rng).reordered(grouping)
@@ -157,7 +157,7 @@ class ManyProviders:
         return found
 
     def _other_bounds(self, grouping: Grouping, bound: float, standbys: int, budget: int) -> tuple[float, Grouping]:
-        """The grouping, improved within longer and shorter bounds on averaging, as long as that makes it better."""
+        """The grouping improved within longer and shorter bounds on averaging, as long as its score rises."""
         best, best_score = (bound, grouping), self._score(grouping, bound)
         if not math.isfinite(bound):
             return bound, self._better(grouping, bound, standbys, budget)
@@ -169,7 +169,7 @@ class ManyProviders:
                 while tries < _TRIES and (self._go_on is None or self._go_on()):
                     tries += 1
                     other = best[0] * change
-                    changed = self._better(self._again(best[1], other, standbys), other, standbys, part)
+                    changed = self._better(self._rebounded(best[1], other, standbys), other, standbys, part)
                     score = self._score(changed, other)
                     if score <= best_score * (1 + 1e-6):
                         break
@@ -179,8 +179,8 @@ class ManyProviders:
             factor = math.sqrt(factor)
         return best
 
-    def _again(self, grouping: Grouping, bound: float, standbys: int) -> Grouping:
-        """The same grouping within another bound, with others for the clusters that cannot keep to it."""
+    def _rebounded(self, grouping: Grouping, bound: float, standbys: int) -> Grouping:
+        """The same grouping within another bound, with new clusters in place of those that cannot keep to it."""
         self._estimates.limit_averaging(bound)
         improver = Improver(self._estimates, self._rng)
         rates = improver.rates(grouping.orders)
@@ -205,7 +205,7 @@ class ManyProviders:
         promising = sorted(bounds, key=lambda b: -scored[b])[:_PROMISING]
 
         def improved(bound: float) -> float:
-            """Neighbours in a line are a beginning; how good it can become differs."""
+            """The score after local search: groupings that start equally good do not stay so."""
             estimates.limit_averaging(bound)
             grouping = self._grouped(estimates, "both", bound, share)
             return self._score(
@@ -235,15 +235,13 @@ class ManyProviders:
         """Clusters of neighbours in a sorted line."""
         runs = Runs.of(estimates, sorted_line(estimates.providers, key), self._sizes)
         most = self._goal.max_clusters or len(estimates.providers)
-        everyone = set(range(estimates.count))
+        all_free = set(range(estimates.count))
         bonus = 0.0
-        grouping = Grouping([], [], sorted(everyone))
+        grouping = Grouping([], [], sorted(all_free))
         for _ in range(3):
             chosen = _within(runs, bonus, standbys, most, estimates.count)
             orders = [order for order, _ in chosen]
-            grouping = Grouping(
-                orders, [rate for _, rate in chosen], sorted(everyone.difference(*orders) if orders else everyone)
-            )
+            grouping = Grouping(orders, [rate for _, rate in chosen], sorted(all_free.difference(*orders)))
             again = cluster_bonus(self._goal, self._model.samples, grouping.together, len(orders), bound)
             if abs(again - bonus) <= 0.02 * again:
                 break
@@ -255,7 +253,7 @@ class ManyProviders:
         return self._improved(self._estimates, grouping, bound, standbys, budget)
 
     def _improved(self, estimates: Estimates, grouping: Grouping, bound: float, standbys: int, budget: int) -> Grouping:
-        """What the genetic search and small changes make of a grouping, with a budget of estimates."""
+        """The grouping after local and genetic search, within a budget of estimates."""
         improver = Improver(estimates, self._rng)
         rules = self._rules(grouping, bound, standbys, estimates.count)
 
@@ -264,7 +262,7 @@ class ManyProviders:
 
         better = improver.improved(grouping, rules, go_on)
         if estimates.count <= _GENETIC:
-            better = evolved(improver, better, rules, go_on)
+            better = evolve(improver, better, rules, go_on)
         return better
 
     def _rules(self, grouping: Grouping, bound: float, standbys: int, count: int) -> Rules:
@@ -277,11 +275,11 @@ class ManyProviders:
         )
 
     def _score(self, grouping: Grouping, bound: float, estimates: Estimates | None = None, share_of: int = 1) -> float:
-        """The estimated score; of a sample, as if there were `share_of` times as many of each cluster."""
+        """The estimated score; that of a sample as if each of its clusters existed `share_of` times."""
         if not grouping.orders:
             return 0.0
         estimates = estimates or self._estimates
-        relays = estimates.relays(filled(grouping.orders))
+        relays = estimates.relays(padded(grouping.orders))
         rates = np.array(grouping.rates) / np.maximum(1e-9, 1.0 - estimates.relay_cost * relays)
         traffic = self._fed_bytes + relays * self._crossing_bytes
         requester = self._network.requester
@@ -293,7 +291,7 @@ class ManyProviders:
 def _within(
     runs: Runs, bonus: float, standbys: int, max_clusters: int, count: int
 ) -> list[tuple[tuple[int, ...], float]]:
-    """The best runs that leave enough providers out, and are few enough: the rewards for that are found by halving."""
+    """The best runs that leave out enough providers and are few enough: halving finds the rewards for both."""
     chosen = runs.best(bonus, 0.0)
 
     def left_out(found: list[tuple[tuple[int, ...], float]]) -> int:
@@ -322,7 +320,7 @@ def _within(
 
 
 def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list[int]:
-    """How many stages a cluster may have: as many as are needed, and some more."""
+    """The numbers of stages that a cluster may have: as many as the model needs, and some more."""
     memory = float(np.median([p.memory_bytes for p in providers]))
     held = float(memory_bytes(model, goal, 3 if goal.in_flight is None else goal.in_flight)[0, :].max())
     needed = math.ceil(held / memory)
@@ -336,5 +334,5 @@ def _sizes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
 
 
 def _budget(count: int) -> int:
-    """Estimates for small changes: what keeps within the time that so many providers may take."""
+    """Number of estimates for local search that fits into the time allowed for this number of providers."""
     return int(np.interp(count, [9, 100, 1000, 10_000], [25_000, 40_000, 400_000, 2_400_000]))

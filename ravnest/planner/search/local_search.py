@@ -1,7 +1,7 @@
-"""Better clusters by small changes: to move a provider, exchange two, split, merge, take one from the standbys.
+"""Local search over groupings: moves of a provider, exchanges, splits, merges, and changes with the standbys.
 
-In each round the clusters are paired up, every pair gets a few proposals at random, all of them are estimated at once,
-and each pair takes its best one, if that is better. Seeded, so that the same search finds the same.
+In each round, clusters are paired up, every pair gets a few random proposals, all of these are estimated at once, and
+each pair takes its best one if it is better. The seed decides the result.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ Order = tuple[int, ...]
 
 @dataclass
 class Grouping:
-    """Orders of providers, the estimated rate of each, and who stands by."""
+    """Orders of providers, the estimated rate of each, and the standbys."""
 
     orders: list[Order]
     rates: list[float]
@@ -33,7 +33,7 @@ class Grouping:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a grouping must keep to, and what a cluster is worth beside its rate."""
+    """Limits of a grouping, and the value of a cluster in addition to its rate."""
 
     min_stages: int
     max_stages: int
@@ -42,21 +42,21 @@ class Rules:
     bonus: float
     min_clusters: int = 0
     max_free: int | None = None
-    """So many stand by at most."""
+    """Maximum number of standbys."""
 
 
 @dataclass
 class Improver:
-    """Looks for better groupings, and remembers the rates of those it has looked at."""
+    """Search for better groupings, with a cache of the rates of orders."""
 
     estimates: Estimates
     rng: np.random.Generator
     looked_at: int = 0
-    """How many orders so far, whether they were known or not."""
+    """Number of orders so far, with those that were in the cache."""
     _known: dict[Order, float] = field(default_factory=dict)
 
     def improved(self, grouping: Grouping, rules: Rules, go_on: Callable[[], bool], proposals: int = 6) -> Grouping:
-        """What small changes make of a grouping, as long as `go_on` says so and they still find something."""
+        """The grouping after small changes, as long as `go_on` allows and they still improve it."""
         now = grouping.copy()
         self._known.update(zip(now.orders, now.rates, strict=True))
         quiet = 0
@@ -66,7 +66,7 @@ class Improver:
         return now
 
     def reordered(self, grouping: Grouping, rounds: int = 3) -> Grouping:
-        """The same clusters, each in the best order that moving one provider, or exchanging two, leads to."""
+        """The same clusters, each in the best order that moves of one provider, or exchanges of two, lead to."""
         now = grouping.copy()
         now.rates = self.rates(now.orders)
         open_ = [c for c, order in enumerate(now.orders) if len(order) > 1]
@@ -88,12 +88,12 @@ class Improver:
         self.looked_at += len(orders)
         wanted = [order for order in dict.fromkeys(orders) if order not in self._known]
         if wanted:
-            rates, _ = self.estimates.rates(filled(wanted))
+            rates, _ = self.estimates.rates(padded(wanted))
             self._known.update(zip(wanted, rates.tolist(), strict=True))
         return [self._known[order] for order in orders]
 
     def _round(self, now: Grouping, rules: Rules, proposals: int) -> bool:
-        """One round of changes, in place; whether any was made."""
+        """One round of changes, in place; returns whether any was made."""
         pairs = self._pairs(now)
         spare = [now.free[i] for i in self.rng.permutation(len(now.free))]
         tried: list[tuple[int, list[Order], list[int]]] = []
@@ -157,7 +157,7 @@ class Improver:
         return True
 
     def _pairs(self, now: Grouping) -> list[tuple[int, ...]]:
-        """Every cluster in one pair: with any other, or with one that is about as fast."""
+        """All clusters in pairs: at random, or with one of about the same rate."""
         count = len(now.orders)
         mixed = self.rng.permutation(count)
         if self.rng.random() < 0.4:
@@ -170,7 +170,7 @@ class Improver:
     def _proposal(
         self, orders: Sequence[Order], spare: Sequence[int], rules: Rules
     ) -> tuple[list[Order], list[int]] | None:
-        """Other orders of the same providers and those who are spare, and who is left over."""
+        """New orders of the same providers and of spare ones, and the providers left over."""
         rng = self.rng
         flip = rng.random() < 0.5
         a, b = (orders[0], orders[-1]) if flip else (orders[-1], orders[0])
@@ -218,7 +218,7 @@ class Improver:
         return new, left
 
     def _split(self, members: Order) -> list[Order]:
-        """In two, by what they have in common."""
+        """The members in two clusters, sorted by a random mix of speed and bandwidth."""
         speed, line = self.estimates.speed, self.estimates.line_speed
         weight = self.rng.random()
         ranked = sorted(members, key=lambda i: (speed[i] ** weight * line[i] ** (1 - weight), i))
@@ -233,7 +233,7 @@ class Improver:
         return (*ranked[::2], *ranked[1::2][::-1])
 
     def _new_clusters(self, spare: Sequence[int], now: Grouping, rules: Rules) -> list[Order]:
-        """Clusters of providers that stand by."""
+        """New clusters of standbys."""
         sizes = sorted({len(order) for order in now.orders[:200]} | {rules.min_stages})
         found = []
         for size in sizes:
@@ -242,8 +242,8 @@ class Improver:
         return found
 
 
-def filled(orders: Sequence[Order]) -> Orders:
-    """Orders of different lengths as rows, filled up with -1."""
+def padded(orders: Sequence[Order]) -> Orders:
+    """Orders of different lengths as rows, padded with -1."""
     longest = max((len(order) for order in orders), default=0)
     rows = [(*order, *(-1,) * (longest - len(order))) for order in orders]
     return np.array(rows, dtype=np.int64).reshape(len(orders), longest)

@@ -1,4 +1,4 @@
-"""Cuts in a model of many places in two steps: the best in one of few places, then the best near those."""
+"""Cuts in a model of many places, in two steps: the best among few places, then the best near those."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,13 @@ from ravnest.planner.cluster import Cluster
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.search.cuts import best_cuts
+from ravnest.planner.search.objective import score
 
 FEW_PLACES: Final = 64
-"""In a model of no more places cuts are looked for at once, and are the best there are."""
+"""Places up to which cuts are found in one step, and are the best possible."""
 
 _NEAR: Final = 12
-"""Places on either side of a cut that are looked at, at most."""
+"""Maximum distance, in places, of the second step's cuts from those of the first."""
 
 
 def finer_cuts(
@@ -23,7 +24,7 @@ def finer_cuts(
     order: Sequence[Provider],
     averaging_seconds: float = math.inf,
 ) -> Cluster | None:
-    """As `best_cuts`, exactly in a model of few places; None also where only cuts that are hard to find would fit."""
+    """As `best_cuts`, exact in a model of few places; None also if only cuts that are hard to find would fit."""
     if len(model.places) <= FEW_PLACES:
         return best_cuts(model, goal, network, order, averaging_seconds)
     rough = few_places(model)
@@ -37,7 +38,7 @@ def finer_cuts(
         middle = index[stage.start]
         kept.update(i for i in range(middle - reach, middle + reach + 1) if 0 < i < model.last)
     finer = best_cuts(model.at(sorted(kept)), goal, network, order, averaging_seconds)
-    return max((c for c in (finer, cluster) if c is not None), key=lambda c: _score(goal, c))
+    return max((c for c in (finer, cluster) if c is not None), key=lambda c: score(goal, c))
 
 
 def exact_cuts(
@@ -48,17 +49,13 @@ def exact_cuts(
     known: Cluster,
     averaging_seconds: float = math.inf,
 ) -> Cluster:
-    """The best cuts for an order of which some are known; slow in a model of many places."""
+    """The best cuts for an order, and at least as good as the `known` ones; slow in a model of many places."""
     if len(model.places) <= FEW_PLACES:
         return known
     found = best_cuts(model, goal, network, order, averaging_seconds)
-    return max((c for c in (known, found) if c is not None), key=lambda c: _score(goal, c))
+    return max((c for c in (known, found) if c is not None), key=lambda c: score(goal, c))
 
 
 def few_places(model: ModelCosts) -> ModelCosts:
-    """The model with few places, where it has many."""
+    """The model with at most FEW_PLACES places."""
     return model.coarser(FEW_PLACES)
-
-
-def _score(goal: Goal, cluster: Cluster) -> float:
-    return cluster.samples_per_second * goal.worth(cluster.needed_in_flight)

@@ -1,7 +1,7 @@
-"""Providers in a line, cut into clusters of neighbours: exactly the best places to cut that line.
+"""Clusters of neighbours in a sorted line of providers, chosen exactly.
 
-Sorted so that like machines are neighbours, the best clusters are found among neighbours. Every run of them is
-estimated once, all of them at a time; which runs to take, and whom to leave out, is then a matter of additions.
+In a line in which similar machines are neighbours, good clusters consist of neighbours. Every run of neighbours is
+estimated once, all at the same time; dynamic programming then chooses the runs with the largest sum of rates.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from ravnest.planner.problem import Provider
 from ravnest.planner.search.estimates import Estimates, Orders
 
 KEYS: Final = ("line", "speed", "both", "memory", "latency")
-"""What providers can be sorted by."""
+"""Keys to sort providers by."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Runs:
         return cls(orders, rates)
 
     def best(self, bonus: float, left_out: float) -> list[tuple[tuple[int, ...], float]]:
-        """The orders, and their rates, that make the largest sum of rates, with a bonus for every cluster and another
-        for every provider that is left out."""
+        """The orders with the largest sum of rates, and their rates, given a bonus for every cluster and a reward for
+        every provider that is left out."""
         if not self.rates:
             return []
         sizes = np.array(sorted(self.rates))
@@ -54,7 +54,7 @@ class Runs:
         for column, size in enumerate(sizes):
             rates = self.rates[int(size)]
             ending[size:, column] = np.where(rates > 0, rates + bonus, -np.inf)
-        # Before the line there is nothing: runs that would begin there have no worth.
+        # Entries before the line stay at minus infinity: no run may start there.
         most = int(sizes[-1])
         best = np.full(count + 1 + most, -np.inf)
         best[most] = 0.0
@@ -79,7 +79,7 @@ class Runs:
 
 
 def arranged(estimates: Estimates, groups: Orders) -> Orders:
-    """Each group in an order that is good for most: the slowest lines at both ends, where half as much passes."""
+    """Each group in an order that is mostly good: the slowest lines at both ends, which have half of the traffic."""
     if groups.shape[1] < 3:
         return np.array(groups)
     by_line = np.take_along_axis(groups, np.argsort(estimates.line_speed[groups], axis=1, kind="stable"), axis=1)

@@ -1,7 +1,7 @@
-"""Cluster formation: which providers train together, and who stands by, for the most predicted samples a second.
+"""Cluster formation: the clusters and standbys with the best predicted score.
 
-Of few providers all partitions are looked at; of many, several strategies compete for the same score. Like machines
-come together because that makes the fastest clusters; `likeness` says how alike they came out.
+For few providers, all partitions are compared; for many, a heuristic search with several strategies. Similar machines
+end up together because that makes the fastest clusters.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ def form(
     seconds: float | None = None,
     known: Sequence[Cluster] = (),
 ) -> Proposal:
-    """The plan with the best score that was found; PlanError, with what is lacking, where the model fits nowhere.
+    """The proposal with the best score that was found; PlanError, with the shortage, if the model fits nowhere.
 
-    The same arguments and seed give the same plan, unless `seconds` says how long to look for a better one. `known` are
-    the clusters of another plan for the same model: the result is no worse than those whose providers are all here.
+    The same arguments and seed give the same proposal, unless `seconds` sets the duration of the search. `known` are
+    the clusters of another plan for the same model: the result is no worse than those whose providers are all present.
     """
     if goal.min_clusters > 1 or goal.max_clusters == 1 or not _averaging_matters(model, goal, providers):
         return _formed(model, goal, network, providers, seed, seconds, known)
@@ -49,7 +49,7 @@ def form(
     plans = []
     with contextlib.suppress(PlanError):
         plans = [_formed(model, goal, network, providers, seed, seconds, known)]
-    # Of equals the first.
+    # The first of equals.
     return max([_formed(model, alone, network, providers, seed, seconds, known), *plans], key=lambda plan: plan.score)
 
 
@@ -83,7 +83,7 @@ def _formed(
     if again is not None and (not standbys or enough_stand_by(usable, again.clusters)):
         plans.append(again)
     if not plans:
-        # The search looks at what is likely to be fast; a model that just fits may need another order.
+        # The search prefers fast orders; a model that barely fits may need another one.
         order = fitting_order(model, goal, usable) if goal.min_clusters == 1 else None
         cluster = best_cuts(model, goal, network, order) if order is not None else None
         if cluster is None:
@@ -93,12 +93,12 @@ def _formed(
 
 
 def enough_stand_by(providers: Sequence[Provider], clusters: Sequence[Cluster]) -> bool:
-    """Whether as many as will be missing stand by with the memory to take over some stage; others do not count."""
+    """Whether there are as many standbys as are expected to be missing, counting those with memory for some stage."""
     busy = {stage.provider for cluster in clusters for stage in cluster.stages}
     least = min(stage.memory_bytes for cluster in clusters for stage in cluster.stages)
     ready = [p for p in providers if p.name not in busy and p.memory_bytes >= least]
-    counted = [*(p for p in providers if p.name in busy), *ready]
-    return len(ready) >= expected_absent(p.reliability for p in counted)
+    relevant = [*(p for p in providers if p.name in busy), *ready]
+    return len(ready) >= expected_absent(p.reliability for p in relevant)
 
 
 def _search(
@@ -109,18 +109,18 @@ def _search(
     seed: int,
     seconds: float | None,
 ) -> Callable[[int], Sequence[Cluster]]:
-    """What finds clusters that leave a number of providers out."""
+    """The search for clusters that leave out a given number of providers."""
 
     def rule(standbys: int) -> Callable[[Sequence[Cluster]], bool] | None:
-        """What clusters are allowed by; nothing where anything goes."""
+        """The test for allowed clusters; None if all are."""
         if not standbys and goal.min_clusters == 1:
             return None
         return lambda clusters: _keeps_to(goal, clusters) and (not standbys or enough_stand_by(providers, clusters))
 
     if len(providers) <= MOST:
         few = FewProviders(model, goal, network, providers)
-        if not few.can_hold_it:
-            # It may be that a stage fits only between places that a search otherwise leaves out.
+        if not few.can_hold_model:
+            # A stage may fit only between places that the search usually leaves out.
             few = FewProviders(model, goal, network, providers, _MORE_PLACES)
         return lambda standbys: few.best(standbys, rule(standbys))
     if seconds is None:
@@ -130,21 +130,21 @@ def _search(
     by_name = {p.name: p for p in providers}
     timed = ManyProviders(model, goal, network, providers, seed, lambda: time.monotonic() < deadline)
 
-    def again_and_again(standbys: int) -> Sequence[Cluster]:
-        """Every time the search takes other ways, by chance."""
+    def repeatedly(standbys: int) -> Sequence[Cluster]:
+        """The best of repeated searches, which differ by their random numbers."""
         best = timed.best(standbys, rule(standbys))
         while best and time.monotonic() < deadline:
             other = timed.best(standbys, rule(standbys))
             best = max(best, other, key=lambda c: totals(goal, network, by_name, c).score if c else 0.0)
         return best
 
-    return again_and_again
+    return repeatedly
 
 
 def _known_plan(
     model: ModelCosts, goal: Goal, network: Network, providers: Mapping[str, Provider], known: Sequence[Cluster]
 ) -> Proposal | None:
-    """The plan with those of the known clusters that can still be as they were, cut as they were."""
+    """The proposal with those of the known clusters that are still possible with the same cuts."""
     index = {place: i for i, place in enumerate(model.places)}
     found = []
     for cluster in known:
@@ -161,7 +161,7 @@ def _known_plan(
 
 
 def _keeps_to(goal: Goal, clusters: Sequence[Cluster]) -> bool:
-    """Whether these are as many clusters, of as many providers, as were asked for."""
+    """Whether the numbers of these clusters, and of their providers, are within the goal."""
     most = goal.max_clusters or len(clusters)
     return (
         goal.min_clusters <= len(clusters) <= most
@@ -170,7 +170,7 @@ def _keeps_to(goal: Goal, clusters: Sequence[Cluster]) -> bool:
 
 
 def _averaging_matters(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> bool:
-    """Whether what averaging takes may be what some stage does not fit for."""
+    """Whether some stage may not fit because of the memory that averaging needs."""
     if not goal.average_memory or not providers:
         return False
     held = memory_bytes(model, goal, goal.max_in_flight)

@@ -1,4 +1,4 @@
-"""A model that fits nowhere: by how much, and what would make it fit."""
+"""Shortage of memory for a model that fits nowhere: its size, and changes that would make the model fit."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _PLACES: Final = 129
 
 
 def cannot_be_held(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> PlanError:
-    """What to tell the user where no plan was found."""
+    """The error for the user if no plan was found."""
     if not providers:
         return PlanError("There is no provider to plan with: let at least one join.")
     if goal.min_clusters == 1 and goal.min_stages > len(providers):
@@ -37,7 +37,7 @@ def cannot_be_held(model: ModelCosts, goal: Goal, providers: Sequence[Provider])
         refusal = _too_many_clusters(model, goal, providers)
         if refusal is not None:
             return refusal
-        # As many times as there are clusters it does not fit; it may be that it does not fit once.
+        # The model does not fit once for each cluster; it may not even fit once.
         goal = replace(goal, min_clusters=1, max_clusters=1, min_stages=1, min_providers=0)
     found = smallest_shortage(model, goal, providers)
     machines = "provider" if len(providers) == 1 else f"{len(providers)} providers"
@@ -52,7 +52,7 @@ def cannot_be_held(model: ModelCosts, goal: Goal, providers: Sequence[Provider])
 
 
 def _too_many_clusters(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> PlanError | None:
-    """What stands against so many clusters; None where the model does not even fit once."""
+    """The reason against this number of clusters; None if the model does not even fit once."""
     clusters, most = goal.min_clusters, model.max_stages
     if clusters > len(providers):
         return PlanError(
@@ -77,16 +77,16 @@ def _too_many_clusters(model: ModelCosts, goal: Goal, providers: Sequence[Provid
         )
     whole = float(memory_bytes(model, goal, goal.in_flight or 1)[0, -1])
     have = sum(p.memory_bytes for p in providers)
-    everybody = f"{len(providers)} providers"
     return PlanError(
-        f"The model does not fit {clusters} times on the {everybody}: a copy takes about {_gib(whole)}, with what "
-        f"averaging keeps, and they have {_gib(have)} together; let more of them join, or ask for fewer clusters."
+        f"The model does not fit {clusters} times on the {len(providers)} providers: a copy takes about {_gib(whole)}, "
+        f"with what averaging keeps, and they have {_gib(have)} together; let more of them join, or ask for fewer "
+        "clusters."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The cuts that lack least: the provider that lacks most there. Nothing is lacking where `lacking_bytes` is 0."""
+    """The cuts with the smallest shortage: the provider with the largest shortage among them; 0 if the model fits."""
 
     provider: str
     stage_bytes: float
@@ -99,7 +99,7 @@ class Shortage:
 
 
 def smallest_shortage(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> Shortage:
-    """Over orders by memory and numbers of stages, the cuts that lack least in one place; with the fewest in flight."""
+    """The cuts with the smallest shortage over orders by memory and numbers of stages, with the fewest in flight."""
     coarse = model.coarser(_PLACES)
     best: tuple[float, Shortage] | None = None
     by_memory = sorted(providers, key=lambda p: (-p.memory_bytes, p.name))
@@ -122,13 +122,13 @@ def smallest_shortage(model: ModelCosts, goal: Goal, providers: Sequence[Provide
 
 
 def fitting_order(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> tuple[Provider, ...] | None:
-    """An order of some of these in which the model fits, if one is found."""
+    """An order of some of these providers in which the model fits, if one is found."""
     found = smallest_shortage(model, goal, providers)
     return None if found.lacking_bytes else found.order
 
 
 def _with_smallest_shortage(held: Table, memory: Sequence[float]) -> tuple[float, list[int]]:
-    """The cuts whose stages exceed the memory of their providers least, in the worst place."""
+    """The cuts with the smallest maximum of memory that a stage lacks."""
     best = held[0] - memory[0]
     back = []
     for has in memory[1:]:
@@ -143,11 +143,11 @@ def _with_smallest_shortage(held: Table, memory: Sequence[float]) -> tuple[float
 
 
 def _fixes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list[str]:
-    """What would make it fit, as far as that can be said."""
+    """Changes that would make the model fit, as far as they are known."""
     fixes = []
     if goal.in_flight is not None and goal.in_flight > 1 and _fits(model, replace(goal, in_flight=1), providers):
         fixes.append("pipeline.in_flight=1")
-    # The last of them takes least.
+    # The last of them needs the least memory.
     for name in list(POLICIES)[-2:]:
         if name != goal.versions and _fits(model, replace(goal, versions=name), providers):
             fixes.append(f'pipeline.versions="{name}"')
@@ -160,7 +160,7 @@ def _fixes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
 
 
 def _more(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> str:
-    """How many more machines, of what memory."""
+    """The number and memory of further machines that would be enough."""
     largest = max(p.memory_bytes for p in providers)
     count = 1
     while count <= 16 and len(providers) + count <= model.max_stages:

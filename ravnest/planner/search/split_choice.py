@@ -1,4 +1,4 @@
-"""Whether a stage sends its gradients on before it computes those of its own weights."""
+"""Choice of whether a stage sends its gradients on before it computes those of its own weights."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from ravnest.planner.cluster import SPARE, Cluster
 
 WAITING: Final = 1.1
-"""Times as long as the busiest stage or line takes, a microbatch must be apart from the next for stages to wait."""
+"""Factor on the time of the busiest stage or line; with a longer period than that, stages wait for microbatches."""
 
 
 class SplitChoice(NamedTuple):
@@ -15,11 +15,11 @@ class SplitChoice(NamedTuple):
 
 
 def choose_split(cluster: Cluster, stage: int, memory_bytes: float, asked: bool | None) -> SplitChoice:
-    """For one stage of a cluster, on a machine of so much memory; `asked` is what the job says, if it does.
+    """The choice for one stage of a cluster on a machine with this memory; `asked` is the job's setting, if any.
 
-    Both parts together take up to a quarter longer than a backward at once (`python -m benchmarks.backward`): more of
-    memory is touched, and each part starts operators anew. So it helps only where stages wait for microbatches to come
-    back, because fewer are in flight than the way is long; there, the way gets shorter by what comes afterwards.
+    Both parts together take up to a quarter longer than a whole backward (`python -m benchmarks.backward`): they touch
+    more memory, and each part starts its own operators. So splitting helps only where stages wait for microbatches
+    because too few are in flight for the round trip, which becomes shorter by the second part.
     """
     if stage == 0:
         return SplitChoice(False, "no stage before it waits for gradients")
@@ -27,15 +27,17 @@ def choose_split(cluster: Cluster, stage: int, memory_bytes: float, asked: bool 
         return SplitChoice(asked, f"pipeline.split_backward is {asked}")
     apart = cluster.round_trip_seconds / cluster.in_flight
     if apart <= WAITING * cluster.busiest_seconds:
-        return SplitChoice(False, "enough are in flight to keep the busiest stage or line busy, and it would cost time")
+        return SplitChoice(
+            False, "enough are in flight to keep the busiest stage or line busy, and splitting would cost time"
+        )
     held = cluster.stages[stage].memory_bytes + SPARE * cluster.stages[stage].saved_bytes
     if held > memory_bytes:
-        return SplitChoice(False, "there is no memory for activations to be kept until the end of a backward")
-    return SplitChoice(True, "stages wait for microbatches to come back, and this brings them back sooner")
+        return SplitChoice(False, "there is no memory to keep activations until the end of a backward")
+    return SplitChoice(True, "stages wait for microbatches to come back, and splitting brings them back sooner")
 
 
 def split_reason(choices: Sequence[SplitChoice]) -> str:
-    """Which stages of a cluster send gradients on before they compute those of their weights, and why."""
+    """The stages of a cluster that split their backward, and why."""
     after = choices[1:]
     if not after:
         return ""

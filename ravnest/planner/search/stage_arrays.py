@@ -87,11 +87,11 @@ class StageArrays:
         rows[:, :-1] += apart
         return rows
 
-    def least_seconds(self) -> Single:
+    def min_seconds(self) -> Single:
         """For each provider, the fewest seconds of a stage by its start and its end, over all possible neighbours."""
         tables = self._seconds.reshape(len(self._memory), -1, *self._seconds.shape[1:])
-        least: Single = tables.min(axis=1).transpose(0, 2, 1)
-        return least
+        shortest: Single = tables.min(axis=1).transpose(0, 2, 1)
+        return shortest
 
     def _fill(self, number: int) -> None:
         held = memory_bytes(self._model, self._goal, int(self._numbers.counts[number])).T

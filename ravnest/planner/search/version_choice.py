@@ -1,7 +1,7 @@
-"""Which version policy a run gets where the job leaves it open: the one that costs nothing, as long as memory lasts.
+"""Choice of a run's version policy if the job leaves it open: the one without a cost, as long as memory lasts.
 
-With a single microbatch in flight all policies take the same memory. So where it is short, the question is not whether
-"stash" fits, but how few may be in flight for it to fit, and what that costs.
+With a single microbatch in flight, all policies need the same memory. So if memory is short, the question is not
+whether "stash" fits, but how many may be in flight for it to fit, and the rate with that number.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +18,15 @@ from ravnest.planner.proposal import Proposal
 from ravnest.version_policy import POLICIES
 
 Search = Callable[[Goal], Proposal]
-"""The best plan for this goal; PlanError where the model does not fit."""
+"""The best proposal for this goal; PlanError if the model does not fit."""
 
 CLOSE: Final = 0.95
-"""Of the best score, a policy must reach so much to be preferred to those that come after it."""
+"""Share of the best score that a policy must reach to be preferred to those after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionChoice:
-    """A policy, the plan that was made with it, and why it is this one."""
+    """A policy, its plan, and the reason of the choice."""
 
     goal: Goal
     """With the policy."""
@@ -37,8 +37,8 @@ class VersionChoice:
 def choose_versions(
     model: ModelCosts, goal: Goal, providers: Sequence[Provider], versions: str | None, search: Search
 ) -> VersionChoice:
-    """The plan with the policy that the job names; with None, the first, in the order of POLICIES, whose plan is close
-    to the best. PlanError, as of the policy that takes least, where the model fits with none."""
+    """The plan with the policy that the job names; without one, the first in the order of POLICIES whose plan is close
+    to the best. PlanError, as for the policy with the least memory, if the model fits with none."""
     if versions is not None:
         named = replace(goal, versions=versions)
         return VersionChoice(named, search(named), f'versions "{versions}", as pipeline.versions says')
@@ -60,20 +60,20 @@ def choose_versions(
 
 
 def preferred(scores: Mapping[str, float]) -> str:
-    """The first whose score is close to the best: of equals, rather one whose gradients are those of its forward."""
+    """The first policy with a score close to the best: among equals, one with the gradients of its own forward."""
     best = max(scores.values())
     return next(name for name, score in scores.items() if score >= CLOSE * best)
 
 
 def memory_to_spare(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> bool:
-    """Whether each of these could hold any stage there is, with as many in flight as may ever be."""
-    most = float(np.max(memory_bytes(model, goal, goal.max_in_flight)))
-    return all(provider.memory_bytes >= most for provider in providers)
+    """Whether each provider could hold any stage, with the largest number in flight."""
+    largest = float(np.max(memory_bytes(model, goal, goal.max_in_flight)))
+    return all(provider.memory_bytes >= largest for provider in providers)
 
 
 def _is_possible(goal: Goal, name: str) -> bool:
-    """Whether enough may be in flight: a policy that is bound to `accumulate` is of no use where that is 1, and does
-    not go with a number in flight that is set to more."""
+    """Whether enough may be in flight: a policy limited to `accumulate` is of no use if that is 1, and conflicts with a
+    larger number in flight that the job sets."""
     if not POLICIES[name].within_accumulate:
         return True
     return goal.accumulate > 1 and (goal.in_flight is None or goal.in_flight <= goal.accumulate)
@@ -90,5 +90,5 @@ def _reason(name: str, found: Mapping[str, VersionChoice], first: str) -> str:
 _WORDS: Final[Mapping[str, str]] = {
     "double": "there are never more than two versions of the weights, nor more in flight than make an update",
     "recompute": "activations are computed a second time instead of being kept",
-    "latest": "activations are computed a second time, with the weights of then",
+    "latest": "activations are computed a second time, with the newest weights",
 }

@@ -12,7 +12,7 @@ from ravnest.planner.explain.explain import Explanation, explain
 from ravnest.planner.explain.what_if import Search
 from ravnest.planner.problem import Goal, Network, Provider, Requester
 from ravnest.planner.proposal import Proposal, proposal_of
-from ravnest.planner.search.order import best_clusters
+from tests.planner.best_clusters import best_clusters
 from tests.planner.made_up import machine, model, named, planned
 
 GOAL = Goal()
@@ -137,7 +137,9 @@ def test_a_standby_says_why_it_is_one() -> None:
         "slow": "no-gain",
         "small": "no-room",
     }
-    assert (found["good"].gain or 0) > 0.1 and "0.4 of those at work are likely to be missing" in found["good"].sentence
+    assert (found["good"].gain or 0) > 0.1 and "0.4 of the providers with a stage are likely to be missing" in found[
+        "good"
+    ].sentence
     assert (found["slow"].gain or 0) < 0 and "1 Mbit/s" in found["slow"].sentence
     assert "the smallest stage takes" in found["small"].sentence
 

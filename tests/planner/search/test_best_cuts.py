@@ -13,7 +13,7 @@ from ravnest.planner.cluster import Cluster, cluster_of
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import MAX_IN_FLIGHT, Goal, Network, Provider
 from ravnest.planner.search.cuts import best_cuts
-from ravnest.planner.search.order import score
+from ravnest.planner.search.objective import score
 from tests.planner.instances import random_model, random_providers
 
 GOALS = [

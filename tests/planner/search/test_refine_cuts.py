@@ -5,7 +5,7 @@ import pytest
 
 from ravnest.planner.problem import Goal, Network
 from ravnest.planner.search.cuts import best_cuts
-from ravnest.planner.search.order import score
+from ravnest.planner.search.objective import score
 from ravnest.planner.search.refine_cuts import FEW_PLACES, finer_cuts
 from tests.planner.instances import random_model, random_providers
 

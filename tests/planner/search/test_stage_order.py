@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from ravnest.planner.problem import Goal, Line, Network, Provider, Requester
 from ravnest.planner.search.cuts import best_cuts
 from ravnest.planner.search.estimates import Estimates
-from ravnest.planner.search.order import best_clusters, best_of, best_order, score
+from ravnest.planner.search.objective import score
+from ravnest.planner.search.order import best_of, best_order
+from tests.planner.best_clusters import best_clusters
 from tests.planner.instances import random_model, random_providers
 
 

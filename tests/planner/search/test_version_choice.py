@@ -102,7 +102,7 @@ def test_where_weights_are_too_large_none_are_kept() -> None:
     assert memory < root_bytes(model, "recompute", 2)
     found = chosen(model, memory)
     assert found.goal.versions == "latest"
-    assert "with the weights of then" in found.reason
+    assert "with the newest weights" in found.reason
 
 
 def test_two_versions_do_where_an_update_takes_enough_microbatches() -> None:
