@@ -16,6 +16,7 @@ import torch
 from grpc import aio
 
 from ravnest.coordinator.swarm.members import Member
+from ravnest.coordinator.swarm.swarm import SwarmLimits
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame, FrameKind
@@ -76,7 +77,7 @@ def test_a_peer_that(method: str, resume: int | None, messages: list[bytes], wor
             assert swarm.told.frames == []
             call.cancel()
             # For good: the stay is over, and no connection brings it back.
-            with pytest.raises(RefusedError, match="this stay of mallory in the swarm is over; join again"):
+            with pytest.raises(RefusedError, match="this session of mallory is over; join again"):
                 await SwarmSession(mallory.client, mallory.session).keep_connected()
             await swarm.still_works(anna)
 
@@ -162,7 +163,7 @@ def test_ending_the_feed_and_staying(after: list[bytes]) -> None:
             call = await raw_stream(swarm, mallory, "Feed")
             # In one message: a write of its own may come after the end of the call.
             await call.write(b"".join([sent(FrameKind.END), *after]))
-            assert await swarm.dropped("mallory") == "mallory ended its feed in the middle of its stay"
+            assert await swarm.dropped("mallory") == "mallory ended its feed in the middle of its session"
             assert swarm.told.frames == []
             call.cancel()
             # Whoever wants to feed it is told, and does not wait for room that never comes.
@@ -195,7 +196,7 @@ def test_a_connection_that_never_says_its_count_is_no_connection(monkeypatch: py
     monkeypatch.setattr("ravnest.net.streams.link_carrier.RESUME_SECONDS", 0.2)
 
     async def test() -> None:
-        async with attacked(reconnect_seconds=0.5) as swarm:
+        async with attacked(SwarmLimits(reconnect_seconds=0.5)) as swarm:
             anna, mallory = await swarm.join("anna"), await swarm.admit("mallory")
             calls = [await raw_stream(swarm, mallory, method, None) for method in ("Control", "Feed")]
             assert swarm.connected() == ["anna"]
@@ -302,7 +303,7 @@ def test_dialling_with_the_session_of_another_node() -> None:
             for session in stolen:
                 for dial in (mallory.client.control, mallory.client.feed):
                     link = await dial(session)
-                    with pytest.raises(RefusedError, match="this stay of mallory in the swarm is over; join again"):
+                    with pytest.raises(RefusedError, match="this session of mallory is over; join again"):
                         await link.receive()
             # Neither of them noticed anything, and both are who they were.
             assert swarm.told.down == swarm.told.gone == []
@@ -320,7 +321,7 @@ def test_dialling_with_the_session_of_a_stay_that_is_over() -> None:
             again = await swarm.join("anna", node=before.node)
             assert before.session != again.session
             link = await again.client.feed(before.session)
-            with pytest.raises(RefusedError, match="this stay of anna in the swarm is over; join again"):
+            with pytest.raises(RefusedError, match="this session of anna is over; join again"):
                 await link.receive()
             await swarm.still_works(again)
 
@@ -371,7 +372,7 @@ def test_having_a_link_relayed_that_is_of_an_old_deployment() -> None:
             near, far = await come_and_speak(swarm, anna, ben, "d1-0")
             swarm.swarm.allow_relays({"d2-0": frozenset(("anna", "ben"))})
             for end in (near, far):
-                with pytest.raises(RefusedError, match="the link 'd1-0' is of a deployment that is over"):
+                with pytest.raises(RefusedError, match="the deployment of the link 'd1-0' is over"):
                     await end.receive()
             await refused_at_the_relay(anna, "d1-0", "anna is no end of the link 'd1-0'")
             for end in await come_and_speak(swarm, anna, ben, "d2-0"):
@@ -388,7 +389,7 @@ def test_coming_to_the_relay_as_both_ends() -> None:
             first = await mallory.client.relay("d1-0")
             await first.send(Frame(FrameKind.RESUME, 1))
             second = await mallory.client.relay("d1-0")
-            with pytest.raises(PeerError, match="mallory came again"):
+            with pytest.raises(PeerError, match="mallory has connected again"):
                 await first.receive()
             # It does not hear itself: what comes is of the other end.
             far = await anna.client.relay("d1-0")
@@ -487,7 +488,7 @@ def test_endless_slow_bytes_for_a_count_end_with_the_patience(monkeypatch: pytes
     monkeypatch.setattr("ravnest.net.streams.link_carrier.RESUME_SECONDS", 0.3)
 
     async def test() -> None:
-        async with attacked(reconnect_seconds=1.0) as swarm:
+        async with attacked(SwarmLimits(reconnect_seconds=1.0)) as swarm:
             anna, mallory = await swarm.join("anna"), await swarm.admit("mallory")
             stream = await SlowStream.open(swarm, mallory, "Control", tmp_path)
             await stream.send(a_message(64))

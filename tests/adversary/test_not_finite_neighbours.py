@@ -15,7 +15,7 @@ from tests.e2e.watching import adds_up
 @pytest.mark.parametrize(
     ("liar", "lie", "words"),
     [
-        ("provider-1", "activations that are no numbers", "sent values that are not finite for stage"),
+        ("provider-1", "activations that are no numbers", "sent values that are not finite to stage"),
         ("provider-2", "gradients that are no numbers", "sent gradients that are not finite to stage"),
     ],
 )

@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 from ravnest import __version__
 from ravnest.coordinator.access.admission import Admission
 from ravnest.coordinator.swarm.changes import Changes
-from ravnest.coordinator.swarm.heartbeat import RECONNECT_SECONDS
 from ravnest.coordinator.swarm.members import Member
-from ravnest.coordinator.swarm.swarm import Swarm
+from ravnest.coordinator.swarm.swarm import DEFAULT_LIMITS, Swarm, SwarmLimits
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.certificates import Certificate
@@ -103,8 +102,8 @@ class Provider:
 class ConnectedSwarm:
     """A swarm, and providers that join it."""
 
-    def __init__(self, reconnect_seconds: float) -> None:
-        self.swarm = Swarm(Admission.in_memory(), reconnect_seconds=reconnect_seconds)
+    def __init__(self, limits: SwarmLimits) -> None:
+        self.swarm = Swarm(Admission.in_memory(), limits=limits)
         self.recorded = RecordedEvents()
         self.swarm.events = self.recorded
         self.port = 0
@@ -169,8 +168,8 @@ class ConnectedSwarm:
 
 
 @asynccontextmanager
-async def connected_swarm(reconnect_seconds: float = RECONNECT_SECONDS) -> AsyncIterator[ConnectedSwarm]:
-    made = ConnectedSwarm(reconnect_seconds)
+async def connected_swarm(limits: SwarmLimits = DEFAULT_LIMITS) -> AsyncIterator[ConnectedSwarm]:
+    made = ConnectedSwarm(limits)
     made.port = await made.swarm.start()
     try:
         yield made

@@ -14,9 +14,8 @@ from ravnest.coordinator.access.admission import Admission
 from ravnest.coordinator.access.invites import TokenStore
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.changes import Changes
-from ravnest.coordinator.swarm.heartbeat import RECONNECT_SECONDS
 from ravnest.coordinator.swarm.members import Member
-from ravnest.coordinator.swarm.swarm import Swarm
+from ravnest.coordinator.swarm.swarm import DEFAULT_LIMITS, Swarm, SwarmLimits
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import MAGIC, Frame, FrameKind
@@ -119,10 +118,10 @@ class Joined:
 class LocalSwarm:
     """One coordinator. Everything that was opened is closed with it."""
 
-    def __init__(self, reconnect_seconds: float = RECONNECT_SECONDS) -> None:
+    def __init__(self, limits: SwarmLimits = DEFAULT_LIMITS) -> None:
         self.clock = Clock()
         self.admission = Admission(SwarmAuthority.new(), TokenStore(), self.clock)
-        self.swarm = Swarm(self.admission, reconnect_seconds=reconnect_seconds)
+        self.swarm = Swarm(self.admission, limits=limits)
         self.told = Told()
         self.swarm.events = self.told
         self.port = 0
@@ -250,8 +249,8 @@ def a_request(certificate_request: bytes, name: str = "mallory", **changes: Any)
 
 
 @asynccontextmanager
-async def attacked(reconnect_seconds: float = RECONNECT_SECONDS) -> AsyncIterator[LocalSwarm]:
-    made = LocalSwarm(reconnect_seconds)
+async def attacked(limits: SwarmLimits = DEFAULT_LIMITS) -> AsyncIterator[LocalSwarm]:
+    made = LocalSwarm(limits)
     made.port = await made.swarm.start()
     try:
         yield made

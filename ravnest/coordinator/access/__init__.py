@@ -1,4 +1,4 @@
-"""Access: who may join a swarm, and the file in which a served run remembers that.
+"""Access: which nodes may join a swarm, and the store of a served run.
 
-Knows certificates and SQLite. Imports no other room of the coordinator.
+Knows certificates and SQLite. Imports no other package of the coordinator.
 """

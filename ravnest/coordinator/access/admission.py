@@ -1,4 +1,4 @@
-"""Admission: the coordinator's authority and its tokens together, from the invite to the node's certificate."""
+"""Admission of nodes: the coordinator's certificate authority and its invite tokens."""
 
 import time
 from collections.abc import Callable, Collection
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A node that was let in: its id, its certificate in DER, and whether it had not joined before."""
+    """An admitted node: its id, its certificate in DER, and whether it joins for the first time."""
 
     node_id: str
     certificate: bytes
@@ -30,10 +30,10 @@ class Admitted:
 
 
 class Admission:
-    """Who gets in and who may call what. `clock` gives seconds since the epoch, where it is not the machine's own.
+    """Decides which nodes may join, and which calls each may make.
 
-    Invites end when their time has passed, whatever the machine's clock is set to meanwhile; certificates are dated by
-    the clock as it is, since others check them by theirs.
+    The lifetime of an invite does not depend on changes of the machine's clock. Certificates carry the machine's time,
+    because other machines compare it with theirs. `clock` replaces both; it returns seconds since the epoch.
     """
 
     def __init__(self, authority: SwarmAuthority, tokens: TokenStore, clock: Callable[[], float] | None = None) -> None:
@@ -45,13 +45,13 @@ class Admission:
 
     @classmethod
     def open(cls, run: Path) -> Self:
-        """The admission of the run in this folder, made at the first call. RunError when it cannot be kept there."""
+        """The admission of the run in this folder, created at the first call. RunError if the folder cannot be used."""
         paths = RunPaths(run)
         return cls(SwarmAuthority.open(paths.identity_path), TokenStore(paths.store_path))
 
     @classmethod
     def of_run(cls, run: Path) -> Self:
-        """The admission of a run that was served, for another process than the coordinator's. RunError for others."""
+        """The admission of a served run, for a process other than the coordinator. RunError for another run."""
         paths = existing_run(run)
         if not paths.store_path.exists():
             raise RunError(f"{run} has no invites: it was not begun with `ravnest serve`")
@@ -63,7 +63,7 @@ class Admission:
         return cls(SwarmAuthority.new(), TokenStore())
 
     def close(self) -> None:
-        """Let go of the store; may be called again."""
+        """Closes the store; idempotent."""
         self.tokens.close()
 
     def invite(
@@ -79,31 +79,31 @@ class Admission:
         return SwarmInvite(host, port, token, self.authority.fingerprint)
 
     def server_credentials(self) -> "grpc.ServerCredentials":
-        """For the coordinator's port: nodes of the swarm and holders of live invites get through the handshake."""
+        """Credentials of the coordinator's port, which accepts nodes of the swarm and holders of live invites."""
         return server_credentials(self.server_keys)
 
     def caller(self, auth_context: AuthContext, kinds: Collection[Kind], call: str) -> Identity:
-        """Who makes this call. PeerError when the swarm does not know the caller or it may not make the call."""
+        """The caller's identity. PeerError for an unknown caller, or one that may not make this call."""
         identity = self._callers.caller(auth_context, kinds, call)
         if identity.kind == "invite" and call == "Measure":
-            # Its messages may be as large as a node's: only for those who could be one.
+            # Messages of this call may be as large as a node's, so the invite must be able to admit one.
             good, reason = self.check(identity)
             if not good:
                 raise PeerError(reason)
         return identity
 
     def check(self, identity: Identity) -> tuple[bool, str]:
-        """Whether this caller could join now, and why; nothing is used up."""
+        """Whether this caller could join now, and why; uses nothing up."""
         if identity.kind == "invite":
             return admit(self.tokens.token(identity.name), self._clock())
         return True, f"{identity} has joined before and needs no invite"
 
     def is_new(self, identity: Identity, request: bytes) -> bool:
-        """Whether `join` would bring a node in that has not joined before. PeerError for what is no request."""
+        """Whether `join` would admit a node for the first time. PeerError for a malformed request."""
         return identity.kind == "invite" and not self.tokens.is_known(key_id(request_key(request)))
 
     def join(self, identity: Identity, request: bytes, name: str) -> Admitted:
-        """Let the holder of an invite in; a node that asks gets a fresh certificate. PeerError says why not."""
+        """Admits the holder of an invite, or gives a node a new certificate. PeerError with the reason of a refusal."""
         key = request_key(request)
         if identity.kind == "invite":
             joined = self.tokens.redeem(identity.name, key_id(key), name, self._clock())
@@ -114,5 +114,5 @@ class Admission:
         return Admitted(node_id, certificate_der(self.authority.issue(request, node_id, now=self._date())), new)
 
     def server_keys(self) -> TlsKeys:
-        """What the coordinator's port shows and trusts now."""
+        """The certificate of the coordinator's port, and the roots that it trusts now."""
         return self.authority.tls_keys(self.tokens.live_roots(self._clock()))

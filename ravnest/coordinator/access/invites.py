@@ -1,8 +1,8 @@
-"""Tokens and the nodes they let in: who may join, who has, and who was thrown out, in the run's SQLite store.
+"""Invite tokens and the nodes that joined with them, in the run's SQLite store.
 
-The store holds the public root of each token and not its secret, so reading it lets nobody in. Another process may
-write to it at any time (`ravnest invite --revoke`, `ravnest kick`): everything is read when it is asked for, which
-takes microseconds, and so counts from the next handshake or call on.
+The store holds the public root of each token and not its secret, so a copy of it admits no node. Other processes write
+to it (`ravnest invite --revoke`, `ravnest kick`). Nothing is cached: a read takes microseconds, so that their changes
+hold from the next handshake or call on.
 """
 
 import sqlite3
@@ -18,19 +18,19 @@ from ravnest.net.identity.identity import as_node_id
 from ravnest.net.identity.invite_key import InviteToken
 
 DEFAULT_USES: Final = 20
-"""Machines that an invite lets in unless its maker says otherwise: enough for a group of friends. One that
-gets hold of the invite has as many identities."""
+"""Default number of machines that an invite admits: enough for a group of friends. A stolen invite gives as many
+identities."""
 DEFAULT_LIFETIME_SECONDS: Final = 7 * 86400.0
 
 
 def uses_for(providers: int | None) -> int:
-    """Uses of the invite of a run: twice the machines that it waits for, since machines are replaced."""
+    """Uses of a run's invite: twice the number of machines that the run waits for, since machines are replaced."""
     return max(DEFAULT_USES, 2 * (providers or 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """What the store knows of a token. `uses_left` None: any number; `expires_at` None: never."""
+    """Row of a token. `uses_left` is None without a limit, `expires_at` None for a token that does not expire."""
 
     id: str
     uses_left: int | None
@@ -42,7 +42,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A node and whether it is the first time that it joins."""
+    """A node that joins, and whether for the first time."""
 
     node_id: str
     new: bool
@@ -50,7 +50,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedNode:
-    """A node that has joined, and the token it did so with. `kicked_at` None: it was not thrown out."""
+    """A node that has joined, and its token. `kicked_at` is None unless the node was kicked."""
 
     node_id: str
     token_id: str
@@ -60,10 +60,8 @@ class AdmittedNode:
 
 
 def admit(token: Token | None, now: float, returning: bool = False) -> tuple[bool, str]:
-    """Whether somebody with this token may join, and why.
-
-    `returning`: the same key has joined before, so nothing is used up. None is a token the store does not know.
-    """
+    """Whether a holder of this token may join, and why. None is an unknown token. A key that is `returning` has joined
+    before, and uses nothing up."""
     if token is None:
         return False, "the invite is not one of this swarm; ask the requester for a new invite"
     if token.revoked_at is not None:
@@ -80,13 +78,13 @@ def admit(token: Token | None, now: float, returning: bool = False) -> tuple[boo
 
 
 class TokenStore:
-    """The tables of one swarm. Every method may be called from any thread; RunError when the store cannot be used."""
+    """Tables of one swarm. All methods are thread-safe; RunError when the store cannot be used."""
 
     def __init__(self, path: Path = IN_MEMORY) -> None:
         self._store = Store(path)
 
     def close(self) -> None:
-        """Let go of the file; may be called again."""
+        """Closes the file; idempotent."""
         self._store.close()
 
     def create(
@@ -96,7 +94,7 @@ class TokenStore:
         lifetime_seconds: float | None = DEFAULT_LIFETIME_SECONDS,
         note: str = "",
     ) -> InviteToken:
-        """A new token. This is the only time its secret is to be had."""
+        """Creates a token. Its secret is in the result alone."""
         token = InviteToken.new()
         root = certificate_der(token.root(now))
         expires_at = None if lifetime_seconds is None else now + lifetime_seconds
@@ -108,7 +106,7 @@ class TokenStore:
         return token
 
     def revoke(self, token_id: str, now: float) -> None:
-        """Let nobody join with this token any more; those who have joined stay. RunError when there is no such one."""
+        """Revokes a token; nodes that have joined with it stay. RunError for an unknown token."""
         with self._store.used() as connection:
             found = connection.execute(
                 "UPDATE tokens SET revoked_at = COALESCE(revoked_at, ?) WHERE id = ?", (now, token_id)
@@ -117,19 +115,19 @@ class TokenStore:
                 raise RunError(f"there is no invite {token_id} in this run; `ravnest invite` lists those there are")
 
     def tokens(self) -> list[Token]:
-        """Every token there ever was, oldest first."""
+        """All tokens, oldest first."""
         with self._store.used() as connection:
             rows = connection.execute(f"SELECT {_TOKEN_FIELDS} FROM tokens ORDER BY created_at, id").fetchall()
         return [Token(*row) for row in rows]
 
     def token(self, token_id: str) -> Token | None:
-        """One token, live or not; None when there is no such one."""
+        """A token, live or not; None if it is unknown."""
         with self._store.used() as connection:
             row = connection.execute(f"SELECT {_TOKEN_FIELDS} FROM tokens WHERE id = ?", (token_id,)).fetchone()
         return None if row is None else Token(*row)
 
     def live_roots(self, now: float) -> list[Certificate]:
-        """What a handshake may be made with now. A token that is used up stays: its joins may still be repeated."""
+        """Roots that a handshake accepts now. A token that is used up is among them, so that a join can be repeated."""
         with self._store.used() as connection:
             rows = connection.execute(
                 "SELECT root FROM tokens WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > ?) "
@@ -139,15 +137,15 @@ class TokenStore:
         return [read_certificate(root) for (root,) in rows]
 
     def root(self, token_id: str) -> Certificate | None:
-        """The root of a token, live or not; None when there is no such token."""
+        """The root of a token, live or not; None if it is unknown."""
         with self._store.used() as connection:
             row = connection.execute("SELECT root FROM tokens WHERE id = ?", (token_id,)).fetchone()
         return None if row is None else read_certificate(row[0])
 
     def redeem(self, token_id: str, key_id: str, name: str, now: float) -> Joined:
-        """Let the holder of a key in, under a node id near `name`. PeerError says why not.
+        """Admits the holder of a key, with a node id like `name`. PeerError with the reason of a refusal.
 
-        A key that has joined before gets the node id it had, and uses nothing up.
+        A key that has joined before keeps its node id, and uses nothing up.
         """
         with self._store.transaction() as connection:
             row = connection.execute(f"SELECT {_TOKEN_FIELDS} FROM tokens WHERE id = ?", (token_id,)).fetchone()
@@ -168,7 +166,7 @@ class TokenStore:
             return Joined(node_id, new=True)
 
     def kick(self, node_id: str, now: float, reason: str = "") -> None:
-        """Throw a node out for good: its certificate counts no more. RunError when there is no such node."""
+        """Kicks a node for good: its certificate is no longer valid here. RunError for an unknown node."""
         with self._store.used() as connection:
             found = connection.execute(
                 "UPDATE nodes SET kicked_at = COALESCE(kicked_at, ?), kick_reason = ? WHERE node_id = ?",
@@ -178,17 +176,17 @@ class TokenStore:
                 raise RunError(f"there is no node {node_id} in this run; `ravnest invite` lists those there are")
 
     def is_known(self, key_id: str) -> bool:
-        """Whether the holder of this key has joined before, whatever has become of it since."""
+        """Whether the holder of this key has joined before, kicked or not."""
         with self._store.used() as connection:
             return connection.execute("SELECT 1 FROM nodes WHERE key_id = ?", (key_id,)).fetchone() is not None
 
     def is_member(self, node_id: str) -> bool:
-        """Whether this node has joined and was not thrown out."""
+        """Whether this node has joined and was not kicked."""
         with self._store.used() as connection:
             return _is_member(connection, node_id)
 
     def nodes(self) -> list[AdmittedNode]:
-        """Every node that ever joined, oldest first."""
+        """All nodes that have joined, oldest first."""
         with self._store.used() as connection:
             rows = connection.execute(
                 "SELECT node_id, token_id, joined_at, kicked_at, kick_reason FROM nodes ORDER BY joined_at, node_id"
@@ -196,18 +194,18 @@ class TokenStore:
         return [AdmittedNode(*row) for row in rows]
 
     def kicked(self) -> dict[str, str]:
-        """Those who were thrown out, and why."""
+        """The kicked nodes, each with the reason."""
         with self._store.used() as connection:
             query = "SELECT node_id, kick_reason FROM nodes WHERE kicked_at IS NOT NULL"
             return dict(connection.execute(query).fetchall())
 
     def advertise(self, host: str, port: int) -> None:
-        """Keep the address that invites name, for invites made by other processes."""
+        """Stores the address for invites that other processes make."""
         with self._store.used() as connection:
             connection.execute("INSERT OR REPLACE INTO coordinator (id, host, port) VALUES (0, ?, ?)", (host, port))
 
     def advertised(self) -> tuple[str, int]:
-        """The address that invites name. RunError while the coordinator has not listened yet."""
+        """The address in invites. RunError before the coordinator has listened."""
         with self._store.used() as connection:
             row = connection.execute("SELECT host, port FROM coordinator").fetchone()
         if row is None:
@@ -224,7 +222,7 @@ def _is_member(connection: sqlite3.Connection, node_id: str) -> bool:
 
 
 def _free_node_id(connection: sqlite3.Connection, wanted: str) -> str:
-    # Ids are never used twice in a run, not even after their node has gone: a certificate for the old one may be left.
+    # An id is never used twice in a run, because a certificate for its earlier node may still exist.
     taken = {node_id for (node_id,) in connection.execute("SELECT node_id FROM nodes")}
     number, node_id = 1, wanted
     while node_id in taken:

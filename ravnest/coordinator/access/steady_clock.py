@@ -1,14 +1,11 @@
-"""The time of day that does not jump: for what ends after a while, on a machine whose clock may be set meanwhile."""
+"""Clock for expiry times that does not jump when the machine's clock is set."""
 
 import time
 from collections.abc import Callable
 
 
 class SteadyClock:
-    """Seconds since the epoch as they were when it was made, and what has passed since then.
-
-    A clock that is set, by a person or by the network, does not move it; a machine that slept has slept.
-    """
+    """Seconds since the epoch: the machine's time at creation plus the time that has passed since, sleep included."""
 
     def __init__(self) -> None:
         self._passed = _PASSED

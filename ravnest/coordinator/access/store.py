@@ -1,7 +1,7 @@
-"""The store of a run that is served: one SQLite file, which `ravnest invite`, `kick` and `status` may open as well.
+"""Store of a served run: one SQLite file, which `ravnest invite`, `kick` and `status` open as well.
 
-It holds what has no other home in the run directory: invites and nodes (`invites.py`), and what a restarted coordinator
-needs to know of its swarm (`swarm_store.py`). Events are in events.jsonl, trained weights in checkpoints.
+It holds invites and nodes (`invites.py`), and the state that a restarted coordinator needs (`swarm_store.py`). Events
+are in events.jsonl, trained weights in checkpoints.
 """
 
 import os
@@ -15,10 +15,10 @@ from typing import Final
 from ravnest.errors import DiskFullError, RunError
 
 IN_MEMORY: Final = Path(":memory:")
-"""The store of a swarm that ends with its process."""
+"""Path of a store that ends with its process."""
 
 SCHEMA_VERSION: Final = 5
-"""Of the tables below: raised whenever an older program could misread what a newer one has written."""
+"""Version of the tables below. It grows whenever an older program could misread the tables of a newer one."""
 
 _BUSY_SECONDS: Final = 5.0
 _TABLES: Final = (
@@ -30,28 +30,28 @@ _TABLES: Final = (
         node_id TEXT PRIMARY KEY, key_id TEXT NOT NULL UNIQUE, token_id TEXT NOT NULL, joined_at REAL NOT NULL,
         kicked_at REAL, kick_reason TEXT NOT NULL DEFAULT ''
     )""",
-    # The address that invites name.
+    # The address in invites.
     "CREATE TABLE IF NOT EXISTS coordinator (id INTEGER PRIMARY KEY, host TEXT NOT NULL, port INTEGER NOT NULL)",
-    # Where the coordinator listens, and whether it was told what invites should name.
+    # The address on which the coordinator listens, and whether the address in invites was given.
     """CREATE TABLE IF NOT EXISTS listening (
         id INTEGER PRIMARY KEY, host TEXT NOT NULL, port INTEGER NOT NULL, advertised INTEGER NOT NULL
     )""",
-    # A node as it was when it was last there.
+    # The last known state of each node.
     """CREATE TABLE IF NOT EXISTS members (
         node_id TEXT PRIMARY KEY, address TEXT NOT NULL, device TEXT NOT NULL, memory_bytes INTEGER NOT NULL,
         seen_at REAL NOT NULL, connected INTEGER NOT NULL
     )""",
-    # What was seen of a provider's presence, as `planner.reliability.Attendance` has it.
+    # Counts of each provider's presence, a `planner.reliability.Attendance`.
     """CREATE TABLE IF NOT EXISTS attendance (
         node_id TEXT PRIMARY KEY, stays INTEGER NOT NULL, connected_seconds REAL NOT NULL, losses INTEGER NOT NULL,
         departures INTEGER NOT NULL, interruptions INTEGER NOT NULL
     )""",
-    # How many clusters the requester has asked for.
+    # The number of clusters that the requester has asked for.
     "CREATE TABLE IF NOT EXISTS clusters (id INTEGER PRIMARY KEY, count INTEGER NOT NULL)",
     "CREATE TABLE IF NOT EXISTS plan (stage INTEGER PRIMARY KEY, node_id TEXT NOT NULL)",
-    # The replicas that were announced last, as `replicas.surviving.AnnouncedReplica` writes them.
+    # The latest announced replicas, as `replicas.surviving.AnnouncedReplica` writes them.
     "CREATE TABLE IF NOT EXISTS replicas (id INTEGER PRIMARY KEY, announced TEXT NOT NULL)",
-    # Who held which stage, as `standing.DeploymentRecord` writes it, and whether that was changing.
+    # The stages and their providers, as `standing.DeploymentRecord` writes it, and whether that was changing.
     "CREATE TABLE IF NOT EXISTS standing (id INTEGER PRIMARY KEY, record TEXT NOT NULL, changing INTEGER NOT NULL)",
     """CREATE TABLE IF NOT EXISTS lines (
         sender TEXT NOT NULL, receiver TEXT NOT NULL, bytes_per_second REAL NOT NULL, latency_seconds REAL NOT NULL,
@@ -64,15 +64,15 @@ _TABLES: Final = (
 
 
 class Store:
-    """A connection to the store. It may be used from any thread; RunError when the file cannot be used."""
+    """Connection to the store. Thread-safe; RunError when the file cannot be used."""
 
     def __init__(self, path: Path = IN_MEMORY) -> None:
         self._path = path
         self._lock = threading.Lock()
         try:
             if path != IN_MEMORY:
-                # Before SQLite makes it: its journals take over the mode of the file. One that is there is not opened
-                # here: closing it again would drop the locks of this process's other connections to it.
+                # Created before SQLite does, because its journals copy the mode of the file. An existing file is not
+                # opened here: to close it would drop the locks of this process's other connections.
                 with suppress(FileExistsError):
                     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
                 path.chmod(0o600)
@@ -89,7 +89,7 @@ class Store:
             raise
 
     def close(self) -> None:
-        """Let go of the file; may be called again."""
+        """Closes the file; idempotent."""
         with self._lock:
             self._connection.close()
 
@@ -104,9 +104,9 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """The same, and all of the block is done or nothing of it."""
+        """The same, as a transaction: all of the block takes effect, or none of it."""
         with self.used() as connection:
-            # IMMEDIATE: no other process writes between our look and our writing.
+            # IMMEDIATE: no other process writes between a read and a write of the block.
             connection.execute("BEGIN IMMEDIATE")
             try:
                 yield connection

@@ -1,8 +1,8 @@
-"""What a coordinator that is started again wants to know of its swarm: who was there, who held what, where it listened.
+"""State of a swarm for a restarted coordinator: its providers, their stages, and the coordinator's address.
 
-It is written while the run goes on, so that a coordinator that was killed leaves it behind as well. A killed process
-loses nothing that was written; only a machine that loses its power may lose the last seconds, which is why nothing here
-decides what is trained: that is the checkpoint's.
+The coordinator writes it while the run goes on, so that it exists after a kill too. A killed process loses nothing that
+was written. A power failure may lose the last seconds, which is why training continues from checkpoints and not from
+here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class KnownMember:
-    """A provider that has been there. `stage` is the one it held last, counted from 0; None: it held none."""
+    """A provider that has been connected. `stage` is the last one that it held, counted from 0; None for none."""
 
     node_id: str
     address: str
@@ -34,14 +34,14 @@ class KnownMember:
     memory_bytes: int
     seen_at: float
     connected: bool
-    """As its coordinator left it: of a coordinator that was killed, it says who was there then."""
+    """As last written: after a kill of the coordinator, whether the provider was connected then."""
     kicked: bool
     stage: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where the ledger stood: microbatches fed and completed, updates and samples, at a time."""
+    """Position of the ledger at a time: microbatches fed and completed, updates and samples."""
 
     fed: int
     completed: int
@@ -52,7 +52,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where the coordinator listened. `advertised`: whether it was told what address invites should name."""
+    """Address on which the coordinator listened. `advertised`: whether the address in invites was given."""
 
     host: str
     port: int
@@ -60,32 +60,32 @@ class Listening:
 
 
 class SwarmState:
-    """The state in one run's store. Every method may be called from any thread; RunError when it cannot be used."""
+    """State in one run's store. All methods are thread-safe; RunError when the store cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self._store = Store(path)
         with self._store.used() as connection:
-            # No wait for the disk every few seconds: see above.
+            # Writes do not wait for the disk; the module docstring says what that may lose.
             connection.execute("PRAGMA synchronous = NORMAL")
 
     def close(self) -> None:
-        """Let go of the file; may be called again."""
+        """Closes the file; idempotent."""
         self._store.close()
 
     def clear_connected(self) -> None:
-        """A coordinator begins: who was connected to the one before is not connected to this one yet."""
+        """Marks all providers as disconnected, when a coordinator starts."""
         with self._store.used() as connection:
             connection.execute("UPDATE members SET connected = 0")
 
     def connected(self, present: Iterable[Seen], now: float) -> None:
-        """These, and no others, are connected."""
+        """Stores the connected providers."""
         rows = [(seen.node_id, seen.address, seen.device, seen.memory_bytes, now) for seen in present]
         with self._store.transaction() as connection:
             connection.execute("UPDATE members SET connected = 0, seen_at = ? WHERE connected = 1", (now,))
             connection.executemany("INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, 1)", rows)
 
     def attended(self, seen: Mapping[str, Attendance]) -> None:
-        """Keeps what was seen of these providers, by node id."""
+        """Stores the counts of these providers' presence, by node id."""
         rows = [
             (node_id, each.stays, each.connected_seconds, each.losses, each.departures, each.interruptions)
             for node_id, each in seen.items()
@@ -94,7 +94,7 @@ class SwarmState:
             connection.executemany("INSERT OR REPLACE INTO attendance VALUES (?, ?, ?, ?, ?, ?)", rows)
 
     def attendances(self) -> dict[str, Attendance]:
-        """What was seen of every provider that has been there, by node id."""
+        """The counts of every provider's presence, by node id."""
         with self._store.used() as connection:
             rows = connection.execute(
                 "SELECT node_id, stays, connected_seconds, losses, departures, interruptions FROM attendance"
@@ -102,13 +102,13 @@ class SwarmState:
         return {node_id: Attendance(*counts) for node_id, *counts in rows}
 
     def planned(self, nodes: Sequence[str]) -> None:
-        """These providers hold the stages, in order."""
+        """Stores the providers of the stages, in order."""
         with self._store.transaction() as connection:
             connection.execute("DELETE FROM plan")
             connection.executemany("INSERT INTO plan (stage, node_id) VALUES (?, ?)", enumerate(nodes))
 
     def reached(self, position: Position) -> None:
-        """The ledger stands here."""
+        """Stores the position of the ledger."""
         with self._store.used() as connection:
             connection.execute(
                 "INSERT OR REPLACE INTO position (id, fed, completed, updates, samples, at) VALUES (0, ?, ?, ?, ?, ?)",
@@ -116,7 +116,7 @@ class SwarmState:
             )
 
     def announced(self, replica: str) -> None:
-        """A replica is about to be announced; of those before it a few are remembered."""
+        """Stores a replica that is about to be announced; old ones are deleted."""
         with self._store.transaction() as connection:
             connection.execute("INSERT INTO replicas (announced) VALUES (?)", (replica,))
             connection.execute(
@@ -124,34 +124,34 @@ class SwarmState:
             )
 
     def replicas(self) -> list[str]:
-        """The replicas that were announced last."""
+        """The latest announced replicas."""
         with self._store.used() as connection:
             return [text for (text,) in connection.execute("SELECT announced FROM replicas ORDER BY id")]
 
     def stands(self, record: str) -> None:
-        """The stages are held so."""
+        """Stores the record of the current deployment."""
         with self._store.used() as connection:
             connection.execute("INSERT OR REPLACE INTO standing (id, record, changing) VALUES (0, ?, 0)", (record,))
 
     def changes(self) -> None:
-        """From now on the stages are held otherwise, until it is said how."""
+        """Marks the record as outdated, while the deployment changes."""
         with self._store.used() as connection:
             connection.execute("UPDATE standing SET changing = 1")
 
     def standing(self) -> tuple[str, bool] | None:
-        """How the stages were held last, and whether that was changing; None before they were."""
+        """The latest record of a deployment, and whether it is outdated; None before the first."""
         with self._store.used() as connection:
             row = connection.execute("SELECT record, changing FROM standing").fetchone()
         return None if row is None else (str(row[0]), bool(row[1]))
 
     def measured(self, lines: Mapping[Pair, Line], now: float) -> None:
-        """These lines between providers were measured."""
+        """Stores measured lines between providers."""
         rows = [(*pair, line.bytes_per_second, line.latency_seconds, now) for pair, line in lines.items()]
         with self._store.transaction() as connection:
             connection.executemany("INSERT OR REPLACE INTO lines VALUES (?, ?, ?, ?, ?)", rows)
 
     def lines(self, now: float) -> dict[Pair, Line]:
-        """What lines carried when they were measured, less than an hour ago."""
+        """The lines that were measured less than an hour ago."""
         with self._store.used() as connection:
             rows = connection.execute(
                 "SELECT sender, receiver, bytes_per_second, latency_seconds FROM lines WHERE at > ? AND at <= ?",
@@ -160,7 +160,7 @@ class SwarmState:
         return {(sender, receiver): Line(rate, latency) for sender, receiver, rate, latency in rows}
 
     def listens(self, listening: Listening) -> None:
-        """The coordinator listens there."""
+        """Stores the address on which the coordinator listens."""
         with self._store.used() as connection:
             connection.execute(
                 "INSERT OR REPLACE INTO listening (id, host, port, advertised) VALUES (0, ?, ?, ?)",
@@ -168,18 +168,18 @@ class SwarmState:
             )
 
     def asked_for(self, clusters: int) -> None:
-        """The requester wants so many clusters."""
+        """Stores the number of clusters that the requester has asked for."""
         with self._store.used() as connection:
             connection.execute("INSERT OR REPLACE INTO clusters (id, count) VALUES (0, ?)", (clusters,))
 
     def clusters(self) -> int | None:
-        """How many the requester has asked for; None: as many as are fastest."""
+        """The number of clusters that the requester has asked for; None for the fastest number."""
         with self._store.used() as connection:
             row = connection.execute("SELECT count FROM clusters").fetchone()
         return None if row is None else int(row[0])
 
     def members(self) -> list[KnownMember]:
-        """Everybody who has been there, by stage and name."""
+        """All providers that have been connected, by stage and name."""
         with self._store.used() as connection:
             rows = connection.execute(
                 "SELECT m.node_id, m.address, m.device, m.memory_bytes, m.seen_at, m.connected, "
@@ -192,25 +192,25 @@ class SwarmState:
         ]
 
     def plan(self) -> list[str]:
-        """Who held the stages, in order; empty before the first plan."""
+        """The providers of the stages, in order; empty before the first plan."""
         with self._store.used() as connection:
             return [node for (node,) in connection.execute("SELECT node_id FROM plan ORDER BY stage")]
 
     def position(self) -> Position | None:
-        """Where the ledger stood last; None before it was fed."""
+        """The latest position of the ledger; None before the first."""
         with self._store.used() as connection:
             row = connection.execute("SELECT fed, completed, updates, samples, at FROM position").fetchone()
         return None if row is None else Position(*row)
 
     def listening(self) -> Listening | None:
-        """Where the coordinator listened last; None when it never did."""
+        """The latest address on which the coordinator listened; None if it never did."""
         with self._store.used() as connection:
             row = connection.execute("SELECT host, port, advertised FROM listening").fetchone()
         return None if row is None else Listening(row[0], row[1], bool(row[2]))
 
 
 def known_from_before(members: Sequence[KnownMember]) -> str:
-    """Like "knows anna, ben and carla from before: waiting for them to come back"; empty when it knows nobody."""
+    """Like "knows anna, ben and carla from before: waiting for them to come back"; empty without any."""
     names = [member.node_id for member in members if not member.kicked]
     if not names:
         return ""
@@ -221,10 +221,10 @@ def known_from_before(members: Sequence[KnownMember]) -> str:
 
 
 _REMEMBERED_REPLICAS = 32
-"""Of several clusters, a few of each."""
+"""Enough for a few of each cluster."""
 
 _LINE_SECONDS = 3600.0
-"""For which a line is taken for what it was: an evening is another matter than a morning."""
+"""Lifetime of a measurement: the speed of home lines changes over the day."""
 
 _NAMED = 8
-"""So many are named at most."""
+"""Maximum number of providers that are named."""

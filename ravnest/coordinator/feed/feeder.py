@@ -123,8 +123,7 @@ class Feeder:
         while batch is not _NOTHING:
             self._summed += 1
             full = self._summed == job.pipeline.accumulate
-            # It waits for the next batch only at the end of the run, where the summed gradients may be all there will
-            # be.
+            # It waits for the next batch only in the last epoch, in which an unfinished update has to be flushed.
             looks_ahead = not full and epoch + 1 == job.epochs
             following = next(batches, _NOTHING) if looks_ahead else None
             flush = following is _NOTHING

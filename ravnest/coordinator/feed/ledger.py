@@ -91,12 +91,12 @@ class Ledger:
 
     def replay(self, microbatches: Collection[int]) -> None:
         """These microbatches are fed again, to another cluster, because theirs is lost."""
-        assert all(number in self._open for number in microbatches), "only what is under way is fed again"
+        assert all(number in self._open for number in microbatches), "only a microbatch in flight is fed again"
         self.replayed += len(microbatches)
 
     def begin_at(self, place: DataPosition) -> None:
         """A run that has fed nothing yet continues from this position instead."""
-        assert not self._open and not self._ahead, "nothing is under way"
+        assert not self._open and not self._ahead, "nothing is in flight"
         replayed = self.replayed
         self.go_back(place)
         self.replayed = replayed

@@ -1,4 +1,5 @@
-"""Swarm: the providers that are connected, how they reach one another, and the messages to and from them.
+"""Swarm: the connected providers, how they reach one another, and the messages to and from them.
 
-Knows connections and members, but nothing of stages, plans or data. May import `access`.
+Knows connections and members, but no stages, plans or data. Does not judge whether a provider is well: `health` does.
+May import `access`.
 """

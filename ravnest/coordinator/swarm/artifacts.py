@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Bytes that a provider fetches: their name, hash and size, and how to produce them from a byte on."""
+    """Bytes that a provider fetches. `open` reads them from an offset on."""
 
     id: str
     sha256: str

@@ -1,11 +1,11 @@
-"""Waiting on one event loop for something to become true."""
+"""Condition variable for coroutines of one event loop."""
 
 import asyncio
 from collections.abc import Callable
 
 
 class Changes:
-    """Who waits for what. `notify` looks at every condition again; it is cheap and is called after each change."""
+    """Wakes waiters whose condition holds. `notify` checks all conditions, and is called after each change."""
 
     def __init__(self) -> None:
         self._waiters: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
@@ -22,7 +22,7 @@ class Changes:
             self._waiters.remove(waiter)
 
     def notify(self) -> None:
-        """Something has changed."""
+        """Wakes the waiters whose condition holds now."""
         for condition, future in self._waiters:
             if not future.done() and condition():
                 future.set_result(None)

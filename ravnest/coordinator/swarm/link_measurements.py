@@ -1,7 +1,7 @@
-"""What is known of the connections: each provider's own to the coordinator, and between two on request.
+"""Measurements of connections: from each provider to the coordinator, and between two providers on request.
 
-Between two providers the first dials the second, as a stage dials the next one. A provider is in one measurement at a
-time, so that they do not measure one another.
+Between two providers the first dials the second, as a stage dials the next one. Each provider takes part in one
+measurement at a time, so that measurements do not disturb one another.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from ravnest.coordinator.swarm.swarm import Swarm
 
 Pair = tuple[str, str]
-"""Who measures, and to whom."""
+"""The provider that measures, and the one that it dials."""
 
 PAIR_SECONDS = 45.0
-"""When a provider that does not answer is given up: longer than it may take to dial, wait for its turn and measure."""
+"""Timeout for a result: longer than a provider may take to dial, wait for its turn and measure."""
 
 _ERROR_CHARACTERS = 500
 
@@ -30,24 +30,26 @@ _ERROR_CHARACTERS = 500
 async def measure_pairs(
     swarm: "Swarm", pairs: Iterable[Pair], timeout_seconds: float = PAIR_SECONDS
 ) -> dict[Pair, LinkSpeed | PeerError]:
-    """Has the first provider of each pair measure the connection to the second, and gives what each found.
+    """Asks the first provider of each pair to measure the connection to the second; the results by pair.
 
-    A pair that could not be measured has the error that says why, and never delays the others by more than
-    `timeout_seconds`. Pairs in which one does not measure, as in the embedded swarm, where all are on one machine, are
-    left out. On the network's loop.
+    A pair that could not be measured has an error instead, and never delays the others by more than `timeout_seconds`.
+    Pairs with a provider that does not measure are left out: in the embedded swarm all run on one machine. Runs on the
+    network's loop.
     """
     asked = {pair for pair in pairs if pair[0] != pair[1] and all(_measures(swarm, node) for node in pair)}
     free = {node: asyncio.Lock() for pair in asked for node in pair}
 
     async def one(pair: Pair) -> LinkSpeed | PeerError:
-        # In one order everywhere, so that no two wait for each other.
+        # The same order for all pairs prevents a deadlock.
         first, second = sorted(pair)
         async with free[first], free[second]:
             try:
                 async with asyncio.timeout(timeout_seconds):
                     return await _measure_pair(swarm, pair)
             except TimeoutError:
-                return PeerError(f"{pair[0]} did not say within {timeout_seconds:g} seconds how fast {pair[1]} is")
+                return PeerError(
+                    f"{pair[0]} did not measure the connection to {pair[1]} within {timeout_seconds:g} seconds"
+                )
             except PeerError as error:
                 return error
 
@@ -56,7 +58,7 @@ async def measure_pairs(
 
 
 class PairAnswers:
-    """The answers to what providers were asked to measure. What was not asked for is not kept."""
+    """Results of the measurements that were asked for; others are ignored."""
 
     def __init__(self) -> None:
         self._expected: dict[Pair, LinkSpeed | PeerError | None] = {}
@@ -65,7 +67,7 @@ class PairAnswers:
         self._expected[pair] = None
 
     def take(self, pair: Pair) -> LinkSpeed | PeerError | None:
-        """The answer, which is forgotten with this; None where there is none."""
+        """Removes and returns the result; None without one."""
         return self._expected.pop(pair, None)
 
     def has(self, pair: Pair) -> bool:
@@ -80,7 +82,7 @@ class PairAnswers:
 
 
 def hear(members: "Members", member: "Member", message: ProviderMessage) -> bool:
-    """Keeps what a provider says it measured; whether that is what it said."""
+    """Takes a message with measurements; whether it was one."""
     if message.HasField("measured"):
         member.link.speed = link_of(message.measured)
         error = printable(message.measured.error[:_ERROR_CHARACTERS]) or "it gave no figures"
@@ -96,7 +98,7 @@ def hear(members: "Members", member: "Member", message: ProviderMessage) -> bool
 
 
 def link_of(answer: "Measured | PeerMeasured") -> LinkSpeed | None:
-    """The figures in a provider's answer; None where there are none that can be."""
+    """The speed in a provider's result; None for impossible figures."""
     figures = answer.round_trip_seconds, answer.up_bytes_per_second, answer.down_bytes_per_second
     if answer.error or not all(map(positive, figures)):
         return None
@@ -104,14 +106,14 @@ def link_of(answer: "Measured | PeerMeasured") -> LinkSpeed | None:
 
 
 def positive(figure: float) -> float:
-    """A figure from another machine; 0 for one that cannot be."""
+    """A figure from another machine; 0 for an impossible one."""
     return figure if math.isfinite(figure) and figure > 0 else 0.0
 
 
 def describe(member: "Member") -> str:
-    """The machine in words, as far as it is known: "cpu, 8 cores, 12.0 GiB, 95 GFLOP/s, 24 ms, 92/31 Mbit/s".
+    """The known properties of a provider's machine in words: "cpu, 8 cores, 12.0 GiB, 95 GFLOP/s, 24 ms, 92/31 Mbit/s".
 
-    Of the two rates the first is to the provider, the second from it.
+    The first of the two rates is to the provider, the second from it.
     """
     machine = member.machine
     parts = [machine.device]
@@ -128,7 +130,7 @@ def describe(member: "Member") -> str:
 
 
 def figures(member: "Member") -> dict[str, object]:
-    """The same as plain values, for the events of the run; what is not known is left out."""
+    """The same as plain values, for events; unknown ones are left out."""
     machine, speed, link = member.machine, member.machine.speed, member.link.speed
     known: dict[str, object] = {
         "memory_bytes": machine.memory_bytes,
@@ -161,7 +163,7 @@ async def _measure_pair(swarm: "Swarm", pair: Pair) -> LinkSpeed | PeerError:
 
 
 def _address(member: "Member") -> str:
-    """Where it can be dialled; PeerError when it is known that it cannot."""
+    """The address at which to dial a provider; PeerError when it is known to be unreachable."""
     address = member.address if member.reach is None else member.reach.address
     if not address:
         raise PeerError(member.reach.reason if member.reach is not None else f"{member.node_id} dials out only")

@@ -1,4 +1,4 @@
-"""Members of the swarm: the providers that have joined, and the coordinator's links to them."""
+"""Members of the swarm: the sessions of the providers that have joined, and the coordinator's links to them."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ _MAX_PARTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A stage that a provider has from before its coordinator was started again."""
+    """A stage that a provider has held since before the coordinator restarted."""
 
     deployment: str
     stage: int
@@ -102,9 +102,9 @@ class LinkMeasurement:
 
 @dataclass
 class Member:
-    """One stay of one provider in the swarm: a provider that joins again gets a new one.
+    """One session of one provider; a provider that joins again gets a new one.
 
-    What has to outlive the stay is in the provider's `ProviderRecord`.
+    Everything that outlives a session is in the provider's `ProviderRecord`.
     """
 
     node_id: str
@@ -120,7 +120,7 @@ class Member:
     """The port for direct lines, at the host of its address; 0 when it does not listen there."""
     link: LinkMeasurement = field(default_factory=LinkMeasurement)
     greeted: bool = False
-    """Whether the run has been told of this stay."""
+    """Whether the run has been told of this session."""
 
     held: Held | None = None
     """The stage that the provider holds from the coordinator before this one."""
@@ -147,7 +147,7 @@ class Member:
 
     @classmethod
     def of(cls, node_id: str, request: JoinRequest, seen_host: str) -> Self:
-        """The provider that this request has let in."""
+        """The session that begins with this request."""
         return cls(
             node_id,
             request.address,
@@ -174,7 +174,7 @@ class Member:
         return self.link.is_done and all(link.connections and not link.over for link in links)
 
     def fail(self, error: PeerError) -> None:
-        """Ends the stay."""
+        """Ends the session."""
         self.control.link.fail(error)
         self.feed.fail(error)
 
@@ -189,7 +189,7 @@ def _speed_of(said: JoinRequest | SpeedMessage) -> Speed:
 
 
 def check_version(request: JoinRequest) -> None:
-    """PeerError for a provider that speaks another protocol or reads another graph format."""
+    """RefusedError for a provider with another protocol or graph format."""
     if request.protocol != PROTOCOL_VERSION or request.graph_format != FORMAT_VERSION:
         raise RefusedError(
             f"this provider runs Ravnest {request.version} (protocol {request.protocol}, graph format "
@@ -199,11 +199,11 @@ def check_version(request: JoinRequest) -> None:
 
 
 def check_machine(request: JoinRequest) -> None:
-    """RefusedError for a machine that says of itself what no machine is: such numbers fit no plan and no store."""
+    """RefusedError for a machine that reports impossible figures, which would break plans and the store."""
     if request.memory_bytes > _MAX_MEMORY_BYTES or request.threads > _MAX_THREADS:
         raise RefusedError(
-            f"this provider says that it lends {request.memory_bytes} bytes of memory and {request.threads} threads; "
-            f"at most {_MAX_MEMORY_BYTES} and {_MAX_THREADS} are believed, say how much with --memory"
+            f"this provider reports {request.memory_bytes} bytes of memory and {request.threads} threads, more than "
+            f"{_MAX_MEMORY_BYTES} and {_MAX_THREADS}; set the memory with --memory"
         )
 
 
@@ -216,74 +216,74 @@ class Members:
 
     def __init__(self) -> None:
         self.records = ProviderRecords()
-        """Everything that is known of each provider; a record outlives the provider's stays, and ends with the run."""
+        """The records of all providers; a record outlives the provider's sessions, and ends with the run."""
         self.pairs = PairAnswers()
         self.changes = Changes()
 
     def __getitem__(self, node_id: str) -> Member:
-        """RefusedError for a node that has not joined since this coordinator began to listen."""
-        member = self._stay(node_id)
+        """The latest session of a node; RefusedError if it has not joined since this coordinator began to listen."""
+        member = self._session(node_id)
         if member is None:
             raise RefusedError(f"{node_id} has not joined this coordinator yet; join again")
         return member
 
     def __contains__(self, node_id: str) -> bool:
-        return self._stay(node_id) is not None
+        return self._session(node_id) is not None
 
     def begin_run(self) -> None:
         """Forgets what a run before has learned of the providers; their stays go on, and their presence is kept."""
         self.records = ProviderRecords(
-            (node_id, ProviderRecord(node_id, record.stay, presence=record.presence))
+            (node_id, ProviderRecord(node_id, record.member, presence=record.presence))
             for node_id, record in self.records.items()
         )
 
     def restore_presence(self, seen: Mapping[str, Attendance]) -> None:
-        """Takes over what a coordinator before this one saw of the providers."""
+        """Restores the counts that an earlier coordinator has saved."""
         for node_id, attendance in seen.items():
             self.records[node_id].presence = Presence(attendance)
 
     def attendances(self) -> dict[str, Attendance]:
-        """What was seen of every provider so far, by node id."""
+        """The counts of every provider up to now, by node id."""
         now = time.monotonic()
         return {node_id: record.presence.attendance(now) for node_id, record in self.records.items()}
 
     def reliability(self, node_id: str) -> Reliability:
-        """How reliable a provider is, estimated from what was seen of it."""
+        """The reliability of a provider, estimated from its counts."""
         return estimate_reliability(self.records[node_id].presence.attendance(time.monotonic()))
 
     def staying(self, node_id: str, session: str) -> Member:
-        """The member, if this is still its stay; RefusedError when it is not."""
+        """The member, if this session is still its own; RefusedError otherwise."""
         member = self[node_id]
         if member.session != session or member.control.link.over:
-            raise RefusedError(f"this stay of {node_id} in the swarm is over; join again")
+            raise RefusedError(f"this session of {node_id} is over; join again")
         return member
 
     def is_present(self, node_id: str) -> bool:
-        member = self._stay(node_id)
+        member = self._session(node_id)
         return member is not None and member.present
 
     def is_current(self, member: Member) -> bool:
-        """Whether this is the newest stay of the node."""
-        return self._stay(member.node_id) is member
+        """Whether this is the latest session of the node."""
+        return self._session(member.node_id) is member
 
     def put(self, member: Member) -> None:
-        """Adds the stay of a provider that has joined; its stay before, if there is one, ends."""
+        """Adds the session of a provider that has joined, and ends its earlier one."""
         record = self.records[member.node_id]
-        before, record.stay = record.stay, member
+        before, record.member = record.member, member
         if before is not None:
             before.fail(RefusedError(f"{member.node_id} has joined again, over another connection"))
 
     def remove(self, node_id: str, why: str) -> None:
-        """Ends the stay of a provider."""
-        member = self._stay(node_id)
+        """Ends the session of a provider."""
+        member = self._session(node_id)
         if member is not None:
-            self.records[node_id].stay = None
+            self.records[node_id].member = None
             member.fail(RefusedError(why))
         self.changes.notify()
 
     def line_rate(self, node_id: str) -> float | None:
-        """Bytes a second that the provider can send, as it measured its connection; None where that is not known."""
-        member = self._stay(node_id)
+        """Bytes per second of the provider's uplink, as measured; None if unknown."""
+        member = self._session(node_id)
         return None if member is None or member.link.speed is None else member.link.speed.up_bytes_per_second
 
     @property
@@ -292,35 +292,35 @@ class Members:
         return sum(known.is_lost for known in self.records.values())
 
     def node_ids(self) -> list[str]:
-        return [member.node_id for member in self._stays()]
+        return [member.node_id for member in self._sessions()]
 
     async def wait_for(self, count: int) -> list[Member]:
-        """The first `count` connected members, by name; waits until there are enough."""
+        """The first `count` connected members by name; waits until there are enough."""
         await self.changes.until(lambda: len(self.connected()) >= count)
         return self.in_order()[:count]
 
     def in_order(self) -> list[Member]:
-        """The connected members in the order in which they get stages: by name."""
+        """The connected members by name, which is the order in which they get stages."""
         return sorted(self.connected(), key=lambda m: (len(m.node_id), m.node_id))
 
     async def wait_until_gone(self, timeout_seconds: float) -> None:
-        """Waits until the stay of every member is over, at most for this timeout."""
+        """Waits until all sessions are over, at most for this timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self.changes.until(lambda: not self.listening())
 
     def listening(self) -> list[Member]:
-        """The members that can be sent messages, also before the measurement of their connection is here."""
-        links = ((member, member.control.link) for member in self._stays())
+        """The members that receive messages, including those whose connection is not measured yet."""
+        links = ((member, member.control.link) for member in self._sessions())
         return [member for member, link in links if link.connections and not link.over]
 
     def connected(self) -> list[Member]:
         """The members that are present: see `Member.present`."""
-        return [member for member in self._stays() if member.present]
+        return [member for member in self._sessions() if member.present]
 
-    def _stay(self, node_id: str) -> Member | None:
+    def _session(self, node_id: str) -> Member | None:
         known = self.records.get(node_id)
-        return None if known is None else known.stay
+        return None if known is None else known.member
 
-    def _stays(self) -> list[Member]:
-        return [known.stay for known in self.records.values() if known.stay is not None]
+    def _sessions(self) -> list[Member]:
+        return [known.member for known in self.records.values() if known.member is not None]

@@ -1,5 +1,4 @@
-"""What a coordinator does at its door while it runs: says who comes and goes, remembers it, and shows out who was
-thrown out."""
+"""Background tasks of a served swarm: they announce joins and departures, save them, and disconnect kicked nodes."""
 
 import asyncio
 import contextlib
@@ -13,31 +12,28 @@ from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.errors import RunError
 
 LOOK_SECONDS = 1.0
-_SEEN_SECONDS = 5.0
+SAVE_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
 
 
 async def watch_for_kicks(swarm: Swarm, poll_seconds: float = LOOK_SECONDS) -> None:
-    """Ends the streams of nodes that `ravnest kick` has thrown out, for ever.
-
-    That command is another process, which leaves its word in the store: it is looked at once a second.
-    """
+    """Disconnects nodes that were kicked, forever. `ravnest kick` is another process, which writes to the store."""
     while True:
         await asyncio.sleep(poll_seconds)
         try:
             kicked = await asyncio.to_thread(swarm.admission.tokens.kicked)
         except RunError:
-            # What a provider asks for next fails with the same error and reaches the user that way.
-            log.exception("cannot tell who was thrown out")
+            # The next call of a provider fails with the same error, which then reaches the user.
+            log.exception("cannot read which nodes were kicked")
             continue
         for node_id in swarm.members.node_ids():
             if node_id in kicked:
                 swarm.expel(node_id, kicked[node_id])
 
 
-async def remember(swarm: Swarm, state: SwarmState) -> None:
-    """Keeps in the store who is connected, and what was seen of each provider, at each change and every few seconds."""
+async def remember(swarm: Swarm, state: SwarmState, interval_seconds: float = SAVE_SECONDS) -> None:
+    """Saves the connected providers and their presence, at each change and every few seconds, forever."""
     known: dict[str, Seen] = {}
 
     def present() -> dict[str, Seen]:
@@ -51,20 +47,20 @@ async def remember(swarm: Swarm, state: SwarmState) -> None:
 
     while True:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SEEN_SECONDS if known else None):
+            async with asyncio.timeout(interval_seconds if known else None):
                 await swarm.members.changes.until(changed)
         now = present()
         try:
             await asyncio.to_thread(state.connected, list(now.values()), time.time())
             await asyncio.to_thread(state.attended, swarm.members.attendances())
         except RunError:
-            # A disk that is full ends the run by what else cannot be written.
-            log.exception("cannot keep who is connected")
+            # A full disk ends the run elsewhere.
+            log.exception("cannot save which providers are connected")
         known = now
 
 
 async def announce(swarm: Swarm, wanted: int | None, tell: Callable[[str], None]) -> None:
-    """Tells of each provider that has joined or left, and how many there are of those that are wanted, for ever."""
+    """Tells the user of each provider that joins or leaves, with the number of providers, forever."""
     known: dict[str, str] = {}
 
     def present() -> dict[str, str]:

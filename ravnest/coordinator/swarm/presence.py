@@ -1,7 +1,7 @@
-"""Presence of one provider: the stays, losses and departures from which its reliability is estimated.
+"""Presence of one provider: the sessions, losses and departures from which its reliability is estimated.
 
-The counts outlive a stay and a run. Where the swarm has a store, they are kept there every few seconds, so that a
-coordinator that is started again knows them too; see `membership_log.remember`.
+The counts outlive a session and a run. A swarm with a store saves them every few seconds, so that a restarted
+coordinator knows them; see `membership_log.remember`.
 """
 
 from dataclasses import dataclass, replace
@@ -11,17 +11,17 @@ from ravnest.planner.reliability import NEVER_SEEN, Attendance
 
 @dataclass
 class Presence:
-    """Stays of one provider up to now. Times are those of the clock `time.monotonic`."""
+    """Counts of one provider up to now. Times are of the clock `time.monotonic`."""
 
     ended: Attendance = NEVER_SEEN
-    """All counts, with the connected time of the stays that have ended."""
+    """All counts, with the connected time of the sessions that have ended."""
     session: str = ""
-    """The present stay; empty where there is none."""
+    """The present session; empty without one."""
     since: float = 0.0
-    """When the present stay began."""
+    """When the present session began."""
 
     def begin(self, session: str, now: float) -> None:
-        """The provider has joined; nothing changes where this stay is known."""
+        """The provider has joined; nothing changes if this session is known."""
         if session != self.session:
             ended = self.attendance(now)
             self.ended = replace(ended, stays=ended.stays + 1)
@@ -32,18 +32,18 @@ class Presence:
         self.ended = replace(self.ended, interruptions=self.ended.interruptions + 1)
 
     def note_loss(self, now: float, *, is_back: bool = False) -> None:
-        """A stay has ended without notice. One that `is_back` has begun another stay since."""
+        """A session has ended without notice. A provider that `is_back` has begun another session since."""
         self.ended = replace(self.ended, losses=self.ended.losses + 1)
         if not is_back:
             self._end(now)
 
     def note_departure(self, now: float) -> None:
-        """The provider has ended its stay in order."""
+        """The provider has ended its session in order."""
         self.ended = replace(self.ended, departures=self.ended.departures + 1)
         self._end(now)
 
     def attendance(self, now: float) -> Attendance:
-        """All that was seen of the provider."""
+        """The counts up to now."""
         present = now - self.since if self.session else 0.0
         return replace(self.ended, connected_seconds=self.ended.connected_seconds + present)
 

@@ -1,9 +1,8 @@
 """Record of one provider: everything that the coordinator knows of it, in one object.
 
-`Members.records` has it. The provider's present stay is in `stay` and ends with it; the other fields outlive a stay,
-so that a provider which leaves and joins again does not get rid of them. They end with the run (`Members.begin_run`),
-except for its presence, which the swarm remembers.
-Each value belongs to the room that decides by it; this record only holds them together.
+`Members.records` has it. The latest session is in `member`. The other fields outlive a session, so that a provider
+cannot clear them by joining again. They end with the run (`Members.begin_run`), except for the presence, which the
+swarm remembers. Each value belongs to the package that decides by it; the record only holds them together.
 """
 
 from dataclasses import dataclass, field
@@ -22,20 +21,20 @@ class Conduct:
 
     accused_by: set[str] = field(default_factory=set)
     barred_because: str = ""
-    """Why the provider gets no stage any more; empty where it may have one."""
+    """Why the provider gets no stage any more; empty if it may have one."""
 
 
 @dataclass
 class ProviderRecord:
-    """What the swarm and its run know of one provider."""
+    """Everything that the swarm and its run know of one provider."""
 
     node_id: str
-    stay: "Member | None" = None
-    """The present stay; None once it has ended for good."""
+    member: "Member | None" = None
+    """The latest session; None before the first, and once the provider was removed."""
     events: EventQuota = field(default_factory=EventQuota)
     """Rate limit for events that the provider causes."""
     presence: Presence = field(default_factory=Presence)
-    """Its stays, losses and departures: the provider's reliability follows from them."""
+    """Its sessions, losses and departures, from which its reliability is estimated."""
     is_lost: bool = False
     """Whether the provider was given up and has not joined again."""
     reported_at: float | None = None
@@ -44,7 +43,7 @@ class ProviderRecord:
 
 
 class ProviderRecords(dict[str, ProviderRecord]):
-    """The records of a swarm's providers by node id; asking for one that is not there creates it."""
+    """The records of a swarm's providers by node id; a missing one is created."""
 
     def __missing__(self, node_id: str) -> ProviderRecord:
         record = self[node_id] = ProviderRecord(node_id)

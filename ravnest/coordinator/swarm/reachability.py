@@ -1,4 +1,4 @@
-"""Which providers can be dialled, and who therefore dials whom."""
+"""Reachability of providers, and which end dials a link between two of them."""
 
 from dataclasses import dataclass
 
@@ -18,17 +18,15 @@ PROBE_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Where a provider can be dialled; `address` is empty where it cannot, and `reason` says what was found."""
+    """Address at which a provider can be dialled, empty if it is unreachable, and the reason."""
 
     address: str
     reason: str
 
 
 async def find_reach(node_id: str, address: str, seen_host: str, authority: Certificate) -> Reach:
-    """Dials the provider at the address it gave and, if that fails, at the host its connections come from.
-
-    The second is right for a machine behind a router that forwards the port.
-    """
+    """Dials the provider at its address and, if that fails, at the host from which its connections come: the latter is
+    right for a machine behind a router that forwards the port."""
     if not address:
         return Reach("", f"{node_id} dials out only")
     host, port = split_address(address)
@@ -47,7 +45,7 @@ async def find_reach(node_id: str, address: str, seen_host: str, authority: Cert
 
 
 def choose_dialling(before: Reach, after: Reach) -> tuple[Dialling, Dialling, str]:
-    """Who dials a link between two stages: what the earlier one does, what the later one does, and why."""
+    """The dialling of a link between two stages: what the earlier one does, what the later one does, and why."""
     if after.address:
         return DIALLING_DIRECT, DIALLING_AWAIT, after.reason
     if before.address:

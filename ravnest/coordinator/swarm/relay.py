@@ -1,7 +1,7 @@
-"""The relay: where the two ends of a link meet when neither can dial the other.
+"""Relay for links between two providers of which neither can dial the other.
 
-Both dial the coordinator, which everybody can reach, and it passes their messages on without reading them. It trusts
-neither: an end is let in only for a link that an order of this coordinator names it for.
+Both dial the coordinator, which copies their messages without reading them. An end is admitted only to a link that a
+current order gives it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from ravnest.net.streams.frame_stream import RelayEnd
 from ravnest.net.streams.stream import ByteStream
 
 MEET_SECONDS = 20.0
-"""How long an end waits for the other to come; then it tries again, perhaps another way."""
+"""Timeout for the other end to connect; then the end tries again, perhaps by another route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +23,25 @@ class _Waiting:
 
 
 class Relay:
-    """The links of the deployment at hand, and who is here to have messages passed on."""
+    """Links of the current deployment, and the ends that are connected."""
 
     def __init__(self, call: Callable[[str, str], Awaitable[None]]) -> None:
-        """`call(node_id, link)` asks a node to come for this link."""
+        """`call(node_id, link)` asks a node to connect for this link."""
         self._call = call
         self._links: Mapping[str, frozenset[str]] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._passing: dict[str, tuple[ByteStream, ByteStream]] = {}
 
     def allow(self, links: Mapping[str, frozenset[str]]) -> None:
-        """From now on these links may be relayed, each between its two nodes, and no others."""
+        """Replaces the links that may be relayed, each with its two nodes; others are ended."""
         self._links = links
         for link, streams in self._passing.items():
             if link not in links:
                 for stream in streams:
-                    stream.fail(RefusedError(f"the link {link!r} is of a deployment that is over"))
+                    stream.fail(RefusedError(f"the deployment of the link {link!r} is over"))
 
     async def serve(self, node_id: str, end: RelayEnd) -> None:
-        """Passes on what this end and the other send, until either ends."""
+        """Copies messages between this end and the other, until either ends."""
         nodes = self._links.get(end.label, frozenset())
         if node_id not in nodes:
             raise RefusedError(f"{node_id} is no end of the link {end.label[:80]!r}, so it is not relayed")
@@ -49,11 +49,11 @@ class Relay:
         if waiting is not None and not waiting.met.done():
             if waiting.node_id != node_id:
                 waiting.met.set_result(end)
-                # The call of the one that came first does the work for both.
+                # The call of the first end copies in both directions.
                 await end.stream.finished()
                 return
-            # The same end once more: its connection before is dead, whether it knows or not.
-            waiting.met.set_exception(PeerError(f"{node_id} came again"))
+            # The end has connected again, so its earlier connection is dead.
+            waiting.met.set_exception(PeerError(f"{node_id} has connected again"))
         [other_id] = nodes - {node_id}
         pair = end.stream, (await self._meet(end.label, node_id, other_id)).stream
         self._passing[end.label] = pair
@@ -64,25 +64,25 @@ class Relay:
                 del self._passing[end.label]
 
     async def _meet(self, link: str, node_id: str, other_id: str) -> RelayEnd:
-        """The other end, once it has come; PeerError when it does not."""
+        """The other end, once it has connected; PeerError on timeout."""
         place = self._waiting[link] = _Waiting(node_id, asyncio.get_running_loop().create_future())
         try:
             async with asyncio.timeout(MEET_SECONDS):
                 await self._call(other_id, link)
                 return await place.met
         except TimeoutError:
-            raise PeerError(f"{other_id} did not come to the relay within {MEET_SECONDS:.0f} s") from None
+            raise PeerError(f"{other_id} did not connect to the relay within {MEET_SECONDS:.0f} s") from None
         finally:
             if self._waiting.get(link) is place:
                 del self._waiting[link]
 
 
 async def _pass_on(one: ByteStream, other: ByteStream) -> None:
-    """Copies both ways until one side ends or breaks; then both are over."""
+    """Copies both ways until one side ends or breaks, and ends both."""
     copies = [asyncio.create_task(_copy(one, other)), asyncio.create_task(_copy(other, one))]
     try:
         await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-        # What was sent before the end is to arrive too.
+        # Messages sent before an orderly end still arrive.
         if any(copy.done() and not copy.cancelled() and copy.exception() is None for copy in copies):
             await asyncio.gather(one.close(), other.close())
     finally:

@@ -1,6 +1,7 @@
-"""The coordinator's side of every provider: admits them, hands out artifacts, and passes on what they say.
+"""Coordinator's side of the swarm: it admits providers, serves artifacts, and passes on messages and frames.
 
-It decides nothing about training: a `SwarmEvents` does, and is told of everything that happens.
+It decides nothing about training and does not judge whether a provider is well: the run does, as its `SwarmEvents`. It
+ends the session of a provider that breaks a rule, or that has had no connection for too long.
 """
 
 import asyncio
@@ -8,12 +9,14 @@ import contextlib
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from ravnest import __version__
+from ravnest.background import BackgroundTasks
 from ravnest.coordinator.access.admission import Admission
-from ravnest.coordinator.access.join_rate import JoinPace
+from ravnest.coordinator.access.join_rate import DEFAULT_RATE, JoinPace, Rate
 from ravnest.coordinator.access.swarm_store import SwarmState
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.event_quota import EventQuota
@@ -50,7 +53,7 @@ STOP_SECONDS = 1.0
 
 
 class SwarmEvents(Protocol):
-    """Who is told what providers do. All calls come on the network's loop."""
+    """Callbacks of a run. All calls come on the network's loop."""
 
     def joined(self, member: Member) -> None:
         """A provider has been admitted."""
@@ -62,95 +65,103 @@ class SwarmEvents(Protocol):
         """A stage has sent a result or finished a microbatch."""
 
     def disconnected(self, node_id: str, reason: str) -> None:
-        """A provider's connection is down; it may come back."""
+        """A provider's connection is down; the provider may connect again."""
 
     def reconnected(self, node_id: str) -> None:
-        """A provider has come back, with nothing lost."""
+        """A provider is connected again, with nothing lost."""
 
     def vanished(self, node_id: str, reason: str) -> None:
-        """A provider's stay in the swarm has ended, in order or not."""
+        """A provider's session has ended, in order or not."""
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
         """A stage uploads its state."""
 
     def turned_away(self, address: str, connections: int, reason: str) -> None:
-        """Connections of an address took more than their share of the port and were closed. Told seldom."""
+        """Connections of an address took more than their share of the port and were closed. Rate-limited."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmLimits:
+    """Limits of a swarm; the defaults suit every swarm."""
+
+    reconnect_seconds: float = RECONNECT_SECONDS
+    """Timeout for a provider without a connection, after which its session ends."""
+    join_rate: Rate = DEFAULT_RATE
+    """Rate of new nodes, per invite and per address."""
+
+
+DEFAULT_LIMITS: Final = SwarmLimits()
 
 
 class Swarm:
     """A server and its members. Made and used on the network's loop."""
 
-    def __init__(
-        self, admission: Admission, *, most: int | None = None, reconnect_seconds: float = RECONNECT_SECONDS
-    ) -> None:
-        """`admission` says who gets in; it is closed when the swarm stops. The session of a provider ends when it has
-        had no connection for `reconnect_seconds`."""
+    def __init__(self, admission: Admission, *, most: int | None = None, limits: SwarmLimits = DEFAULT_LIMITS) -> None:
+        """`admission` decides which providers may join; it is closed when the swarm stops."""
         self.admission = admission
         self.most = most
-        """How many providers there can be, those that are lost not counted; None: anybody with an invite may come."""
+        """Maximum number of providers, without lost ones; None if any provider with an invite may join."""
         self.events: SwarmEvents | None = None
-        """Who is told; a run sets it when it begins. What happens while nobody listens is only kept as membership."""
+        """The run that the swarm serves; None between runs."""
         self.state: SwarmState | None = None
-        """What is kept for a coordinator that is started again; None where the swarm ends with its process."""
+        """Store for a restarted coordinator; None if the swarm ends with its process."""
         self.generation = 0
-        """Number of the newest deployment; frames of earlier ones are refused."""
+        """Number of the current deployment; frames of earlier ones are dropped."""
         self.host = ""
-        """Where the coordinator listens; providers there share its cores."""
-        self._reconnect_seconds = reconnect_seconds
+        """The host on which the coordinator listens; providers on it share its cores."""
+        self._reconnect_seconds = limits.reconnect_seconds
         self._server = CoordinatorServer(self, admission.server_keys, admission.caller, self._turned_away)
         self.members = Members()
         self.artifacts: dict[str, Artifact] = {}
         self._numbers = 0
         self._process = secrets.token_hex(16)
-        self._pace = JoinPace()
+        self._pace = JoinPace(limits.join_rate)
         self._refusals: defaultdict[str, EventQuota] = defaultdict(EventQuota)
         """Rate limit for events about joins that were refused, by address."""
         self._relay = Relay(self._call_to_relay)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> int:
-        """Listens; the port, chosen by the system for port 0. RunError when it is taken."""
+        """Listens, and returns the port, which the system chooses for port 0. RunError when the port is taken."""
         self.host = host
         return await self._server.start(host, port)
 
     async def stop(self, reason: str) -> None:
-        """Tells every provider to stop, gives them a moment to go, and stops listening."""
+        """Tells every provider to stop, gives them a moment to leave, and stops listening."""
         for member in self.members.listening():
             with contextlib.suppress(PeerError, TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS):
                     await self.tell(member.node_id, CoordinatorMessage(stop=Stop(reason=reason)))
         await self.members.wait_until_gone(STOP_SECONDS)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         await self._server.stop()
         self.admission.close()
 
     def expel(self, node_id: str, reason: str = "") -> None:
-        """Ends the stay of a node that was thrown out."""
+        """Ends the session of a node that was kicked."""
         because = f" ({reason})" if reason else ""
         why = f"{node_id} was thrown out of the swarm{because}; ask the requester for a new invite"
         self.members.remove(node_id, why)
         self._server.drop(node_id, why)
 
     def dismiss(self, node_id: str, error: RefusedError) -> None:
-        """Ends the stay of a node that broke the rules; it is told why, and may join again."""
+        """Ends the session of a node, which is told why and may join again."""
         if node_id in self.members:
             self.members[node_id].fail(error)
         self._server.drop(node_id, str(error))
 
     @property
     def open_to_more(self) -> bool:
-        """Whether somebody else may come in the place of a provider that is lost."""
+        """Whether another provider may join and replace a lost one."""
         return self.most is None
 
     def next_number(self) -> int:
-        """One that nobody has had: for names that must not be those of something before."""
+        """A number that was not used before, for unique names."""
         self._numbers += 1
         return self._numbers
 
     async def tell(self, node_id: str, message: CoordinatorMessage) -> None:
-        """Says something to a provider, now or when it is connected again; PeerError when it is gone."""
+        """Sends a message to a provider, now or when it is connected again; PeerError when it is gone."""
         member = self.members[node_id]
         if message.HasField("deploy"):
             # The provider fetches and builds the stage now, and reports when that is done.
@@ -164,15 +175,14 @@ class Swarm:
         await self.members[node_id].feed.send(frame)
 
     async def reaches(self, members: Sequence[Member]) -> dict[str, Reach]:
-        """Whether each of these can be dialled; waits for those that are still being tried. One that has gone
-        meanwhile cannot."""
+        """The reachability of these providers; waits while it is being tested."""
         links = [(member, member.control.link) for member in members]
         await self.members.changes.until(lambda: all(member.reach is not None or link.over for member, link in links))
         gone = Reach("", "it has gone")
         return {member.node_id: member.reach or gone for member in members}
 
     async def join(self, identity: Identity, request: JoinRequest, seen_host: str) -> JoinReply:
-        # Before the invite is used: a provider that cannot take part should not use it up.
+        # First, so that a provider that cannot take part does not use up the invite.
         check_version(request)
         check_machine(request)
         if request.address:
@@ -183,8 +193,8 @@ class Swarm:
         if member.node_id in self.members:
             self._server.drop(member.node_id, f"{member.node_id} has joined again, over another connection")
         self.members.put(member)
-        for work in (self._listen(member), self._take_frames(member), self._watch(member)):
-            self._spawn(work)
+        for work in (self._listen(member), self._take_frames(member), self._keep_reachable(member)):
+            self._tasks.spawn(work)
         return JoinReply(
             node_id=member.node_id,
             certificate=admitted.certificate,
@@ -194,7 +204,7 @@ class Swarm:
         )
 
     async def _keep_pace(self, identity: Identity, request: JoinRequest, seen_host: str) -> None:
-        """Lets a new node wait for its turn; RefusedError where that would take too long."""
+        """Rate limit for new nodes: delays the join; PeerError if it would take too long."""
         if self.most is not None or not await asyncio.to_thread(
             self.admission.is_new, identity, request.certificate_request
         ):
@@ -234,11 +244,11 @@ class Swarm:
         await self._relay.serve(node_id, end)
 
     def allow_relays(self, links: Mapping[str, frozenset[str]]) -> None:
-        """The links of the newest deployment, by name, each with the two nodes it is between."""
+        """Replaces the links that may be relayed, by name, each with its two nodes."""
         self._relay.allow(links)
 
     async def _carry(self, member: Member, link: ResumableLink, connection: Link) -> None:
-        """Carries one of a member's links over this connection, and tells when it is lost or back."""
+        """Carries one of a member's links over this connection, and reports when the connection is lost or back."""
         again, was_present = link.connections > 0, member.present
         carrying = asyncio.create_task(link.carry(connection))
         connected = asyncio.create_task(link.until_connected())
@@ -252,7 +262,6 @@ class Swarm:
         except PeerError as error:
             if member.present and not link.connected and self.events is not None:
                 self.events.disconnected(member.node_id, str(error))
-            # Whoever watches how long it is away begins to count.
             self.members.changes.notify()
             raise
         finally:
@@ -261,13 +270,13 @@ class Swarm:
             await asyncio.gather(carrying, connected, return_exceptions=True)
 
     async def _listen(self, member: Member) -> None:
-        """Passes on what a provider says, until its stay is over."""
+        """Passes on the messages of a provider, until its session is over."""
         reason, left = "it ended its connection", ""
         try:
             while (message := await member.control.receive()) is not None:
                 member.message_at = time.monotonic()
-                self._hear_whether_it_reports(member, message)
-                if self._hear_measures(member, message):
+                self._note_reporting(member, message)
+                if self._take_measurement(member, message):
                     continue
                 if message.HasField("leaving"):
                     left = printable(f"it left: {message.leaving.reason}")
@@ -281,49 +290,48 @@ class Swarm:
                 self.events.vanished(member.node_id, left or reason)
             self.members.changes.notify()
 
-    def _hear_whether_it_reports(self, member: Member, message: ProviderMessage) -> None:
-        """A stage reports until it fails: so does that of a run before, whose neighbours have other stages now."""
+    def _note_reporting(self, member: Member, message: ProviderMessage) -> None:
+        """A stage reports until it fails. Messages about an earlier order do not count."""
         order = member.order
         for kind in ("report", "failed"):
             if order is not None and message.HasField(kind) and getattr(message, kind).deployment == order.deployment:
                 member.reports = kind == "report"
 
-    def _hear_measures(self, member: Member, message: ProviderMessage) -> bool:
+    def _take_measurement(self, member: Member, message: ProviderMessage) -> bool:
         heard = hear(self.members, member, message)
         self._greet(member)
         return heard
 
     def _greet(self, member: Member) -> None:
-        """Tells of a provider, once: when it can be given something, and it is known what kind of machine it is."""
+        """Reports a new provider to the run, once it is connected and its connection is measured."""
         if member.present and not member.greeted:
             member.greeted = True
             if self.events is not None:
                 self.events.joined(member)
 
     async def _take_frames(self, member: Member) -> None:
-        """Passes on what a stage returns, until its stay is over; one that breaks the rules is dismissed."""
+        """Passes on the frames of a stage, until its session is over. A frame that breaks a rule ends the session."""
         node_id = member.node_id
         try:
             while (frame := await member.feed.receive()) is not None:
                 order = member.order
                 if order is not None and frame.generation < order.generation:
-                    # Of a run that was given up: it was under way when the new order went out.
+                    # A frame of an earlier deployment, sent before the new order arrived.
                     continue
                 allowed, reason = may_return(node_id, order, frame)
                 if not allowed:
                     raise RefusedError(reason)
                 if self.events is not None:
                     self.events.returned(node_id, frame)
-            # A provider says that it leaves on its other link, and then both are over.
-            raise RefusedError(f"{node_id} ended its feed in the middle of its stay")
+            # A provider that leaves announces it on its control link, and then both are over.
+            raise RefusedError(f"{node_id} ended its feed in the middle of its session")
         except PeerError as error:
-            # A provider that cannot be fed is no use, and one that broke the rules is no friend.
             member.fail(error)
             if isinstance(error, RefusedError) and self.members.is_current(member):
                 self._server.drop(node_id, str(error))
 
-    async def _watch(self, member: Member) -> None:
-        """Finds out whether the provider can be dialled, and gives it up when it is away for too long."""
+    async def _keep_reachable(self, member: Member) -> None:
+        """Tests whether the provider can be dialled, and ends its session when it does not reconnect in time."""
         link = member.control.link
         patience = asyncio.create_task(link.fail_when_gone(self._reconnect_seconds))
         try:
@@ -339,11 +347,6 @@ class Swarm:
     def _turned_away(self, turned_away: TurnedAway) -> None:
         if self.events is not None:
             self.events.turned_away(turned_away.address, turned_away.connections, str(turned_away))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _call_to_relay(self, node_id: str, link: str) -> None:
         await self.tell(node_id, CoordinatorMessage(meet=Meet(link=link)))

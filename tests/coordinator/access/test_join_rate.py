@@ -6,6 +6,7 @@ import pytest
 
 from ravnest.coordinator.access.invites import DEFAULT_USES, uses_for
 from ravnest.coordinator.access.join_rate import JoinPace, Rate
+from ravnest.coordinator.swarm.swarm import SwarmLimits
 from ravnest.errors import PeerError
 from ravnest.net.connection import JOIN_TIMEOUT_SECONDS
 from ravnest.net.identity.node_identity import NodeIdentity
@@ -26,7 +27,7 @@ def test_one_that_asks_for_identities_without_an_end_is_refused_with_the_reason_
     assert waits == [0.0, 0.0, 1.0, 2.0, 3.0, None]
     why = pace.take("invite 1", "address 192.0.2.1", 0.0)[1]
     assert re.fullmatch(
-        "too many new machines join with .* at once: 1 a second are let in, .*; try again in a minute", why
+        "too many new machines join with .* at once: 1 a second are admitted, .*; try again in a minute", why
     )
     # Neither does it help to come from elsewhere with the same invite, nor with another invite from there.
     assert pace.take("invite 1", "address 192.0.2.9", 0.0)[0] is None
@@ -39,7 +40,7 @@ def test_what_is_remembered_of_invites_and_addresses_is_bounded() -> None:
     pace = JoinPace(Rate(burst=2, interval_seconds=0.1))
     for number in range(20_000):
         pace.take(f"invite {number}", f"address {number}", number * 1.0)
-    assert len(pace._free_at) <= 4096 + 2
+    assert len(pace) <= 4096 + 2
 
 
 def test_an_invite_of_a_run_is_for_twice_the_machines_it_waits_for() -> None:
@@ -49,8 +50,8 @@ def test_an_invite_of_a_run_is_for_twice_the_machines_it_waits_for() -> None:
 
 def test_new_nodes_beyond_the_rate_are_refused_and_those_that_have_joined_are_not() -> None:
     async def test() -> None:
-        async with attacked() as swarm:
-            swarm.swarm._pace = JoinPace(Rate(burst=2, interval_seconds=60.0, max_wait_seconds=1.0))
+        limits = SwarmLimits(join_rate=Rate(burst=2, interval_seconds=60.0, max_wait_seconds=1.0))
+        async with attacked(limits) as swarm:
             invite = swarm.invite(uses=9)
             anna = NodeIdentity.new()
             await swarm.ask(invite, a_request(anna.request(), "anna"))

@@ -167,11 +167,7 @@ def test_a_store_of_a_newer_program_is_left_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ravnest.coordinator.swarm.membership_log._SEEN_SECONDS", 0.01)
-
+def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(tmp_path: Path) -> None:
     class FedMicrobatch(SwarmState):
         """Tells when it has been written to."""
 
@@ -200,7 +196,7 @@ def test_who_is_connected_is_kept_at_each_change_and_while_nothing_changes(
         loop, written = asyncio.get_running_loop(), asyncio.Event()
         swarm: Any = FakeSwarm()
         state = FedMicrobatch(tmp_path / "store.sqlite")
-        keeping = asyncio.create_task(remember(swarm, state))
+        keeping = asyncio.create_task(remember(swarm, state, interval_seconds=0.01))
         swarm.members.there = [Member("anna", ANNA.address, LentMachine("cuda:0", 1))]
         swarm.members.changes.notify()
         await written.wait()

@@ -121,7 +121,7 @@ def test_one_that_was_given_up_is_told_so_and_joins_again_and_what_it_sent_befor
                     while await link.receive() is not None:
                         pass
             late = SwarmSession(anna.client, before)
-            with pytest.raises(RefusedError, match="this stay of anna in the swarm is over; join again"):
+            with pytest.raises(RefusedError, match="this session of anna is over; join again"):
                 await late.keep_connected()
             again = await swarm.connected.provider("anna", anna.node)
             beat(again)

@@ -196,7 +196,7 @@ def test_one_that_leaves_or_is_silent_holds_nobody_up_for_long() -> None:
             swarm.swarm.members["silent"].link.is_expected = True
             swarm.swarm.members["silent"].link.speed = LinkSpeed(1, 1, 1)
             found = await measure_pairs(swarm.swarm, [("silent", "anna")], timeout_seconds=0.05)
-            assert "silent did not say within 0.05 seconds" in str(found["silent", "anna"])
+            assert "silent did not measure the connection to anna within 0.05 seconds" in str(found["silent", "anna"])
             asking = asyncio.create_task(measure_pairs(swarm.swarm, [("silent", "anna")]))
             message = await silent.control.receive()
             while message is not None and not message.HasField("measure_peer"):

@@ -6,6 +6,7 @@ import pytest
 
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.membership_log import announce, watch_for_kicks
+from ravnest.coordinator.swarm.swarm import SwarmLimits
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.identity.node_identity import NodeIdentity, joiner_keys
@@ -189,14 +190,14 @@ def test_a_provider_whose_connection_breaks_comes_back_and_nothing_is_lost() -> 
 
 def test_the_session_of_a_provider_that_does_not_reconnect_ends() -> None:
     async def test() -> None:
-        async with connected_swarm(reconnect_seconds=0.3) as swarm:
+        async with connected_swarm(SwarmLimits(reconnect_seconds=0.3)) as swarm:
             anna = await swarm.provider("anna")
             await anna.break_off()
             await swarm.until(lambda: bool(swarm.recorded.gone))
             assert swarm.recorded.gone == [("anna", "there has been no connection to anna for 0 s")]
             assert swarm.recorded.down
             late = SwarmSession(anna.client, swarm.swarm.members["anna"].session)
-            with pytest.raises(RefusedError, match="this stay of anna in the swarm is over; join again"):
+            with pytest.raises(RefusedError, match="this session of anna is over; join again"):
                 await late.keep_connected()
             with pytest.raises(PeerError):
                 await swarm.swarm.feed_frame("anna", Frame(FrameKind.FEED, 1))
@@ -209,7 +210,7 @@ def test_a_node_cannot_use_the_stay_of_another() -> None:
         async with connected_swarm() as swarm:
             anna, ben = await swarm.provider("anna"), await swarm.provider("ben")
             thief = SwarmSession(ben.client, swarm.swarm.members["anna"].session)
-            with pytest.raises(RefusedError, match="this stay of ben in the swarm is over"):
+            with pytest.raises(RefusedError, match="this session of ben is over"):
                 await thief.keep_connected()
             assert anna.feed.connected and ben.feed.connected
 
