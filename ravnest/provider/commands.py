@@ -62,8 +62,8 @@ class Commands:
             "threads": self._set_threads,
         }
         self._stage_handlers: Mapping[str, Callable[[HostedStage, CoordinatorMessage], None]] = {
-            "start": lambda hosted, message: hosted.connect(),
-            "save": lambda hosted, message: hosted.save(message.save.checkpoint, message.save.anchored),
+            "start": _start,
+            "save": _save,
             "trace": _trace,
             "flight": _set_limit,
             "average": _average,
@@ -134,6 +134,14 @@ class Commands:
 
     async def _set_threads(self, message: CoordinatorMessage) -> None:
         torch.set_num_threads(max(1, message.threads.threads))
+
+
+def _start(hosted: HostedStage, message: CoordinatorMessage) -> None:
+    hosted.connect()
+
+
+def _save(hosted: HostedStage, message: CoordinatorMessage) -> None:
+    hosted.save(message.save.checkpoint, message.save.anchored)
 
 
 def _trace(hosted: HostedStage, message: CoordinatorMessage) -> None:

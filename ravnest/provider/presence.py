@@ -51,7 +51,7 @@ async def appear(
         return NetworkPresence(node, server, links, address="", direct_port=0)
     host, port = listen
     address = _address(invite, advertise, host, await server.start(host, port))
-    direct = DirectServer(node, lambda node_id: node_id in slot.neighbours, slot.take_direct)
+    direct = DirectServer(node, slot.is_neighbour, slot.take_direct)
     # Next to the port that the user chose: a user who forwards one port of a router can forward two.
     direct_port = direct.start(host, port + 1 if 0 < port < 65535 else 0)
     stack.callback(direct.stop)
@@ -79,6 +79,6 @@ class IncomingLinks:
         """Serve a connection until it breaks. A neighbouring stage may dial before the own stage is built."""
         if self.parts is not None and await self.parts.accept(peer, connection):
             return
-        if peer not in self._slot.neighbours:
+        if not self._slot.is_neighbour(peer):
             raise RefusedError(f"there is no link {connection.label[:80]!r} with {peer} here")
         await (await self._slot.next_stage()).accept(peer, connection)

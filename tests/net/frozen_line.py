@@ -1,6 +1,6 @@
 """A line between two ends on this machine over which, from one moment to another, nothing passes: a TCP proxy.
 
-Nobody hangs up and nothing is lost on the way: so it is when a machine is stopped, or for a while when a cable is
+No connection closes and nothing is lost on the way: so it is when a machine is stopped, or for a while when a cable is
 pulled."""
 
 import asyncio

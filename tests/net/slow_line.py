@@ -1,4 +1,4 @@
-"""A line between two ends on this machine that carries so many bytes a second and takes its time: a TCP proxy."""
+"""Slow line: a TCP proxy on this machine with a limited bandwidth and a latency."""
 
 import asyncio
 import time

@@ -107,7 +107,7 @@ class Coordinator:
         return self._clients[-1]
 
     def joiner(self, invite: SwarmInvite | None = None) -> CoordinatorClient:
-        """A connection of somebody who holds an invite."""
+        """A connection of the holder of an invite."""
         return self.client(joiner_keys((invite or self.invite()).token, self.admission.authority.certificate))
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Direct lines, over real sockets and TLS: what is sent arrives as it was, and only from those who may send."""
+"""Direct lines over real sockets and TLS: pieces arrive unchanged, and only from nodes that may send."""
 
 import contextlib
 import queue
@@ -153,7 +153,7 @@ def test_lines_of_several_nodes_run_side_by_side() -> None:
 
 def test_a_node_that_may_not_send_is_hung_up_on() -> None:
     nodes = swarm("a", "b")
-    with listening(nodes["b"], "somebody-else") as here:
+    with listening(nodes["b"], "another-node") as here:
         line = dial_direct(here.address, "b", nodes["a"], 5)
         until_broken(line)
         assert here.lines.empty()
@@ -170,7 +170,7 @@ def test_a_node_of_another_swarm_is_refused_and_refuses() -> None:
         assert here.lines.empty()
 
 
-def test_who_holds_an_invite_and_has_not_joined_is_refused() -> None:
+def test_the_holder_of_an_invite_that_has_not_joined_is_refused() -> None:
     admission = Admission.in_memory()
     nodes = swarm("a", "b", admission=admission)
     keys = joiner_keys(admission.invite("127.0.0.1", 1).token, admission.authority.certificate)
@@ -185,7 +185,7 @@ def test_a_dialler_that_expects_another_node_refuses() -> None:
         dial_direct(here.address, "c", nodes["a"], 5)
 
 
-def test_nobody_there_or_nobody_who_answers_is_said_in_a_sentence() -> None:
+def test_an_address_without_a_listener_or_an_answer_is_told_in_a_sentence() -> None:
     node = swarm("a")["a"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -195,7 +195,7 @@ def test_nobody_there_or_nobody_who_answers_is_said_in_a_sentence() -> None:
         dial_direct(address, "b", node, 5)
 
 
-def test_whoever_says_nothing_or_speaks_no_tls_is_hung_up_on_and_holds_nobody_up() -> None:
+def test_callers_that_are_silent_or_speak_no_tls_are_disconnected_and_delay_no_owner() -> None:
     nodes = swarm("a", "b")
     with listening(nodes["b"], "a", limits=DirectLimits(handshake_seconds=0.3)) as here:
         host, port = here.address.split(":")
@@ -209,7 +209,7 @@ def test_whoever_says_nothing_or_speaks_no_tls_is_hung_up_on_and_holds_nobody_up
         plain.close()
 
 
-def test_of_more_callers_than_may_wait_the_oldest_are_hung_up_on_and_an_owner_is_served_at_once() -> None:
+def test_with_too_many_callers_the_oldest_are_disconnected_and_an_owner_is_served_at_once() -> None:
     nodes = swarm("a", "b")
     with listening(nodes["b"], "a") as here, contextlib.ExitStack() as stack:
         host, port = here.address.split(":")
@@ -247,7 +247,7 @@ def test_an_owner_that_opens_lines_without_an_end_gets_its_share() -> None:
         *((MAGIC, 4, 4), (MAGIC, 255, 4), (MAGIC, 0, PIECE_BYTES + 1), (MAGIC, 0, 2**32 - 1)),
     ],
 )
-def test_what_is_no_piece_ends_the_line_with_a_sentence_and_costs_no_memory(
+def test_bytes_that_are_not_a_piece_end_the_line_and_cost_no_memory(
     magic: bytes, flags: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = swarm("a", "b")
@@ -298,7 +298,7 @@ def test_a_port_that_is_taken_is_not_insisted_on_and_a_host_that_is_not_here_is_
         DirectServer(node, lambda _: True, lambda _: None).start("192.0.2.1", 0)
 
 
-def test_closing_a_line_wakes_whoever_receives() -> None:
+def test_closing_a_line_wakes_its_receiver() -> None:
     nodes = swarm("a", "b")
     with listening(nodes["b"], "a") as here:
         line = dial_direct(here.address, "b", nodes["a"], 5)
@@ -325,7 +325,7 @@ def test_a_peer_that_takes_nothing_for_too_long_breaks_the_line(monkeypatch: pyt
         server.stop()
 
 
-def test_closing_a_line_wakes_whoever_sends_to_one_that_does_not_read() -> None:
+def test_closing_a_line_wakes_a_sender_whose_peer_does_not_read() -> None:
     nodes = swarm("a", "b")
     reached, go_on = threading.Event(), threading.Event()
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 from ravnest.background import BackgroundTasks
 from ravnest.errors import PeerError
@@ -36,8 +37,8 @@ class SwarmSession:
         control = self.control.link
         async with BackgroundTasks() as tasks:
             connecting = [
-                tasks.spawn(control.keep_dialling(lambda: self.client.control(self._session))),
-                tasks.spawn(self.feed.keep_dialling(lambda: self.client.feed(self._session))),
+                tasks.spawn(control.keep_dialling(partial(self.client.control, self._session))),
+                tasks.spawn(self.feed.keep_dialling(partial(self.client.feed, self._session))),
                 tasks.spawn(control.fail_when_gone(PATIENCE_SECONDS)),
             ]
             try:

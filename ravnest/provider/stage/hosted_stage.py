@@ -42,7 +42,7 @@ from ravnest.provider.rings.rings import Rings
 from ravnest.provider.stage.failure import StageFailure
 from ravnest.provider.stage.generation import CLOSE_SECONDS, Generation
 from ravnest.provider.stage.host import Host
-from ravnest.provider.stage.outbox import StageHooks
+from ravnest.provider.stage.outbox import StageHooks, keep_nothing
 from ravnest.provider.stage.records import StageRecords
 from ravnest.provider.stage.report import loss_records, update_records, worker_report
 
@@ -74,7 +74,7 @@ class HostedStage:
         """`applied`: the microbatches that the weights contain already."""
         self.name = order.deployment
         self.stage = stage
-        self.on_keep: Keep = lambda replica, tensors, metadata: None
+        self.on_keep: Keep = keep_nothing
         """Takes the stage's part of a replica. Called on any thread; it returns at once, and the tensors are copies."""
         self._order = order
         self._host = host
@@ -89,7 +89,7 @@ class HostedStage:
         hooks = StageHooks(on_keep=self._keep)
         if membership is not None:
             rings = membership.rings
-            rings.on_failure = lambda text: self.generation.fail("error", text)
+            rings.on_failure = self._on_rings_failure
             hooks = StageHooks(self._keep, rings.snapshot, rings.remembered)
         self._hooks = hooks
         self.generation = self._next_generation(order, client)
@@ -200,7 +200,7 @@ class HostedStage:
     def set_threads(self, threads: int) -> None:
         """Compute with this many threads, after the worker's current task."""
         # torch keeps the number for each thread that has computed, so the thread that computes has to set it.
-        self.generation.worker.call_between_tasks(lambda: torch.set_num_threads(threads))
+        self.generation.worker.call_between_tasks(partial(torch.set_num_threads, threads))
 
     def save(self, checkpoint: int, anchored: bool = False) -> None:
         """Upload the stage's state to a checkpoint; `anchored`: with the parameters of the last averaging round."""
@@ -280,6 +280,9 @@ class HostedStage:
             self._membership.rings.complete(self.on_keep, replica, tensors, metadata)
         else:
             self.on_keep(replica, tensors, metadata)
+
+    def _on_rings_failure(self, text: str) -> None:
+        self.generation.fail("error", text)
 
     @property
     def _ends(self) -> list[StageLink]:

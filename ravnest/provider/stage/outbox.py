@@ -23,15 +23,15 @@ def _no_rings(snapshot: Snapshot) -> None:
     raise PeerError(f"round {snapshot.round} was announced to a stage without rings")
 
 
-def _keep_nothing(replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    pass
+def keep_nothing(replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Drop a part of a replica: there is no order to keep it."""
 
 
 @dataclass(frozen=True)
 class StageHooks:
     """Receivers of a stage's state besides the neighbours. The engine's thread calls these; they return at once."""
 
-    on_keep: Keep = _keep_nothing
+    on_keep: Keep = keep_nothing
     """Takes the stage's part of a replica; the tensors are copies."""
     on_snapshot: Callable[[Snapshot], None] = _no_rings
     """Takes the parameters for an averaging round."""

@@ -36,10 +36,9 @@ class StageSlot:
         self._say = say
         self._changed = asyncio.Condition()
 
-    @property
-    def neighbours(self) -> Collection[str]:
-        """The nodes that may dial in because of the stage."""
-        return self._neighbours
+    def is_neighbour(self, node_id: str) -> bool:
+        """Whether this node may dial in because of the stage."""
+        return node_id in self._neighbours
 
     def allow(self, neighbours: Collection[str]) -> None:
         """Let these nodes dial in, which may happen before the stage is built."""

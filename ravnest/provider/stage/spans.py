@@ -6,6 +6,7 @@ recorded than reports carry away, the newest are dropped.
 
 import time
 from collections import deque
+from functools import partial
 from typing import Final
 
 from ravnest.engine.telemetry.spans import Span
@@ -73,7 +74,7 @@ class SpanRecorder:
         """Record when the link has written its frames. Call this before it has a connection."""
         if self._size:
             found = self._links[link] = _LinkSpans()
-            link.on_written = lambda numbers: self._written(found, numbers)
+            link.on_written = partial(self._written, found)
 
     def forget(self, link: ResumableLink) -> None:
         """The link is over: its unwritten frames will not be written."""

@@ -1,4 +1,4 @@
-"""Which connections are closed that have not proved who they are."""
+"""Budgets of a port: which of the connections that have not proved their identity are closed."""
 
 from collections import Counter
 from dataclasses import replace

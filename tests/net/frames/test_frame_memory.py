@@ -25,7 +25,7 @@ def test_a_tensor_arrives_with_its_dimensions_in_the_same_order_of_memory(tensor
     came = _sent(tensor)
     assert came.shape == tensor.shape
     assert torch.equal(came, tensor)
-    # What `clone` keeps of a tensor's layout is what a frame keeps.
+    # A frame keeps the same of a tensor's layout as `clone`.
     assert came.stride() == tensor.clone(memory_format=torch.preserve_format).stride()
 
 

@@ -1,4 +1,4 @@
-"""Certificates name who they were issued to, and nobody can make up a name of their own."""
+"""A certificate names the node that it was issued to, and no node can invent another name for itself."""
 
 import contextlib
 import stat
@@ -121,7 +121,7 @@ def test_any_name_becomes_a_node_id_that_is_one_label_of_a_host(name: str) -> No
 
 
 @pytest.mark.parametrize("text", ["", "*", "a.b", "A", "-a", "a-", "a" * 61, "ä", "a\n", "a b"])
-def test_what_could_mean_another_host_is_no_node_id(text: str) -> None:
+def test_text_that_could_mean_another_host_is_not_a_node_id(text: str) -> None:
     assert not is_node_id(text)
 
 

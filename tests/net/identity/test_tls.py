@@ -91,7 +91,7 @@ def test_a_caller_without_a_certificate_reaches_no_call() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("secret_of", ["nobody", "another token"])
+@pytest.mark.parametrize("secret_of", ["no token", "another token"])
 def test_an_unknown_token_reaches_no_call(secret_of: str) -> None:
     async def test() -> None:
         async with secure_coordinator() as coordinator:
@@ -204,7 +204,7 @@ def test_two_nodes_link_and_each_knows_the_other() -> None:
             async with listening_node(later, authority) as address:
                 assert await link(address, earlier, later.node_id) == earlier.node_id
                 with pytest.raises(PeerError, match="another node of this swarm than the one expected"):
-                    await link(address, earlier, "somebody-else")
+                    await link(address, earlier, "another-node")
 
     run(test())
 
@@ -266,7 +266,7 @@ def test_a_node_renews_its_certificate_under_its_own_id_alone() -> None:
             before = node.expires_at
             coordinator.clock.now += DAY_SECONDS
             identity = coordinator.admission.caller({"x509_pem_cert": [node.tls_keys().certificate]}, ["node"], "Renew")
-            renewed = coordinator.admission.join(identity, node.request(), "somebody-else")
+            renewed = coordinator.admission.join(identity, node.request(), "another-node")
             node.adopt(renewed.certificate, coordinator.admission.authority.certificate)
             assert renewed.node_id == node.node_id == "anna-s-pc" and node.expires_at > before
 
@@ -330,7 +330,7 @@ def test_a_server_that_never_answers_is_given_up() -> None:
     run(test())
 
 
-def test_an_address_where_nobody_listens_is_unreachable() -> None:
+def test_an_address_without_a_listener_is_unreachable() -> None:
     async def test() -> None:
         async with plain_server(b"") as port:
             pass

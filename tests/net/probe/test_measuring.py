@@ -1,4 +1,4 @@
-"""Measuring a connection: the figures are those of the line, and nobody can make the other side send without end."""
+"""Measurement of a connection: the results match the line, and no caller can make the other side send without limit."""
 
 import asyncio
 from collections import deque
@@ -48,7 +48,7 @@ def test_the_figures_are_those_of_the_line() -> None:
             assert seen_whole(speeds), speeds
             for speed in speeds:
                 assert speed.round_trip_seconds >= 0.06
-                # What TLS and HTTP/2 add is not counted.
+                # The overhead of TLS and HTTP/2 is not counted.
                 assert speed.up_bytes_per_second < 520_000 and speed.down_bytes_per_second < 2_080_000
 
     def seen_whole(speeds: list[LinkSpeed]) -> bool:
@@ -126,7 +126,7 @@ def sending_more(each: int) -> MeasureRequest:
 
 
 @pytest.mark.parametrize("request_of", [wanting_more, sending_more])
-def test_nobody_gets_more_than_the_bytes_of_one_measurement(request_of: Callable[[int], MeasureRequest]) -> None:
+def test_no_caller_gets_more_than_the_bytes_of_one_measurement(request_of: Callable[[int], MeasureRequest]) -> None:
     async def test() -> None:
         async with coordinator() as (_, client):
             control = await opened(client)

@@ -56,7 +56,7 @@ class Pipe:
             broken.cancel()
 
     async def close(self) -> None:
-        """What was sent has been put into the other end's inbox already."""
+        """Nothing to do: the frames that were sent are in the other end's inbox."""
 
     def abort(self, why: PeerError | None = None) -> None:
         self.broken.set()

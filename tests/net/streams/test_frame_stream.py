@@ -425,7 +425,7 @@ def test_frames_before_the_break_are_still_received() -> None:
 
 
 @pytest.mark.parametrize("how", ["another node", "no neighbour", "the called node itself"])
-def test_nobody_but_a_neighbouring_stage_may_link(how: str) -> None:
+def test_only_a_neighbouring_stage_may_link(how: str) -> None:
     async def test() -> None:
         async with provider(echo) as (handler, address):
             caller, words = OTHER, "other may not call Link: before may"

@@ -156,7 +156,7 @@ def test_a_host_that_has_no_address_is_a_problem(coordinator: Coordinator) -> No
     assert "connection" not in found
 
 
-def test_a_port_where_nobody_listens_is_a_problem(coordinator: Coordinator) -> None:
+def test_a_port_without_a_listener_is_a_problem(coordinator: Coordinator) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     found = look(replace(coordinator.invite(), port=port))
@@ -169,7 +169,7 @@ def test_an_address_that_does_not_answer_is_a_problem_soon(
 ) -> None:
     monkeypatch.setattr(doctor, "CONNECT_SECONDS", 0.2)
     with ExitStack() as stack:
-        # Nobody takes connections here: when the queue for them is full, the system lets callers wait.
+        # Connections are not accepted here: when their queue is full, the system lets callers wait.
         full = stack.enter_context(socket.socket())
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -183,7 +183,7 @@ def test_an_address_that_does_not_answer_is_a_problem_soon(
 
 @contextmanager
 def speaking(greeting: bytes) -> Iterator[int]:
-    """The port of somebody who speaks no TLS."""
+    """The port of a server that does not speak TLS."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -224,7 +224,7 @@ def test_a_revoked_invite_is_a_problem(coordinator: Coordinator) -> None:
 
 def test_an_invite_that_is_used_up_is_a_problem_unless_this_machine_used_it(coordinator: Coordinator) -> None:
     invite = coordinator.invite(uses=1)
-    coordinator.admission.tokens.redeem(invite.token.id, "somebody's key", "ben", time.time())
+    coordinator.admission.tokens.redeem(invite.token.id, "another key", "ben", time.time())
     problem(look(invite), "invite", f"the invite {invite.token.id} has been used up", "ask the requester")
     once = coordinator.invite(uses=1)
     coordinator.join(once, "anna")
@@ -293,7 +293,7 @@ def test_the_coordinator_dials_back_to_see_whether_this_machine_can_be_reached(c
 
 
 def test_a_machine_that_cannot_be_dialled_is_told_what_follows(coordinator: Coordinator) -> None:
-    # It listens where the coordinator does not look: as behind a router, the port is there and nobody gets to it.
+    # It listens where the coordinator does not look. Behind a router, too, the port is open but cannot be reached.
     reach = look(coordinator.invite(), listen=("127.0.0.9", 0))["reach"]
     assert reach.level == "warning" and "cannot dial this machine at 127.0.0.1: " in reach.sentence
     assert "relay" in reach.fix
@@ -301,7 +301,7 @@ def test_a_machine_that_cannot_be_dialled_is_told_what_follows(coordinator: Coor
 
 def test_something_else_on_that_port_is_not_taken_for_this_machine(coordinator: Coordinator) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0-somebody"), daemon=True).start()
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0-other"), daemon=True).start()
         reach = look(coordinator.invite(), listen=("127.0.0.9", other.getsockname()[1]))["reach"]
     assert reach.level == "warning" and "something else answers there" in reach.sentence
 

@@ -1,4 +1,4 @@
-"""What the doctor makes of the facts: every judgement, from both sides of its limit."""
+"""Checks of the doctor, each from both sides of its limit."""
 
 import pytest
 

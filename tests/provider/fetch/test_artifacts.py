@@ -59,7 +59,7 @@ class Requester(Coordinator):
 
 
 class Line:
-    """A line to the requester that is cut after so many bytes, once for each number in `cuts`."""
+    """A line to the requester that breaks after each of these numbers of bytes."""
 
     def __init__(self, port: int, cuts: list[int]) -> None:
         self.port = port
@@ -180,7 +180,7 @@ def test_a_provider_that_was_ended_goes_on_from_its_partial_file(tmp_path: Path)
     run(test())
 
 
-def test_what_was_fetched_once_is_not_fetched_again_whoever_asks(tmp_path: Path) -> None:
+def test_an_artifact_is_fetched_once_for_all_providers(tmp_path: Path) -> None:
     async def test() -> None:
         async with ends() as swarm:
             await swarm.get(ArtifactCache(tmp_path))
@@ -275,7 +275,7 @@ def test_the_longest_unused_is_thrown_out_for_what_is_new(tmp_path: Path) -> Non
                 if number == 2:
                     os.utime(files[0], (1000, 1000))
             assert [file.exists() for file in files] == [True, False, True, True]
-            assert (tmp_path / "notes.txt").exists(), "somebody else's file was thrown out"
+            assert (tmp_path / "notes.txt").exists(), "a file of another program was deleted"
             assert len(swarm.requester.asked) == 4
 
             data, _ = await swarm.get(ArtifactCache(tmp_path, limit_bytes=900_000), ref=a_ref(contents[3]))

@@ -1,4 +1,4 @@
-"""Frames are coded and packed beside the network's loop, in order, and one direction does not wait for another."""
+"""Frames are coded and packed off the network's loop, in order, and one direction does not wait for another."""
 
 import asyncio
 import threading

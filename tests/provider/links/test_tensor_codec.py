@@ -1,4 +1,4 @@
-"""What travels in a codec between stages, and what travels as it is."""
+"""Coding of tensors between stages: which tensors travel in a codec, and which unchanged."""
 
 import math
 

@@ -49,7 +49,7 @@ def test_a_stage_that_recomputes_already_has_one_step_less() -> None:
     assert [step.kind for step in steps(MemoryStrain(True), EXHAUSTED, 2, 5)][:2] == ["fewer", "stop"]
 
 
-def test_a_moment_without_memory_stops_nobody() -> None:
+def test_a_moment_without_memory_stops_no_stage() -> None:
     strain = MemoryStrain(True)
     assert strain.look(EXHAUSTED, 1, 0.0) is None
     assert strain.look(ENOUGH, 1, 1.0) is None

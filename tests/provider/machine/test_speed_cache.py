@@ -78,7 +78,7 @@ def test_an_old_figure_is_measured_again(cache: Path) -> None:
         lambda text: "\udcff",
     ],
 )
-def test_a_damaged_file_is_passed_over_and_written_anew(cache: Path, monkeypatch: pytest.MonkeyPatch, damage) -> None:  # type: ignore[no-untyped-def]
+def test_a_damaged_file_is_ignored_and_replaced(cache: Path, monkeypatch: pytest.MonkeyPatch, damage) -> None:  # type: ignore[no-untyped-def]
     setup = Setup.here(CPU)
     keep(setup, FIGURES)
     (path,) = cache.iterdir()

@@ -9,7 +9,7 @@ _OPTIMIZERS = "SGD Adam AdamW NAdam RAdam Adamax Adadelta Adagrad ASGD RMSprop R
 
 
 def python(code: str) -> str:
-    """What a fresh process prints."""
+    """The output of a new process."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

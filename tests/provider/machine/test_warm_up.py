@@ -1,4 +1,4 @@
-"""Whoever stands by has imported what a first backward makes torch import."""
+"""A standby has imported everything that a first backward makes torch import."""
 
 import subprocess
 import sys

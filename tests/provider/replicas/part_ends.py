@@ -51,7 +51,7 @@ class ByHand:
 
     async def upload(self, name: str, chunks: AsyncIterator[bytes]) -> None:
         if name == "unwanted":
-            raise RefusedError("nobody asked for it")
+            raise RefusedError("it was not asked for")
         self.uploads[name] = b"".join([chunk async for chunk in chunks])
 
     async def relay(self, link: str) -> Link:
@@ -105,7 +105,7 @@ class Keeper:
         return told
 
     def dials(self, other: "Keeper", link: str) -> Neighbour:
-        """What the coordinator tells this one of a link to the other."""
+        """The coordinator's description of a link to the other provider."""
         return Neighbour(node=other.name, address=other.address, link=link, dialling=DIALLING_DIRECT)
 
     def awaits(self, other: "Keeper", link: str) -> Neighbour:
@@ -128,7 +128,7 @@ async def keepers(folder: Path, *names: str) -> AsyncIterator[list[Keeper]]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Returns once it holds; a test that waits in vain runs into its time."""
+    """Wait until the condition holds; otherwise the test times out."""
     while not condition():
         await asyncio.sleep(0.001)
 

@@ -37,7 +37,7 @@ def test_all_tensors_and_values_are_there_and_nothing_of_rounds_and_microbatches
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"values": 3}'])
-def test_what_cannot_be_read_is_told(text: str) -> None:
+def test_an_unreadable_part_is_reported(text: str) -> None:
     tensors, metadata = a_part("a", 1)
     with pytest.raises(GraphError, match="cannot be read"):
         joined([(tensors, {**metadata, "optimizer": text})])

@@ -1,4 +1,5 @@
-"""Parts of replicas between providers: they arrive whole or are refused with a reason, and nobody's stage suffers."""
+"""Exchange of replica parts between providers: parts arrive whole or are refused with a reason, and no stage
+suffers."""
 
 import asyncio
 import hashlib
@@ -221,7 +222,7 @@ def a_deploy(taker: Keeper, giver: Keeper | None, replica: int = 4) -> Deploy:
     return order
 
 
-def test_a_part_is_given_to_whoever_takes_the_stage(tmp_path: Path) -> None:
+def test_a_part_is_given_to_the_provider_that_takes_the_stage(tmp_path: Path) -> None:
     async def test() -> None:
         async with keepers(tmp_path, "holder", "taker") as (holder, taker):
             holder.files.write(KEY, 4, a_state(2_000_000), METADATA)
@@ -235,7 +236,7 @@ def test_a_part_is_given_to_whoever_takes_the_stage(tmp_path: Path) -> None:
     run(test())
 
 
-def test_whoever_gives_a_part_knows_how_much_of_it_the_other_has_whatever_its_size(tmp_path: Path) -> None:
+def test_the_sender_of_a_part_knows_how_much_has_arrived(tmp_path: Path) -> None:
     async def test() -> None:
         sending = OutgoingTransfers()
         reached: list[int] = []
@@ -343,7 +344,7 @@ def test_a_part_that_is_not_the_one_its_owner_kept_is_not_taken(tmp_path: Path) 
                 await taker.parts.fetch_part(order)
             with pytest.raises(PeerError):
                 taker.files.find(KEY, 4)
-            # Nor from the own disk, where somebody may have left it.
+            # Nor from this machine's disk, where a damaged part may have been left.
             with pytest.raises(PeerError, match="it is not the part that its owner recorded"):
                 await holder.parts.fetch_part(Deploy(part_key=KEY, part_replica=4, part_sha256=kept.sha256))
             assert await owner.parts.fetch_part(Deploy(part_key=KEY, part_replica=4, part_sha256=kept.sha256))
@@ -424,7 +425,7 @@ def test_a_part_is_uploaded_as_it_is_and_a_missing_one_is_said_to_be(tmp_path: P
             holder.obey(upload_part=UploadPart(key=KEY, replica=4, name="replica-4"))
             await until(lambda: "replica-4" in holder.coordinator.uploads)
             assert holder.coordinator.uploads["replica-4"] == content(holder, 4)
-            for replica, name, says in ((5, "replica-5", "there is no part"), (4, "unwanted", "nobody asked")):
+            for replica, name, says in ((5, "replica-5", "there is no part"), (4, "unwanted", "it was not asked for")):
                 holder.obey(upload_part=UploadPart(key=KEY, replica=replica, name=name))
                 failed = await holder.hears()
                 assert isinstance(failed, Failed) and (failed.kind, failed.deployment) == ("part", KEY)
@@ -446,7 +447,7 @@ def test_a_part_that_is_damaged_here_is_not_uploaded(tmp_path: Path) -> None:
     run(test())
 
 
-# What others may not do.
+# Forbidden frames.
 
 
 def part_frame(replica: int = 4, data: bytes = b"", name: str = "data", **scalars: Any) -> Frame:
@@ -461,7 +462,7 @@ GOOD = hashlib.sha256(b"12345678").digest()
 async def sends(
     owner: Keeper, holder: Keeper, frames: list[Frame], name: str = "rep-1"
 ) -> tuple[list[Frame], PeerError | None]:
-    """What the holder answers to these frames of its owner, and how the link ends."""
+    """The holder's answers to these frames of its owner, and the end of the link."""
     link = ResumableLink(holder.name)
     carrying = asyncio.create_task(link.carry(await dial_link(holder.address, holder.name, owner.node, name)))
     for frame in frames:
@@ -571,7 +572,7 @@ def test_a_part_that_its_stage_cannot_need_is_refused(tmp_path: Path) -> None:
     run(test())
 
 
-def test_nobody_but_the_owner_may_send(tmp_path: Path) -> None:
+def test_only_the_owner_may_send(tmp_path: Path) -> None:
     async def test() -> None:
         async with keepers(tmp_path, "owner", "holder", "other") as (owner, holder, other):
             holder.obey(hold=Hold(key=KEY, owner=holder.awaits(owner, "rep-1")))
@@ -664,7 +665,7 @@ def test_a_replica_takes_its_share_of_the_line_and_no_more(bytes_per_second: flo
         burst = next_burst(burst, busy)
         assert busy < 0.3, "what is in the way is soon over"
     assert sent / seconds <= 0.25 * bytes_per_second * 1.001
-    # Where a round trip lasts longer than the largest burst, waiting for answers is what bounds it.
+    # If a round trip lasts longer than the largest burst, waiting for answers is the limit.
     assert sent / seconds >= min(0.15 * bytes_per_second, 0.4 * (4 << 20) / max(round_trip, 1e-9))
 
 
@@ -686,6 +687,6 @@ def test_a_replica_pauses_between_its_bursts(tmp_path: Path, monkeypatch: pytest
             order = a_deploy(holder, owner)
             owner.obey(give=Give(key=KEY, replica=4, to=owner.dials(holder, "give-1")))
             await holder.parts.fetch_part(order)
-            assert not asked, "whoever waits for a stage gets it as fast as it comes"
+            assert not asked, "a provider that waits for a stage gets it without a limit"
 
     run(test())

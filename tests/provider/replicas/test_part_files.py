@@ -95,12 +95,12 @@ def test_what_is_forgotten_of_one_cluster_leaves_the_others_alone(tmp_path: Path
     files.forget((), 1000, {"r1-c0-s1"})
     files.forget((), 10, {"slow"})
     for replica in (1200, 1300):
-        # Of these one stage after the other says that it could not keep its part.
+        # For these, one stage after the other reports that it could not store its part.
         write(files, replica)
     assert held(files) == [("r1-c0-s1", 1300), ("r1-c0-s1", 1200), ("r1-c0-s1", 1000), ("slow", 10)]
 
 
-def test_stages_that_nobody_knows_any_more_are_forgotten(tmp_path: Path) -> None:
+def test_parts_of_unknown_stages_are_deleted(tmp_path: Path) -> None:
     files = PartFiles(tmp_path)
     write(files, 3)
     write(files, 3, "old")
@@ -110,7 +110,7 @@ def test_stages_that_nobody_knows_any_more_are_forgotten(tmp_path: Path) -> None
     assert held(files) == [] and [*tmp_path.iterdir()] == []
 
 
-def test_who_reads_a_part_that_is_forgotten_reads_it_to_its_end(tmp_path: Path) -> None:
+def test_a_reader_of_a_deleted_part_reads_it_to_its_end(tmp_path: Path) -> None:
     for files in (PartFiles(tmp_path), PartFiles(None)):
         write(files, 3)
         part = files.find("r1-c0-s1", 3)
@@ -134,7 +134,7 @@ def test_at_the_start_what_is_a_week_old_or_half_written_goes(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("key", ["", "..", ".hidden", "a/b", "../../etc/passwd", "a@1", "a\0b", "x" * 81, "ü", "a\n"])
-def test_what_is_no_key_never_comes_near_a_path(tmp_path: Path, key: str) -> None:
+def test_an_invalid_key_is_not_used_in_a_path(tmp_path: Path, key: str) -> None:
     files = PartFiles(tmp_path / "parts")
     with pytest.raises(PeerError, match="is not the key of a stage"):
         write(files, 1, key)
@@ -144,7 +144,7 @@ def test_what_is_no_key_never_comes_near_a_path(tmp_path: Path, key: str) -> Non
 
 
 @pytest.mark.parametrize("replica", [0, -1, 1 << 63])
-def test_what_is_no_number_is_refused(tmp_path: Path, replica: int) -> None:
+def test_an_invalid_number_is_refused(tmp_path: Path, replica: int) -> None:
     with pytest.raises(PeerError, match="is not the number of a replica"):
         PartFiles(tmp_path).begin("k", replica, 10)
 
@@ -208,7 +208,7 @@ def test_there_are_never_more_files_than_a_process_may_open(tmp_path: Path, monk
         write(files, 1, "d")
 
 
-def test_whoever_wants_nothing_kept_has_nothing_left_behind(tmp_path: Path) -> None:
+def test_without_disk_space_no_file_is_left(tmp_path: Path) -> None:
     node = NodeIdentity.open(tmp_path / "node")
     files = PartFiles.of_node(node, 0, pytest.fail)
     write(files, 1)
@@ -224,14 +224,14 @@ def test_a_folder_that_cannot_be_used_is_said_and_done_without(tmp_path: Path) -
     assert held(files) == [("r1-c0-s1", 1)] and "will not outlive this process" in said[0]
 
 
-def test_nobody_else_on_the_machine_may_read_a_part(tmp_path: Path) -> None:
+def test_other_users_of_the_machine_may_not_read_a_part(tmp_path: Path) -> None:
     files = PartFiles(tmp_path / "parts")
     write(files, 1)
     [path] = (tmp_path / "parts").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_what_is_told_of_many_parts_fits_into_a_request_to_join(tmp_path: Path) -> None:
+def test_the_list_of_many_parts_fits_into_a_request_to_join(tmp_path: Path) -> None:
     files = PartFiles(tmp_path)
     for number in range(120):
         write(files, 1000 + number, f"{'k' * 70}-{number}")

@@ -1,5 +1,5 @@
 """A real provider in a process of its own: without a stage it holds parts of another's, with one it keeps its own, and
-it has them again when it is killed and started anew."""
+it has them again when it is killed and started again."""
 
 import hashlib
 import os

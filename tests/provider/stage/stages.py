@@ -59,7 +59,7 @@ async def built(order: Deploy, client: Any, node: NodeIdentity | None = None, pa
 
 
 class Feed:
-    """Where a stage's answers to the coordinator go."""
+    """Collects a stage's answers to the coordinator."""
 
     def __init__(self) -> None:
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
@@ -119,7 +119,7 @@ class Machine:
         self.hosted.open(feed, say)
 
     def give(self, number: int, generation: int, **more: Any) -> None:
-        """What the coordinator feeds of a microbatch."""
+        """The coordinator's feed for a microbatch."""
         inputs, targets = BATCHES[number]
         tensors = {"inputs": inputs, "targets": targets}
         names = {value.name for value in graphs()[self.stage].inputs}

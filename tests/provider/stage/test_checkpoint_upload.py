@@ -42,7 +42,7 @@ def on_a_loop(
         if name == "checkpoint-13":
             raise PeerError("the coordinator is gone")
         if name == "checkpoint-14":
-            raise RefusedError("nobody has asked for it")
+            raise RefusedError("it was not asked for")
         if name == "checkpoint-15":
             await asyncio.Event().wait()
         uploaded.append(b"".join([chunk async for chunk in chunks()]))
@@ -74,9 +74,7 @@ def test_saving_returns_when_the_state_has_been_taken() -> None:
     assert tensors["param:weight"].tolist() == [0.0, 1.0, 2.0] and metadata["version"] == "4"
 
 
-def test_a_checkpoint_taken_with_a_microbatch_has_what_lies_beside_the_stage_and_one_that_brings_it_is_left_alone() -> (
-    None
-):
+def test_a_checkpoint_gets_the_outer_state_unless_it_has_one() -> None:
     async def test(ends: Ends) -> None:
         await asyncio.to_thread(ends.uploads.save, 1, {"param:weight": torch.arange(3.0)}, {})
         brought = {"param:weight": torch.arange(3.0), "outer:weight": torch.full((3,), 8.0)}
@@ -92,7 +90,7 @@ def test_a_checkpoint_taken_with_a_microbatch_has_what_lies_beside_the_stage_and
     assert found == [[7.0] * 3, [8.0] * 3]
 
 
-def test_a_state_that_nobody_took_is_the_workers_problem() -> None:
+def test_a_failed_upload_fails_the_worker() -> None:
     async def test(ends: Ends) -> None:
         with pytest.raises(PeerError, match="the coordinator is gone"):
             await asyncio.to_thread(ends.uploads.save, 13, {"param:weight": torch.ones(1)}, {})
@@ -102,7 +100,7 @@ def test_a_state_that_nobody_took_is_the_workers_problem() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [14, 15], ids=["refused", "under way"])
-def test_a_checkpoint_of_a_coordinator_that_is_gone_is_nobodys_problem(checkpoint: int) -> None:
+def test_a_checkpoint_of_a_coordinator_that_is_gone_is_dropped(checkpoint: int) -> None:
     async def test(ends: Ends) -> None:
         saving = asyncio.create_task(
             asyncio.to_thread(ends.uploads.save, checkpoint, {"param:weight": torch.ones(1)}, {})
@@ -120,7 +118,7 @@ def test_a_checkpoint_of_a_coordinator_that_is_gone_is_nobodys_problem(checkpoin
 
 def test_a_checkpoint_that_is_refused_while_the_coordinator_stays_is_the_workers_problem() -> None:
     async def test(ends: Ends) -> None:
-        with pytest.raises(RefusedError, match="nobody has asked for it"):
+        with pytest.raises(RefusedError, match="it was not asked for"):
             await asyncio.to_thread(ends.uploads.save, 14, {"param:weight": torch.ones(1)}, {})
 
     on_a_loop(test, restart_seconds=0.1)
@@ -149,12 +147,12 @@ def test_where_there_is_room_for_a_copy_the_stage_goes_on_and_what_it_was_is_upl
 
 
 @pytest.mark.parametrize("checkpoint", [13, 14])
-def test_a_copy_that_nobody_takes_fails_the_stage_as_its_own_state_does(checkpoint: int) -> None:
+def test_a_copy_whose_upload_fails_fails_the_stage(checkpoint: int) -> None:
     async def test(ends: Ends) -> None:
         ends.uploads.save(checkpoint, {"param:weight": torch.ones(1)}, {})
         async with asyncio.timeout(10):
             failure = await ends.failures.future
-        assert failure.kind == "error" and failure.text in ("the coordinator is gone", "nobody has asked for it")
+        assert failure.kind == "error" and failure.text in ("the coordinator is gone", "it was not asked for")
         assert ends.records.take()[2] == []
 
     on_a_loop(test, has_room=has_room, restart_seconds=0.1)

@@ -93,7 +93,7 @@ class Machines:
         await self.swarm.swarm.tell(name, CoordinatorMessage(**order))
 
     async def said(self, name: str, kind: str, count: int = 1) -> list[Any]:
-        """All of this kind that it has said, once there are so many."""
+        """All of its messages of this kind, once there is this number of them."""
 
         def found() -> list[ProviderMessage]:
             return [m for node, m in self.swarm.told.messages if node == name and m.HasField(kind)]  # type: ignore[arg-type]
@@ -160,7 +160,7 @@ def test_a_killed_leaf_is_taken_by_its_holder_while_the_root_keeps_its_stage(mac
         for name in ("one", "three"):
             await machines.tell(name, start=Start(deployment="d1"))
         await machines.train({"one": 0, "three": 1}, range(3, 8), 2)
-        # What comes again was not applied again, and both have all of it.
+        # Replayed microbatches were not applied twice, and both stages have applied all of them.
         for name, updates in (("one", 8), ("three", 5)):
             reports = await machines.said(name, "report")
             while reports[-1].updates < updates:

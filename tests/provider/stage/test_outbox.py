@@ -1,4 +1,4 @@
-"""What a stage puts out on its own thread arrives on the network's loop, as frames and in order."""
+"""A stage's output, put out on its own thread, arrives on the network's loop as frames and in order."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

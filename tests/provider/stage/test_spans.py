@@ -1,4 +1,4 @@
-"""What a provider records of its stage: of the same microbatches everywhere, within bounds, in order."""
+"""Spans that a provider records of its stage: of the same microbatches everywhere, within limits, in order."""
 
 import time
 from typing import Any
@@ -59,7 +59,7 @@ def test_times_count_from_when_the_stage_began() -> None:
     assert (span.kind, span.began_seconds, span.seconds, span.detail) == ("wait", 2.0, 0.5, "limit")
 
 
-def test_a_report_takes_so_many_and_what_is_too_much_is_left_out() -> None:
+def test_a_report_takes_a_limited_number_and_the_newest_spans_are_dropped() -> None:
     recorder = SpanRecorder(10**9, max_waiting=2 * SPANS_A_REPORT + 10)
     worked(recorder, range(10 * SPANS_A_REPORT))
     sizes = [len(recorder.take(0.0)) for _ in range(4)]
