@@ -76,4 +76,4 @@ def test_a_provider_without_the_memory_that_it_said_is_evicted_with_the_reason(t
     evicted = [event for event in events if event["kind"] == "evicted"]
     assert failed and failed[0]["reason"].startswith("memory ran out"), [e["reason"] for e in events]
     assert evicted and evicted[0]["provider"] == failed[0]["provider"]
-    assert "said that it lends" in evicted[0]["reason"] and evicted[0]["memory_bytes"] > 0
+    assert "reported" in evicted[0]["reason"] and evicted[0]["memory_bytes"] > 0

@@ -1,4 +1,4 @@
 """Plan: from a job and the measured members of a swarm to the plan that is deployed.
 
-Decides with the planner and sends nothing. May import `checkpoints` and below.
+May know `checkpoints` and the rooms below it. Decides with the planner, and sends nothing.
 """

@@ -1,4 +1,4 @@
-"""How the clusters of a plan average: who with whom, how often, and what it takes of lines and memory."""
+"""Averaging of a plan: the rings of its clusters, the interval between rounds, and the load on lines and memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,18 +19,18 @@ from ravnest.settings import Averaging
 
 @dataclass(frozen=True, slots=True)
 class AveragingOf:
-    """How the clusters of a plan average."""
+    """The rings of a plan and the interval between its rounds."""
 
     rings: tuple[Ring, ...]
     parts: tuple[RingPart, ...]
     round_seconds: float
-    """Of the fragment that takes longest."""
+    """Duration of a round of the slowest fragment."""
     every: int
-    """Samples of all clusters together."""
+    """Samples of all clusters between two rounds."""
     reason: str
     goal: Goal
     plan: Proposal
-    """With the rate that comes of rounds as often as that."""
+    """With the rate that this interval gives."""
 
 
 def averaging_of(
@@ -42,7 +42,7 @@ def averaging_of(
     providers: Mapping[str, Provider],
     plan: Proposal,
 ) -> AveragingOf:
-    """Who averages what with whom in a plan of several clusters, and how often."""
+    """The averaging of a plan with several clusters."""
     where = layout(graph)
     rings = rings_of(plan, model, network, providers)
     parts = fragments([(ring, tensors_of(graph, where, ring)) for ring in rings], settings.fragments)
@@ -51,14 +51,14 @@ def averaging_of(
         round_seconds([part.as_ring(goal.average_share) for part in group], network, providers) for group in groups
     )
     every, reason = average_every(settings, plan.rates, model.samples, goal.accumulate, seconds, len(groups))
-    # Only now is it known how often there will be a round.
+    # The interval follows from the plan, and changes its predicted rate.
     goal = replace(goal, average_every=max(1, round(every / model.samples / len(plan.clusters))))
     plan = proposal_of(goal, network, providers, plan.clusters)
     return AveragingOf(rings, parts, seconds, every, reason, goal, plan)
 
 
 def within_averaging(graph: PortableGraph, goal: Goal) -> Goal:
-    """The goal, of one cluster where clusters cannot average this model; PlanError where it is to have several."""
+    """The goal, limited to one cluster if clusters cannot average this model; PlanError if it requires several."""
     if goal.max_clusters != 1:
         try:
             check_can_be_averaged(graph)
@@ -70,20 +70,20 @@ def within_averaging(graph: PortableGraph, goal: Goal) -> Goal:
 
 
 def averaged_bytes(averaging: Averaging) -> float:
-    """What a number of a parameter takes on the line in a round."""
+    """Bytes sent in a round for each value of a parameter."""
     moments = 8.0 if averaging.optimizer_state else 0.0
     return 4 * share_of(averaging.codec) + moments
 
 
 def averaging_memory(job: Job) -> float:
-    """What averaging keeps for each byte of a parameter."""
+    """Bytes of memory that averaging needs for each byte of a parameter."""
     averaging = job.averaging
-    # The parameters as they were after the last round, and the outer optimizer's momentum; while a round goes on, what
-    # this cluster has learned, and the mean. All of it are numbers of 4 bytes.
+    # The parameters after the last round, and the outer optimizer's momentum; during a round, this cluster's difference
+    # and the mean. All of these are values of 4 bytes.
     numbers = 1 + (averaging.outer == "nesterov") + 2
-    # What encoding has lost, for the next round, and what it loses in this.
+    # The encoding error carried into this round, and the one that this round adds.
     numbers += 2 * (averaging.codec == "int4")
-    # Of both moments, this cluster's and the mean. Many optimizers have fewer.
+    # Both moments, each as this cluster's value and as the mean. Many optimizers have fewer.
     numbers += 4 * averaging.optimizer_state
     trained = [p for p in job.model.parameters() if p.requires_grad]
     return 4.0 * numbers * sum(p.numel() for p in trained) / max(1, sum(p.nbytes for p in trained))

@@ -1,7 +1,7 @@
-"""What a model costs on this machine, kept in the run directory: a run that goes on need not measure it again.
+"""Cache of a model's costs on this machine, in the run directory: a resumed run does not measure them again.
 
-It is measured once, which takes seconds, or a minute for a large model; all stages of a swarm wait for a coordinator
-that was killed and starts again. What was kept counts for the same model, optimizer and batch on the same machine.
+The measurement takes seconds, or a minute for a large model, and all stages would wait for it when a killed coordinator
+starts again. The cache is valid for the same model, optimizer and batch on the same machine.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from ravnest.monitor.files import write_atomic
 
 
 def key_of(job: Job, captured: Captured, threads: int | None) -> str:
-    """Of all on which the costs hang."""
+    """Hash of everything that the costs depend on."""
     shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in sorted(captured.sample.items())}
     machine = [platform.node(), platform.machine(), os.cpu_count(), torch.__version__]
     pipeline = [job.pipeline.accumulate, job.pipeline.precision, job.pipeline.compiled]
@@ -33,7 +33,7 @@ def key_of(job: Job, captured: Captured, threads: int | None) -> str:
 
 
 def kept_costs(path: Path, key: str) -> CostProfile | None:
-    """What was kept under this key; None where nothing was, or nobody can read it."""
+    """The costs stored under this key; None if there are none, or they cannot be read."""
     try:
         told: dict[str, Any] = json.loads(path.read_text())
         if told.pop("key") != key:
@@ -45,7 +45,7 @@ def kept_costs(path: Path, key: str) -> CostProfile | None:
 
 
 def keep_costs(path: Path, key: str, costs: CostProfile) -> None:
-    """Keeps them, if the disk takes them: the run goes on without."""
+    """Stores the costs; a disk error is ignored, as the run can go on without the cache."""
     nodes = {name: asdict(cost) for name, cost in costs.nodes.items()}
     rest = {name: getattr(costs, name) for name in _FIGURES}
     told = {"key": key, **rest, "update": asdict(costs.update), "nodes": nodes}

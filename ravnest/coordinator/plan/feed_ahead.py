@@ -1,4 +1,4 @@
-"""How many microbatches a cluster is fed ahead: enough that no stage waits for the coordinator."""
+"""Number of microbatches that a cluster is fed ahead, so that no stage waits for the coordinator."""
 
 import math
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from ravnest.planner.problem import Provider
 
 _AHEAD = 2
 _MAX_AHEAD = 32
-"""More would wait at a stage than it may be told to keep."""
+"""Maximum that a stage may be told to keep."""
 _AWAY_SECONDS = 2.0
 _AWAY_BYTES = 8 << 20
-"""For so long a cluster can go on without its coordinator, if that is no more than so many bytes."""
+"""Time that a cluster can go on without its coordinator, if the microbatches for it are no larger than this."""
 
 
 def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
-    """How many microbatches are fed beyond those in flight, at the planned rate. Where the coordinator is on another
-    machine, enough to go on with for a while when it is gone, if they are small."""
+    """Number of microbatches fed beyond those in flight, at the planned rate. If the coordinator is on another machine
+    and they are small, there are enough to go on for a while without it."""
     needed = ahead_of(feed_seconds(cluster, providers), cluster.period_seconds)
     fed = _fed(cluster)
     if not any(providers[stage.provider].latency_seconds for stage in fed):
@@ -26,13 +26,14 @@ def feed_ahead(cluster: Cluster, providers: Mapping[str, Provider]) -> int:
 
 
 def ahead_of(feed_seconds: float, period_seconds: float) -> int:
-    """How many are fed ahead so that no stage ever waits for the coordinator: as many as are trained on while word of a
-    completed one comes and the next goes out, and a few."""
+    """Number fed ahead so that no stage waits for the coordinator: those trained on between a report of a completed
+    microbatch and the arrival of the next one, and a few more."""
     return _AHEAD + math.ceil(min(_MAX_AHEAD, feed_seconds / period_seconds))
 
 
 def feed_seconds(cluster: Cluster, providers: Mapping[str, Provider]) -> float:
-    """Until word of a completed microbatch has come and the next is with the stage that waits longest for it."""
+    """Time for a report of a completed microbatch to arrive, and for the next one to reach the slowest stage to be
+    fed."""
     return max(
         2 * providers[stage.provider].latency_seconds
         + stage.fed_bytes / providers[stage.provider].down_bytes_per_second
@@ -41,5 +42,5 @@ def feed_seconds(cluster: Cluster, providers: Mapping[str, Provider]) -> float:
 
 
 def _fed(cluster: Cluster) -> list[StageCost]:
-    """Stages that the coordinator sends something of each microbatch: the root in any case, if only word of it."""
+    """Stages that the coordinator feeds: always the root, which is at least told of each microbatch."""
     return [stage for number, stage in enumerate(cluster.stages) if number == 0 or stage.fed_bytes]

@@ -1,7 +1,7 @@
-"""From the members of a swarm to a plan for a run: what each said it measured, as the planner takes it.
+"""Plan of a run for the members of a swarm.
 
-The lines between providers are measured where a plan would use them: it is planned with what each said of its own
-line, the lines between neighbours of that plan are measured, and it is planned again with what was found.
+Only lines that a plan would use are measured: the first plan uses each provider's figures of its own connection; then
+the lines between neighbours of that plan are measured, and the next plan uses the results.
 """
 
 import asyncio
@@ -40,19 +40,19 @@ from ravnest.settings import Pipeline
 from ravnest.units import counted
 
 _MEASURED_PLANS = 8
-"""How often it is planned anew with the lines that the plan before would have used. Where lines between machines are
-slower than those to the coordinator, what is not measured yet looks better than what is, and each plan uses others."""
+"""Maximum number of plans, each with the measured lines of the one before. If lines between machines are slower than
+those to the coordinator, unmeasured lines look better, and each plan uses other ones."""
 
 
 def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
-    """What the job and its requester fix about a plan.
+    """The goal that the settings of the job and its requester give.
 
-    With a number of clusters there are exactly so many, and with one of providers too, each of these has a stage.
-    Without one of clusters, there are as many as is best. PlanError where there are fewer providers than clusters.
+    A given number of clusters is exact; with a number of providers too, each of these has a stage. Otherwise the
+    planner chooses the number of clusters. PlanError if there are fewer providers than clusters.
     """
     check_clusters(providers, clusters)
     pipeline, averaging = job.pipeline, job.averaging
-    everybody = providers if providers is not None and clusters is not None else 0
+    min_providers = providers if providers is not None and clusters is not None else 0
     return Goal(
         in_flight=pipeline.in_flight,
         max_staleness=pipeline.max_staleness,
@@ -64,14 +64,14 @@ def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
         codecs=codecs_of(pipeline),
         min_clusters=clusters or 1,
         max_clusters=clusters,
-        min_stages=max(1, everybody // (clusters or 1)),
-        min_providers=everybody,
+        min_stages=max(1, min_providers // (clusters or 1)),
+        min_providers=min_providers,
     )
 
 
 def codecs_of(pipeline: Pipeline) -> tuple[str, ...]:
-    """What activations and gradients may travel in."""
-    # One in flight is asked for by those who want what a plain loop gives: nothing is lost on the way then.
+    """The codecs that activations and gradients may use."""
+    # A job with one microbatch in flight wants the results of a plain loop: exact values.
     codec = pipeline.codec or ("float32" if pipeline.in_flight == 1 else None)
     if codec is None:
         return CHOICES
@@ -86,7 +86,7 @@ def model_costs(prepared: PreparedJob) -> ModelCosts:
 
 
 def check_stages(model: ModelCosts, stages: int) -> None:
-    """PlanError where the model cannot be cut into so many; it says into how many it can."""
+    """PlanError, with the possible number, if the model cannot be cut into this many stages."""
     possible = model.max_stages
     if stages > possible:
         raise PlanError(
@@ -106,10 +106,10 @@ def plan_members(
     seconds: float | None = None,
     known: Sequence[Cluster] = (),
 ) -> Plan:
-    """The plan of a run with these providers; PlanError where the model does not fit, or cannot be averaged.
+    """The plan of a run with these providers; PlanError if the model does not fit or cannot be averaged.
 
-    With `layouts`, the clusters lie as these say, and nothing better is looked for. `seed`, `seconds` and `known` are
-    those of the search.
+    With `layouts`, the clusters are fixed and there is no search. `seed`, `seconds` and `known` are arguments of the
+    search.
     """
     asked = goal
     model, graph = model_costs(prepared), prepared.captured.graph
@@ -158,7 +158,7 @@ def plan_members(
 
 
 def slowed_over_run(job: Job, plan: Proposal) -> float:
-    """Which part of a plan's rate is left over a whole run that has fewer in flight while its learning rate is high."""
+    """Share of a plan's rate over a whole run that has fewer in flight while its learning rate is high."""
     allowed = {stages: allowed_in_run(job, stages) for stages in {len(cluster.stages) for cluster in plan.clusters}}
     left = [
         rate * slowed_by_caution(cluster, allowed[len(cluster.stages)])
@@ -184,7 +184,7 @@ def _reason(found: Proposal, slowed: float, averaging: str) -> str:
 
 
 def _kept_back(found: Proposal, providers: Sequence[Provider]) -> str:
-    """Why some providers stand by although they might hold a stage; empty where that is not the reason."""
+    """The standbys kept back for providers that are expected to be missing, in words; empty if there are none."""
     absent = expected_absent(p.reliability for p in providers)
     if not absent or not found.standbys:
         return ""
@@ -224,14 +224,14 @@ def _cluster_plans(prepared: PreparedJob, basis: Basis, found: Proposal) -> tupl
 
 
 class RunPlanner:
-    """Plans a run over members of its swarm, and keeps what was measured of the lines between them."""
+    """Planner of a run over the members of its swarm; it keeps the measured lines between them."""
 
     def __init__(
         self, swarm: Swarm, machine: Machine, believed: ObservedLimits, on_measuring: Callable[[str], None]
     ) -> None:
-        """`on_measuring` is told that lines are being measured."""
+        """`on_measuring` is called when lines are being measured."""
         self.lines: dict[Pair, Line] = {}
-        """Between providers, as they were measured."""
+        """Measured lines between providers."""
         self._swarm = swarm
         self._machine = machine
         self._believed = believed
@@ -248,11 +248,12 @@ class RunPlanner:
         pays: Callable[[Plan], bool] = lambda plan: True,
         known: Sequence[Cluster] = (),
     ) -> Plan:
-        """The plan of a run with these members, with the lines that it uses measured. PlanError, as `plan_members`.
+        """The plan of a run with these members, after the lines that it uses are measured. PlanError, as
+        `plan_members`.
 
-        `begin` is a plan that was made before: it is returned as it is where it still holds, and planned again where
-        providers, lines or the goal have changed since. Lines are measured as long as the plan `pays`: one that does
-        not is returned with what is known. With `layouts`, nothing is measured: the clusters would lie the same.
+        `begin` is an earlier plan: it is returned if it still holds, and replaced if providers, lines or the goal have
+        changed since. Lines are measured as long as the plan `pays`; one that does not is returned at once. With
+        `layouts`, nothing is measured: the clusters are fixed anyway.
         """
         reaches = await self._swarm.reaches(members)
         providers = [
@@ -291,8 +292,8 @@ class RunPlanner:
 
 
 def lines_to_measure(planned: Plan, providers: Mapping[str, Provider], network: Network) -> list[Pair]:
-    """Who is to measure the line to whom: neighbours in a cluster or in a ring whose line is not known, and can be
-    dialled. One measurement tells of both ways."""
+    """The pairs that measure their line: neighbours in a cluster or a ring, whose line is unknown and can be dialled.
+    One measurement covers both directions."""
     neighbours = [pair for cluster in planned.clusters for pair in itertools.pairwise(cluster.providers)]
     neighbours += [pair for ring in planned.rings for pair in itertools.pairwise((*ring.owners, ring.owners[0]))]
     missing: dict[frozenset[str], Pair] = {}

@@ -1,4 +1,4 @@
-"""From a job to something that can be deployed: captured, profiled, and later cut for the providers that came."""
+"""Prepared job: captured and profiled, and ready to be cut for the providers of a plan."""
 
 import contextlib
 import hashlib
@@ -46,7 +46,7 @@ class PreparedJob:
     captured: Captured
     costs: CostProfile
     peeked: Sequence[Any]
-    """The batches the model was captured on."""
+    """The batches that the model was captured with."""
     restored: CheckpointContents | None = None
 
 
@@ -58,10 +58,9 @@ def prepare(
     guard: Guard = contextlib.nullcontext,
     kept: Path | None = None,
 ) -> PreparedJob:
-    """Captures and profiles the job's model; CaptureError or JobError names what stands in the way.
+    """Captures and profiles the job's model; CaptureError or JobError, with the reason, if that is not possible.
 
-    Profiled is with so many threads, or, without a number, with as many as `choose_threads` says; what was found is in
-    the file `kept`, if there is one, from then on.
+    The profile uses `threads` threads, or the number of `choose_threads`. The file `kept` caches its result.
     """
     on_phase("capturing the model")
     peeked = first_batches(job, guard)
@@ -88,9 +87,9 @@ def _measured(job: Job, captured: Captured, threads: int | None) -> CostProfile:
 
 
 def choose_threads(forward_seconds: float, cores: int) -> int:
-    """With how many threads to profile a model whose forward takes one thread so long.
+    """Number of threads for profiling a model whose forward takes this long on one thread.
 
-    One, whose time on the processor can be told from that of others, unless that would take too long.
+    One thread, whose processor time can be measured apart from that of other programs, unless it would take too long.
     """
     return 1 if forward_seconds <= _LONG_FORWARD_SECONDS else cores
 
@@ -104,17 +103,17 @@ def _forward_seconds(captured: Captured) -> float:
 
 
 def measure_costs(job: Job, captured: Captured) -> CostProfile:
-    """What the model costs on this machine, with as many threads as torch uses now, and how fast the machine is."""
+    """The costs of the model on this machine, with the current number of threads, and the speed of the machine."""
     graph, weights, sample = captured.graph, captured.weights, captured.sample
     costs = profile(graph, weights, sample, samples_in(sample))
     costs = replace(costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate))
     available_bytes = psutil.virtual_memory().available
-    # Without the schedule: it costs nothing to speak of, and may be made for no more steps than the job has.
+    # Without the schedule: its cost is negligible, and it may end after the steps of the job.
     settings = replace(stage_settings(job, 0, 1, 1), schedule=None)
     exact = replace(settings, precision="float32")
     costs = calibrate(costs, graph, weights, sample, exact, available_bytes)
     if settings.precision != exact.precision:
-        # It changes the products alone, by another factor on every machine.
+        # Precision changes only the products, by a factor that depends on the machine.
         fits = step_bytes(costs, graph) <= available_bytes
         faster = products_speed(costs, time_steps(graph, weights, sample, settings)) if fits else 1.0
         costs = replace(costs, precision=settings.precision, precision_speed=faster)
@@ -135,7 +134,7 @@ def stage_settings(
     split_backward: bool = False,
     clusters: int = 1,
 ) -> StageSettings:
-    """What the provider of one stage is told about training it, where so many clusters share the run."""
+    """The settings that the provider of one stage gets; `clusters` share the run."""
     schedule = job.schedule_spec
     return StageSettings(
         optimizer=job.optimizer_spec.to_json(),
@@ -161,7 +160,7 @@ def stage_settings(
 
 
 def updates_of(job: Job, clusters: int) -> int | None:
-    """How many updates each cluster makes in all of the run, as far as is known; None where the data does not tell."""
+    """Updates that each cluster makes in the whole run; None if the data does not tell."""
     size = epoch_size(job.train_data, 1)
     known = [] if size is None else [job.epochs * size[0] // job.pipeline.accumulate]
     updates = min([*known, *([] if job.max_updates is None else [job.max_updates])], default=None)
@@ -169,7 +168,7 @@ def updates_of(job: Job, clusters: int) -> int | None:
 
 
 def choose_correction(job: Job) -> tuple[str, str]:
-    """What is done about staleness in this job, and why."""
+    """The correction of staleness for this job, and why."""
     asked = job.pipeline.correction
     if asked == "none":
         return "none", "staleness is not corrected, as asked for"
@@ -191,8 +190,8 @@ def graph_artifact(plan: StagePlan) -> Artifact:
 
 
 def weights_artifact(plan: StagePlan, prepared: PreparedJob, averaged: bool = False) -> Artifact:
-    """The stage's weights, as the model has them or as a checkpoint left them, with optimizer state in that case; where
-    it is `averaged` with that of other clusters, with the outer optimizer's too."""
+    """The stage's weights from the model, or from a checkpoint with the optimizer's state, and with the outer
+    optimizer's if the stage is `averaged` with other clusters."""
     tensors, metadata = _stage_tensors(plan, prepared)
     if averaged and prepared.restored is not None and prepared.job.averaging.outer == "nesterov":
         outer = prepared.restored.outer
@@ -206,7 +205,7 @@ def weights_artifact(plan: StagePlan, prepared: PreparedJob, averaged: bool = Fa
 
 
 def constants_artifact(plan: StagePlan, prepared: PreparedJob) -> Artifact:
-    """The stage's weights that never change: with a part of a replica they make the whole stage."""
+    """The stage's constant weights: together with a part of a replica, they make the whole stage."""
     weights = prepared.captured.weights
     tensors = {f"weight:{spec.key}": weights[spec.key] for spec in plan.graph.constants}
     return _artifact(
@@ -224,7 +223,7 @@ def static_tensors(captured: Captured) -> dict[str, torch.Tensor]:
 
 
 def _artifact(name: str, sha256: str, size_bytes: int, open_at: Callable[[int], Iterator[bytes]]) -> Artifact:
-    # By content: a transfer that is taken up again after another deployment must not go on with that one's bytes.
+    # Named by content: a transfer that resumes after another deployment must not continue with that one's bytes.
     return Artifact(f"{name}-{sha256[:16]}", sha256, size_bytes, open_at)
 
 

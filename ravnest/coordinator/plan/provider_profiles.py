@@ -1,4 +1,4 @@
-"""Provider profiles: what each member of a swarm said that it measured, as the planner takes it."""
+"""Provider profiles: the measurements of each member of a swarm, in the form that the planner takes."""
 
 import ipaddress
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from ravnest.net.probe.measuring import LinkSpeed
 from ravnest.planner.problem import Line, Network, Pair, Provider, Requester
 
 SPEEDS = (1e-5, 1e5)
-"""How fast a machine may be against the one that measured the model, for what it says to be believed."""
+"""Plausible speeds of a machine relative to the one that measured the model."""
 RATES = (1e3, 1e12)
-"""Bytes a second of a line."""
+"""Plausible bytes per second of a line."""
 MAX_LATENCY_SECONDS = 10.0
 MAX_STAGE_SECONDS = 3600.0
 
 OPERATOR_SECONDS = 100e-6
-"""What a GPU takes to start an operator and its backward. Measured with small models on an NVIDIA H200."""
+"""Time for a GPU to start an operator and its backward. Measured with small models on an NVIDIA H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Machine:
 
     cores: int
     threads: int
-    """What each of them computes with, unless it says so itself."""
+    """Threads of each provider that does not report a number itself."""
 
     @property
     def host(self) -> str:
@@ -39,15 +39,15 @@ class Machine:
 def measured_lines(
     pair: Pair, found: LinkSpeed | PeerError, providers: Mapping[str, Provider], network: Network
 ) -> dict[Pair, Line]:
-    """What a measurement says of the line both ways; one that failed leaves what both ends say of themselves."""
+    """The line in both directions, from a measurement; after a failed one, from the figures of both ends."""
     here, there = pair
     if isinstance(found, PeerError):
         one, other = providers[here], providers[there]
         return {pair: network.line(one, other), (there, here): network.line(other, one)}
     latency = _latency(found)
     return {
-        pair: Line(_believed(found.up_bytes_per_second, RATES), latency),
-        (there, here): Line(_believed(found.down_bytes_per_second, RATES), latency),
+        pair: Line(_plausible(found.up_bytes_per_second, RATES), latency),
+        (there, here): Line(_plausible(found.down_bytes_per_second, RATES), latency),
     }
 
 
@@ -62,7 +62,7 @@ def provider_of(
     """A member as the planner sees it, within the limits that the run has observed."""
     here, lent = _is_here(member.host), member.machine
     on_processor = lent.device.startswith("cpu")
-    # One that was not measured is as fast as the machine that measured the model, or pretends not to be.
+    # Without a measurement: the speed of the machine that measured the model, less a pretended slowdown.
     unmeasured = 1.0 / max(1.0, lent.slower)
     flops = lent.speed.flops_in(costs.precision)
     slowness = 1.0 if believed is None else believed.slowness(member.node_id)
@@ -78,7 +78,7 @@ def provider_of(
         reliability=reliability,
         host=machine.host if here else "",
         cores=machine.cores if here else lent.cores,
-        # What it pretends to compute longer, it waits.
+        # A machine that pretends to be slower waits instead of computing.
         threads=(lent.threads or machine.threads) / max(1.0, lent.slower) if on_processor else 1,
     )
     line = member.link.speed
@@ -86,41 +86,41 @@ def provider_of(
         return provider
     return replace(
         provider,
-        up_bytes_per_second=_believed(line.up_bytes_per_second, RATES),
-        down_bytes_per_second=_believed(line.down_bytes_per_second, RATES),
+        up_bytes_per_second=_plausible(line.up_bytes_per_second, RATES),
+        down_bytes_per_second=_plausible(line.down_bytes_per_second, RATES),
         latency_seconds=_latency(line),
     )
 
 
 def requester_of(members: Sequence[Member], host: str) -> Requester:
-    """The coordinator's own line, which is at least as fast as the fastest that was measured to it."""
+    """The coordinator's own line: at least as fast as the fastest line that was measured to it."""
     lines = [member.link.speed for member in members if not _is_here(member.host)]
     links = [line for line in lines if line is not None]
     if not links:
         return Requester(host)
     return Requester(
         host,
-        up_bytes_per_second=_believed(max(link.down_bytes_per_second for link in links), RATES),
-        down_bytes_per_second=_believed(max(link.up_bytes_per_second for link in links), RATES),
+        up_bytes_per_second=_plausible(max(link.down_bytes_per_second for link in links), RATES),
+        down_bytes_per_second=_plausible(max(link.up_bytes_per_second for link in links), RATES),
     )
 
 
 def _relative(speed: float, reference: float, unmeasured: float) -> float:
-    """How fast a machine is against the one that measured the model; `unmeasured`, where one of them was not."""
-    return _believed(speed / reference if speed > 0 and reference > 0 else unmeasured, SPEEDS)
+    """Speed of a machine relative to the one that measured the model; `unmeasured` if one of the two is unknown."""
+    return _plausible(speed / reference if speed > 0 and reference > 0 else unmeasured, SPEEDS)
 
 
 def _latency(link: LinkSpeed) -> float:
     return min(link.round_trip_seconds / 2, MAX_LATENCY_SECONDS)
 
 
-def _believed(figure: float, limits: tuple[float, float]) -> float:
-    """A figure as a machine gave it, within what is believed: no plan is to hang on one that says it cannot compute."""
+def _plausible(figure: float, limits: tuple[float, float]) -> float:
+    """A reported figure, clamped to plausible limits: no plan may depend on a machine that claims absurd figures."""
     return min(max(figure, limits[0]), limits[1])
 
 
 def _is_here(host: str) -> bool:
-    """Whether a provider is on the coordinator's own machine: other machines do not connect from its loopback."""
+    """Whether a provider is on the coordinator's own machine: other machines cannot connect from its loopback."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -26,7 +26,7 @@ def test_after_a_failure_the_planner_takes_it_for_less_than_the_stage_needed() -
     believed = ObservedLimits()
     found = believed.note_failure(member(), 5 * GIB, "another 1.2 GiB were needed")
     assert found.memory_bytes == 4 * GIB
-    assert "anna said that it lends 16 GiB" in found.reason and "another 1.2 GiB" in found.reason
+    assert "anna reported 16 GiB" in found.reason and "another 1.2 GiB" in found.reason
     planned = provider_of(member(), COSTS, Reach("", ""), Machine(1, 1), believed)
     assert planned.memory_bytes == 4 * GIB
     assert provider_of(member("ben"), COSTS, Reach("", ""), Machine(1, 1), believed).memory_bytes == 16 * GIB
