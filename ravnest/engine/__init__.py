@@ -14,7 +14,7 @@ stages or of the coordinator. Its modules and rooms, from the top:
     settings        how a stage trains, as plain data
     corrections/    corrections of staleness, one file each
     finite_checks/  values that are not finite: refused, and traced to their origin
-    weights/        weight versions, model states, optimizer moments
+    weights/        weight versions, gradient sums, model states, optimizer moments
     schedule        which task comes next
     out_of_memory   errors that mean that memory ran out
 """

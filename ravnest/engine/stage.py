@@ -9,7 +9,7 @@ more memory than allowed raises LentMemoryError and leaves the stage usable.
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ravnest.engine.finite_checks.origin import ForwardDiagnosis
 from ravnest.engine.passes.passes import Passes
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.weights.buckets import update_buckets
+from ravnest.engine.weights.gradient_sum import GradientSum
 from ravnest.engine.weights.versions import WeightVersions
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
@@ -88,12 +89,8 @@ class Stage:
         self._update_buckets = update_buckets(self._versions.masters)
         self._sent: list[torch.Tensor] | None = None
         """Gradients that the last backward returned for the stage before, until its weight gradients are summed."""
-        self._sums: dict[str, torch.Tensor] = {}
-        self._summed = 0
-        self._forward_version = 0
-        self._oldest_version = 0
-        self._versions_sum = 0
-        """Sum of the versions that the forwards of the summed gradients used."""
+        self._gradients = GradientSum(settings.accumulate)
+        """Weight gradients for the next update."""
 
     @property
     def in_flight(self) -> int:
@@ -107,7 +104,7 @@ class Stage:
     @property
     def is_between_updates(self) -> bool:
         """Whether no gradient waits to be applied."""
-        return not self._summed
+        return not self._gradients.versions
 
     @property
     def versions_alive(self) -> int:
@@ -162,11 +159,8 @@ class Stage:
         if self._sent is None:
             return
         sent, self._sent = self._sent, None
-        self._forward_version, gradients = self._passes.weight_gradients()
-        if not self._summed:
-            self._oldest_version, self._versions_sum = self._forward_version, 0
-        self._versions_sum += self._forward_version
-        self._add(gradients, sent)
+        version, gradients = self._passes.weight_gradients()
+        self._gradients.add(gradients, version, sent)
 
     def update(self, microbatch: int, *, flush: bool = False, updates: int = 0) -> Update | None:
         """Applies the summed gradients if `accumulate` of them are summed or `flush` is set; None if they are not.
@@ -175,28 +169,25 @@ class Stage:
         without it, the schedule advances by one step.
         """
         self.finish_backward()
-        if self._summed < self.settings.accumulate and not flush:
+        gradients = self._gradients
+        if len(gradients.versions) < self.settings.accumulate and not flush:
             return None
-        self._apply()
+        self._apply(gradients)
+        self._gradients = GradientSum(self.settings.accumulate)
         self._step_schedule(updates)
-        oldest = None if self._oldest_version == self._forward_version else self._oldest_version
-        return Update(microbatch, self._forward_version, self.version, oldest)
+        oldest, newest = gradients.versions[0], gradients.versions[-1]
+        return Update(microbatch, newest, self.version, None if oldest == newest else oldest)
 
     def diagnose_forward(self, microbatch: int) -> ForwardDiagnosis | None:
         """The origin of values of this microbatch that are not finite; None if its inputs are no longer here."""
         return self._passes.diagnose_forward(microbatch)
-
-    def drop(self, microbatch: int) -> None:
-        """Discards a microbatch whose backward will never come."""
-        self._passes.drop(microbatch)
 
     def forget(self) -> None:
         """Discards all microbatches that have not been applied: those between forward and backward, and summed
         gradients. The stage continues as if it had never seen them."""
         self._passes.forget()
         self._sent = None
-        self._sums.clear()
-        self._summed = 0
+        self._gradients = GradientSum(self.settings.accumulate)
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The parameters, model states and optimizer state as named tensors, and the other values as JSON text.
@@ -302,39 +293,20 @@ class Stage:
             self._schedule.load_state_dict({k: v for k, v in schedule.items() if k in own})
         self._versions.current.number = version
 
-    def _add(self, gradients: Mapping[str, torch.Tensor | None], sent: Iterable[torch.Tensor]) -> None:
-        # Autograd may return one tensor as the gradient of two values, or an expanded tensor of a single number. A sum
-        # that is changed in place needs memory of its own, apart from the gradients sent to the stage before.
-        taken = {g.untyped_storage().data_ptr() for g in sent}
-        for name, gradient in gradients.items():
-            if gradient is None:
-                continue
-            if name in self._sums:
-                self._sums[name].add_(gradient)
-                continue
-            memory = gradient.untyped_storage().data_ptr()
-            own = self.settings.accumulate == 1 and memory not in taken and 0 not in gradient.stride()
-            self._sums[name] = gradient if own else gradient.clone(memory_format=torch.contiguous_format)
-            taken.add(memory)
-        self._summed += 1
-
-    def _apply(self) -> None:
+    def _apply(self, gradients: GradientSum) -> None:
         self._versions.begin_update()
         masters = self._versions.masters
-        if self._summed > 1:
-            for gradient in self._sums.values():
-                gradient.div_(self._summed)
+        gradients.divide()
         if self.settings.clip_value is not None or self.settings.clip_norm is not None:
-            self._clip(masters)
+            self._clip(gradients)
         # The staleness of a mean of gradients is their mean staleness.
-        self.correction.begin_update(self.version - self._versions_sum / self._summed, self.version)
+        self.correction.begin_update(self.version - gradients.mean_version, self.version)
         for bucket in self._update_buckets:
             for name in bucket:
-                masters[name].grad = self._sums.pop(name, None)
+                masters[name].grad = gradients.tensors.pop(name, None)
             self.correction.step()
             for name in bucket:
                 masters[name].grad = None
-        self._summed = 0
         self._passes.applied()
         self._versions.finish_update()
 
@@ -345,10 +317,11 @@ class Stage:
         for _ in range(min(max(1, behind), _MAX_SCHEDULE_STEPS)):
             self._schedule.step()
 
-    def _clip(self, masters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Clips the summed gradients in place; the norm is over all of them."""
+    def _clip(self, gradients: GradientSum) -> None:
+        """Clips the gradients in place; the norm is over all of them."""
+        masters = self._versions.masters
         for name, master in masters.items():
-            master.grad = self._sums.get(name)
+            master.grad = gradients.tensors.get(name)
         if self.settings.clip_value is not None:
             torch.nn.utils.clip_grad_value_(masters.values(), self.settings.clip_value)
         if self.settings.clip_norm is not None:

@@ -277,13 +277,6 @@ class Passes:
         self.states.forget()
         self._summed.clear()
 
-    def drop(self, microbatch: int) -> None:
-        """Discards a microbatch whose backward will never come."""
-        saved = self._saved.pop(microbatch, None)
-        self.states.settle([microbatch])
-        if saved is not None:
-            self._release(saved.version)
-
     def evaluate(self, given: Mapping[str, Any], microbatch: int = 0) -> dict[str, Any]:
         """Evaluation forward with the latest weights: returns the values to send on, the loss and the metrics, by name.
 

@@ -39,7 +39,7 @@ class ModelStates:
             self.fixed.update(states)
 
     def settle(self, microbatches: Sequence[int]) -> None:
-        """Forgets the earlier states of these microbatches: they have been applied or dropped."""
+        """Forgets the earlier states of these microbatches, which have been applied."""
         for microbatch in microbatches:
             self._before.pop(microbatch, None)
 

@@ -172,7 +172,6 @@ def test_predicted_weights_are_used_by_forwards_and_by_nothing_else(captured: Ca
     assert float(stage.forward(1, sample)[loss]) != float(plain.forward(1, sample)[loss])
     assert float(stage.evaluate(sample)[loss]) == float(plain.evaluate(sample)[loss])
     assert all(torch.equal(before[name], tensor) for name, tensor in stage.state_tensors().items())
-    stage.drop(1)
 
 
 def test_forwards_between_two_updates_share_what_was_predicted(captured: Captured) -> None:

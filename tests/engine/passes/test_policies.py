@@ -188,19 +188,6 @@ def test_batch_norm_statistics_are_updated_once(versions: str) -> None:
     assert counters and all(int(counter) == 4 for counter in counters)
 
 
-@pytest.mark.parametrize("versions", POLICIES)
-def test_what_is_dropped_leaves_nothing_behind(versions: str) -> None:
-    line = Line("cnn", 3, versions=versions, accumulate=2)
-    with kept_generator():
-        line.forward(0)
-        line.forward(1)
-        for stage in line.stages:
-            stage.drop(0)
-            assert stage.in_flight == 1
-        line.backward(1, flush=True)
-    assert all(stage.in_flight == 0 and stage.versions_alive == 1 and stage.version == 1 for stage in line.stages)
-
-
 @pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("versions", POLICIES)
 def test_what_averaging_adds_reaches_the_current_weights(versions: str, split_backward: bool) -> None:

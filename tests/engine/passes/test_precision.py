@@ -57,7 +57,7 @@ def test_mixed_precision_trains_close_to_float32_with_the_types_that_stages_expe
 
 
 def a_product(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weight, and a float16 product with it whose gradient is many times as large as what it is given."""
+    """A weight, and a float16 product with it whose gradient is proportional to `scale`."""
     weight = torch.ones(4, 4, requires_grad=True)
     with torch.autocast("cpu", torch.float16):
         return weight, (torch.full((4, 4), scale) @ weight).float()
