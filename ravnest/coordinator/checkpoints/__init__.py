@@ -1,4 +1,4 @@
 """Checkpoints: saved states of a run on the requester's disk, when to take one, and reading them back.
 
-Knows `feed` and below: where the data stands. Knows nothing of plans, links and the providers that upload the parts.
+Knows the position of the data, but no plans, links or providers. May import `feed` and below.
 """

@@ -1,4 +1,4 @@
 """Launch: how a run is started, shown and interrupted, as an embedded swarm or a served one.
 
-Knows every other room of the coordinator. No other room imports this one.
+Knows every other package of the coordinator. None of them imports this one.
 """

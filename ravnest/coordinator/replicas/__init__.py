@@ -1,4 +1,5 @@
-"""Replicas: which copies of the stages' state exist, which providers hold them, and how they reach a stage.
+"""Replicas: the copies of the stages' state, the providers that hold them, and their transfer to a stage.
 
-Knows `run` and below: the clusters, the swarm and what the plan says of a stage. Knows nothing of recovery decisions.
+Knows the clusters, the swarm and the stages of the plan. Does not decide about recovery: `deploy` does. May import
+`run` and below.
 """

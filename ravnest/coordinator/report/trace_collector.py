@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -40,12 +40,19 @@ _WRITE_SHARE: Final = 0.01
 class Tracing:
     """Collects the spans of one session. `write` may run on any thread, all other methods on the network's loop."""
 
-    def __init__(self, path: Path, microbatches: int, stages: Sequence[StagePlan]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        microbatches: int,
+        stages: Sequence[StagePlan],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """For a trace of this many microbatches of each cluster. The file at `path` is kept, as earlier sessions."""
+        self._clock = clock
         clusters = len({stage.cluster for stage in stages})
         self._path = path
         self._size = window_size(microbatches * clusters)
-        self._started = time.perf_counter()
+        self._started = clock()
         self._stages = {stage.node: _Stage(stage) for stage in stages}
         # Two windows of each stage are written.
         self._most = max(_SPANS_A_MICROBATCH, min(_SPANS_A_MICROBATCH * self._size, MAX_SPANS // (2 * len(stages))))
@@ -61,14 +68,14 @@ class Tracing:
     @property
     def due(self) -> bool:
         """Whether there are new spans and it is time to write them."""
-        return self._changed and time.perf_counter() - self._written >= self._pause_seconds
+        return self._changed and self._clock() - self._written >= self._pause_seconds
 
     def take(self, node_id: str, report: control_pb2.Report) -> None:
         """Receives a stage's report and drops its impossible spans."""
         stage = self._stages.get(node_id)
         if stage is None:
             return
-        elapsed = time.perf_counter() - self._started
+        elapsed = self._clock() - self._started
         if math.isfinite(report.seconds) and 0 <= report.seconds <= elapsed + _SLACK_SECONDS:
             # A report is delayed on its way: the fastest one tells best when the stage's clock began.
             stage.origin = min(stage.origin, elapsed - report.seconds)
@@ -82,10 +89,10 @@ class Tracing:
         """Replaces the file if there are new spans; RunError when the disk refuses."""
         if not self._changed:
             return
-        began = time.perf_counter()
+        began = self._clock()
         self._changed = False
         after(self._earlier, self.stages()).write(self._path)
-        self._written = time.perf_counter()
+        self._written = self._clock()
         self._pause_seconds = max(_WRITE_SECONDS, (self._written - began) / _WRITE_SHARE)
 
     def stages(self) -> list[TraceStage]:

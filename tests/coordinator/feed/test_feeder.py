@@ -180,7 +180,7 @@ def test_every_step_of_the_users_code_is_guarded() -> None:
     ("odd", "says"),
     [
         ((torch.zeros(8, 7), torch.zeros(8, dtype=torch.long)), "train_data, batch 3 of epoch 1: inputs has shape 8x7"),
-        ((torch.zeros(8, 6), torch.zeros(7, dtype=torch.long)), "targets has the size 7 where inputs has 8"),
+        ((torch.zeros(8, 6), torch.zeros(7, dtype=torch.long)), "a dimension of targets is 7 and that of inputs is 8"),
         ((torch.zeros(8, 6), torch.zeros(8)), "train_data, batch 3 of epoch 1: targets is float32"),
         (torch.zeros(8, 6), "must yield .inputs, targets., but they yield a Tensor"),
         (([torch.zeros(8, 6)] * 2, torch.zeros(8)), "inputs"),

@@ -91,5 +91,5 @@ def test_what_is_fed_again_is_counted_and_completed_once() -> None:
     for number in range(3):
         assert ledger.complete(number) is not None
     assert ledger.counts() == {"fed": 3, "completed": 3, "replayed": 2, "lost": 0, "applied_twice": 0}
-    with pytest.raises(AssertionError, match="under way"):
+    with pytest.raises(AssertionError, match="in flight"):
         ledger.replay([1])
