@@ -1,1 +1,1 @@
-"""Faults on purpose: a real swarm in the WAN lab, and whatever may happen to its machines. See docs/faults.md."""
+"""Chaos tests: faults injected into a real swarm in the WAN lab. See docs/faults.md."""

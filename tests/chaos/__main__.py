@@ -1,9 +1,9 @@
-"""The long form: `make chaos MINUTES=30`, or
+"""Command line of the chaos tests: `make chaos MINUTES=30`, or
 
     python -m tests.chaos --minutes 30 [--seed N] [--clusters C] [--stages N] [--standbys N] [--only CASE ...]
 
-Prints each fault and how long it took until training went on, and a table at the end. Exit code 1 when any promise was
-broken. The same seed makes the same schedule.
+Prints each fault with the time until training continued, and a table at the end. Exit code 1: a promise was broken. The
+same seed gives the same schedule.
 """
 
 import argparse
@@ -18,15 +18,15 @@ from tests.wan import Lab
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, help="how long faults go on (default: until each case came once)")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of the schedule")
+    parser.add_argument("--minutes", type=float, help="duration of the faults (default: until each case has run once)")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="seed of the schedule")
     parser.add_argument("--clusters", type=int, default=1)
-    parser.add_argument("--stages", type=int, default=3, help="of each cluster")
+    parser.add_argument("--stages", type=int, default=3, help="stages of each cluster")
     parser.add_argument("--standbys", type=int, default=2)
-    parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="least time from case to case")
+    parser.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="minimum time between two cases")
     parser.add_argument("--only", action="append", metavar="CASE", help="such as 'kill leaf during round'; repeatable")
     parser.add_argument("--no-comparison", action="store_true", help="do not train without faults afterwards")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for the run and what machines said")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="new folder for the run and all output")
     parser.add_argument("--list", action="store_true", help="print the cases and end")
     args = parser.parse_args()
     among = cases(*args.only) if args.only else cases_for(args.clusters, args.stages)

@@ -1,4 +1,4 @@
-"""A run that is disturbed on purpose, from its first fault to the comparison with one that was not: `run_chaos`."""
+"""Chaos run: trains a swarm under a schedule of faults, checks the promises, and compares with a run without faults."""
 
 import shutil
 import tempfile
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.chaos.injecting import Injector
+from tests.chaos.injector import Injector
+from tests.chaos.observer import RunObserver
 from tests.chaos.report import Outcome, Report
 from tests.chaos.schedule import ANY_CLUSTERS, BETWEEN_CLUSTERS, Case, for_roles, schedule
 from tests.chaos.swarm import ROOT, BrokenError, ChaosSwarm
-from tests.chaos.watching import Watchdog
 from tests.e2e.command import Running
 
 MAX_LOSS_APART: Final = 0.05
@@ -22,7 +22,7 @@ Tell = Callable[[str], None]
 
 
 def cases_for(clusters: int, stages: int) -> tuple[Case, ...]:
-    """Everything that can happen to a swarm of that form."""
+    """All cases that are possible in a swarm of this shape."""
     roles = ["root", "leaf", "standby", "coordinator", "stranger", *(["stem"] if stages > 2 else [])]
     return for_roles((*ANY_CLUSTERS, *(BETWEEN_CLUSTERS if clusters > 1 else ())), roles)
 
@@ -42,12 +42,11 @@ def run_chaos(
     keep: Path | None = None,
     tell: Tell = print,
 ) -> Report:
-    """Trains in the lab while the schedule of the seed happens: for so many minutes, or None: each case once.
+    """Trains in the lab under the schedule of the seed: for this number of minutes, or None: each case once.
 
-    `among` are the cases, all that can happen if None; `every_seconds` is the least time from one to the next. The rate
-    without faults is taken before the first, and with `measure_again` after the last, too: the higher counts. `keep` is
-    a folder that does not exist yet, for all that the machines wrote. Whatever was promised and not kept is in the
-    report; nothing is raised for it.
+    `among` are the cases (None: all possible ones); `every_seconds` is the minimum time between two cases. The rate
+    without faults is measured before the first case, and with `measure_again` also after the last: the higher one
+    counts. `keep` is a new folder for all files of the machines. Broken promises are in the report, and not raised.
     """
     among = cases_for(clusters, stages) if among is None else among
     with tempfile.TemporaryDirectory(prefix="ravnest-chaos-") as name:
@@ -55,7 +54,7 @@ def run_chaos(
         rounds = 1 if minutes is None else 1 + int(minutes * 60 / 5 / len(among))
         epochs = 1 + rounds * sum(case.during == "evaluation" for case in among)
         with ChaosSwarm(folder, clusters=clusters, stages=stages, standbys=standbys, epochs=epochs) as swarm:
-            report = _Run(swarm, minutes, seed, among, every_seconds, tell).whole(
+            report = _Run(swarm, minutes, seed, among, every_seconds, tell).report(
                 undisturbed_seconds, compare, measure_again
             )
         if keep is not None:
@@ -84,7 +83,7 @@ class _Run:
         self._undisturbed = self._disturbed = 0.0
         self._losses: dict[int, tuple[float, float]] = {}
 
-    def whole(self, undisturbed_seconds: float, compare: bool, again: bool) -> Report:
+    def report(self, undisturbed_seconds: float, compare: bool, again: bool) -> Report:
         swarm = self._swarm
         try:
             swarm.wait_for_training()
@@ -92,7 +91,7 @@ class _Run:
             self._tell(f"seed {self._seed}: {self._undisturbed:.1f} microbatches/s without faults")
             self._disturbed = self._rate(self._inject_all)
             if again:
-                # A machine that had other things to do at the beginning would make faults look cheap.
+                # If this machine was busy with other work at the beginning, faults would seem to cost less.
                 after = self._undisturbed_rate(undisturbed_seconds)
                 self._tell(f"{after:.1f} microbatches/s after the last fault")
                 self._undisturbed = max(self._undisturbed, after)
@@ -114,15 +113,15 @@ class _Run:
         )
 
     def _undisturbed_rate(self, seconds: float) -> float:
-        """Microbatches per second while nothing happens; by the curve, which is fresher than the summary."""
+        """Microbatches per second without faults; from the curve, which is more recent than the summary."""
         mark = self._swarm.watch.mark()
         time.sleep(seconds)
         return len(self._swarm.watch.steps(mark)) / seconds
 
-    def _rate(self, meanwhile: Callable[[], None]) -> float:
-        """Microbatches per second while that goes on, each counted once however often it was fed."""
+    def _rate(self, work: Callable[[], None]) -> float:
+        """Microbatches per second while `work` runs; a microbatch that was fed several times counts once."""
         before = self._swarm.watch.mark()
-        meanwhile()
+        work()
         after = self._swarm.watch.mark()
         return (after.completed - before.completed) / (after.at - before.at)
 
@@ -136,20 +135,20 @@ class _Run:
             if injector.injected_at is not None:
                 time.sleep(max(0.0, injector.injected_at + self._every_seconds - time.monotonic()))
             try:
-                outcome = injector.meet(planned)
+                outcome = injector.run(planned)
             except BrokenError as broken:
                 raise BrokenError(f"{planned} (seed {self._seed}): {broken}") from None
             self._outcomes.append(outcome)
-            self._tell(_line(outcome))
+            self._tell(_outcome_line(outcome))
 
     def _check_end(self) -> None:
         swarm = self._swarm
         code = swarm.wait_for_end(END_SECONDS)
         if code is None:
-            raise BrokenError(f"the run has not ended {END_SECONDS:.0f} s after its last microbatch:\n{swarm.said()}")
+            raise BrokenError(f"the run has not ended {END_SECONDS:.0f} s after its last microbatch:\n{swarm.output()}")
         summary = swarm.watch.summary()
         if code != 0 or summary["status"] != "finished":
-            raise BrokenError(f"the run has {summary['status']}, with code {code}:\n{swarm.said()}")
+            raise BrokenError(f"the run has {summary['status']}, with code {code}:\n{swarm.output()}")
         ledger = summary["ledger"]
         if ledger["fed"] != ledger["completed"] or ledger["lost"] or ledger["applied_twice"]:
             self._ends.append(f"the ledger does not add up: {ledger}")
@@ -159,10 +158,10 @@ class _Run:
             self._check_agreement()
         for fault in summary["faults"]:
             if fault["recovered_seconds"] is None:
-                self._ends.append(f"nothing is told of how long it took to recover from {fault}")
+                self._ends.append(f"the summary has no recovery time of {fault}")
 
     def _check_agreement(self) -> None:
-        """The last round was of all clusters, and all of it committed: only equal results are."""
+        """The last round included all clusters, and was committed, which requires equal results."""
         rounds = [event for event in self._swarm.watch.events() if event["kind"] in ("round", "round_skipped")]
         last = rounds[-1] if rounds else None
         clusters = f"averaged by {self._swarm.clusters} clusters"
@@ -170,7 +169,7 @@ class _Run:
             self._ends.append(f"the clusters do not agree at the end: {last}")
 
     def _compare(self) -> None:
-        """Trains on the same data without faults, and holds the losses of all evaluations against each other."""
+        """Trains on the same data without faults, and compares the losses of all evaluations."""
         swarm, folder = self._swarm, self._swarm.folder / "undisturbed"
         folder.mkdir()
         for path in (swarm.folder / "job.py", swarm.folder / "form", *swarm.folder.glob("epoch-*.length")):
@@ -180,11 +179,11 @@ class _Run:
         began = time.monotonic()
         with Running(*words, folder=folder, warm=True, PYTHONPATH=str(ROOT)) as alone:
             alone.patience_seconds = ALONE_SECONDS
-            said = alone.to_the_end()
+            output = alone.to_the_end()
         if alone.process.returncode != 0:
-            raise BrokenError(f"the run without faults ended with code {alone.process.returncode}:\n{said}")
-        self._tell(f"the same without faults took {time.monotonic() - began:.0f} s")
-        without, ours = Watchdog(folder / "run").evaluations(), swarm.watch.evaluations()
+            raise BrokenError(f"the run without faults ended with code {alone.process.returncode}:\n{output}")
+        self._tell(f"the same run without faults took {time.monotonic() - began:.0f} s")
+        without, ours = RunObserver(folder / "run").evaluations(), swarm.watch.evaluations()
         for samples, loss in without.items():
             if samples not in ours:
                 self._ends.append(f"there was no evaluation after {samples} samples, as without faults")
@@ -196,12 +195,12 @@ class _Run:
                 )
 
 
-def _line(outcome: Outcome) -> str:
+def _outcome_line(outcome: Outcome) -> str:
     times = [
         f"{what} {seconds:.1f} s"
         for what, seconds in (
-            ("told after", outcome.seen_seconds),
-            ("went on after", outcome.went_on_seconds),
+            ("seen after", outcome.seen_seconds),
+            ("continued after", outcome.continued_seconds),
             ("back after", outcome.back_seconds),
         )
         if seconds is not None

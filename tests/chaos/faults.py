@@ -1,7 +1,7 @@
-"""The kinds of faults: how each is injected, how it is healed, and what the run must tell of it.
+"""Kinds of faults: how each is injected and healed, and the events that the run must report.
 
-A fault with `hold_seconds` is healed after so long, whatever the swarm did meanwhile. All others last until training
-goes on in spite of them: a machine that is stopped or cut off is not waited for.
+A fault with `hold_seconds` is healed after that time. All others last until training continues without the machine: the
+swarm does not wait for a machine that is stopped or disconnected.
 """
 
 import signal
@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
-from tests.chaos.sightings import Sighting, happened, replaced, told
+from tests.chaos.expected_events import ExpectedEvent, event_of, event_of_any, replacement_of
 from tests.chaos.swarm import DOWN_MBPS, HOME, UP_MBPS, ChaosSwarm
 
 LOSS: Final = 0.2
@@ -19,13 +19,13 @@ NOTICED: Final = ("suspected", "disconnected", "lost")
 
 
 class Fault(ABC):
-    """One fault of one machine, by name; made when it is to happen."""
+    """One fault of one machine; created when it is injected."""
 
     kind: ClassVar[str]
     roles: ClassVar[tuple[str, ...]]
-    """Of the machines it may happen to."""
+    """Roles of the machines that it may affect."""
     hold_seconds: ClassVar[float | None] = None
-    """It is healed after so long; None: when training goes on without the machine."""
+    """Time until it is healed; None: until training continues without the machine."""
 
     def __init__(self, machine: str, role: str) -> None:
         self.machine = machine
@@ -42,11 +42,11 @@ class Fault(ABC):
     def heal(self, swarm: ChaosSwarm) -> None: ...
 
     @abstractmethod
-    def seen(self) -> Sequence[Sighting]:
-        """What must be told before training can be said to go on."""
+    def expected(self) -> Sequence[ExpectedEvent]:
+        """Events that must be reported before training counts as continued."""
 
-    def seen_after(self) -> Sequence[Sighting]:
-        """What must be told once it is healed."""
+    def expected_after_healing(self) -> Sequence[ExpectedEvent]:
+        """Events that must be reported after it is healed."""
         return ()
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Fault(ABC):
 
 
 class Kill(Fault):
-    """SIGKILL: the machine has lost its power. It comes back later."""
+    """SIGKILL, like a power failure. The machine returns later."""
 
     kind = "kill"
     roles = ("root", "stem", "leaf", "standby")
@@ -65,18 +65,18 @@ class Kill(Fault):
     def heal(self, swarm: ChaosSwarm) -> None:
         swarm.join(self.machine)
 
-    def seen(self) -> Sequence[Sighting]:
-        # A standby holds nobody up: that its connection broke is told at once, and that it is lost when it stays away.
-        return (
-            [told(self.machine, "lost"), replaced(self.machine)] if self.holds_stage else [told(self.machine, *NOTICED)]
-        )
+    def expected(self) -> Sequence[ExpectedEvent]:
+        # A standby blocks no cluster: its broken connection is reported at once, its loss only when it stays away.
+        if self.holds_stage:
+            return [event_of(self.machine, "lost"), replacement_of(self.machine)]
+        return [event_of(self.machine, *NOTICED)]
 
-    def seen_after(self) -> Sequence[Sighting]:
-        return [told(self.machine, "joined")]
+    def expected_after_healing(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, "joined")]
 
 
 class KillCoordinator(Fault):
-    """SIGKILL of the coordinator, which is started again a little later; meanwhile nothing can be told."""
+    """SIGKILL of the coordinator, which is restarted a little later; until then it reports no events."""
 
     kind = "kill"
     roles = ("coordinator",)
@@ -86,14 +86,14 @@ class KillCoordinator(Fault):
         swarm.machines[HOME].kill()
 
     def heal(self, swarm: ChaosSwarm) -> None:
-        swarm.serve_again()
+        swarm.restart_coordinator()
 
-    def seen(self) -> Sequence[Sighting]:
-        return [happened("resumed_swarm")]
+    def expected(self) -> Sequence[ExpectedEvent]:
+        return [event_of_any("resumed_swarm")]
 
 
 class Stop(Fault):
-    """SIGSTOP until training goes on without it: connected, and silent. Then SIGCONT."""
+    """SIGSTOP until training continues without the machine: connected, but silent. Then SIGCONT."""
 
     kind = "stop"
     roles = ("root", "stem", "leaf")
@@ -104,15 +104,15 @@ class Stop(Fault):
     def heal(self, swarm: ChaosSwarm) -> None:
         swarm.machines[self.machine].signal(signal.SIGCONT)
 
-    def seen(self) -> Sequence[Sighting]:
-        return [told(self.machine, *NOTICED), replaced(self.machine)]
+    def expected(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, *NOTICED), replacement_of(self.machine)]
 
-    def seen_after(self) -> Sequence[Sighting]:
-        return [told(self.machine, *BACK)]
+    def expected_after_healing(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, *BACK)]
 
 
 class Cut(Fault):
-    """The machine's line is dead for some seconds: nothing comes or goes."""
+    """The machine's line is dead for some seconds, in both directions."""
 
     kind = "cut"
     roles: ClassVar[tuple[str, ...]] = ("root", "stem", "leaf", "standby")
@@ -124,26 +124,26 @@ class Cut(Fault):
     def heal(self, swarm: ChaosSwarm) -> None:
         swarm.lab.host(self.machine).plug_in()
 
-    def seen(self) -> Sequence[Sighting]:
-        return [told(self.machine, *NOTICED)]
+    def expected(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, *NOTICED)]
 
 
 class Partition(Cut):
-    """The machine is cut off until training goes on without it."""
+    """The machine is disconnected until training continues without it."""
 
     kind = "partition"
     roles = ("root", "stem", "leaf")
     hold_seconds = None
 
-    def seen(self) -> Sequence[Sighting]:
-        return [told(self.machine, *NOTICED), replaced(self.machine)]
+    def expected(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, *NOTICED), replacement_of(self.machine)]
 
-    def seen_after(self) -> Sequence[Sighting]:
-        return [told(self.machine, *BACK)]
+    def expected_after_healing(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, *BACK)]
 
 
 class OneWayCut(Fault):
-    """What the machine sends does not arrive, until training goes on without it; it hears everything."""
+    """Packets from the machine are lost, until training continues without it; it still receives."""
 
     kind = "one-way cut"
     roles = ("root", "stem", "leaf")
@@ -156,11 +156,11 @@ class OneWayCut(Fault):
     def heal(self, swarm: ChaosSwarm) -> None:
         swarm.lab.host(self.machine).plug_in()
 
-    def seen(self) -> Sequence[Sighting]:
-        return [told(self.machine, *NOTICED), replaced(self.machine)]
+    def expected(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, *NOTICED), replacement_of(self.machine)]
 
-    def seen_after(self) -> Sequence[Sighting]:
-        return [told(self.machine, *BACK)]
+    def expected_after_healing(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, *BACK)]
 
 
 class Lossy(Fault):
@@ -176,8 +176,8 @@ class Lossy(Fault):
     def heal(self, swarm: ChaosSwarm) -> None:
         self._set(swarm, 0.0)
 
-    def seen(self) -> Sequence[Sighting]:
-        return [told(self.machine, "link_slow", *NOTICED)]
+    def expected(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, "link_slow", *NOTICED)]
 
     def _set(self, swarm: ChaosSwarm, loss: float) -> None:
         for other in swarm.lab.hosts:
@@ -198,12 +198,12 @@ class SlowLine(Fault):
     def heal(self, swarm: ChaosSwarm) -> None:
         swarm.lab.host(self.machine).set(up_mbps=UP_MBPS, down_mbps=DOWN_MBPS)
 
-    def seen(self) -> Sequence[Sighting]:
-        return [told(self.machine, "link_slow", *NOTICED)]
+    def expected(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, "link_slow", *NOTICED)]
 
 
 class Join(Fault):
-    """A machine that nobody knows joins; when training goes on it is made to leave again."""
+    """An unknown machine joins; when training continues it is told to leave."""
 
     kind = "join"
     roles = ("stranger",)
@@ -215,15 +215,15 @@ class Join(Fault):
         swarm.machines[self.machine].signal(signal.SIGINT)
         swarm.wait_until_left(self.machine)
 
-    def seen(self) -> Sequence[Sighting]:
-        return [told(self.machine, "joined")]
+    def expected(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, "joined")]
 
-    def seen_after(self) -> Sequence[Sighting]:
-        return [told(self.machine, "leaving")]
+    def expected_after_healing(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, "leaving")]
 
 
 class Leave(Fault):
-    """Ctrl-C at a provider: it hands its stage over first, and ends well. It comes back later."""
+    """Ctrl-C at a provider: it hands its stage over, and ends with code 0. It returns later."""
 
     kind = "leave"
     roles = ("root", "stem", "leaf", "standby")
@@ -235,11 +235,12 @@ class Leave(Fault):
         swarm.wait_until_left(self.machine)
         swarm.join(self.machine)
 
-    def seen(self) -> Sequence[Sighting]:
-        return [told(self.machine, "leaving"), *([told(self.machine, "handed_over")] if self.holds_stage else [])]
+    def expected(self) -> Sequence[ExpectedEvent]:
+        handed_over = [event_of(self.machine, "handed_over")] if self.holds_stage else []
+        return [event_of(self.machine, "leaving"), *handed_over]
 
-    def seen_after(self) -> Sequence[Sighting]:
-        return [told(self.machine, "joined")]
+    def expected_after_healing(self) -> Sequence[ExpectedEvent]:
+        return [event_of(self.machine, "joined")]
 
 
 FAULTS: Final[tuple[type[Fault], ...]] = (
@@ -257,7 +258,7 @@ FAULTS: Final[tuple[type[Fault], ...]] = (
 
 
 def fault(kind: str, machine: str, role: str) -> Fault:
-    """The fault of that kind that may happen to a machine of that role."""
+    """The fault of this kind for a machine of this role. ValueError: there is none."""
     for each in FAULTS:
         if each.kind == kind and role in each.roles:
             return each(machine, role)

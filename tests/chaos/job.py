@@ -1,8 +1,8 @@
-"""The job that is trained while machines vanish: a small network on data that it makes itself.
+"""Job of the chaos tests: a small network on synthetic data.
 
-It is copied into a folder and served from there. An epoch lasts until somebody asks for its end with `end_epoch`, and
-then as long in every run that comes after, so that a run that was killed, and the run without faults that this one is
-compared with, have the same data. `evaluating` is there while an evaluation is being fed.
+The file is copied into a folder and served from there. An epoch lasts until the file `end_epoch` appears. Its length is
+recorded and used in every later run, so that a resumed run, and the run without faults for the comparison, have the
+same data. The file `evaluating` exists while an evaluation is being fed.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ EPOCHS, CLUSTERS = map(int, (HERE / "form").read_text().split())
 FEATURES, WIDTH, CLASSES, BATCH = 32, 256, 10, 16
 BATCHES = 2048
 HARD = 1.6
-"""How far the noise reaches, against the distance of two classes: learning goes on as long as the faults do."""
+"""Noise relative to the distance of two classes: large enough that the loss falls for as long as the faults last."""
 
 
 class Epochs:
-    """Batches, the same ones again and again; the epoch ends where somebody asked for it."""
+    """The same batches in a loop; the epoch ends on request."""
 
     def __init__(self, inputs: Tensor, labels: Tensor) -> None:
         self._batches = list(batches(inputs, labels))
@@ -40,7 +40,7 @@ class Epochs:
         known = int(length.read_text()) if length.exists() else None
         while number != known:
             if known is None and number and any(path.exists() for path in asked):
-                # Written before anything follows from it: a coordinator that is killed now ends the epoch here again.
+                # Written first, so that a coordinator that is killed now ends the epoch here again.
                 length.with_suffix(".new").write_text(str(number))
                 length.with_suffix(".new").rename(length)
                 asked[0].unlink(missing_ok=True)
@@ -82,9 +82,9 @@ job = ravnest.Job(
     eval_data=partial(evaluation, *samples(100 * BATCH, 2)),
     optimizer=partial(torch.optim.SGD, lr=0.002, momentum=0.9),
     epochs=EPOCHS,
-    # Lines that become slow are to be felt: an int8 codec, chosen because one looked slow at first, would hide it.
+    # Slow lines should have an effect: an int8 codec, chosen because one line was slow at first, would hide it.
     pipeline=ravnest.Pipeline(codec="float32"),
-    # So that a round is waited for for seconds, and rounds are not all that lines and processors have to do.
+    # Rounds are seconds apart, so that lines and processors also do other work.
     averaging=ravnest.Averaging(every=100 * BATCH * CLUSTERS),
     checkpoint=ravnest.Checkpoint(every_seconds=4.0),
 )

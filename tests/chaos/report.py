@@ -1,4 +1,4 @@
-"""What became of a run that was disturbed on purpose."""
+"""Report of a chaos run: the outcome of each case, the rates and the broken promises."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,17 +7,17 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case of the schedule, and how the swarm took it; times are since it was injected, None: it never came."""
+    """Outcome of one case; times are since its injection, None: it never happened."""
 
     number: int
     case: str
     machines: tuple[str, ...]
     seen_seconds: float | None = None
-    """Until everything that must be told of it was told."""
-    went_on_seconds: float | None = None
-    """Until microbatches were completed again; 0 where they never ceased to be."""
+    """Time until all expected events were reported."""
+    continued_seconds: float | None = None
+    """Time until microbatches were completed again; 0 if there was no pause."""
     back_seconds: float | None = None
-    """From its healing until the machines were told to be back."""
+    """Time from its healing until the events reported the machines to be back."""
     violations: tuple[str, ...] = ()
 
 
@@ -28,34 +28,34 @@ class Report:
     undisturbed_rate: float
     """Microbatches per second before the first fault."""
     disturbed_rate: float
-    """The same from the first fault until the last was over."""
+    """The same from the first fault until the end of the last."""
     ledger: Mapping[str, int] = field(default_factory=dict)
     losses: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    """By samples: the loss of an evaluation, and what it was in the run without faults."""
+    """By samples: the loss of an evaluation, and that of the run without faults."""
     ends: tuple[str, ...] = ()
-    """What was wrong at the end, or with the run as a whole."""
+    """Violations at the end, or of the run as a whole."""
 
     @property
     def violations(self) -> list[str]:
-        """Every promise that was not kept; each names its case."""
+        """Every broken promise, with its case."""
         return [f"{each.number}. {each.case}: {why}" for each in self.outcomes for why in each.violations] + list(
             self.ends
         )
 
     @property
     def kept_rate(self) -> float:
-        """The share of the undisturbed rate that was left."""
+        """Share of the undisturbed rate that remained."""
         return self.disturbed_rate / self.undisturbed_rate if self.undisturbed_rate else 0.0
 
     def __str__(self) -> str:
-        rows = [("", "case", "machines", "told s", "went on s", "back s", "")]
+        rows = [("", "case", "machines", "seen s", "continued s", "back s", "")]
         for each in self.outcomes:
-            times = (_seconds(each.seen_seconds), _seconds(each.went_on_seconds), _seconds(each.back_seconds))
+            times = (_seconds(each.seen_seconds), _seconds(each.continued_seconds), _seconds(each.back_seconds))
             rows.append((str(each.number), each.case, " ".join(each.machines), *times, "; ".join(each.violations)))
-        told = [each.went_on_seconds for each in self.outcomes if each.went_on_seconds is not None]
+        pauses = [each.continued_seconds for each in self.outcomes if each.continued_seconds is not None]
         lines = [*_table(rows), f"seed {self.seed}, {len(self.outcomes)} cases"]
-        if told:
-            lines.append(f"until training went on: median {median(told):.1f} s, longest {max(told):.1f} s")
+        if pauses:
+            lines.append(f"until training continued: median {median(pauses):.1f} s, longest {max(pauses):.1f} s")
         lines.append(
             f"{self.disturbed_rate:.1f} microbatches/s, undisturbed {self.undisturbed_rate:.1f}: {self.kept_rate:.2f}"
         )

@@ -1,7 +1,7 @@
-"""What is to happen in which order: a pure function of a seed, so that what failed can be repeated.
+"""Schedule of faults: a pure function of a seed, so that a failed run can be repeated.
 
-Which machine has a role is known only when it is its turn, so a schedule names roles. Every case comes once before any
-comes again, in an order that the seed draws.
+A schedule names roles, because the machine that has a role is known only when the case is run. Every case comes once
+before any comes again, in an order that the seed determines.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ MAX_PAUSE_SECONDS: Final = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """Faults that happen at once, and during what. As text: `kill leaf + kill standby during round`."""
+    """Faults that are injected at once, and the moment. As text: `kill leaf + kill standby during round`."""
 
     faults: tuple[tuple[str, str], ...]
-    """The kind of each and the role of the machine that it happens to."""
+    """The kind of each, and the role of its machine."""
     during: str = ""
-    """The moment that is waited for: round, checkpoint, deployment or evaluation; empty: any."""
+    """The moment of the injection: round, checkpoint, deployment or evaluation; empty: any."""
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -34,20 +34,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Planned:
-    """A case, and how long after training went on from the one before."""
+    """A case of a schedule, and the pause before it."""
 
     number: int
     case: Case
     pause_seconds: float
     choice: float
-    """From 0 to 1: which of several machines of the same role."""
+    """From 0 to 1: chooses one of several machines of the same role."""
 
     def __str__(self) -> str:
         return f"{self.number}. {self.case}"
 
 
 def cases(*texts: str) -> tuple[Case, ...]:
-    """Cases as they are written: `kill root`, `stop leaf during round`, `kill root + kill stem`."""
+    """Cases from their text: `kill root`, `stop leaf during round`, `kill root + kill stem`."""
     return tuple(Case.parse(text) for text in texts)
 
 
@@ -98,7 +98,7 @@ ANY_CLUSTERS: Final = cases(
     "kill standby during deployment",
     "kill coordinator during deployment",
 )
-"""What may happen to a swarm with a standby or more, however many clusters it has."""
+"""Cases for a swarm with at least one standby and any number of clusters."""
 
 BETWEEN_CLUSTERS: Final = cases(
     "kill root during round",
@@ -111,11 +111,11 @@ BETWEEN_CLUSTERS: Final = cases(
     "kill root + kill root",
     "kill root + kill leaf during round",
 )
-"""What may happen besides where several clusters average."""
+"""Additional cases for several clusters that average."""
 
 
 def schedule(seed: int, among: Sequence[Case]) -> Iterator[Planned]:
-    """Endlessly: all of these cases, in an order that the seed draws, and again in another."""
+    """All of these cases in an order that the seed determines, then again in another order, without end."""
     random = Random(seed)
     number = 0
     while True:
@@ -125,5 +125,5 @@ def schedule(seed: int, among: Sequence[Case]) -> Iterator[Planned]:
 
 
 def for_roles(among: Sequence[Case], roles: Sequence[str]) -> tuple[Case, ...]:
-    """Those that need no machine of another role: a pipeline of two has no stem."""
+    """The cases that need only these roles: a pipeline of two has no stem."""
     return tuple(case for case in among if all(role in roles for _, role in case.faults))

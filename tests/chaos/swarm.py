@@ -1,7 +1,7 @@
-"""The swarm under test: a coordinator and providers on hosts of their own, whose machines may fail.
+"""Swarm under test: a coordinator and providers on hosts of their own, which the tests make fail.
 
-Each machine is one host of the lab, one folder and at most one process at a time: a provider that was killed comes back
-as the same machine, with what it had on its disk.
+Each machine is one host of the lab, one folder and at most one process at a time: a killed provider returns as the same
+machine, with the files on its disk.
 """
 
 import os
@@ -17,7 +17,7 @@ from typing import IO, Self
 
 from ravnest.net.identity.swarm_invite import SwarmInvite
 from tests import warm
-from tests.chaos.watching import Mark, Watchdog
+from tests.chaos.observer import Mark, RunObserver
 from tests.known_speed import speed_is_known
 from tests.wan import Host, Lab, LabHost, Path
 
@@ -26,13 +26,13 @@ ROOT = FilePath(__file__).resolve().parents[2]
 UP_MBPS, DOWN_MBPS = 50, 100
 DELAY_MS = 5.0
 PRETEND = "0.02,0.04"
-"""Seconds of a forward and a backward of any stage: the two cores that all machines share are not what limits them."""
+"""Seconds of a forward and a backward of any stage, so that the two cores that all machines share are not the limit."""
 START_SECONDS = 180.0
 LEAVE_SECONDS = 60.0
 
 
 class BrokenError(AssertionError):
-    """The swarm cannot be used any more, and why."""
+    """The swarm cannot be used any more; the message is the reason."""
 
 
 class Machine:
@@ -48,15 +48,15 @@ class Machine:
         speed_is_known(folder / "cache")
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     @property
     def log(self) -> FilePath:
-        return self.folder / "said.txt"
+        return self.folder / "output.txt"
 
     def start(self, *words: str, folder: FilePath, stdout: int | IO[bytes] | None = None) -> None:
-        assert not self.runs, f"{self.name} runs already"
+        assert not self.is_running, f"{self.name} is already running"
         disk = {f"XDG_{kind}_HOME": str(self.folder / kind.lower()) for kind in ("DATA", "CACHE", "STATE")}
         with self.log.open("ab") as log:
             self.process = self.host.warm(
@@ -79,14 +79,16 @@ class Machine:
         self.process.wait()
         self.stopped = False
 
-    def said(self, last: int = 15) -> str:
-        """The last lines that its processes said, for who wants to know why something went wrong."""
+    def output(self, last: int = 15) -> str:
+        """The last lines that its processes printed, for error messages."""
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join(f"  {self.name}: {line}" for line in lines[-last:])
 
 
 class ChaosSwarm:
-    """`clusters` of `stages` machines each and `standbys` more, all of which train; `strangers` have not joined yet."""
+    """`clusters` of `stages` machines each and `standbys` more, in one run; `strangers` are machines that have not
+    joined.
+    """
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class ChaosSwarm:
         self.clusters = clusters
         self.stages = stages
         self.run = folder / "run"
-        self.watch = Watchdog(self.run)
+        self.watch = RunObserver(self.run)
         self._epochs = epochs
         self._members = [f"p{number}" for number in range(1, clusters * stages + standbys + 1)]
         self.strangers = [f"s{number}" for number in range(1, strangers + 1)]
@@ -128,91 +130,93 @@ class ChaosSwarm:
     ) -> None:
         self._stack.close()
 
-    # What may be done to it.
+    # Actions
 
     def join(self, name: str) -> None:
-        """A provider on that machine, which joins for the first time or comes back."""
+        """Starts a provider on this machine, which joins for the first time or returns."""
         words = ("join", self._invite, "--name", name, "--pretend-seconds", PRETEND)
         self.machines[name].start(*words, folder=self.folder)
 
-    def serve_again(self) -> None:
-        """The coordinator, after it was killed: it listens where it did."""
+    def restart_coordinator(self) -> None:
+        """Starts the coordinator again after it was killed; it listens on the same address."""
         words = ("serve", "job.py", "--run", "run", "--resume", "--no-display")
         self.machines[HOME].start(*words, folder=self.folder)
 
     def wait_until_left(self, name: str) -> None:
-        """Until a provider that was asked to leave has ended; BrokenError when it does not, or not well."""
+        """Waits until a provider that was told to leave has ended. BrokenError: timeout, or exit code other than 0."""
         process = self.machines[name].process
         assert process is not None
         try:
             code = process.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
-            raise BrokenError(f"{name} has not left {LEAVE_SECONDS:.0f} s after Ctrl-C:\n{self.said([name])}") from None
+            raise BrokenError(
+                f"{name} has not left {LEAVE_SECONDS:.0f} s after Ctrl-C:\n{self.output([name])}"
+            ) from None
         if code != 0:
-            raise BrokenError(f"{name} left with code {code}:\n{self.said([name])}")
+            raise BrokenError(f"{name} left with code {code}:\n{self.output([name])}")
 
     def end_epoch(self) -> None:
-        """Asks for an evaluation."""
+        """Ends the epoch, which starts an evaluation."""
         (self.folder / "end_epoch").touch()
 
     def end_run(self) -> None:
-        """Asks for the end: epochs that have not begun are of one microbatch each."""
+        """Ends the run: epochs that have not begun have one microbatch each."""
         (self.folder / "end_run").touch()
 
     @property
     def evaluating(self) -> bool:
         return (self.folder / "evaluating").exists()
 
-    # What it looks like.
+    # State
 
     def holders(self, role: str) -> list[str]:
-        """Whose machines have a stage of that role (root, stem, leaf) now, or none (standby), as the run tells it."""
+        """Machines with a stage of this role (root, stem, leaf), or without one (standby), according to the summary."""
         stages = [stage for cluster in self.watch.summary().get("clusters", ()) for stage in cluster["stages"]]
         holding = {stage["provider"] for stage in stages}
         if role == "standby":
-            return [name for name in self.providers() if name not in holding and self.machines[name].runs]
+            return [name for name in self.providers() if name not in holding and self.machines[name].is_running]
         return [stage["provider"] for stage in stages if stage["role"] == role]
 
     def providers(self) -> list[str]:
-        """Machines that have ever been started."""
+        """Machines that have been started at least once."""
         return [name for name, machine in self.machines.items() if name != HOME and machine.process is not None]
 
-    def whole(self, since: float = 0.0) -> bool:
-        """Whether, by a summary that was written after that time, all clusters are there, on machines that run."""
+    def is_whole(self, since: float = 0.0) -> bool:
+        """Whether all clusters exist on running machines, by a summary that was written after this time."""
         clusters = self.watch.summary(since).get("clusters", ())
         names = [stage["provider"] for cluster in clusters for stage in cluster["stages"]]
         return len(clusters) == self.clusters and all(
-            self.machines[name].runs and not self.machines[name].stopped for name in names
+            self.machines[name].is_running and not self.machines[name].stopped for name in names
         )
 
-    def all_train(self, since: Mark) -> bool:
-        """Whether every stage has applied updates since then."""
+    def all_stages_train(self, since: Mark) -> bool:
+        """Whether every stage has applied updates since this mark."""
         updated = {(line["cluster"], line["stage"]) for line in self.watch.stage_steps(since)}
         clusters = self.watch.summary().get("clusters", ())
         return updated >= {(cluster["id"], stage["stage"]) for cluster in clusters for stage in cluster["stages"]}
 
-    def form(self) -> str:
-        """Who holds what by the last summary, and which machines run, in words."""
+    def layout(self) -> str:
+        """The clusters by the last summary, and the running machines, as text."""
         clusters = self.watch.summary().get("clusters", ())
         held = [" ".join(stage["provider"] for stage in cluster["stages"]) for cluster in clusters]
-        runs = [name for name in self.machines if self.machines[name].runs]
+        runs = [name for name in self.machines if self.machines[name].is_running]
         return f"clusters {' | '.join(held) or 'none'}, running {' '.join(runs)}"
 
     def check_running(self) -> None:
-        """Raises BrokenError when the coordinator has ended by itself."""
+        """Raises BrokenError if the coordinator has ended by itself."""
         home = self.machines[HOME]
         if home.process is not None and home.process.poll() not in (None, -signal.SIGKILL):
             if self.watch.summary().get("status") == "finished":
                 raise BrokenError("the run is over already")
-            raise BrokenError(f"the coordinator has ended with code {home.process.returncode}:\n{home.said()}")
+            raise BrokenError(f"the coordinator has ended with code {home.process.returncode}:\n{home.output()}")
 
     def wait_for_training(self) -> None:
-        """Until all clusters train; BrokenError when that takes too long."""
+        """Waits until all clusters train. BrokenError: timeout."""
         if not self.watch.wait(self._trains, START_SECONDS):
-            raise BrokenError(f"no training after {START_SECONDS:.0f} s:\n{self.said()}")
+            raise BrokenError(f"no training after {START_SECONDS:.0f} s:\n{self.output()}")
 
     def wait_for_end(self, seconds: float) -> int | None:
-        """The exit code of the coordinator, or None when it has not ended in time."""
+        """The exit code of the coordinator, or None if it has not ended in time."""
         process = self.machines[HOME].process
         assert process is not None
         try:
@@ -220,8 +224,8 @@ class ChaosSwarm:
         except subprocess.TimeoutExpired:
             return None
 
-    def said(self, names: Iterable[str] = ()) -> str:
-        return "\n".join(self.machines[name].said() for name in (names or self.machines))
+    def output(self, names: Iterable[str] = ()) -> str:
+        return "\n".join(self.machines[name].output() for name in (names or self.machines))
 
     def _trains(self) -> bool:
         self.check_running()
@@ -237,10 +241,10 @@ class ChaosSwarm:
         line = home.process.stdout.readline().decode()
         home.process.stdout.close()
         if not line.startswith("invite: ravnest join "):
-            raise BrokenError(f"the coordinator did not start:\n{home.said()}")
+            raise BrokenError(f"the coordinator did not start:\n{home.output()}")
         self._invite = SwarmInvite.parse(line.removeprefix("invite: ravnest join ")).line
 
     def _kill_all(self) -> None:
         for machine in self.machines.values():
-            if machine.runs:
+            if machine.is_running:
                 machine.kill()

@@ -1,10 +1,10 @@
-"""Any machine may vanish at any moment: real swarms in the WAN lab, disturbed on purpose, keep what is promised.
+"""Any machine may vanish at any moment: real swarms in the WAN lab keep their promises under injected faults.
 
-Every case of the list below happens once, in an order that the seed draws. After each, training goes on and the events
-tell of it; at the end the ledger adds up, the clusters agree and the loss is that of a run without faults. A failure
-names the case and the seed; `python -m tests.chaos --seed N --only CASE` repeats it, and the long form
-(`make chaos MINUTES=30`) has many more: a machine that joins, leaves, stops or loses its coordinator in quiet times is
-in tests/e2e_swarm/test_vanishing.py, without slow lines.
+Every case of the lists below runs once, in an order that the seed determines. After each case training continues and
+the events report it; at the end the ledger adds up, the clusters agree and the loss is that of a run without faults. A
+failure names the case and the seed; `python -m tests.chaos --seed N --only CASE` repeats it. `make chaos MINUTES=30`
+runs many more cases. tests/e2e_swarm/test_vanishing.py has four of them without slow lines: a machine that joins,
+leaves or stops, and a coordinator that is lost, while nothing else happens.
 """
 
 import pytest
@@ -37,14 +37,14 @@ TWO_CLUSTERS = cases(
 )
 
 
-def test_one_cluster_with_spare_machines_comes_through_every_fault() -> None:
+def test_one_cluster_with_spare_machines_survives_every_fault() -> None:
     need_lab()
     report = run_chaos(None, SEED, among=ONE_CLUSTER, clusters=1, stages=3, standbys=2, undisturbed_seconds=2.0)
     assert not report.violations, f"\n{report}"
     assert len(report.outcomes) == len(ONE_CLUSTER)
 
 
-def test_two_clusters_come_through_faults_in_their_rounds_and_agree() -> None:
+def test_two_clusters_survive_faults_in_their_rounds_and_agree() -> None:
     need_lab()
     report = run_chaos(None, SEED, among=TWO_CLUSTERS, clusters=2, stages=2, standbys=1, undisturbed_seconds=2.0)
     assert not report.violations, f"\n{report}"

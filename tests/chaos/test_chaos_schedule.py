@@ -1,4 +1,4 @@
-"""The schedule of faults follows from its seed alone, leaves nothing out, and can be written down and read."""
+"""The schedule of faults depends only on its seed, omits no case, and each case can be written as text and parsed."""
 
 from itertools import islice
 
@@ -11,7 +11,7 @@ from tests.chaos.schedule import ANY_CLUSTERS, BETWEEN_CLUSTERS, MAX_PAUSE_SECON
 EVERY = (*ANY_CLUSTERS, *BETWEEN_CLUSTERS)
 
 
-def test_the_same_seed_makes_the_same_schedule_and_another_another() -> None:
+def test_the_same_seed_gives_the_same_schedule_and_another_seed_another() -> None:
     first, again, other = (list(islice(schedule(seed, EVERY), 200)) for seed in (7, 7, 8))
     assert first == again != other
 
@@ -24,7 +24,7 @@ def test_every_case_comes_once_before_any_comes_again() -> None:
     assert all(0 <= each.pause_seconds <= MAX_PAUSE_SECONDS and 0 <= each.choice < 1 for each in planned)
 
 
-def test_every_kind_of_fault_happens_to_every_role_that_it_may_happen_to() -> None:
+def test_every_kind_of_fault_affects_every_role_that_it_may_affect() -> None:
     alone = {each.faults[0] for each in ANY_CLUSTERS if len(each.faults) == 1 and not each.during}
     assert alone == {(kind.kind, role) for kind in FAULTS for role in kind.roles}
     assert any(len(each.faults) == 2 for each in ANY_CLUSTERS)
@@ -32,7 +32,7 @@ def test_every_kind_of_fault_happens_to_every_role_that_it_may_happen_to() -> No
 
 
 @pytest.mark.parametrize("case", EVERY, ids=str)
-def test_a_case_is_read_as_it_is_written(case: Case) -> None:
+def test_a_case_equals_its_parsed_text(case: Case) -> None:
     assert cases(str(case)) == (case,)
     for kind, role in case.faults:
         assert fault(kind, "p1", role).kind == kind
@@ -45,6 +45,6 @@ def test_a_pipeline_of_two_has_no_stem_and_one_cluster_no_round() -> None:
     assert for_roles(cases("kill root", "kill root + kill stem"), ["root"]) == cases("kill root")
 
 
-def test_a_fault_that_there_is_not_is_refused() -> None:
+def test_an_unknown_fault_is_refused() -> None:
     with pytest.raises(ValueError, match="no fault 'stop' of a coordinator"):
         fault("stop", "home", "coordinator")

@@ -1,37 +1,36 @@
-"""One case after another: waits for its moment, injects it, and watches how the swarm takes it."""
+"""Injector of faults: waits for the moment of a case, injects it, and observes the reaction of the swarm."""
 
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from tests.chaos.expected_events import missing
 from tests.chaos.faults import Fault, fault
+from tests.chaos.observer import Mark
 from tests.chaos.report import Outcome
 from tests.chaos.schedule import Planned
-from tests.chaos.sightings import missing
 from tests.chaos.swarm import HOME, BrokenError, ChaosSwarm
-from tests.chaos.watching import Mark
 
 MOMENT_SECONDS: Final = 60.0
-"""How long a round, a checkpoint, a deployment or an evaluation may let itself be waited for."""
-GO_ON_SECONDS: Final = 90.0
-"""How long it may take until training goes on. A failure is a swarm that stands still, not one on a busy machine: how
-long it really takes is what the report says."""
+"""Timeout for a round, a checkpoint, a deployment or an evaluation to begin."""
+CONTINUE_SECONDS: Final = 90.0
+"""Timeout until training continues: long, because a busy machine is no failure. The report has the real times."""
 BACK_SECONDS: Final = 90.0
 WHOLE_SECONDS: Final = 90.0
 MORE: Final = 20
-"""Microbatches that must be completed before training goes on: more than can be in flight behind a lost stage."""
+"""Completed microbatches after which training counts as continued: more than can be in flight behind a lost stage."""
 
 _BEGINS: Final = {
     "round": (("round_begun",), ("round", "round_skipped")),
     "checkpoint": (("checkpoint_begun",), ("checkpoint",)),
     "deployment": (("failover_begun", "reform_begun"), ("failover", "reformed")),
 }
-"""With which events something begins and ends."""
+"""Events with which each kind of moment begins and ends."""
 
 
 class Injector:
-    """Does to a swarm what a schedule says."""
+    """Runs the cases of a schedule on a swarm."""
 
     def __init__(self, swarm: ChaosSwarm) -> None:
         self._swarm = swarm
@@ -40,8 +39,8 @@ class Injector:
         self.injected_at: float | None = None
         """When the last case was injected, on the monotonic clock."""
 
-    def meet(self, planned: Planned) -> Outcome:
-        """Injects the case and heals it; BrokenError, with the reason, when the swarm cannot be used after it."""
+    def run(self, planned: Planned) -> Outcome:
+        """Injects the case and heals it. BrokenError: the swarm cannot be used after it; the message is the reason."""
         swarm, watch = self._swarm, self._watch
         self.recover([role for _, role in planned.case.faults])
         time.sleep(planned.pause_seconds)
@@ -53,13 +52,13 @@ class Injector:
             each.inject(swarm)
         faults = [*before, *faults]
         held = [each for each in faults if each.hold_seconds is not None]
-        # A coordinator that is killed cannot tell of the others; that they are back, the next one can.
+        # A killed coordinator cannot report the other faults; the next one reports that the machines are back.
         tellers = [each for each in faults if each.machine == HOME] or faults
-        wanted = [sighting for each in tellers for sighting in each.seen()]
+        wanted = [event for each in tellers for event in each.expected()]
         start = mark if not before else self._before
-        seen_seconds = went_on_seconds = back_seconds = None
+        seen_seconds = continued_seconds = back_seconds = None
 
-        def told() -> bool:
+        def is_reported() -> bool:
             nonlocal seen_seconds
             for each in [each for each in held if time.monotonic() - began >= (each.hold_seconds or 0.0)]:
                 each.heal(swarm)
@@ -70,18 +69,18 @@ class Injector:
             return not held and seen_seconds is not None
 
         violations: list[str] = []
-        if not watch.wait(told, GO_ON_SECONDS):
+        if not watch.wait(is_reported, CONTINUE_SECONDS):
             never = " and ".join(missing(wanted, watch.events(start)))
-            violations.append(f"{never} not among the events within {GO_ON_SECONDS:.0f} s")
-        if self._goes_on():
-            went_on_seconds = self._stood_until(mark)
+            violations.append(f"{never} not among the events within {CONTINUE_SECONDS:.0f} s")
+        if self._continues():
+            continued_seconds = self._stood_still_seconds(mark)
         else:
-            violations.append(f"training did not go on within {GO_ON_SECONDS:.0f} s")
+            violations.append(f"training did not continue within {CONTINUE_SECONDS:.0f} s")
         healed, at = watch.mark(), time.monotonic()
         for each in faults:
             if each.hold_seconds is None:
                 each.heal(swarm)
-        after = [sighting for each in faults for sighting in each.seen_after()]
+        after = [event for each in faults for event in each.expected_after_healing()]
         if watch.wait(lambda: self._checked(lambda: not missing(after, watch.events(healed))), BACK_SECONDS):
             back_seconds = time.monotonic() - at if after else None
         else:
@@ -90,44 +89,54 @@ class Injector:
         self._since = time.time()
         machines = tuple(each.machine for each in faults)
         return Outcome(
-            planned.number, str(planned.case), machines, seen_seconds, went_on_seconds, back_seconds, tuple(violations)
+            planned.number,
+            str(planned.case),
+            machines,
+            seen_seconds,
+            continued_seconds,
+            back_seconds,
+            tuple(violations),
         )
 
     def recover(self, roles: Sequence[str] = ()) -> None:
-        """Waits until every cluster is there again and trains, and machines have these roles; BrokenError if not."""
+        """Waits until every cluster is complete and trains, and machines have these roles; BrokenError: timeout."""
         swarm, mark, since = self._swarm, self._watch.mark(), self._since
 
         def well() -> bool:
             swarm.check_running()
-            return swarm.whole(since) and all(self._having(role) for role in roles) and swarm.all_train(mark)
+            return (
+                swarm.is_whole(since)
+                and all(self._machines_with_role(role) for role in roles)
+                and swarm.all_stages_train(mark)
+            )
 
         if not self._watch.wait(well, WHOLE_SECONDS):
-            wanted = f", with somebody who is {' and '.join(roles)}" if roles else ""
+            wanted = f", with a {' and a '.join(roles)}" if roles else ""
             raise BrokenError(
-                f"not every cluster trained {WHOLE_SECONDS:.0f} s after the case before{wanted}: {swarm.form()}\n"
-                f"{swarm.said()}"
+                f"not every cluster trained {WHOLE_SECONDS:.0f} s after the case before{wanted}: {swarm.layout()}\n"
+                f"{swarm.output()}"
             )
 
     def _choose(self, planned: Planned) -> list[Fault]:
-        """The machines that it happens to, which are different ones."""
+        """The faults of the case, each on another machine."""
         chosen: list[Fault] = []
         for kind, role in planned.case.faults:
             taken = {each.machine for each in chosen}
-            among = [name for name in self._having(role) if name not in taken]
+            among = [name for name in self._machines_with_role(role) if name not in taken]
             if not among:
-                raise BrokenError(f"{planned}: there is no {role} that it could happen to:\n{self._swarm.said()}")
+                raise BrokenError(f"{planned}: there is no {role} for it:\n{self._swarm.output()}")
             chosen.append(fault(kind, among[int(planned.choice * len(among))], role))
         return chosen
 
-    def _having(self, role: str) -> Sequence[str]:
+    def _machines_with_role(self, role: str) -> Sequence[str]:
         if role == "coordinator":
             return [HOME]
         if role == "stranger":
-            return [name for name in self._swarm.strangers if not self._swarm.machines[name].runs]
+            return [name for name in self._swarm.strangers if not self._swarm.machines[name].is_running]
         return self._swarm.holders(role)
 
     def _until_moment(self, planned: Planned, machines: Sequence[str]) -> list[Fault]:
-        """Waits for what it is to happen during; the faults that had to be injected for that."""
+        """Waits for the moment of the case; returns the faults that had to be injected for it."""
         swarm, watch, during = self._swarm, self._watch, planned.case.during
         if not during:
             return []
@@ -149,16 +158,16 @@ class Injector:
                 return bool(kinds) and kinds[-1] in begins
 
         if not watch.wait(lambda: self._checked(begun), MOMENT_SECONDS):
-            raise BrokenError(f"{planned}: there was no {during} within {MOMENT_SECONDS:.0f} s:\n{swarm.said()}")
+            raise BrokenError(f"{planned}: there was no {during} within {MOMENT_SECONDS:.0f} s:\n{swarm.output()}")
         return faults
 
-    def _goes_on(self) -> bool:
-        """Whether microbatches are completed that were not yet under way at this moment."""
+    def _continues(self) -> bool:
+        """Whether microbatches are completed that were not yet in flight at this moment."""
         watch, mark = self._watch, self._watch.mark()
-        return watch.wait(lambda: self._checked(lambda: len(watch.steps(mark)) >= MORE), GO_ON_SECONDS)
+        return watch.wait(lambda: self._checked(lambda: len(watch.steps(mark)) >= MORE), CONTINUE_SECONDS)
 
-    def _stood_until(self, mark: Mark) -> float:
-        """Until when training stood still: the end of the longest pause between two microbatches since the mark."""
+    def _stood_still_seconds(self, mark: Mark) -> float:
+        """Seconds from the mark to the end of the longest pause between two microbatches since then."""
         times = [mark.at, *(step["at"] for step in self._watch.steps(mark))]
         pauses = [(later - earlier, later) for earlier, later in itertools.pairwise(times)]
         longest, until = max(pauses, default=(0.0, mark.at))
@@ -169,6 +178,6 @@ class Injector:
         return condition()
 
     def _check(self, held: Sequence[Fault]) -> None:
-        """The coordinator has not ended by itself."""
+        """Raises BrokenError if the coordinator has ended by itself."""
         if not any(each.machine == HOME for each in held):
             self._swarm.check_running()

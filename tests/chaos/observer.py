@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes on: its summary, its events and its curve, read from the run directory."""
+"""Observer of a run: reads its summary, its events and its curve from the run directory while it runs."""
 
 import json
 import os
@@ -13,22 +13,22 @@ Event = dict[str, Any]
 Summary = dict[str, Any]
 
 LOOK_SECONDS = 0.05
-"""Files tell nobody that they have grown; what is waited for here happens in other processes."""
+"""Polling interval: other processes write the files, and a file gives no notice when it grows."""
 
 
 class Lines:
-    """A file of JSON lines that somebody else appends to."""
+    """A file of JSON lines to which another process appends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_bytes = 0
         self.lines: list[dict[str, Any]] = []
 
-    def look(self) -> list[dict[str, Any]]:
-        """All lines so far; one that is only half written comes the next time."""
+    def read(self) -> list[dict[str, Any]]:
+        """All complete lines so far."""
         try:
             with self._path.open("rb") as file:
-                # A line torn by a killed writer is cut off when the next one opens the file.
+                # The next writer cuts off an incomplete line of a killed one, which was not read here.
                 if os.fstat(file.fileno()).st_size < self._read_bytes:
                     raise AssertionError(f"{self._path} has lost lines that were there before")
                 file.seek(self._read_bytes)
@@ -43,17 +43,17 @@ class Lines:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment in the run: what came after it can be asked for."""
+    """A moment in the run, from which on events and steps can be read."""
 
     events: int
     steps: int
     at: float
     completed: int
-    """By the last summary, which may be some seconds old."""
+    """Number of completed microbatches by the last summary, which may be some seconds old."""
 
 
-class Watchdog:
-    """Looks at one run directory."""
+class RunObserver:
+    """Observer of one run directory."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -62,7 +62,7 @@ class Watchdog:
         self._pause = threading.Event()
 
     def summary(self, since: float = 0.0) -> Summary:
-        """The summary as it was written last, at most a few seconds ago; empty where that was before `since`."""
+        """The latest summary, at most a few seconds old; empty if it was written before `since`."""
         try:
             with (self._run / "summary.json").open() as file:
                 if os.fstat(file.fileno()).st_mtime <= since:
@@ -74,29 +74,29 @@ class Watchdog:
         return found
 
     def events(self, since: Mark | None = None) -> list[Event]:
-        return self._events.look()[0 if since is None else since.events :]
+        return self._events.read()[0 if since is None else since.events :]
 
     def steps(self, since: Mark | None = None) -> list[dict[str, Any]]:
-        """The points of the training curve: a microbatch each, with the time (`at`) at which it was reported."""
-        points = [line for line in self._metrics.look() if line["kind"] == "train"]
+        """The points of the training curve: one per microbatch, with the time (`at`) of its report."""
+        points = [line for line in self._metrics.read() if line["kind"] == "train"]
         return points[0 if since is None else since.steps :]
 
     def stage_steps(self, since: Mark) -> list[dict[str, Any]]:
-        """The points of the stages' own curves: each says that a stage of a cluster has applied updates."""
-        return [line for line in self._metrics.look() if line["kind"] == "stage" and line["at"] > since.at]
+        """The points of the stages' own curves: each shows that a stage of a cluster has applied updates."""
+        return [line for line in self._metrics.read() if line["kind"] == "stage" and line["at"] > since.at]
 
     def evaluations(self) -> dict[int, float]:
-        """The loss of each evaluation, by how many samples had been trained on."""
-        return {line["samples"]: line["loss"] for line in self._metrics.look() if line["kind"] == "eval"}
+        """The loss of each evaluation, by the number of samples trained on before it."""
+        return {line["samples"]: line["loss"] for line in self._metrics.read() if line["kind"] == "eval"}
 
     def completed(self) -> int:
         return int(self.summary().get("ledger", {}).get("completed", 0))
 
     def mark(self) -> Mark:
-        return Mark(len(self._events.look()), len(self.steps()), time.time(), self.completed())
+        return Mark(len(self._events.read()), len(self.steps()), time.time(), self.completed())
 
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Whether it came to that within so many seconds."""
+        """Whether the condition became true within this time."""
         deadline = time.monotonic() + seconds
         while not until():
             if time.monotonic() > deadline:
