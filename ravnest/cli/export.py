@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> int:
     paths = existing_run(args.path)
     out: Path = args.out
     if out.is_dir():
-        raise RunError(f"{out} is a folder; give --out a file name, such as {out / 'model.safetensors'}.")
+        raise RunError(f"{out} is a folder; give --out a file name, such as {out / 'model.safetensors'}")
     if out.exists() and not args.force:
-        raise RunError(f"{out} already exists; choose another --out or overwrite it with --force.")
+        raise RunError(f"{out} already exists; choose another --out or overwrite it with --force")
 
     # Imported late, because these modules import torch.
     from safetensors import SafetensorError
@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
         for item in damaged:
             print(f"skipped checkpoint {int(item.folder.name)}: {item.reason}", file=sys.stderr)
         if newest is None:
-            raise RunError(f"{paths.path} has no intact checkpoint to export; wait until the run has written one.")
+            raise RunError(f"{paths.path} has no intact checkpoint to export; wait until the run has written one")
         info = newest
     try:
         extra = load_file(paths.static_path) if paths.static_path.exists() else {}
     except (SafetensorError, OSError) as error:
-        raise RunError(f"{paths.static_path} cannot be read: {error}.") from error
+        raise RunError(f"{paths.static_path} cannot be read: {error}") from error
     contents = load_checkpoint(info)
     tensors = fuse(contents, info.state.get("aliases", {}), extra, info.state.get("non_persistent", ()))
     write_model(out, tensors, {"updates": str(info.updates), "samples": str(info.samples)})

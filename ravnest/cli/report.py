@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> int:
     paths = existing_run(args.path)
     out: Path = args.out or paths.report_path
     if out.is_dir():
-        raise RunError(f"{out} is a folder; give --out a file name, such as {out / 'report.html'}.")
+        raise RunError(f"{out} is a folder; give --out a file name, such as {out / 'report.html'}")
     if not paths.summary_path.exists():
-        raise RunError(f"{paths.path} has nothing to report yet; wait until training has started.")
+        raise RunError(f"{paths.path} has nothing to report yet; wait until training has started")
     summary = Summary.read(paths.summary_path)
     trace = Trace.read(paths.trace_path) if paths.trace_path.exists() else None
     write_atomic(out, report_page(paths.path.absolute().name, summary, trace))

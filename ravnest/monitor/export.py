@@ -37,7 +37,7 @@ def fuse(
     fused = {**extra, **contents.buffers, **contents.parameters}
     for name, owner in aliases.items():
         if owner not in fused:
-            raise RunError(f"the checkpoint lacks {owner!r}, which {name!r} is tied to; export another checkpoint.")
+            raise RunError(f"the checkpoint lacks {owner!r}, which {name!r} is tied to; export another checkpoint")
         fused[name] = fused[owner].clone()
     return {name: tensor for name, tensor in sorted(fused.items()) if name not in non_persistent}
 
@@ -60,4 +60,4 @@ def write_model(path: Path, tensors: "Mapping[str, Tensor]", metadata: Mapping[s
         except SafetensorError as error:
             # The library reports disk errors as text only.
             reason = "the disk is full" if "os error 28" in str(error) else str(error)
-            raise RunError(f"cannot write {path}: {reason}; free some space or choose another place.") from error
+            raise RunError(f"cannot write {path}: {reason}; free some space or choose another place") from error

@@ -65,22 +65,22 @@ def write_error(path: Path, error: OSError) -> RunError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return DiskFullError(
             f"cannot write {path}: the disk is full; free some space or choose a --run on another disk "
-            "(everything saved before is intact)."
+            "(everything saved before is intact)"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return RunError(f"cannot write {path}: {_reason(error)}; choose a --run in a folder you may write to.")
+        return RunError(f"cannot write {path}: {_reason(error)}; choose a --run in a folder you may write to")
     if error.errno in (errno.EMFILE, errno.ENFILE):
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return RunError(
             f"cannot write {path}: this process has reached its limit of open files ({limit}); raise it with "
-            "`ulimit -n 65536` and continue with --resume."
+            "`ulimit -n 65536` and continue with --resume"
         )
-    return RunError(f"cannot write {path}: {_reason(error)}; choose another --run.")
+    return RunError(f"cannot write {path}: {_reason(error)}; choose another --run")
 
 
 def read_error(path: Path, error: OSError) -> RunError:
     """The error for a `path` that cannot be read."""
-    return RunError(f"cannot read {path}: {_reason(error)}; check the path and its permissions.")
+    return RunError(f"cannot read {path}: {_reason(error)}; check the path and its permissions")
 
 
 def _reason(error: OSError) -> str:

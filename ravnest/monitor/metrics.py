@@ -94,7 +94,7 @@ class MetricLog:
         except Exception as error:
             if self._on_warning is not None:
                 reason = str(error) or type(error).__name__
-                self._on_warning(f"no TensorBoard curves in {folder}: {reason}; metrics.jsonl has the same numbers.")
+                self._on_warning(f"no TensorBoard curves in {folder}: {reason}; metrics.jsonl has the same numbers")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -204,9 +204,9 @@ def existing_run(path: Path) -> RunPaths:
     """The existing run at `path`, for reading; raises RunError if there is none."""
     run = RunPaths(Path(path))
     if not run.path.exists():
-        raise RunError(f"there is no run at {path}; give the folder that `ravnest train` printed when it started.")
+        raise RunError(f"there is no run at {path}; give the folder that `ravnest train` printed when it started")
     if not run.path.is_dir() or not run.holds_a_run():
-        raise RunError(f"{path} is not a run directory; give the folder that `ravnest train` printed when it started.")
+        raise RunError(f"{path} is not a run directory; give the folder that `ravnest train` printed when it started")
     return run
 
 
@@ -259,7 +259,7 @@ def _newest_run(job_name: str) -> Path:
         if match and RunPaths(path).holds_a_checkpoint():
             found.append((match[1], int(match[2] or 1), path))
     if not found:
-        raise RunError(f"no run of {job_name} in {RUNS_FOLDER}/ has a checkpoint to resume from; name one with --run.")
+        raise RunError(f"no run of {job_name} in {RUNS_FOLDER}/ has a checkpoint to resume from; name one with --run")
     return max(found)[2]
 
 
@@ -272,7 +272,7 @@ def _check_usable(run: RunPaths, *, resume: bool) -> None:
         if run.path.is_dir():
             names = set(os.listdir(run.path))
         elif resume:
-            raise RunError(f"there is no run at {run.path} to resume; check --run, or start it without --resume.")
+            raise RunError(f"there is no run at {run.path} to resume; check --run, or start it without --resume")
         else:
             _make_private(run.path)
             names = set()
@@ -281,19 +281,19 @@ def _check_usable(run: RunPaths, *, resume: bool) -> None:
     store = run.store_path.name
     before_the_first_run = {run.lock_path.name, run.identity_path.name, store, f"{store}-wal", f"{store}-shm"}
     if names - before_the_first_run and not run.holds_a_run():
-        raise RunError(f"{run.path} holds other files but no run; choose an empty or new folder for --run.")
+        raise RunError(f"{run.path} holds other files but no run; choose an empty or new folder for --run")
 
 
 def _in_use(run: RunPaths, process: int) -> RunError:
-    return RunError(f"run {run.path} is in use by process {process}; stop it or choose another --run.")
+    return RunError(f"run {run.path} is in use by process {process}; stop it or choose another --run")
 
 
 def _check_run_state(run: RunPaths, *, resume: bool) -> None:
     # A served run without training may be started again: the joined nodes stay admitted after a wrong job.
     if run.holds_a_run() and not resume and not run.was_served_without_training():
-        raise RunError(f"{run.path} already holds a run; continue it with --resume or choose another --run.")
+        raise RunError(f"{run.path} already holds a run; continue it with --resume or choose another --run")
     if resume and not run.holds_a_run():
-        raise RunError(f"there is no run at {run.path} to resume; check --run, or start it without --resume.")
+        raise RunError(f"there is no run at {run.path} to resume; check --run, or start it without --resume")
 
 
 # Forked processes (data loader workers) must not hold the lock after this process is killed.

@@ -164,7 +164,7 @@ class Summary:
         except OSError as error:
             raise read_error(path, error) from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RunError(f"{path} is not a summary of a run ({error}); look at events.jsonl next to it.") from None
+            raise RunError(f"{path} is not a summary of a run ({error}); look at events.jsonl next to it") from None
 
 
 def _summary(record: dict[str, Any]) -> Summary:

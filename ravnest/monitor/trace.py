@@ -88,7 +88,7 @@ class Trace:
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             said = f"{type(error).__name__}: {str(error)[:80]}"
             raise RunError(
-                f"{path} is not a trace of a run ({said}); remove it, and a resumed run writes a new one."
+                f"{path} is not a trace of a run ({said}); remove it, and a resumed run writes a new one"
             ) from None
 
 

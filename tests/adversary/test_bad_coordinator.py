@@ -200,7 +200,7 @@ TRICKS: dict[str, tuple[Callable[[Order], None], str]] = {
         graph(
             "nodes", 0, value={"name": "h", "op": "aten.ones.default", "args": [[2]], "kwargs": {"device": "cuda:0"}}
         ),
-        "names a device; a stage chooses its own",
+        "names a device; the stage chooses it",
     ),
     "a path for a weight": (graph("parameters", 0, "key", value="../../.ssh/id"), "is not a valid name for a weight"),
     "dots in a weight's name": (graph("parameters", 0, "key", value="a..b"), "is not a valid name for a weight"),

@@ -139,7 +139,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("below", ["file/run", "file"])
 def test_a_path_that_cannot_be_a_folder_is_one_sentence(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"^cannot write .*file.*; choose another --run\.$"):
+    with pytest.raises(RunError, match=r"^cannot write .*file.*; choose another --run$"):
         RunDirectory.open(tmp_path / below, job_name="digits", resume=False)
 
 
