@@ -1,11 +1,11 @@
-"""How good the planner's plans are, and how long it takes: against brute force, the paper's rule, and an upper bound.
+"""Benchmark of the planner: quality of its plans against brute force, the paper's rule and an upper bound, and its
+time.
 
-Brute force tries all partitions, all orders and the best cuts of each. The paper's rule is restated in
-benchmarks.planning.paper_rule; its plans are judged by our cost model, `gain` is how many times as much ours is
-predicted to do, and plans that do not fit into the memory, or fit in part of their clusters, are counted as `unfit` and
-`partly unfit`; `gain if it fits` is the median of the others alone. A case "20 of 6" is 20 instances of 6 providers;
-`of bound` is the share of an upper bound that no plan can reach in full. Times are processor time of one thread: a busy
-machine makes them longer, but less than by the clock.
+Brute force tries all partitions, all orders and the best cuts of each. `benchmarks.planning.paper_rule` restates the
+paper's rule; our cost model judges its plans. `gain` is our predicted rate divided by theirs. Plans that do not fit
+into the memory, or only with part of their clusters, are counted as `unfit` and `partly unfit`; `gain if it fits` is
+the median of the others. A case "20 of 6" is 20 instances of 6 providers; `of bound` is the share of an upper bound
+that no plan reaches in full. Times are processor time of one thread, which other load on the machine affects less.
 """
 
 import itertools
@@ -28,10 +28,10 @@ from ravnest.planner.search.search import form
 from tests.wan import Lab
 
 _COUNTS = {2: 10, 3: 22, 4: 28, 5: 28, 6: 20, 7: 10}
-"""Random instances of so many providers."""
+"""Number of random instances by number of providers."""
 _QUICK_COUNTS = {2: 4, 3: 10, 4: 12, 5: 8}
 _SCALES = {100: 2.0, 1000: 10.0, 10_000: 120.0}
-"""Seconds that so many providers may take."""
+"""Maximum seconds by number of providers."""
 _WORST_OFF = 0.15
 _MEAN_OFF = 0.10
 
@@ -49,7 +49,7 @@ def main() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """One instance: our score, the best there is, and what the paper's rule makes of it."""
+    """One instance: our score, the best possible one, and the plan of the paper's rule."""
 
     ours: float
     best: float
@@ -57,7 +57,7 @@ class _Compared:
 
     @property
     def share(self) -> float:
-        """Of the best; more than 1 where other cuts make averaging shorter, which brute force does not look at."""
+        """Share of the best score; above 1 if other cuts, which brute force does not try, make averaging shorter."""
         return self.ours / self.best
 
 
@@ -87,7 +87,7 @@ def _small(quick: bool) -> tuple[list[Row], list[Target]]:
 
 
 def _compare(seed: int, count: int) -> _Compared | None:
-    """None where the model fits nowhere; then the planner must say so too."""
+    """None if the model fits nowhere; the planner must say so too."""
     instance = random_instance(seed, count)
     best = best_score(instance)
     try:
@@ -117,7 +117,7 @@ def _small_row(case: str, found: Sequence[_Compared]) -> dict[str, object]:
 
 
 def _cuts(quick: bool) -> tuple[list[Row], list[Target]]:
-    """The cuts for a given order, against listing all of them with all numbers in flight."""
+    """The cuts for a given order, against all cuts with all numbers in flight."""
     shares = []
     for seed in range(20 if quick else 100):
         count = 2 + seed % 3
@@ -137,7 +137,7 @@ def _cuts(quick: bool) -> tuple[list[Row], list[Target]]:
 
 
 def _large(quick: bool) -> tuple[list[Row], list[Target]]:
-    """Many providers: how long it takes on one core, and how near the upper bound it comes."""
+    """Many providers: the time on one core, and the share of the upper bound."""
     rows: list[Row] = []
     targets: list[Target] = []
     for count, limit in _SCALES.items():
@@ -165,7 +165,7 @@ def _large(quick: bool) -> tuple[list[Row], list[Target]]:
 
 
 def _promise(quick: bool) -> tuple[list[Row], list[Target]]:
-    """What runs were promised to reach against what they did, over real lines."""
+    """Predicted rates of runs against measured ones, over real lines."""
     if reason := "--quick" if quick else Lab.unavailable():
         say(f"the promise is left out: {reason}")
         return [], []

@@ -1,1 +1,4 @@
-"""What the benchmark of the planner compares with: random instances, brute force, and the paper's rule."""
+"""Parts of the planner's benchmark: random instances, brute force, the paper's rule, an upper bound, and real runs.
+
+May know the planner, and for real runs the command line and the WAN lab.
+"""

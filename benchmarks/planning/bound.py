@@ -1,19 +1,19 @@
-"""A score that no plan can have more of: to say how good a plan of many providers is, whose best nobody can compute.
+"""Upper bound on the score of any plan, for judging plans of many providers, whose best one cannot be computed.
 
-Let every part of the model have a price, all prices together 1. A cluster that makes r microbatches a second earns r,
-and each of its stages earns its part of that: the price of what lies in it, r times a second. A provider has one stage,
-from place i to place j, and its cluster cannot be faster than that stage: so it earns at most
+Let every part of the model have a price, all prices together 1. A cluster that makes r microbatches per second earns r,
+and each of its stages earns r times the price of the parts in it. A provider has one stage, from place i to place j,
+and its cluster cannot be faster than that stage: so the provider earns at most
 
     e(provider) = max over i, j that fit into its memory of  price(i, j) / seconds(provider, i, j)
 
-with the seconds that computing takes, or its own line. All clusters together make no more than the sum of e, for any
-prices; prices for which that sum is small are found by raising those of the parts that hold the least earners.
+with the seconds of computing or of its own line. All clusters together earn at most the sum of e, for any prices;
+prices with a small sum are found by raising those of the parts whose holders earn the least.
 
-Averaging: where no stage takes longer than A to pass its provider's line, stages that would are left out of e; and of C
-clusters with the rate R together each round takes 2(C-1)/C * A. A plan lies between two such A: it can do no more than
-the longer allows, and loses no less than the shorter takes. Many clusters lose less, and are slower each: for any bonus
-b on a cluster, R + b C is at most the sum of e with price(i, j) * (1 / seconds + b), by the same argument. And every
-input leaves the requester's line once for every microbatch.
+Averaging: if no stage takes longer than A to pass its provider's line, stages that would are left out of e, and a round
+of C clusters with the total rate R takes 2(C-1)/C * A. A plan lies between two such A: its rate is at most that of the
+longer one, and its loss at least that of the shorter one. More clusters lose less, and each is slower: for any bonus b
+on a cluster, R + b C is at most the sum of e with price(i, j) * (1 / seconds + b), by the same argument. Finally, every
+input passes the requester's line once for every microbatch.
 """
 
 import itertools
@@ -33,9 +33,9 @@ from ravnest.planner.search.objective import averaging_bounds, score_of
 _STEPS: Final = 20
 _BOUNDS: Final = 24
 _BONUSES: Final = (0.3, 1.0, 3.0, 10.0)
-"""On a cluster, against the rate that one has on average."""
+"""Bonuses on a cluster, relative to the average rate of one."""
 _SAMPLE: Final = 400
-"""Providers by which prices are found; the bound itself is that of all of them."""
+"""Providers from which prices are found; the bound itself counts all of them."""
 
 
 def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequence[Provider]) -> float:
@@ -63,7 +63,7 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
     owned = model.between(model.parameter_bytes)
     averaging = owned[None] / lines[:, None, None]
     bounds = sorted({0.0, *averaging_bounds(model, providers, _BOUNDS)})
-    # A single cluster averages with nobody, and is no faster than a provider's earnings with one copy of the model.
+    # A single cluster does not average, and its rate is bounded by the earnings with one copy of the model.
     best = _one_cluster(model, speed)
     fed = sum(model.input_bytes)
     max_fed = model.samples * network.requester.up_bytes_per_second / fed if fed else math.inf
@@ -73,16 +73,16 @@ def upper_bound(model: ModelCosts, goal: Goal, network: Network, providers: Sequ
         rates = np.full(len(counts), max_fed)
         fastest = _min_sum(np.where(within, speed, 0), model)
         for bonus in (0.0, *(fastest / clusters * factor for factor in _BONUSES)):
-            most = _min_sum(np.where(within & fits, speed + bonus, 0), model) if bonus else fastest
-            # Between two counts that are looked at there are others: the fewer may be as fast as the fewest.
+            total = _min_sum(np.where(within & fits, speed + bonus, 0), model) if bonus else fastest
+            # A count between two of these may be as fast as the lower one.
             fewer = np.concatenate([[2.0], counts[:-1]])
-            rates = np.minimum(rates, model.samples * np.maximum(0.0, most - bonus * fewer))
+            rates = np.minimum(rates, model.samples * np.maximum(0.0, total - bonus * fewer))
         best = max(best, float(score_of(goal, model.samples, rates, counts, shorter).max()))
     return best
 
 
 def _min_sum(gain: Table, model: ModelCosts) -> float:
-    """The least, over some prices, of what all providers gain together: the most of price(i, j) * gain each."""
+    """The minimum over some prices of the sum over all providers of their maximum of price(i, j) * gain."""
     parts = model.last
     step = max(1, len(gain) // _SAMPLE)
     sample = gain[::step]
@@ -96,7 +96,7 @@ def _min_sum(gain: Table, model: ModelCosts) -> float:
         total, held = _sum(sample, prices)
         if total < best:
             best, best_prices = total, prices
-        # Parts that earn less than their share are dearer next time.
+        # Raise the price of parts that earn less than their share.
         share = held / max(held.sum(), 1e-30) * parts
         prices = prices * np.exp(-(0.5 / (1 + k)) * (share - 1))
         prices = prices / prices.sum()
@@ -104,7 +104,7 @@ def _min_sum(gain: Table, model: ModelCosts) -> float:
 
 
 def _sum(gain: Table, prices: Table) -> tuple[float, Table]:
-    """What all gain, and how much of that comes by each part, for a price of 1."""
+    """The sum for these prices, and the share of each part in it for a price of 1."""
     sums = np.concatenate([[0.0], np.cumsum(prices)])
     between = np.maximum(sums[None, :] - sums[:, None], 0)
     earned = gain * between[None]
@@ -120,9 +120,9 @@ def _sum(gain: Table, prices: Table) -> tuple[float, Table]:
 
 
 def _one_cluster(model: ModelCosts, speed: Table) -> float:
-    """No cluster is faster than the fastest that any provider could be with the part of it that is done soonest."""
+    """Bound on a single cluster: some provider must hold each part, so no cluster is faster than the fastest for it."""
     count = min(len(speed), model.max_stages)
-    # Every part is in some stage: of the parts, the one that even the fastest provider takes longest for.
+    # The limiting part is the one for which even the fastest provider is slow.
     containing = np.zeros(model.last)
     for part in range(model.last):
         containing[part] = speed[:, : part + 1, part + 1 :].max(initial=0.0)

@@ -1,4 +1,4 @@
-"""The best plan by trying everything: all partitions into clusters and standbys, all orders, the best cuts of each."""
+"""Brute force: all partitions into clusters and standbys, all orders, and the best cuts of each."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from ravnest.planner.shared_limits import totals
 
 
 def best_score(instance: Instance) -> float:
-    """The score of the best of all plans; 0 where the model fits nowhere."""
+    """The score of the best plan; 0 if the model fits nowhere."""
     providers = instance.providers
     by_name = {p.name: p for p in providers}
     by_set: dict[int, list[Cluster]] = {}

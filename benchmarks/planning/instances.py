@@ -24,8 +24,8 @@ class Instance:
 
 
 def random_instance(seed: int, count: int, places: int = 11) -> Instance:
-    """A problem with `count` providers: of every size of model and every kind of line, some with lines that were
-    measured, with machines that others cannot dial, with a shared host, or with a requester on a slow line."""
+    """A problem with `count` providers, a model of random size and random lines; some have measured lines, machines
+    that cannot be dialled, a shared host, or a requester on a slow line."""
     rng = np.random.default_rng((seed, count))
     model = random_model(rng, places)
     goal = Goal(
@@ -48,7 +48,7 @@ def random_instance(seed: int, count: int, places: int = 11) -> Instance:
 
 
 def random_model(rng: np.random.Generator, places: int) -> ModelCosts:
-    """Of unequal parts; from tens of megabytes to gigabytes, from tenths of a second to seconds for a microbatch."""
+    """A model of unequal parts: tens of megabytes to gigabytes, tenths of a second to seconds for a microbatch."""
     parts = places - 1
     work = rng.gamma(2, 1, parts)
     work *= float(np.exp(rng.uniform(np.log(0.2), np.log(3)))) / work.sum()
@@ -77,7 +77,7 @@ def random_model(rng: np.random.Generator, places: int) -> ModelCosts:
 
 
 def random_providers(rng: np.random.Generator, count: int, model: ModelCosts, goal: Goal) -> list[Provider]:
-    """Machines of which some could hold the whole model, and most a part of it."""
+    """Machines, a few of which could hold the whole model, and most a part of it."""
     needed = float(memory_bytes(model, goal, 2)[0, -2:].max())
     ups = np.array([10, 20, 50, 100, 500]) * (5 if rng.random() < 0.4 else 1)
     shared = count > 2 and rng.random() < 0.2

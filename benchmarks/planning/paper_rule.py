@@ -1,8 +1,8 @@
-"""The paper's rule for clusters, restated (arXiv 2401.01728): a genetic search over who is in which cluster.
+"""The paper's rule for clusters, restated (arXiv 2401.01728): a genetic search over the members of each cluster.
 
-Its fitness looks only at how much RAM a cluster lacks against the model's need, and at how much RAM and bandwidth
-differ inside clusters. As many clusters are looked for as the RAM of all could hold; a model is cut into equal
-shares by size. Speeds, the order of stages, what crosses a cut and what averaging takes play no part.
+Its fitness depends only on the RAM that a cluster lacks, and on the differences of RAM and bandwidth inside clusters.
+The number of clusters is the one that the RAM of all machines could hold, and the model is cut into equal shares by
+size. Speeds, the order of stages, the traffic at a cut and the cost of averaging play no part.
 """
 
 import itertools
@@ -24,16 +24,16 @@ _GENERATIONS = 60
 
 @dataclass(frozen=True, slots=True)
 class PaperPlan:
-    """What that rule makes of an instance, by the cost model of our planner."""
+    """The plan of that rule for an instance, judged by our planner's cost model."""
 
     score: float
-    """Of the clusters that fit; 0 where none does."""
+    """Score of the clusters that fit; 0 if none does."""
     clusters: int
     fitting: int
 
 
 def paper_plan(instance: Instance, seed: int = 0) -> PaperPlan:
-    """The clusters of the rule, with as many microbatches in flight as is best for each."""
+    """The clusters of the rule, each with its best number of microbatches in flight."""
     groups = _groups(instance, seed)
     found = [cluster for group in groups if (cluster := _equal_shares(instance, group)) is not None]
     by_name = {p.name: p for p in instance.providers}
@@ -42,31 +42,31 @@ def paper_plan(instance: Instance, seed: int = 0) -> PaperPlan:
 
 
 def _groups(instance: Instance, seed: int) -> list[list[Provider]]:
-    """The fittest assignment of providers to clusters after some generations."""
+    """The fittest assignment of providers to clusters after all generations."""
     providers = instance.providers
     need = float(memory_bytes(instance.model, instance.goal, 1)[0, -1])
     memory = np.array([float(p.memory_bytes) for p in providers])
     bandwidth = np.array([min(p.up_bytes_per_second, p.down_bytes_per_second, 1e12) for p in providers])
-    most = max(1, min(len(providers), int(memory.sum() // need)))
+    count = max(1, min(len(providers), int(memory.sum() // need)))
     rng = np.random.default_rng(seed)
-    population = rng.integers(0, most, (_POPULATION, len(providers)))
+    population = rng.integers(0, count, (_POPULATION, len(providers)))
     for _ in range(_GENERATIONS):
-        fitness = np.array([_fitness(one, most, need, memory, bandwidth) for one in population])
+        fitness = np.array([_fitness(one, count, need, memory, bandwidth) for one in population])
         parents = population[np.argsort(-fitness, kind="stable")][: _POPULATION // 2]
         pairs = rng.integers(0, len(parents), (_POPULATION - len(parents), 2))
         mixed = np.where(rng.random((len(pairs), len(providers))) < 0.5, parents[pairs[:, 0]], parents[pairs[:, 1]])
         changed = rng.random(mixed.shape) < 1 / len(providers)
-        children = np.where(changed, rng.integers(0, most, mixed.shape), mixed)
+        children = np.where(changed, rng.integers(0, count, mixed.shape), mixed)
         population = np.concatenate([parents, children])
-    best = max(population, key=lambda one: _fitness(one, most, need, memory, bandwidth))
-    groups = [[p for p, number in zip(providers, best, strict=True) if number == c] for c in range(most)]
+    best = max(population, key=lambda one: _fitness(one, count, need, memory, bandwidth))
+    groups = [[p for p, number in zip(providers, best, strict=True) if number == c] for c in range(count)]
     return [group for group in groups if group]
 
 
-def _fitness(assigned: np.ndarray, most: int, need: float, memory: Table, bandwidth: Table) -> float:
-    """Nothing lacking and nobody different is best; each counts as a share of what there could be."""
+def _fitness(assigned: np.ndarray, count: int, need: float, memory: Table, bandwidth: Table) -> float:
+    """The negative sum of missing RAM and of differences inside clusters, both as shares; 0 is best."""
     worst = 0.0
-    for number in range(most):
+    for number in range(count):
         members = assigned == number
         worst += 4 * max(0.0, 1 - float(memory[members].sum()) / need)
         if members.any():
@@ -77,7 +77,8 @@ def _fitness(assigned: np.ndarray, most: int, need: float, memory: Table, bandwi
 
 
 def _equal_shares(instance: Instance, group: Sequence[Provider]) -> Cluster | None:
-    """A group in the order given, each with the same share of the parameters; None if one cannot hold it."""
+    """A group in the given order, each with the same share of the parameters; None if a provider cannot hold its
+    share."""
     model, goal = instance.model, instance.goal
     group = group[: model.max_stages]
     cuts = equal_cuts(model, len(group))
@@ -91,7 +92,7 @@ def _equal_shares(instance: Instance, group: Sequence[Provider]) -> Cluster | No
 
 
 def equal_cuts(model: ModelCosts, stages: int) -> tuple[int, ...]:
-    """Places nearest to equal shares of the parameters' bytes, each stage with at least one parameter."""
+    """The places nearest to equal shares of the parameters' bytes, with at least one parameter in each stage."""
     cuts: list[int] = []
     for number in range(1, stages):
         wanted = model.parameter_bytes[-1] * number / stages

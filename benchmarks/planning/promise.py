@@ -1,8 +1,8 @@
-"""What the planner promises against what a run then does: swarms of unequal machines and lines in the WAN lab.
+"""Predicted against measured rates of runs: swarms of unequal machines and lines in the WAN lab.
 
 Each set-up is a real `ravnest serve` and real `ravnest join`s, each on a host of its own with its own line. All hosts
-share this machine's cores, so machines are unequal by `--pretend-slower`, which computes and then waits; together they
-leave the cores idle part of the time, as machines of their own would. The two numbers are those of the run's summary.
+share this machine's cores, so machines become unequal by `--pretend-slower`, which computes and then waits: together
+they leave the cores idle part of the time, as separate machines would. Both numbers come from the run's summary.
 """
 
 import json
@@ -59,13 +59,13 @@ model, loss, batches = Convolutions(), torch.nn.functional.cross_entropy, pictur
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One provider: how much slower than this machine it is, and its line."""
+    """One provider: its slowdown against this machine, and its line."""
 
     slower: float
     up_mbps: float | None = None
     down_mbps: float | None = None
     delay_ms: float = 0.0
-    """One way, to wherever."""
+    """One way, to any other host."""
     nat: bool = False
 
 
@@ -110,7 +110,7 @@ SET_UPS = (
 
 
 def measured(set_up: SetUp) -> Row:
-    """Trains in the lab; what was promised and what came of it."""
+    """Trains in the lab; the predicted and the measured rate."""
     with tempfile.TemporaryDirectory() as name, _lab(set_up) as lab, ExitStack() as stack:
         folder = Path(name)
         job = _JOB.format(root=str(ROOT), model=set_up.model, steps=set_up.steps, pipeline=set_up.pipeline)
