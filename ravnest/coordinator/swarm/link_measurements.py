@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ravnest import units
 from ravnest.errors import PeerError, printable
-from ravnest.net.probe.measuring import LinkSpeed
+from ravnest.net.probe.measuring import REPORT_SECONDS, LinkSpeed
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer, PeerMeasured, ProviderMessage
 
 if TYPE_CHECKING:
@@ -21,14 +21,11 @@ if TYPE_CHECKING:
 Pair = tuple[str, str]
 """The provider that measures, and the one that it dials."""
 
-PAIR_SECONDS = 45.0
-"""Timeout for a result: longer than a provider may take to dial, wait for its turn and measure."""
-
 _ERROR_CHARACTERS = 500
 
 
 async def measure_pairs(
-    swarm: "Swarm", pairs: Iterable[Pair], timeout_seconds: float = PAIR_SECONDS
+    swarm: "Swarm", pairs: Iterable[Pair], timeout_seconds: float = REPORT_SECONDS
 ) -> dict[Pair, LinkSpeed | PeerError]:
     """Asks the first provider of each pair to measure the connection to the second; the results by pair.
 

@@ -28,6 +28,11 @@ SETTLING_TRIPS: Final = 15
 There the measurement takes this number of round trips instead, MAX_LONG_SECONDS at most."""
 MAX_LONG_SECONDS: Final = 4.0
 
+PEER_SECONDS: Final = 40.0
+"""Timeout of a provider that measures its connection to another one: to dial, wait for its turn and measure."""
+REPORT_SECONDS: Final = PEER_SECONDS + 5.0
+"""Timeout of the coordinator for the result of such a measurement."""
+
 MESSAGE_BYTES: Final = 128 << 10
 """Maximum bytes that one message may carry or ask for."""
 

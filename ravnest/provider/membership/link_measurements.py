@@ -7,7 +7,7 @@ from ravnest import units
 from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError
 from ravnest.net.identity.node_identity import NodeIdentity
-from ravnest.net.probe.measuring import LinkSpeed
+from ravnest.net.probe.measuring import PEER_SECONDS, LinkSpeed
 from ravnest.net.rpc.client import CoordinatorClient, measure_peer
 from ravnest.net.streams.control_channel import ControlLink
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer, PeerMeasured, ProviderMessage
@@ -15,7 +15,6 @@ from ravnest.net.v1.control_pb2 import CoordinatorMessage, Measured, MeasurePeer
 ControlStream = ControlLink[ProviderMessage, CoordinatorMessage]
 
 _MAX_WAITING = 1000
-_PEER_SECONDS = 40.0
 
 
 class CoordinatorLink:
@@ -79,10 +78,10 @@ class PeerMeasuring:
 
     async def _measure(self, order: MeasurePeer) -> PeerMeasured:
         try:
-            async with asyncio.timeout(_PEER_SECONDS):
+            async with asyncio.timeout(PEER_SECONDS):
                 speed = await measure_peer(order.address, order.node, self._node)
         except TimeoutError:
-            error = f"{order.node} at {order.address} did not answer within {_PEER_SECONDS:g} seconds"
+            error = f"{order.node} at {order.address} did not answer within {PEER_SECONDS:g} seconds"
             return PeerMeasured(node=order.node, error=error)
         except PeerError as failure:
             return PeerMeasured(node=order.node, error=str(failure))
