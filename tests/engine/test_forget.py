@@ -34,7 +34,7 @@ def forget(line: Line) -> None:
 @pytest.mark.parametrize("correction", ["none", "foresight", "cautious"])
 @pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("versions", POLICIES)
-def test_what_was_summed_or_in_flight_never_happened(versions: str, split_backward: bool, correction: str) -> None:
+def test_discarded_microbatches_have_no_effect(versions: str, split_backward: bool, correction: str) -> None:
     options = {"versions": versions, "split_backward": split_backward, "correction": correction, "accumulate": 3}
     one, other = Line("cnn", 3, ADAM, **options), Line("cnn", 3, ADAM, **options)
     for line in (one, other):
@@ -56,7 +56,7 @@ def test_what_was_summed_or_in_flight_never_happened(versions: str, split_backwa
 
 @pytest.mark.parametrize("correction", ["none", "predict", "foresight", "cautious"])
 @pytest.mark.parametrize("versions", ["stash", "recompute", "latest"])
-def test_versions_that_microbatches_held_are_let_go(versions: str, correction: str) -> None:
+def test_versions_of_discarded_microbatches_are_released(versions: str, correction: str) -> None:
     options = {"versions": versions, "correction": correction}
     one, other = Line("gpt_tied", 2, ADAM, **options), Line("gpt_tied", 2, ADAM, **options)
     for line in (one, other):
@@ -78,7 +78,7 @@ def test_versions_that_microbatches_held_are_let_go(versions: str, correction: s
 
 
 @pytest.mark.parametrize("versions", POLICIES)
-def test_the_state_is_that_of_what_was_applied_whatever_is_under_way(versions: str) -> None:
+def test_the_state_contains_only_applied_microbatches(versions: str) -> None:
     one, other = Line("cnn", 3, versions=versions, accumulate=2), Line("cnn", 3, versions=versions, accumulate=2)
     for line in (one, other):
         go(line, range(2))
@@ -95,7 +95,7 @@ def test_the_state_is_that_of_what_was_applied_whatever_is_under_way(versions: s
 
 
 @pytest.mark.parametrize("versions", POLICIES)
-def test_what_averaging_added_stays_when_what_is_under_way_is_forgotten(versions: str) -> None:
+def test_a_shift_remains_when_microbatches_in_flight_are_discarded(versions: str) -> None:
     one, other = Line("cnn", 2, versions=versions, accumulate=2), Line("cnn", 2, versions=versions, accumulate=2)
     go(one, range(2))
     go(other, range(2))
@@ -118,7 +118,7 @@ def test_what_averaging_added_stays_when_what_is_under_way_is_forgotten(versions
 @pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("versions", POLICIES)
 @pytest.mark.parametrize("name", ["cnn", "gpt_tied", "in_place"])
-def test_what_comes_again_is_computed_and_leaves_nothing_behind(name: str, versions: str, split_backward: bool) -> None:
+def test_a_replayed_microbatch_is_computed_and_changes_nothing(name: str, versions: str, split_backward: bool) -> None:
     options: dict[str, Any] = {"versions": versions, "split_backward": split_backward, "accumulate": 2}
     line = Line(name, 3, **options)
     go(line, range(3))

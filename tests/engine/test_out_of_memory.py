@@ -1,4 +1,4 @@
-"""That memory ran out is known for what it is, whatever torch calls it."""
+"""Errors that mean that memory ran out are recognized, however torch words them."""
 
 import pytest
 import torch
@@ -27,12 +27,12 @@ from ravnest.spec import OptimizerSpec
         (OSError(12, "Cannot allocate memory"), None),
     ],
 )
-def test_an_error_for_want_of_memory_is_told_as_such(error: Exception, asked: int | None) -> None:
+def test_errors_for_lack_of_memory_are_recognized(error: Exception, asked: int | None) -> None:
     assert is_out_of_memory(error) and requested_bytes(error) == asked
     assert out_of_memory_text(error).startswith("memory ran out")
 
 
-def test_torch_says_so_itself_when_it_cannot_have_what_it_asks_for() -> None:
+def test_an_allocation_that_fails_in_torch_is_recognized() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 55)
     assert is_out_of_memory(raised.value)
@@ -40,11 +40,11 @@ def test_torch_says_so_itself_when_it_cannot_have_what_it_asks_for() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("out of memory"), OSError(2, "no")])
-def test_other_errors_are_not_taken_for_it(error: Exception) -> None:
+def test_other_errors_are_not_recognized(error: Exception) -> None:
     assert not is_out_of_memory(error)
 
 
-def test_a_stage_that_would_take_more_than_is_lent_has_no_memory_and_goes_on() -> None:
+def test_a_stage_that_would_exceed_its_memory_raises_and_stays_usable() -> None:
     doubled = [Node(f"n{i}", "aten.cat.default", ((Ref(f"n{i - 1}" if i else "h"),) * 2,)) for i in range(30)]
     graph = PortableGraph(
         nodes=(

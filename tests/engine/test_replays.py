@@ -1,4 +1,4 @@
-"""A pipeline that lost what was in flight gets it again, and every stage applies every microbatch once."""
+"""After a break, microbatches in flight are replayed, and every stage applies every microbatch once."""
 
 import json
 import random
@@ -46,7 +46,7 @@ def captured() -> Captured:
 
 @cache
 def graphs(stages: int) -> tuple[PortableGraph, ...]:
-    """Each with a batch norm of its own."""
+    """The graphs of the stages, each with a batch norm."""
     graph, places = captured().graph, list[int]()
     for place in layout(graph).cuts:
         if len(places) < stages - 1 and all(map(_counts, split(graph, [*places, place]))):
@@ -105,7 +105,7 @@ class Pipe(SilentOutbox):
 
 
 class Pipeline:
-    """Stages that get new workers whenever it is broken."""
+    """Stages that get new workers after each break."""
 
     def __init__(self, parts: Sequence[Stage], applied: Sequence[Applied] | None = None) -> None:
         self.stages = parts
@@ -136,7 +136,7 @@ class Pipeline:
         assert not self.failures
 
     def renew(self) -> None:
-        """Every stage forgets what is under way and goes on with a new worker."""
+        """Every stage discards its microbatches in flight and gets a new worker."""
         self.stop()
         workers = []
         for worker, stage, pipe in zip(self.workers, self.stages, self.pipes, strict=True):
@@ -161,7 +161,7 @@ class Pipeline:
             self._changed.notify_all()
 
     def counted(self) -> set[int]:
-        """How often each batch norm has seen a microbatch that counts."""
+        """The numbers of microbatches that the batch norms have counted."""
         states = [stage.state_tensors() for stage in self.stages]
         return {int(t) for state in states for name, t in state.items() if name.endswith("num_batches_tracked")}
 
@@ -177,9 +177,7 @@ def message(number: int, **more: Any) -> Message:
     [{}, {"versions": "recompute"}, {"versions": "latest"}, {"split_backward": True}, {"accumulate": 2}],
     ids=lambda options: "-".join(map(str, options.values())) or "stash",
 )
-def test_whatever_was_under_way_when_it_broke_every_stage_applies_every_microbatch_once(
-    options: dict[str, Any], seed: int
-) -> None:
+def test_every_stage_applies_every_microbatch_once_after_a_break(options: dict[str, Any], seed: int) -> None:
     chance = random.Random(seed)
     pipeline = Pipeline(stages(in_flight=3, **options))
     messages = [message(n, round=n if n == 5 else 0, replica=n + 1 if n in (3, 8) else 0) for n in range(len(BATCHES))]
@@ -209,7 +207,7 @@ def test_whatever_was_under_way_when_it_broke_every_stage_applies_every_microbat
         assert pipeline.pipes[-1].losses == list(range(len(BATCHES)))
 
 
-def test_where_all_stages_forget_the_same_the_replay_is_bit_for_bit_the_undisturbed_run() -> None:
+def test_a_replay_after_equal_discards_is_bitwise_the_undisturbed_run() -> None:
     plain, broken = Pipeline(stages(in_flight=1)), Pipeline(stages(in_flight=1))
     try:
         plain.train([message(n) for n in range(8)])
@@ -232,7 +230,7 @@ def test_where_all_stages_forget_the_same_the_replay_is_bit_for_bit_the_undistur
     st.sets(st.integers(0, len(BATCHES) - 1)),
     st.integers(1, 3),
 )
-def test_a_stage_with_any_of_them_applied_learns_from_the_others_alone(
+def test_a_stage_applies_only_microbatches_that_it_has_not_applied(
     applied: set[int], flushes: set[int], accumulate: int
 ) -> None:
     pipeline = Pipeline(stages(1, accumulate=accumulate), [Applied(applied)])
@@ -260,7 +258,7 @@ def test_a_stage_with_any_of_them_applied_learns_from_the_others_alone(
         assert torch.equal(tensor, stage.state_tensors()[name]), name
 
 
-def test_a_part_of_a_replica_holds_what_was_applied_and_nothing_that_is_under_way() -> None:
+def test_a_replica_contains_only_applied_microbatches() -> None:
     pipeline = Pipeline(stages(in_flight=3))
     try:
         pipeline.train([message(n, replica=5 if n == 4 else 0) for n in range(8)])
@@ -274,7 +272,7 @@ def test_a_part_of_a_replica_holds_what_was_applied_and_nothing_that_is_under_wa
         assert {name.partition(":")[0] for name in tensors} == {"param", "buffer", "optim"}
 
 
-def test_with_several_to_an_update_a_part_says_that_those_summed_are_not_in_it() -> None:
+def test_a_replica_lists_summed_microbatches_as_not_applied() -> None:
     pipeline = Pipeline(stages(1, accumulate=2))
     try:
         pipeline.train([message(n, replica=3 if n == 2 else 0) for n in range(4)])
@@ -285,7 +283,7 @@ def test_with_several_to_an_update_a_part_says_that_those_summed_are_not_in_it()
     assert {int(t) for name, t in tensors.items() if name.endswith("num_batches_tracked")} == {2}
 
 
-def test_neither_a_checkpoint_nor_a_replica_nor_a_round_is_made_of_one_that_comes_again() -> None:
+def test_a_replayed_microbatch_causes_no_checkpoint_replica_or_round() -> None:
     pipeline = Pipeline(stages(1), [Applied([0, 1])])
     try:
         pipeline.train([message(n, replica=n + 1, round=n + 1, checkpoint=n + 1) for n in range(3)])
@@ -302,7 +300,7 @@ def test_a_microbatch_that_is_too_old_to_tell_whether_it_was_applied_is_refused(
         worker.feed(message(3))
 
 
-def test_what_was_to_be_done_between_two_tasks_is_left_for_the_next_worker() -> None:
+def test_pending_calls_remain_for_the_next_worker() -> None:
     pipeline = Pipeline(stages(1))
     pipeline.stop()
     did: list[int] = []

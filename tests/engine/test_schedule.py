@@ -1,4 +1,4 @@
-"""Which task a stage takes next, and how many microbatches are in flight: pure decisions with their reasons."""
+"""Decisions of the schedule: the next task, the limit in flight, and the reasons."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_backward_first_then_forward_within_the_limit(
     assert decision.reason
 
 
-def test_a_forward_has_its_turn_after_a_backward() -> None:
+def test_forward_and_backward_alternate() -> None:
     both = ReadyCounts(3, 3, 3)
     assert next_task(both, 2, 4, after=Task.FORWARD).task is Task.BACKWARD
     turn = next_task(both, 2, 4, after=Task.BACKWARD)
@@ -35,7 +35,7 @@ def test_a_forward_has_its_turn_after_a_backward() -> None:
     assert next_task(ReadyCounts(3, 0, 3), 2, 4, after=Task.BACKWARD).task is Task.BACKWARD
 
 
-def test_a_stage_that_is_full_says_so() -> None:
+def test_a_full_stage_waits_and_gives_the_reason() -> None:
     full = next_task(ReadyCounts(0, 1, 0), 2, 2)
     assert full == Decision(Task.WAIT, "2 in flight is the limit; waiting for a gradient")
     assert next_task(ReadyCounts(0, 0, 0), 2, 2).reason == "nothing is ready"

@@ -43,7 +43,7 @@ def test_a_shift_is_no_update_and_keeps_the_updates_since() -> None:
         torch.testing.assert_close(after[name], before[name] + change + 2)
 
 
-def test_a_microbatch_in_flight_goes_back_through_the_weights_it_came_through() -> None:
+def test_a_shift_does_not_affect_the_backward_of_a_microbatch_in_flight() -> None:
     stage, sample = a_stage()
     reference, _ = a_stage()
     for each in (stage, reference):
@@ -57,7 +57,7 @@ def test_a_microbatch_in_flight_goes_back_through_the_weights_it_came_through() 
         torch.testing.assert_close(shifted[name], tensor + 1 if name.startswith("param:") else tensor)
 
 
-def test_what_the_tensors_become_is_taken_to_the_bit() -> None:
+def test_given_values_are_set_bit_for_bit() -> None:
     stage, _ = a_stage()
     name = next(name for name in stage.state_tensors() if name.startswith("param:"))
     wanted = torch.randn_like(stage.state_tensors()[name])
@@ -65,7 +65,7 @@ def test_what_the_tensors_become_is_taken_to_the_bit() -> None:
     assert torch.equal(stage.state_tensors()[name], wanted)
 
 
-def test_moments_are_shifted_and_never_below_zero_where_they_may_not_be() -> None:
+def test_moments_are_shifted_and_clamped_to_zero() -> None:
     stage, sample = a_stage()
     name = next(name for name in stage.state_tensors() if name.startswith("param:")).removeprefix("param:")
     first, second = f"optim:{name}:exp_avg", f"optim:{name}:exp_avg_sq"
@@ -78,7 +78,7 @@ def test_moments_are_shifted_and_never_below_zero_where_they_may_not_be() -> Non
     assert (stage.state_tensors()[second] == 0).all()
 
 
-def test_counters_are_added_to_as_whole_numbers() -> None:
+def test_counters_are_shifted_as_whole_numbers() -> None:
     features = batches([8])[0][0].shape[1]
     stage, sample = a_stage(net=torch.nn.Sequential(torch.nn.Linear(features, 6), torch.nn.BatchNorm1d(6)))
     counters = [name for name, tensor in stage.state_tensors().items() if tensor.dtype == torch.int64]
@@ -106,5 +106,5 @@ def test_the_schedule_follows_the_updates_of_the_whole_run() -> None:
         (OptimizerSpec("SGD", {"lr": 0.1, "momentum": 0.9}), ("momentum_buffer",)),
     ],
 )
-def test_an_optimizer_is_asked_what_it_keeps(spec: OptimizerSpec, names: tuple[str, ...]) -> None:
+def test_moment_names_follow_from_the_optimizer(spec: OptimizerSpec, names: tuple[str, ...]) -> None:
     assert moment_names(spec) == names

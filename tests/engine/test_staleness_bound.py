@@ -1,4 +1,4 @@
-"""The bound on staleness holds at every stage whatever the stages' speeds do, and nothing ever waits for good."""
+"""The bound on staleness holds at every stage at any speed, and no stage waits forever."""
 
 import random
 import threading
@@ -156,7 +156,7 @@ def in_flight_within(bound: int, accumulate: int) -> int:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("bound", [0, 1, 2, 5])
-def test_the_bound_is_never_exceeded_by_stages_whose_speed_changes_at_random(
+def test_stages_of_random_speed_never_exceed_the_bound(
     pipeline: Callable[..., Pipeline], bound: int, accumulate: int
 ) -> None:
     # The limit is far beyond the bound, as if the coordinator had sent a wrong number.
@@ -173,13 +173,13 @@ def test_the_bound_is_never_exceeded_by_stages_whose_speed_changes_at_random(
     assert [u.microbatch for u in made.boxes[0].updates] == [u.microbatch for u in made.boxes[1].updates]
 
 
-def test_without_a_bound_the_same_stages_do_exceed_it(pipeline: Callable[..., Pipeline]) -> None:
+def test_the_same_stages_without_a_bound_exceed_it(pipeline: Callable[..., Pipeline]) -> None:
     made = pipeline(1, 64)
     made.train(150, 40, lambda number: False)
     assert max(made.boxes[0].staleness) > 5
 
 
-def test_a_root_keeps_to_what_it_is_told_within_its_bound(pipeline: Callable[..., Pipeline]) -> None:
+def test_a_root_follows_the_limit_within_its_bound(pipeline: Callable[..., Pipeline]) -> None:
     made = pipeline(2, 4, max_in_flight=6)
     root = made.workers[0]
     said = [(3, 3), (100, 6), (1, 1), (0, 1), (5, 5)]
@@ -192,7 +192,7 @@ def test_a_root_keeps_to_what_it_is_told_within_its_bound(pipeline: Callable[...
     assert made.boxes[0].max_in_flight == 5
 
 
-def test_a_limit_that_falls_lets_what_is_under_way_come_back_first(pipeline: Callable[..., Pipeline]) -> None:
+def test_microbatches_beyond_a_lower_limit_finish_first(pipeline: Callable[..., Pipeline]) -> None:
     made = pipeline(3, 8)
     changes = deque([2, 7, 1, 8, 3])
 
@@ -210,9 +210,7 @@ def test_a_limit_that_falls_lets_what_is_under_way_come_back_first(pipeline: Cal
     accumulate=st.integers(1, 5),
     flushes=st.lists(st.booleans(), max_size=30),
 )
-def test_updates_that_a_microbatch_will_see_are_counted_as_a_stage_makes_them(
-    summed: int, accumulate: int, flushes: list[bool]
-) -> None:
+def test_the_predicted_number_of_updates_is_that_of_a_stage(summed: int, accumulate: int, flushes: list[bool]) -> None:
     summed %= accumulate
     found = updates_before(summed, accumulate, flushes)
     assert found >= (summed + len(flushes)) // accumulate
@@ -234,7 +232,7 @@ def test_a_stage_with_nothing_in_flight_never_holds_a_forward_back(
     assert next_task(waiting, 0, limit, bound).task is Task.FORWARD
 
 
-def test_a_stage_at_its_bound_says_so() -> None:
+def test_a_stage_at_its_bound_waits_and_gives_the_reason() -> None:
     held = next_task(ReadyCounts(0, 1, 0), 2, None, Bound(2, 1))
     assert (held.task, held.reason) == (Task.WAIT, "2 updates of staleness would exceed the bound of 1")
     assert next_task(ReadyCounts(0, 1, 1), 2, None, Bound(2, 1)).task is Task.EVALUATE

@@ -1,4 +1,4 @@
-"""A pipeline of workers in one process, without a network: what comes out of one is given to the next by hand."""
+"""Workers of a pipeline in one process without a network: tests pass the results of one worker to the next."""
 
 import itertools
 import threading
@@ -35,7 +35,7 @@ def captured() -> Captured:
 
 
 class Box(SilentOutbox):
-    """An Outbox that keeps what it is given, in order."""
+    """An Outbox that keeps all results in order."""
 
     def __init__(self) -> None:
         self.things: Queue[tuple[str, Any]] = Queue()
@@ -45,7 +45,7 @@ class Box(SilentOutbox):
         self.losses: list[LossRecord] = []
         self.spans: list[Span] = []
         self.keeps_work = False
-        """Whether work is among the things too, by its kind and microbatch."""
+        """Whether spans of work are kept among the things too, as kind and microbatch."""
 
     def forward(self, message: Message) -> None:
         self.things.put(("forward", message))
@@ -155,7 +155,7 @@ def test_one_stage_trains_as_a_plain_loop(make: Make) -> None:
         assert torch.allclose(box.saved[9][f"param:{name}"], value, atol=1e-6), name
 
 
-def test_two_stages_pass_a_microbatch_forth_and_back(make: Make) -> None:
+def test_two_stages_pass_a_microbatch_forward_and_back(make: Make) -> None:
     (root, root_box), (leaf, leaf_box) = make(2)
     batch = batches([8])[0]
     feed([(root, root_box), (leaf, leaf_box)], 0, batch, checkpoint=1)
@@ -201,7 +201,7 @@ def test_targets_may_come_before_or_after_the_activations(make: Make) -> None:
         assert root_box.next("done").microbatch == number
 
 
-def test_what_the_thread_does_and_waits_for_is_told_without_overlap(make: Make) -> None:
+def test_spans_of_work_and_waits_do_not_overlap(make: Make) -> None:
     (root, root_box), (leaf, leaf_box) = make(2, in_flight=1)
     data = batches([8, 8])
     for number, batch in enumerate(data):
@@ -225,7 +225,7 @@ def test_what_the_thread_does_and_waits_for_is_told_without_overlap(make: Make) 
     assert all(why == WAIT_NOTHING for why, _ in [(s.detail, s) for s in leaf_box.spans if s.kind == "wait"])
 
 
-def test_a_stage_says_what_it_works_on_and_which_microbatches_it_misses(make: Make) -> None:
+def test_the_activity_names_the_current_work_or_the_missing_messages(make: Make) -> None:
     def misses(worker: StageWorker, *missing: Missing) -> bool:
         # A worker that has put something out is about to wait, and no more.
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, threading.Event()
@@ -263,7 +263,7 @@ def test_a_stage_says_what_it_works_on_and_which_microbatches_it_misses(make: Ma
     assert root_box.next("done").microbatch == 0 and misses(root, Missing("feed", ANY, 0))
 
 
-def test_a_stage_is_busy_for_all_its_training_where_it_never_waits(make: Make) -> None:
+def test_a_stage_that_never_waits_is_busy_all_the_time(make: Make) -> None:
     [(worker, box)] = make(1, in_flight=1)
     data = batches([8] * 12)
     for number, batch in enumerate(data):
@@ -315,7 +315,7 @@ def test_gradients_are_averaged_over_the_microbatches_of_an_update(make: Make) -
         assert torch.allclose(box.saved[1][f"param:{name}"], value, atol=1e-6), name
 
 
-def test_an_evaluation_changes_nothing_and_gives_loss_and_metrics(make: Make) -> None:
+def test_an_evaluation_returns_loss_and_metrics_and_changes_nothing(make: Make) -> None:
     [(worker, box)] = make(1)
     features, labels = batches([5])[0]
     worker.feed(message(-1, (features, labels), train=False))
@@ -364,7 +364,7 @@ def test_parameters_that_are_not_finite_are_not_saved(make: Make) -> None:
     assert box.saved == {}
 
 
-def test_an_error_of_torch_is_told_with_its_microbatch(make: Make) -> None:
+def test_an_error_in_torch_is_reported_with_its_microbatch(make: Make) -> None:
     [(worker, box)] = make(1)
     worker.feed(message(2, (torch.zeros(8, 6), torch.full((8,), 99))))
     kind, text, microbatch = box.next("failed")
@@ -408,7 +408,7 @@ def test_gradients_that_are_not_awaited_are_refused(make: Make) -> None:
     assert root_box.next("done").microbatch == 0
 
 
-def test_a_microbatch_is_taken_up_once(make: Make) -> None:
+def test_a_microbatch_is_accepted_once(make: Make) -> None:
     [(worker, box)] = make(1)
     batch = batches([8])[0]
     for number in (3, 5000, 5001):
@@ -421,7 +421,7 @@ def test_a_microbatch_is_taken_up_once(make: Make) -> None:
     assert box.next("done").microbatch == 5002
 
 
-def test_what_another_cluster_left_undone_is_taken_up_though_it_was_fed_before(make: Make) -> None:
+def test_an_older_microbatch_of_another_cluster_is_accepted(make: Make) -> None:
     [(worker, box)] = make(1)
     batch = batches([8])[0]
     for number in (7, 4, 8, 5):
@@ -429,7 +429,7 @@ def test_what_another_cluster_left_undone_is_taken_up_though_it_was_fed_before(m
         assert box.next("done").microbatch == number
 
 
-def test_a_round_takes_its_snapshot_before_the_microbatch_that_announces_it_is_applied(make: Make) -> None:
+def test_a_round_snapshot_precedes_the_update_of_its_microbatch(make: Make) -> None:
     [(worker, box)] = make(1)
     batch = batches([8])[0]
     worker.feed(message(0, batch))
@@ -444,7 +444,7 @@ def test_a_round_takes_its_snapshot_before_the_microbatch_that_announces_it_is_a
     assert not torch.equal(values[name], box.saved[1][name]), "the microbatch has been applied since"
 
 
-def test_a_round_that_is_ordered_takes_the_stage_as_it_is_and_a_change_is_kept(make: Make) -> None:
+def test_a_round_without_a_microbatch_takes_the_current_state(make: Make) -> None:
     [(worker, box)] = make(1)
     stage = worker.stage
     worker.feed(message(0, batches([8])[0]))
@@ -463,7 +463,7 @@ def test_a_round_that_is_ordered_takes_the_stage_as_it_is_and_a_change_is_kept(m
     assert torch.equal(box.saved[8][name], values[name] + 1) and "outer:more" not in box.saved[8]
 
 
-def test_halves_of_one_side_never_make_a_microbatch(make: Make) -> None:
+def test_duplicate_or_contradicting_halves_are_refused(make: Make) -> None:
     (root, root_box), (leaf, _) = make(2)
     root.feed(message(0, batches([8])[0], inputs_of(root)))
     activations = root_box.next("forward")
@@ -474,7 +474,7 @@ def test_halves_of_one_side_never_make_a_microbatch(make: Make) -> None:
         leaf.feed(message(0, batches([8])[0], inputs_of(leaf), train=False))
 
 
-def test_what_waits_for_its_other_half_is_bounded(make: Make) -> None:
+def test_the_number_of_waiting_halves_is_bounded(make: Make) -> None:
     (root, root_box), (leaf, _) = make(2)
     root.feed(message(0, batches([8])[0], inputs_of(root)))
     activations = root_box.next("forward")
@@ -483,7 +483,7 @@ def test_what_waits_for_its_other_half_is_bounded(make: Make) -> None:
             leaf.receive_forward(replace(activations, microbatch=number))
 
 
-def test_what_a_slower_stage_sends_leaves_as_late_as_on_a_slower_machine(
+def test_a_simulated_slower_stage_sends_as_late_as_a_slower_machine(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = make(2, slower=3.0)
@@ -529,14 +529,14 @@ def test_a_slower_stage_is_busy_while_it_waits(make: Make, monkeypatch: pytest.M
     assert worker.counters.busy_seconds >= 0.2
 
 
-def test_a_stage_that_waits_is_stopped_at_once(make: Make) -> None:
+def test_a_simulated_wait_is_interrupted_by_stop(make: Make) -> None:
     [(worker, _)] = make(1, slower=1e9)
     worker.feed(message(0, batches([8])[0]))
     worker.stop(PATIENCE_SECONDS)
     assert not worker.runs
 
 
-def test_memory_that_runs_out_is_told_as_such(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_is_reported_as_such(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     [(worker, box)] = make(1)
 
     def exhausted(*_: object, **__: object) -> dict[str, Any]:
@@ -549,7 +549,7 @@ def test_memory_that_runs_out_is_told_as_such(make: Make, monkeypatch: pytest.Mo
     assert text.startswith("memory ran out: another 1.5 GiB were needed (OutOfMemoryError: CUDA")
 
 
-def test_how_many_microbatches_a_stage_had_at_once_is_counted_since_the_last_look(make: Make) -> None:
+def test_the_maximum_of_held_microbatches_is_counted_since_the_last_call(make: Make) -> None:
     (root, root_box), (leaf, leaf_box) = make(2, in_flight=3)
     for number, batch in enumerate(batches([8] * 3)):
         feed([(root, root_box), (leaf, leaf_box)], number, batch)

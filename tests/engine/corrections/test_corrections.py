@@ -66,7 +66,7 @@ def same(one: Stage, other: Stage) -> bool:
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
-def test_nothing_stale_is_the_plain_optimizer_bit_for_bit(
+def test_without_staleness_every_correction_is_bitwise_the_plain_optimizer(
     captured: Captured, correction: str, optimizer: OptimizerSpec
 ) -> None:
     corrected, plain = a_stage(captured, correction, optimizer), a_stage(captured, "none", optimizer)
@@ -78,7 +78,7 @@ def test_nothing_stale_is_the_plain_optimizer_bit_for_bit(
 
 @pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "none"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
-def test_stale_updates_are_corrected_or_the_reason_is_told(
+def test_stale_updates_are_corrected_or_a_reason_is_given(
     captured: Captured, correction: str, optimizer: OptimizerSpec
 ) -> None:
     corrected, plain = a_stage(captured, correction, optimizer), a_stage(captured, "none", optimizer)
@@ -122,7 +122,7 @@ def test_an_update_of_several_microbatches_is_as_stale_as_they_are_on_average(
     assert seen == pytest.approx([0, 2 / 3, 2 / 3])
 
 
-def test_what_nesterov_s_step_remembers_survives_being_saved(captured: Captured) -> None:
+def test_the_state_of_nesterovs_step_survives_a_save(captured: Captured) -> None:
     stage, other = a_stage(captured, "nesterov"), a_stage(captured, "nesterov")
     train(stage, captured, 0, 8, ahead=3)
     tensors, metadata = stage.state()
@@ -145,7 +145,7 @@ def test_what_nesterov_s_step_remembers_survives_being_saved(captured: Captured)
     assert same(stage, other)
 
 
-def test_a_run_that_goes_on_with_one_in_flight_goes_on_as_the_plain_optimizer(captured: Captured) -> None:
+def test_with_one_in_flight_again_training_continues_as_the_plain_optimizer(captured: Captured) -> None:
     made = a_stage(captured, "nesterov")
     train(made, captured, 0, 8, ahead=3)
     tensors, metadata = made.state()
@@ -174,7 +174,7 @@ def test_predicted_weights_are_used_by_forwards_and_by_nothing_else(captured: Ca
     assert all(torch.equal(before[name], tensor) for name, tensor in stage.state_tensors().items())
 
 
-def test_forwards_between_two_updates_share_what_was_predicted(captured: Captured) -> None:
+def test_forwards_between_two_updates_share_the_prediction(captured: Captured) -> None:
     stage = a_stage(captured, "foresight")
     train(stage, captured, 0, 6, ahead=2)
     correction = stage.correction
@@ -189,7 +189,7 @@ def test_forwards_between_two_updates_share_what_was_predicted(captured: Capture
     assert torch.equal(tensor.detach(), before), "what is in flight keeps its weights"
 
 
-def test_weights_are_predicted_as_far_as_they_move_until_the_gradient_comes() -> None:
+def test_the_prediction_covers_the_updates_until_the_gradient_arrives() -> None:
     parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
     for optimizer in (torch.optim.AdamW([parameter], lr=0.01, weight_decay=0), torch.optim.SGD([parameter], 0.01, 0.9)):
         correction = Predict(optimizer, {"w": parameter})
@@ -206,7 +206,7 @@ def test_weights_are_predicted_as_far_as_they_move_until_the_gradient_comes() ->
         torch.testing.assert_close(predicted["w"].detach(), parameter.detach(), rtol=1e-4, atol=1e-4)
 
 
-def test_caution_looks_ahead_as_far_as_its_shorter_steps_will_go() -> None:
+def test_cautious_predicts_with_the_discounted_learning_rate() -> None:
     ahead: dict[float, float] = {}
     for warm_up_updates in (0, 100):
         parameter = torch.nn.Parameter(torch.tensor([1.0]))
@@ -249,7 +249,7 @@ def test_adam_takes_the_step_of_nadam(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_with_nesterov_s_momentum_sgd_goes_as_far_as_with_its_own() -> None:
+def test_the_total_step_of_sgd_does_not_depend_on_the_momentum() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     first, second = (torch.optim.SGD([p], lr=0.01, momentum=0.9) for p in parameters)
     correction = NesterovCorrection(first)
@@ -261,7 +261,7 @@ def test_with_nesterov_s_momentum_sgd_goes_as_far_as_with_its_own() -> None:
     torch.testing.assert_close(parameters[0], parameters[1], rtol=0.02, atol=0)
 
 
-def test_a_discounted_rate_comes_back_over_the_warm_up() -> None:
+def test_the_discount_ends_over_the_warm_up() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     correction = Discount(optimizer, warm_up_updates=100)
@@ -294,7 +294,7 @@ def test_an_unknown_correction_is_refused() -> None:
         ("predict", OptimizerSpec("Adagrad", {"lr": 0.01}), "Adagrad"),
     ],
 )
-def test_an_optimizer_that_cannot_be_corrected_is_left_alone_for_a_reason(
+def test_an_unsupported_optimizer_is_left_alone_with_a_reason(
     correction: str, optimizer: OptimizerSpec, words: str
 ) -> None:
     assert words in str(correction_refusal(correction, optimizer))

@@ -46,12 +46,12 @@ def a_net(function: str = "relu") -> Net:
     return Net(function)
 
 
-def test_infinities_of_a_mask_are_no_finding() -> None:
+def test_infinities_of_a_mask_are_ignored() -> None:
     assert found(a_net()) == ForwardDiagnosis("", "finite")
 
 
 @pytest.mark.parametrize(("function", "operator"), [("log", "log"), ("log times zero", "log"), ("rsqrt", "rsqrt")])
-def test_the_operator_that_left_its_domain_is_named_and_not_what_became_of_it(function: str, operator: str) -> None:
+def test_the_operator_that_left_its_domain_is_named(function: str, operator: str) -> None:
     finding = found(a_net(function))
     assert finding.kind == "operator" and finding.sent == "nan"
     assert finding.where.startswith(f"the operator {operator} (behind middle.weight) yields values that are not finite")
@@ -68,7 +68,7 @@ def test_nan_in_the_data_names_the_input_and_the_samples() -> None:
     )
 
 
-def test_infinities_in_the_data_are_the_datas_fault() -> None:
+def test_infinities_in_the_data_name_the_input() -> None:
     inputs = torch.zeros(8, FEATURES)
     inputs[7] = torch.inf
     assert "the input inputs holds infinities: clean sample 7" in found(a_net(), inputs).where
@@ -82,7 +82,7 @@ def test_a_parameter_that_is_not_finite_is_named() -> None:
     assert finding.kind == "parameter" and "middle.weight is not finite: lower the learning rate" in finding.where
 
 
-def test_values_that_have_grown_too_large_are_the_learning_rates_fault() -> None:
+def test_values_that_have_diverged_are_attributed_to_the_learning_rate() -> None:
     net = a_net()
     with torch.no_grad():
         net.last.weight.fill_(1e38)
@@ -91,7 +91,7 @@ def test_values_that_have_grown_too_large_are_the_learning_rates_fault() -> None
     assert finding.kind == "operator" and "training has diverged; lower the learning rate" in finding.where
 
 
-def test_what_arrives_as_nan_did_not_arise_here() -> None:
+def test_nan_that_arrives_is_not_attributed_to_this_stage() -> None:
     data = batches([8, 5])
     got = capture(a_net(), F.cross_entropy, {}, data)
     leaf = split(got.graph, layout(got.graph).cuts[-1:])[1]
@@ -101,7 +101,7 @@ def test_what_arrives_as_nan_did_not_arise_here() -> None:
     assert diagnose_forward(leaf, Program(leaf), given, weights, 0, 0) == ForwardDiagnosis("nan", "nan")
 
 
-def test_operators_with_steep_gradients_are_told() -> None:
+def test_operators_with_steep_gradients_are_listed() -> None:
     got = capture(a_net("rsqrt"), F.cross_entropy, {}, batches([8, 5]))
     assert "rsqrt (behind middle.weight)" in steep(got.graph)
 

@@ -67,9 +67,7 @@ def sent(size: int = 8, **more: Any) -> Message:
         (sent(train=False, updates=0, round=0), "have train False, but its feed has True"),
     ],
 )
-def test_activations_that_do_not_fit_the_feed_are_not_computed_with(
-    graph: PortableGraph, wrong: Message, words: str
-) -> None:
+def test_activations_that_do_not_fit_the_feed_are_refused(graph: PortableGraph, wrong: Message, words: str) -> None:
     first = an_inbox(graph)
     first.feed(fed(graph))
     with pytest.raises(MisfitError, match=words):
@@ -83,7 +81,7 @@ def test_activations_that_do_not_fit_the_feed_are_not_computed_with(
 
 
 @pytest.mark.parametrize("graph", [LEAF, STEM], ids=["leaf", "stem"])
-def test_nothing_is_computed_before_the_coordinator_has_told_of_it(graph: PortableGraph) -> None:
+def test_nothing_is_computed_before_the_feed_has_arrived(graph: PortableGraph) -> None:
     inbox = an_inbox(graph)
     inbox.receive_forward(sent())
     assert not any(inbox.ready())
@@ -92,7 +90,7 @@ def test_nothing_is_computed_before_the_coordinator_has_told_of_it(graph: Portab
     assert inbox.take(Task.FORWARD).microbatch == 0
 
 
-def test_what_is_said_of_a_microbatch_is_the_coordinators_word() -> None:
+def test_the_marks_are_those_of_the_feed() -> None:
     inbox = an_inbox(LEAF)
     inbox.feed(fed(LEAF, checkpoint=5))
     inbox.receive_forward(sent(checkpoint=5))
@@ -100,13 +98,13 @@ def test_what_is_said_of_a_microbatch_is_the_coordinators_word() -> None:
     assert (joined.marks.checkpoint, set(joined.values)) == (5, {"h", "targets"})
 
 
-def test_a_feed_that_does_not_agree_with_itself_is_the_coordinators_fault() -> None:
+def test_a_feed_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(PeerError, match="the feed of microbatch 0 does not agree with itself: targets") as caught:
         an_inbox(LEAF).feed(fed(LEAF, size=7))
     assert not isinstance(caught.value, MisfitError)
 
 
-def test_a_gradient_has_the_shape_of_what_was_sent() -> None:
+def test_a_gradient_of_another_shape_than_its_activation_is_refused() -> None:
     shapes = {"h": torch.Size((8, 4)), "k": torch.Size((8,))}
     assert backward_misfit(shapes, Message(0, {"h": torch.zeros(8, 4)})) == ""
     wrong = backward_misfit(shapes, Message(0, {"h": torch.zeros(8, 4), "k": torch.zeros(7)}))

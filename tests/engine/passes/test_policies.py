@@ -40,14 +40,14 @@ def close(have: Sequence[dict[str, torch.Tensor]], want: Sequence[dict[str, torc
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_recomputing_is_bitwise_what_keeping_is(name: str) -> None:
+def test_recomputing_gives_the_same_bits_as_keeping(name: str) -> None:
     kept, again = Line(name, 2), Line(name, 2, versions="recompute")
     assert [float(a) for a in train(kept, 5, 3)] == [float(a) for a in train(again, 5, 3)]
     same(again, kept)
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_stage_that_begins_to_recompute_in_the_middle_goes_on_bitwise_the_same(name: str) -> None:
+def test_starting_to_recompute_in_the_middle_changes_no_bit(name: str) -> None:
     kept, changed = Line(name, 2), Line(name, 2)
     losses = [float(a) for a in train(kept, 6, 3)]
     with kept_generator():
@@ -65,7 +65,7 @@ def test_a_stage_that_begins_to_recompute_in_the_middle_goes_on_bitwise_the_same
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_backward_in_two_parts_is_the_backward_at_once(name: str) -> None:
+def test_a_split_backward_gives_the_same_gradients(name: str) -> None:
     whole, parts = Line(name, 3), Line(name, 3, split_backward=True)
     train(whole, 3, 2)
     train(parts, 3, 2)
@@ -74,7 +74,7 @@ def test_a_backward_in_two_parts_is_the_backward_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt_tied", "resnet", "hf_gpt2", "unet"])
-def test_a_backward_in_two_parts_computes_nothing_twice(name: str) -> None:
+def test_a_split_backward_computes_nothing_twice(name: str) -> None:
     whole, parts = Line(name, 2), Line(name, 2, split_backward=True)
     counted = {}
     with kept_generator():
@@ -91,7 +91,7 @@ def test_a_backward_in_two_parts_computes_nothing_twice(name: str) -> None:
     assert sum(counted[parts]) == counted[whole][0]
 
 
-def test_a_root_and_a_stage_without_products_compute_their_backward_at_once() -> None:
+def test_a_root_and_a_stage_without_products_do_not_split_the_backward() -> None:
     assert [stage.splits_backward for stage in Line("cnn", 3, split_backward=True).stages] == [False, True, True]
     line = Line("gru", 2, split_backward=True)
     assert [stage.splits_backward for stage in line.stages] == [False, True]
@@ -115,7 +115,7 @@ def test_with_one_in_flight_every_policy_is_the_same(name: str, versions: str, s
     close([other.state()], [plain.state()])
 
 
-def test_with_two_versions_a_backward_sees_those_of_its_forward_and_never_a_third_is_alive() -> None:
+def test_double_uses_the_weights_of_the_forward_and_holds_two_versions() -> None:
     many, two = Line("cnn", 3, accumulate=4), Line("cnn", 3, accumulate=4, versions="double")
     train(many, 9, 4)
     alive = []
@@ -130,7 +130,7 @@ def test_with_two_versions_a_backward_sees_those_of_its_forward_and_never_a_thir
     same(two, many)
 
 
-def test_with_two_versions_no_more_are_taken_than_make_an_update() -> None:
+def test_double_refuses_more_in_flight_than_make_an_update() -> None:
     line = Line("cnn", 2, accumulate=2, versions="double")
     line.forward(0)
     line.forward(1)
@@ -140,7 +140,7 @@ def test_with_two_versions_no_more_are_taken_than_make_an_update() -> None:
     line.forward(2)
 
 
-def test_without_versions_weights_stay_in_one_place_and_a_backward_uses_the_current_weights() -> None:
+def test_latest_copies_no_weights_and_a_backward_uses_the_current_ones() -> None:
     momentum = OptimizerSpec("SGD", {"lr": 0.05, "momentum": 0.9})
     line, fresh = Line("gpt_tied", 2, momentum, versions="latest"), Line("gpt_tied", 2, momentum)
     root = line.stages[0]
@@ -167,7 +167,7 @@ def test_without_versions_weights_stay_in_one_place_and_a_backward_uses_the_curr
     assert places == {name: mine[name].data_ptr() for name in places}
 
 
-def test_without_versions_what_was_sent_does_not_change_with_the_weights() -> None:
+def test_latest_sends_values_that_do_not_change_with_the_weights() -> None:
     line = Line("gpt_tied", 2, versions="latest")
     root, made = line.stages[0], line.example.made
     tied = {p.name for p in root.graph.parameters} & {v.name for v in root.graph.sends}
@@ -190,7 +190,7 @@ def test_batch_norm_statistics_are_updated_once(versions: str) -> None:
 
 @pytest.mark.parametrize("split_backward", [False, True])
 @pytest.mark.parametrize("versions", POLICIES)
-def test_what_averaging_adds_reaches_the_current_weights(versions: str, split_backward: bool) -> None:
+def test_a_shift_reaches_the_current_weights(versions: str, split_backward: bool) -> None:
     line = Line("cnn", 2, versions=versions, accumulate=2, split_backward=split_backward)
     with kept_generator():
         line.forward(0)
@@ -217,7 +217,7 @@ def test_what_averaging_adds_reaches_the_current_weights(versions: str, split_ba
 
 
 @pytest.mark.parametrize("versions", POLICIES)
-def test_state_that_was_taken_out_and_put_back_goes_on_as_before(versions: str) -> None:
+def test_a_restored_stage_continues_as_before(versions: str) -> None:
     line = Line("cnn", 2, ADAM, versions=versions, accumulate=2, split_backward=True)
     train(line, 4, 2)
     again = Line("cnn", 2, ADAM, versions=versions, accumulate=2, split_backward=True)

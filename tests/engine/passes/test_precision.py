@@ -63,7 +63,7 @@ def a_product(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         return weight, (torch.full((4, 4), scale) @ weight).float()
 
 
-def test_a_backward_that_overflows_is_done_again_with_a_smaller_factor() -> None:
+def test_a_backward_that_overflows_is_repeated_with_a_smaller_scale() -> None:
     precision = Precision("float16", CPU)
     weight, product = a_product(100.0)
     (found,) = precision.gradients([product], [weight], [torch.ones(4, 4)])
@@ -81,14 +81,14 @@ def test_small_gradients_do_not_vanish() -> None:
     assert not torch.allclose(vanished, found, rtol=1e-2, atol=0), "this would show nothing otherwise"
 
 
-def test_a_gradient_that_is_not_finite_without_a_factor_comes_out_as_it_is() -> None:
+def test_a_gradient_that_is_not_finite_without_a_scale_is_returned() -> None:
     precision = Precision("float16", CPU)
     weight, product = a_product(1.0)
     (found,) = precision.gradients([product], [weight], [torch.full((4, 4), float("inf"))])
     assert found is not None and not torch.isfinite(found).all()
 
 
-def test_the_factor_grows_again_after_many_backwards_without_an_overflow() -> None:
+def test_the_scale_grows_after_many_backwards_without_an_overflow() -> None:
     precision = Precision("float16", CPU)
     weight = torch.ones(1, requires_grad=True)
     for _ in range(GROWS_AFTER):

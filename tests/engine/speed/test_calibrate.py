@@ -1,4 +1,4 @@
-"""A profile is scaled to what real steps take, and nothing of the user's changes on the way."""
+"""Calibration scales a profile to the times of real steps and does not change the model."""
 
 import copy
 from dataclasses import replace
@@ -29,7 +29,7 @@ SETTINGS = StageSettings(optimizer=OptimizerSpec("AdamW", {"lr": 0.01}).to_json(
 
 
 def costs_of(name: str) -> CostProfile:
-    """Each node 1 ms forward and 2 ms backward, an update 10 ms and 1 ms a parameter."""
+    """1 ms forward and 2 ms backward per node, 10 ms per update plus 1 ms per parameter."""
     graph = example(name).captured.graph
     nodes = {node.name: NodeCost(1e-3, 2e-3, 64, 1000) for node in graph.nodes}
     update = UpdateCost(10e-3, 1e-3, 0.0, copy_byte_seconds=1e-9, state_bytes_per_byte=2.0)
@@ -37,7 +37,7 @@ def costs_of(name: str) -> CostProfile:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_real_steps_are_timed_and_nothing_is_changed(name: str) -> None:
+def test_timing_real_steps_changes_nothing(name: str) -> None:
     found = example(name).captured
     before, random_state = copy.deepcopy(dict(found.weights)), torch.get_rng_state()
     sample = {key: value.clone() for key, value in found.sample.items()}
@@ -66,7 +66,7 @@ def test_scaled_costs_add_up_to_what_was_measured() -> None:
     assert all(cost.saved_bytes == 1000 and cost.output_bytes == 64 for cost in found.nodes.values())
 
 
-def test_costs_of_nothing_stay_nothing() -> None:
+def test_zero_costs_stay_zero() -> None:
     graph = example("cnn").captured.graph
     costs = replace(costs_of("cnn"), update=UpdateCost())
     assert scaled(costs, graph, StepSeconds(0.5, 3.0, 0.7)).update == UpdateCost()
@@ -89,7 +89,7 @@ def test_a_model_too_large_for_a_whole_step_keeps_its_profile(monkeypatch: pytes
     # 3 s of products and 6 of others: what is beyond the others is the products'.
     [(3.0, 6.0, 1.0), (2.5, 5.0, 2.0), (5.0, 13.0, 0.25), (1.0, 2.0, 20.0)],
 )
-def test_products_are_as_fast_as_steps_without_the_rest_show(forward: float, backward: float, faster: float) -> None:
+def test_the_speed_of_products_excludes_other_operators(forward: float, backward: float, faster: float) -> None:
     nodes = {"a": NodeCost(1.0, 2.0, 64, 0, heavy=True), "b": NodeCost(2.0, 4.0, 64, 0)}
     costs, measured = replace(costs_of("cnn"), nodes=nodes), StepSeconds(forward, backward, 1.0)
     assert products_speed(costs, measured) == pytest.approx(faster)
@@ -115,7 +115,7 @@ def test_the_first_step_does_not_count_and_the_budget_ends_the_rest(monkeypatch:
     assert measured.cold == pytest.approx(3 * 0.0005)
 
 
-def test_a_difference_that_no_cache_explains_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cold_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for first, then, cold in ((1.0, 1.5, MAX_COLD_SECONDS), (1.5, 1.0, 0.0)):
         parts = iter([(first, first, first)] * 3 + [(then, then, then)] * 2)
         clock = iter(range(100))

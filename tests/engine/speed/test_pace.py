@@ -35,7 +35,7 @@ def test_slower_work_takes_longer_but_no_more_cpu_time() -> None:
         (9.0, []),
     ],
 )
-def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
+def test_waits_make_up_for_late_wakeups_and_shared_cpus(
     elapsed: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, used = 0.0, 0.0
@@ -56,14 +56,14 @@ def test_the_whole_takes_as_long_as_on_a_slower_machine_of_ones_own(
     assert waits == pytest.approx(expected)
 
 
-def test_at_its_own_speed_nothing_is_waited_for() -> None:
+def test_without_simulation_there_is_no_wait() -> None:
     waits: list[float] = []
     with Pace(sleep=waits.append).work("forward"):
         work()
     assert waits == []
 
 
-def test_the_end_interrupts_a_wait_and_later_ones() -> None:
+def test_end_interrupts_the_wait_and_skips_later_ones() -> None:
     pace = Pace(Pretence(1e6))
     worked = threading.Event()
 
@@ -81,14 +81,14 @@ def test_the_end_interrupts_a_wait_and_later_ones() -> None:
     assert not thread.is_alive()
 
 
-def test_an_error_is_not_waited_for() -> None:
+def test_failed_work_is_not_followed_by_a_wait() -> None:
     pace = Pace(Pretence(1e6))
     with pytest.raises(ValueError, match="at once"), pace.work("forward"):
         work()
         raise ValueError("at once")
 
 
-def test_what_comes_in_between_is_not_made_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruptions_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     now, used = 0.0, 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     monkeypatch.setattr("ravnest.engine.speed.pace.work_clock", lambda: lambda: used)
@@ -127,7 +127,7 @@ class Clock:
         return self.now - began
 
 
-def test_any_stage_takes_as_long_as_was_pretended_and_what_is_longer_is_counted(
+def test_every_stage_takes_the_simulated_time_and_overruns_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(0.0, monkeypatch)
@@ -141,7 +141,7 @@ def test_any_stage_takes_as_long_as_was_pretended_and_what_is_longer_is_counted(
     assert clock.spent_on(pace, "forward", 0.5) == pytest.approx(0.96)
 
 
-def test_being_woken_late_does_not_add_up_over_many_pieces_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_wakeups_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(0.01, monkeypatch)
     pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)), sleep=clock.sleep)
     for _ in range(100):
@@ -149,13 +149,13 @@ def test_being_woken_late_does_not_add_up_over_many_pieces_of_work(monkeypatch: 
     assert clock.now == pytest.approx(100.01)
 
 
-def test_both_parts_of_a_split_backward_take_as_long_as_a_whole_one() -> None:
+def test_both_parts_of_a_split_backward_take_its_simulated_time() -> None:
     seconds = StageSeconds(1.0, 2.0)
     assert seconds.of_kind("backward") == 2.0 and seconds.of_kind("weights") == 0.0
     assert seconds.of_kind("backward", split_backward=True) + seconds.of_kind("weights", split_backward=True) == 2.0
 
 
-def test_a_pretence_is_told_in_words() -> None:
+def test_the_simulation_is_described_in_words() -> None:
     assert Pretence().in_words == ""
     assert "2.5 times slower" in Pretence(2.5).in_words
     told = Pretence(seconds=StageSeconds(0.05, 0.1))
@@ -163,7 +163,7 @@ def test_a_pretence_is_told_in_words() -> None:
     assert told.stage_seconds == pytest.approx(0.15)
 
 
-def test_an_update_is_a_part_of_what_a_backward_is_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_counts_as_part_of_the_simulated_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(0.0, monkeypatch)
     pace = Pace(Pretence(seconds=StageSeconds(1.0, 2.0)), sleep=clock.sleep)
     for _ in range(10):

@@ -1,11 +1,11 @@
-"""Which microbatches are traced: the beginning, and ever rarer windows as a run goes on."""
+"""Trace windows: the beginning of a run, and ever rarer windows later."""
 
 import pytest
 
 from ravnest.engine.telemetry.trace_windows import window_of, window_size
 
 
-def test_windows_begin_after_2_4_8_times_as_many_microbatches() -> None:
+def test_windows_begin_after_2_4_8_times_their_length() -> None:
     windows: dict[int, list[int]] = {}
     for offset in range(1000):
         found = window_of(offset, 10)
@@ -16,11 +16,11 @@ def test_windows_begin_after_2_4_8_times_as_many_microbatches() -> None:
     assert list(windows) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_two_windows_are_as_many_microbatches_as_were_asked_for() -> None:
+def test_two_windows_have_the_requested_number_of_microbatches() -> None:
     assert [window_size(count) for count in (0, 1, 2, 5, 200)] == [0, 1, 1, 3, 100]
 
 
-def test_what_comes_before_the_first_is_not_traced() -> None:
+def test_microbatches_before_the_first_are_not_traced() -> None:
     assert window_of(-1, 10) is None
 
 

@@ -1,4 +1,4 @@
-"""How busy a stage is, told of its training alone."""
+"""Busy time of a stage, counted during training only."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_the_wait_before_the_first_microbatch_does_not_count() -> None:
     assert (time.seconds, time.busy_seconds) == (3.0, 2.0)
 
 
-def test_once_the_pipeline_is_full_what_was_before_is_forgotten() -> None:
+def test_the_count_restarts_when_the_pipeline_is_full() -> None:
     time = TrainingTime(warm_up=4)
     for number in range(3):
         time.trained(9.0, 1.0, number + 1)
@@ -36,7 +36,7 @@ def test_an_evaluation_and_the_waits_around_it_do_not_count() -> None:
     assert (time.seconds, time.busy_seconds) == (5.0, 3.0)
 
 
-def test_a_mean_that_is_taken_while_training_counts_as_work() -> None:
+def test_averaging_during_training_counts_as_work() -> None:
     time = TrainingTime()
     time.trained(0.0, 1.0, 1)
     time.paused(0.5, 0.25)

@@ -1,4 +1,4 @@
-"""A model's own states change with every forward; what earlier microbatches used of them must not."""
+"""Model states change with every forward, but not those that earlier microbatches in flight use."""
 
 from functools import cache
 from typing import Any
@@ -42,7 +42,7 @@ def captured() -> Captured:
 
 
 @pytest.mark.parametrize("versions", ["stash", "recompute"])
-def test_gradients_are_those_of_the_states_that_each_microbatch_saw(versions: str) -> None:
+def test_a_backward_uses_the_states_of_its_forward(versions: str) -> None:
     root, batches = _root(versions), [_batch(4, number) for number in range(3)]
     behind = _gradients(root)
     for number, (inputs, _) in enumerate(batches):
@@ -78,7 +78,7 @@ def test_a_shift_of_the_states_leaves_microbatches_in_flight_as_they_are(version
 
 
 def _assert_same_gradients(one: Stage, other: Stage) -> None:
-    """By the momentum after a first update, which is the gradient."""
+    """Compares the momenta after a first update, which equal the gradients."""
     found, wanted = one.state_tensors(), other.state_tensors()
     momenta = [name for name in wanted if name.endswith(":momentum_buffer")]
     assert momenta
@@ -87,7 +87,7 @@ def _assert_same_gradients(one: Stage, other: Stage) -> None:
 
 
 def _root(versions: str) -> Stage:
-    """Everything before the last layer, which waits for three gradients before it applies them."""
+    """The stage before the last layer, with updates of three microbatches."""
     found = captured()
     plan = layout(found.graph)
     (last,) = (spec.name for spec in found.graph.parameters if spec.key == "last.weight")

@@ -57,7 +57,7 @@ def test_two_microbatches_of_one_version_share_it() -> None:
     assert second.leaves["weight"].tolist() == [0.0] * 4, "one of them still holds it"
 
 
-def test_a_gradient_is_that_of_the_weights_the_forward_used() -> None:
+def test_a_gradient_is_computed_with_the_weights_of_the_forward() -> None:
     versions = some_versions()
     held = versions.acquire()
     loss = (held.leaves["weight"] - 3).square().sum()
