@@ -1,7 +1,7 @@
-"""Recorder of docs/images/demo.svg, the picture in the README: `make screenshot` runs this.
+"""Recorder of docs/images/demo.svg, the animation in the README: `make screenshot` runs this.
 
-It trains the demo's job on an embedded swarm, records the frames of the live display, and writes them below one another
-in one SVG, like a strip of film behind a window. A viewer without animations shows the last frame.
+The script trains the demo's job on an embedded swarm, records the frames of the live display, and writes them into one
+SVG, one below the other, as a strip that moves behind a window. A viewer without animations shows the last frame.
 """
 
 import io
@@ -28,13 +28,13 @@ PROVIDERS = 3
 
 WIDTH = 90
 FRAME_SECONDS = 0.4
-"""Least time between two frames: the display draws more often than a film needs."""
+"""Minimum time between two frames: the display draws more often than the animation needs."""
 HOLD_SECONDS = 6.0
-"""How long the last frame stands before the film starts again."""
+"""How long the last frame is shown before the animation restarts."""
 
 
 class Recorder(LiveDisplay):
-    """A live display that remembers each picture it draws, and when."""
+    """A live display that records each picture that it draws, with its time."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[float, list[str]]] = []
@@ -61,7 +61,7 @@ class Recorder(LiveDisplay):
 
     def close(self) -> None:
         super().close()
-        # The display wipes its picture here; the record would keep it above the last one.
+        # The display clears its picture here; the recording would keep it above the last one.
         self._drawn.export_text()
 
     def _keep(self, seconds: float) -> None:
@@ -70,7 +70,7 @@ class Recorder(LiveDisplay):
 
 
 def film(frames: list[tuple[float, list[str]]]) -> str:
-    """The frames as one SVG: a strip that moves behind a window, a frame at a time and as fast as it really went."""
+    """The frames as one SVG: a strip that moves behind a window, frame by frame, at the speed of the recorded run."""
     height = max(len(lines) for _, lines in frames) + 1
     strip = Console(
         record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor", width=WIDTH, highlight=False
@@ -98,7 +98,7 @@ def film(frames: list[tuple[float, list[str]]]) -> str:
     return re.sub(r' clip-path="url\(#t-line-\d+\)"', "", picture)
 
 
-# The console fills in what is in double braces when it exports the picture.
+# The console replaces the names in double braces when it exports the picture.
 _TEMPLATE = """<svg viewBox="0 0 {window_width} {window_height}" xmlns="http://www.w3.org/2000/svg" role="img" \
 aria-label="Recording of ravnest train on three providers">
 <style>
@@ -121,11 +121,11 @@ aria-label="Recording of ravnest train on three providers">
 
 
 def main() -> int:
-    """Train, record, write; the exit code."""
+    """Trains, records and writes the picture; returns the exit code."""
     job = load_job(str(ROOT / JOB))
     recorder = Recorder()
     with tempfile.TemporaryDirectory() as folder:
-        # The run directory's path is in the picture: a relative one is what a user sees.
+        # The picture contains the path of the run directory: a relative one, as a user sees it.
         os.chdir(folder)
         with EmbeddedSwarm(PROVIDERS) as swarm:
             result = swarm.train(job, name="digits", display=recorder)
