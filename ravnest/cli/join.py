@@ -83,7 +83,7 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
         "--pretend-seconds",
         metavar="FORWARD,BACKWARD",
         type=stage_seconds,
-        help="simulate a machine on which a stage takes this many seconds, such as 0.05,0.1, to test long pipelines",
+        help="simulate a machine on which any stage takes these seconds, such as 0.05,0.1, to test long pipelines",
     )
 
 

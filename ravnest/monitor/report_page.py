@@ -74,7 +74,7 @@ def _picture(cluster: int, stages: Sequence[TraceStage], stretch: Stretch | None
     what = "in steady state" if stretch.steady else "the last part of the trace: too short for a steady state"
     length = units.duration(ended - began) if ended - began >= 1 else f"{1000 * (ended - began):.3g} ms"
     count = min(len(stretch.microbatches), SHOWN_MICROBATCHES)
-    said = f"{length}, {counted(count, 'microbatch', 'microbatches')} let in, {what}"
+    said = f"{length}, {counted(count, 'microbatch', 'microbatches')} started, {what}"
     left_out = len(stretch.stages) - len(shown.stages)
     more = f"<p>{left_out} more stages are in trace.json.</p>" if left_out else ""
     return (
@@ -94,16 +94,16 @@ def _table(summary: Summary, stretches: Mapping[int, Stretch | None]) -> str:
             rows.append(_row(cluster.id, stage, figures.get(stage.stage), steady))
     head = "".join(f"<th>{escape(each)}</th>" for each in _HEADS)
     note = (
-        '<p class="dim">Busy is the share of the time that a stage computed, once its pipeline was full: where the '
-        "trace shows that, over the stretch that the picture is of, otherwise over all its training. What is neither "
-        "busy nor waiting went into handing things over.</p>"
+        '<p class="dim">Busy is the share of time in which a stage computed, once its pipeline was full: over the '
+        "stretch in the picture if the trace has a steady state, otherwise over the whole training. The time that is "
+        "neither busy nor waiting went into passing values between threads.</p>"
     )
     return f'<table class="stages"><tr>{head}</tr>{"".join(rows)}</table>{note}'
 
 
 _HEADS: Final = (
     *("cluster", "stage", "provider", "busy", "forward", "backward", "update"),
-    *("waits for anything", "waits for a gradient", "sent", "received", "staleness"),
+    *("waits for any input", "waits for a gradient", "sent", "received", "staleness"),
 )
 
 
