@@ -139,6 +139,18 @@ def test_every_module_a_page_names_exists(page: Path) -> None:
             _resolve(name)
 
 
+def test_the_rooms_on_the_page_are_those_of_the_import_contracts() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    for contract in contracts:
+        for container in contract.get("containers", ()):
+            room = container.removeprefix("ravnest.")
+            row = re.search(rf"^\| `{room}/` \| (`.+) \|$", page, re.MULTILINE)
+            assert row is not None, f"docs/architecture.md does not list the rooms of {room}/"
+            shown = [layer.replace("`", "").replace(".py", "").split(" and ") for layer in row[1].split(", ")]
+            assert shown == [layer.split(" | ") for layer in contract["layers"]], f"{room}/: {contract['layers']}"
+
+
 def test_the_operators_on_the_page_are_the_allow_list() -> None:
     blocks = [block.split() for block in _blocks(GRAPH, "")]
     assert TABLE.split() in blocks, textwrap.fill(" ".join(TABLE.split()), 116)
