@@ -12,7 +12,7 @@ from ravnest.provider.rings import sender
 
 
 class PlaintextServer(DirectServer):
-    """Accepts any connection as one from `peer`."""
+    """Accepts every caller as `peer`."""
 
     def __init__(
         self, peer: str, node: NodeIdentity, may_send: Callable[[str], bool], take: Callable[[DirectLine], None]
@@ -20,10 +20,10 @@ class PlaintextServer(DirectServer):
         super().__init__(node, may_send, take)
         self._always = peer
 
-    def _secured(self, connection: socket.socket) -> Any:
+    def secure(self, connection: socket.socket) -> Any:
         return connection
 
-    def _greeted(self, line: DirectLine) -> str:
+    def identify_caller(self, line: DirectLine) -> str:
         return self._always
 
 

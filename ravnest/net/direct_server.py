@@ -113,7 +113,7 @@ class DirectServer:
             stack.callback(connection.close)
             try:
                 connection.settimeout(self._limits.handshake_seconds)
-                secured = self._secured(connection)
+                secured = self.secure(connection)
                 with self._lock:
                     self._greeting[number] = secured
                 line = DirectLine(secured, "a caller")
@@ -122,7 +122,7 @@ class DirectServer:
                     if self._stopped.is_set():
                         return
                     self._open.add(line)
-                line.peer = self._greeted(line)
+                line.peer = self.identify_caller(line)
                 with self._lock:
                     if sum(open_line.peer == line.peer for open_line in self._open) > self._limits.lines_per_node:
                         return
@@ -137,12 +137,12 @@ class DirectServer:
             self._open.discard(line)
         line.close()
 
-    def _secured(self, connection: socket.socket) -> socket.socket:
+    def secure(self, connection: socket.socket) -> socket.socket:
         """Wrap the connection in TLS, before the handshake."""
         context = _server_context(self._node.tls_keys())
         return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
-    def _greeted(self, line: DirectLine) -> str:
+    def identify_caller(self, line: DirectLine) -> str:
         """The id of the caller. OSError or PeerError when it may not send here."""
         identity = self._node.identify(read_certificate(line.handshake()))
         if identity.kind != "node" or not self._may_send(identity.name):
