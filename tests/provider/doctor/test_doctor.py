@@ -325,7 +325,7 @@ def test_the_command_prints_sentences_or_json_and_exits_with_what_it_found(
     coordinator: Coordinator, tmp_path: Path
 ) -> None:
     invite = coordinator.invite()
-    well = ravnest("doctor", invite.line, "--json", folder=tmp_path)
+    well = ravnest("doctor", invite.line, "--json", folder=tmp_path, warm=True)
     told = json.loads(well.stdout)
     assert (well.returncode, well.stderr, told["problems"]) == (0, "", 0)
     assert [finding["check"] for finding in told["findings"]] == LOCAL + REMOTE

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ravnest.provider.machine.memory import forget_peak, group_bytes, lent_bytes, peak_bytes
+from ravnest.provider.machine.memory import (
+    available_bytes,
+    forget_peak,
+    group_bytes,
+    lent_bytes,
+    peak_bytes,
+    resident_bytes,
+)
 
 CPU = torch.device("cpu")
 
@@ -29,3 +36,9 @@ def test_a_peak_can_be_forgotten() -> None:
     del block
     forget_peak(CPU)
     assert peak_bytes(CPU) < before - (64 << 20)
+
+
+def test_memory_is_what_the_system_counts() -> None:
+    cpu = torch.device("cpu")
+    assert 0 < resident_bytes() <= peak_bytes(cpu)
+    assert available_bytes(cpu) > 0
