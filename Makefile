@@ -18,6 +18,7 @@ check: $(VENV)/.dev-installed
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy --strict
 	@$(BIN)/lint-imports
+	@$(BIN)/python -m tests.house
 
 # Every decoder of foreign bytes against what a coverage-guided fuzzer makes of valid inputs, and random graphs over every
 # allowed operator (GRAPHS=N of them); a few minutes.

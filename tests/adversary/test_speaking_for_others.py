@@ -213,10 +213,10 @@ def test_ending_a_microbatch_that_is_not_under_way(tmp_path: Path) -> None:
                 await trained.deploy([mallory])
                 anna = await swarm.join("anna")
                 await mallory.feed.send(Frame(FrameKind.DONE, 999, generation=trained.orders["mallory"].generation))
-                with pytest.raises(PeerError, match="mallory reported microbatch 999 done, which was not under way"):
+                with pytest.raises(PeerError, match="mallory reported microbatch 999 done, which was not in flight"):
                     await mallory.feed.receive()
                 lost = await trained.event("lost")
-                assert lost["provider"] == "mallory" and "was not under way" in str(lost["reason"])
+                assert lost["provider"] == "mallory" and "was not in flight" in str(lost["reason"])
                 assert trained.coordinator.progress.ledger.completed == 0
                 assert swarm.connected() == ["anna"]
             assert anna.control.link.error is None
@@ -237,7 +237,7 @@ def test_a_result_of_measures_that_nobody_asked_for(tmp_path: Path) -> None:
                 await mallory.feed.send(
                     Frame(FrameKind.RESULT, -1, generation=generation, marks=Marks(train=False), scalars=scores)
                 )
-                with pytest.raises(PeerError, match=r"mallory sent a result of other measures than \['loss'\]"):
+                with pytest.raises(PeerError, match=r"mallory sent other scores than \['loss'\]"):
                     while await mallory.feed.receive() is not None:
                         pass
                 lost = await trained.event("lost")

@@ -9,6 +9,7 @@ import pytest
 from ravnest import Pipeline
 from ravnest.coordinator.health import watchdog as watching
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
+from ravnest.coordinator.recovery import standbys
 from ravnest.coordinator.replicas import tracker as replicas
 from ravnest.coordinator.run.timeouts import Timeouts
 from tests.e2e.jobs import a_job, every_updates
@@ -32,11 +33,8 @@ def play(prepared: PreparedJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         # Scripted providers have no links: each would count as silent.
         await asyncio.Event().wait()
 
-    def is_well(watch: object, node_id: str) -> bool:
-        return runs[-1].swarm.members.is_present(node_id)
-
     monkeypatch.setattr(watching.Watchdog, "run", watch_nothing)
-    monkeypatch.setattr(watching.Watchdog, "is_well", is_well)
+    monkeypatch.setattr(standbys, "is_well", lambda members, node_id: members.is_present(node_id))
 
     def play(
         scene: Callable[[Run], Awaitable[None]],

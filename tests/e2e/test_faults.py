@@ -75,7 +75,10 @@ def test_a_run_that_loses_all_its_providers_ends_with_a_sentence_at_once(swarm: 
             own.train(a_job(), run=tmp_path / "another", display=False)
     text = str(raised.value)
     assert re.match(r"provider-\d, which held stage \d, is gone: it was killed", text), text
-    assert "those who are left cannot go on: nobody is there; " in text and "continue from it with --resume" in text
+    assert (
+        "the remaining providers cannot continue: no provider is connected; " in text
+        and "continue from it with --resume" in text
+    )
     summary = Summary.read(tmp_path / "run/summary.json")
     assert (summary.status, summary.reason) == ("failed", text)
     assert summary.first_update_seconds is not None and summary.seconds - summary.first_update_seconds < 45

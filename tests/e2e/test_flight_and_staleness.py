@@ -64,7 +64,7 @@ def test_fewer_are_in_flight_while_the_learning_rate_is_high(
     swarm.train(job, providers=3, run=run, display=False)
     first, held, *more = [event for event in read_events(run / "events.jsonl") if event["kind"] == "in_flight"]
     assert first["new"] > held["new"] == 3
-    assert held["reason"].endswith("no more than 3 may be in flight at the learning rate of now")
+    assert held["reason"].endswith("no more than 3 may be in flight at the current learning rate")
     assert more[0]["old"] == 3 and more[0]["new"] == first["new"], "as planned, once the rate has fallen"
     curves = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "stage" and line["stage"] == 0]
     while_high = [line["staleness_max"] for line in curves if line["updates"] <= 100]

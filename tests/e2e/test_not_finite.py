@@ -45,7 +45,7 @@ class Root(nn.Module):
         (
             Logarithm,
             1e-2,
-            ("is nan: it arose in stage", "the operator log (", "keep what goes into it"),
+            ("is nan: it arose in stage", "the operator log (", "keep its inputs inside its domain"),
         ),
         (Root, 1e-2, ("the gradients became not finite in stage", "such as sqrt (", "no finite gradient")),
         (None, 1e30, ("it arose in stage", "training has diverged; lower the learning rate")),

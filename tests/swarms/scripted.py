@@ -21,12 +21,16 @@ import torch
 
 from ravnest.coordinator.access.swarm_store import SwarmState
 from ravnest.coordinator.checkpoints.store import CheckpointInfo
-from ravnest.coordinator.coordinator import Coordinator, DataRewindError
+from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.report.progress import Progress
+from ravnest.coordinator.run.checkpointer import Checkpointer
+from ravnest.coordinator.run.data_walk import DataRewindError
+from ravnest.coordinator.run.dispatcher import Dispatcher
+from ravnest.coordinator.run.job_run import JobRun
 from ravnest.coordinator.run.timeouts import Timeouts
 from ravnest.coordinator.swarm.artifacts import Artifact
 from ravnest.coordinator.swarm.members import Held as HeldBefore
@@ -622,6 +626,19 @@ class Run:
         """The current deployment."""
         assert self.coordinator.deployment is not None
         return self.coordinator.deployment
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self._job_run.dispatcher
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        return self._job_run.checkpointer
+
+    @property
+    def _job_run(self) -> JobRun:
+        assert self.coordinator.job_run is not None
+        return self.coordinator.job_run
 
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.emitted]

@@ -4,45 +4,42 @@ Rounds run in the background every few samples. Before an evaluation, for a chec
 nothing in flight, so that all clusters have the same model afterwards.
 """
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
 from ravnest.coordinator.averaging.rounds import Rounds
 from ravnest.coordinator.feed.cluster_state import RoundMark
-from ravnest.coordinator.feed.ledger import DataPosition, Ledger
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.run.checkpointer import Checkpointer
-from ravnest.coordinator.run.context import Course
+from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.run.dispatcher import Dispatcher
 from ravnest.errors import DiskFullError
 from ravnest.net.v1.control_pb2 import Average, CoordinatorMessage
 
-_TRIES: Final = 3
+_MAX_TRIES: Final = 3
+"""Maximum number of rounds that are tried in a row to give all clusters the same model."""
 
 
 class AveragingSchedule:
-    """Begins the rounds of one deployment, until it is closed."""
+    """The rounds of one deployment, until it is closed."""
 
     def __init__(
         self,
-        course: Course,
+        context: RunContext,
         dispatcher: Dispatcher,
         checkpointer: Checkpointer,
         rounds: Rounds,
-        ledger: Ledger,
         every_samples: int,
         blocking: bool,
-        say: Callable[[str], None],
     ) -> None:
-        """`say` shows the user a message."""
+        """`every_samples` is the number of samples fed between rounds. With `blocking`, feeding stops for each round,
+        which runs with nothing in flight."""
         self.rounds = rounds
-        self._course = course
+        self._context = context
         self._dispatcher = dispatcher
         self._checkpointer = checkpointer
-        self._ledger = ledger
         self._every_samples = every_samples
         self._blocking = blocking
-        self._say = say
         self._is_closed = False
         self._announced_at = dispatcher.fed_samples
         """Samples that had been fed when the last round was announced."""
@@ -77,28 +74,28 @@ class AveragingSchedule:
         all_rings = checkpoint is not None or rounds.fragments == 1
         self._begin(0 if all_rings else rounds.begun % rounds.fragments + 1, reason)
         if checkpoint is not None:
-            self._checkpointer.expected = True
-            self._course.spawn(self._save(dispatcher.fed_place, checkpoint))
+            self._checkpointer.is_expected = True
+            self._context.spawn(self._save(dispatcher.fed_place, checkpoint))
 
     async def now(self, reason: str) -> None:
         """Average everything learned so far in all rings, with nothing in flight. All clusters have the same model
         afterwards; if that fails three times, the user is told."""
         dispatcher, rounds = self._dispatcher, self.rounds
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             while not self._is_closed and (rounds.under_way or not self._is_drained()):
-                await self._course.until(lambda: self._is_closed or self._is_drained())
+                await self._context.until(lambda: self._is_closed or self._is_drained())
                 if rounds.under_way and not self._is_closed:
                     await self._send_marks()
-                    await self._course.until(lambda: not rounds.under_way)
+                    await self._context.until(lambda: not rounds.under_way)
             if self._is_closed or len(dispatcher.clusters.whole) < 2 or self.is_averaged:
                 return
             self._begin(0, reason)
             await self._send_marks()
-            await self._course.until(lambda: not rounds.under_way)
+            await self._context.until(lambda: not rounds.under_way)
             if rounds.complete:
                 self._averaged_at = dispatcher.fed_samples
                 return
-        self._say(f"the clusters could not all be averaged {reason}: {rounds.last}")
+        self._context.say(f"the clusters could not all be averaged {reason}: {rounds.last}")
 
     def close(self) -> None:
         """End the current round and begin no other one: another deployment replaces this one."""
@@ -106,7 +103,7 @@ class AveragingSchedule:
         self.rounds.close()
 
     def _is_drained(self) -> bool:
-        return self._dispatcher.clusters.is_drained(self._ledger)
+        return self._dispatcher.clusters.is_drained(self._context.ledger)
 
     def _begin(self, fragment: int, reason: str) -> None:
         # A cluster that is being redeployed has nothing to contribute.
@@ -125,15 +122,15 @@ class AveragingSchedule:
                 continue
             for node_id in cluster.nodes:
                 order = Average(deployment=self.rounds.deployment, round=mark.round, fragment=mark.fragment)
-                await self._course.tell(node_id, CoordinatorMessage(average=order))
+                await self._context.tell(node_id, CoordinatorMessage(average=order))
 
     async def _save(self, place: DataPosition, why: str) -> None:
         """Save a checkpoint of the data up to this place, once the current round has counted for all owners."""
         try:
-            await self._course.until(lambda: not self.rounds.under_way)
+            await self._context.until(lambda: not self.rounds.under_way)
             if self.rounds.complete and not self._is_closed:
                 await self._checkpointer.after_round(place, why)
         finally:
             if not self._is_closed:
-                self._checkpointer.expected = False
-                self._course.notify()
+                self._checkpointer.is_expected = False
+                self._context.notify()

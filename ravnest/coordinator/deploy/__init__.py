@@ -1,4 +1,5 @@
-"""Deploy: gives stages to providers, and gives them again when a provider is lost, joins, leaves or is slow.
+"""Deploy: gives the stages of a plan to providers, and redeploys when a provider is lost, joins, leaves or is slow.
 
-May import every room of the coordinator but `launch`.
+Knows every other package of the coordinator but `launch`, and may import them. `coordinator.py` and `intake.py`, which
+stand above it, pass on the providers' messages.
 """

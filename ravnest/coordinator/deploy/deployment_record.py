@@ -1,11 +1,16 @@
-"""What stands when a coordinator is killed: its stages, with all that they have learned.
+"""Record of the current deployment, stored so that a restarted coordinator can resume the running stages.
 
-A provider whose coordinator is gone works on what it was fed, and waits. What the coordinator noted while it ran says
-who holds which stage, and up to which place of the data all of it had been applied. One that is started again and finds
-everybody there takes the stages over as they are: nothing is deployed, nothing that was learned is lost. The data is
-walked again from that place; what a cluster says it has applied is counted, what only some of its stages have goes to
-it once more, and everything else is fed to anybody. A cluster that lacks a stage by then is not waited for: it gets it
-as if it were lost now, while the others train.
+When the coordinator is killed, the providers finish the microbatches that they were fed and wait. The record says which
+provider holds which stage, and up to which position in the data every microbatch had been applied. A restarted
+coordinator resumes the stages in place: it deploys nothing, and no training is lost. It feeds the data again from the
+recorded position:
+
+- A microbatch that all stages of a cluster have applied is counted, and not fed.
+- A microbatch that some stages of a cluster have applied is fed to that cluster again.
+- Any other microbatch is fed to any cluster.
+
+If a cluster lacks a stage after the restart, the other clusters train, and the stage is replaced as if its provider had
+just been lost.
 """
 
 import hashlib
@@ -26,20 +31,25 @@ from ravnest.planner.search.fixed_layout import ClusterLayout
 from ravnest.safe_json import read_json
 
 _MAX_GENERATIONS_SINCE: Final = 10_000
+"""More generations than can have begun between the last record and the end of the coordinator that wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterRecord:
-    """How a cluster stood."""
+    """Record of one cluster."""
 
     layout: ClusterLayout
     unaveraged: int
-    """Its samples that no round had counted."""
+    """Samples that the cluster was fed and that no round of averaging contains."""
     taking: tuple[int, ...] = ()
-    """Stages that were being taken: whoever has one may lack what the others have applied."""
+    """Stages with a new provider, which may lack microbatches that the others have applied."""
 
     def lost(self, deployment: str, held: Mapping[str, Held | None]) -> dict[int, str]:
-        """By stage, who held those that nobody holds any more as they should be, by what those who are there hold."""
+        """For each stage that cannot be resumed, the provider that had it.
+
+        `held` has the stage that each connected provider holds. A stage can be resumed if its recorded provider still
+        holds it, and had all that the other stages have applied.
+        """
         names = self.layout.providers
         found = [held.get(name) for name in names]
         return {
@@ -53,26 +63,26 @@ class ClusterRecord:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentRecord:
-    """A deployment of which stages are held."""
+    """Record of a deployment."""
 
     deployment: str
     generation: int
-    """The newest that there was."""
+    """The newest generation of links that the coordinator had begun."""
     ring_generation: int
     clusters: tuple[ClusterRecord, ...]
     rounds: int
-    """How many had begun."""
+    """Number of rounds of averaging that had begun."""
     place: DataPosition
-    """All before it had been applied by every stage of some cluster."""
+    """Position in the data before which every microbatch had been applied by all stages of a cluster."""
     digest: str
-    """Of the model and of how it is trained."""
+    """Hash of the model and of its training settings: see `digest_of`."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "DeploymentRecord":
-        """RunError where the text is something else."""
+        """RunError when the text is no such record."""
         try:
             record = read_json(text)
             clusters = []
@@ -92,32 +102,35 @@ class DeploymentRecord:
                 str(record["digest"]),
             )
         except (LookupError, TypeError, ValueError) as error:
-            raise RunError(f"the store of the run is damaged: what stood cannot be read ({error})") from None
+            raise RunError(f"the store of the run is damaged: its deployment cannot be read ({error})") from None
 
     @property
     def later_generation(self) -> int:
-        """One that is later than any of that coordinator's: few can have come since this was noted."""
+        """A generation later than all of the coordinator that wrote the record."""
         return self.generation + _MAX_GENERATIONS_SINCE
 
     @property
     def nodes(self) -> list[str]:
+        """The providers of all stages."""
         return [name for layout in self.layouts for name in layout.providers]
 
     @property
     def layouts(self) -> tuple[ClusterLayout, ...]:
-        return tuple(stood.layout for stood in self.clusters)
+        return tuple(cluster.layout for cluster in self.clusters)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A microbatch that a cluster has applied, or a part of its stages."""
+    """A microbatch that stages of a cluster report as applied."""
 
     cluster: int
     whole: bool
+    """Whether all stages of the cluster have applied it."""
 
 
 def digest_of(prepared: PreparedJob, rings: Sequence[RingPlan], averaging: RingSettings | None) -> str:
-    """Of what stages and owners were told: a coordinator that would tell them anything else cannot take them over."""
+    """Hash of the model and of all settings that stages and ring owners get. A restarted coordinator resumes the stages
+    only if it would send them the same."""
     found = hashlib.sha256(prepared.captured.graph.to_json().encode())
     found.update(stage_settings(prepared.job, 0, 1, 1).to_json().encode())
     found.update(b"" if averaging is None else averaging.to_json().encode())
@@ -127,19 +140,20 @@ def digest_of(prepared: PreparedJob, rings: Sequence[RingPlan], averaging: RingS
 
 
 def claims_of(applied: Sequence[Sequence[Sequence[int]]], first: int) -> dict[int, Claim]:
-    """What is known of the microbatches from the `first` on, by what the stages of each cluster say they have applied.
-    ValueError where they do not remember far enough, or say what cannot be."""
+    """Claims on the microbatches from `first` on, by microbatch. `applied` has the numbers that each stage of each
+    cluster reports. ValueError if a stage does not remember all since `first`, or reports an impossible number."""
     claims: dict[int, Claim] = {}
     for cluster, stages in enumerate(applied):
         for numbers in stages:
             if len(numbers) >= REMEMBERED and min(numbers) > first:
-                raise ValueError(f"a stage of cluster {cluster} does not remember what it has applied since then")
+                raise ValueError(f"a stage of cluster {cluster} does not remember all that it has applied")
             if max(numbers, default=0) >= first + REMEMBERED:
-                raise ValueError(f"a stage of cluster {cluster} says that it has applied what it was never fed")
+                raise ValueError(f"a stage of cluster {cluster} reports microbatches that it was never fed")
         sets = [{number for number in numbers if number >= first} for numbers in stages]
         whole = set.intersection(*sets)
         for number in set.union(*sets):
-            # Of two clusters that say so, one has been lost with it, or lies: rather one that has all of it.
+            # If two clusters claim a microbatch, one was given up and the other was fed the microbatch again, or one
+            # lies. A cluster that has it in all stages takes precedence.
             if number not in claims or (number in whole and not claims[number].whole):
                 claims[number] = Claim(cluster, number in whole)
     return claims

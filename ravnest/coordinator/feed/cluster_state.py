@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from ravnest.coordinator.feed.cluster_losses import ClusterLosses
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
 from ravnest.coordinator.feed.ledger import Ledger
 from ravnest.planner.plan import ClusterPlan
@@ -59,8 +60,7 @@ class ClusterRun:
     """Number of times that its stages were linked; frames of earlier generations are dropped."""
     resumed_at: float | None = None
     """When it first completed a microbatch in this generation, on the clock `time.monotonic`."""
-    returned: set[str] = field(default_factory=set)
-    """Providers that were lost with their stage, and have joined again before another took it."""
+    losses: ClusterLosses = field(default_factory=ClusterLosses)
     taking: set[int] = field(default_factory=set)
     """Stages with a new provider, which may lack microbatches that the others have applied."""
     state: ClusterState = ClusterState.TRAINING

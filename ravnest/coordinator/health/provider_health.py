@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from ravnest.coordinator.health.lease import Lease, State
+from ravnest.coordinator.swarm.members import Members
 from ravnest.net.v1.control_pb2 import Report
 
 
@@ -28,3 +29,12 @@ class ProviderHealth:
     """The upload of its state that the provider reports, and how much of it has come; empty without one."""
     stalls: bool = False
     """Whether the provider is suspected of blocking its cluster."""
+
+
+def is_well(members: Members, node_id: str) -> bool:
+    """Whether the provider is connected and not suspected, so that it may take a stage."""
+    if not members.is_present(node_id):
+        return False
+    member = members[node_id]
+    is_suspected = member.health is None or member.health.state is not State.WELL
+    return not is_suspected and member.control.link.connected and member.feed.connected

@@ -3,7 +3,7 @@
 A slow machine sends heartbeats and works, and its whole cluster waits for it. The usual time is learned from each
 stage itself, as for links (slow_links.py). A stage is slow when it takes several times its usual time, and at least as
 long as any other stage of its cluster, for a while. If a standby would make the cluster clearly faster, the
-coordinator drops the slow provider as if it were lost, and the provider joins again (deploy/replace_slow.py). Pure
+coordinator drops the slow provider as if it were lost, and the provider joins again (recovery/replace_slow.py). Pure
 functions and values: the caller passes the times.
 """
 

@@ -36,15 +36,13 @@ class StandstillWatch:
 
     def __init__(
         self,
-        look: Callable[[], RunNow | None],
         emit: Emit,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`look` gives the present state of the run, None while it is not watched; `say` shows the user a message."""
+        """`say` shows the user a message."""
         self.text = ""
         """Line for the display; empty while the run goes on."""
-        self._look = look
         self._emit = emit
         self._say = say
         self._clock = clock
@@ -78,14 +76,17 @@ class StandstillWatch:
             self._say(f"went on after {seconds:.0f} s")
         self._moved_at, self._told_after, self._culprits, self.text = now, None, (), ""
 
-    def look(self) -> None:
-        """Explains the standstill when it is due. To be called several times a second."""
+    def look(self, run_now: Callable[[], RunNow | None]) -> None:
+        """Explains the standstill when it is due. To be called several times a second.
+
+        `run_now` returns the present state of the run, or None while it is not watched.
+        """
         now = self._clock()
         if now - self._looked_at < _LOOK_SECONDS:
             return
         self._looked_at = now
         seconds = now - self._moved_at
-        run = self._look() if seconds >= self._pace.patience_seconds else None
+        run = run_now() if seconds >= self._pace.patience_seconds else None
         if run is None:
             self.text = ""
             return

@@ -138,14 +138,6 @@ class Watchdog:
         if counts != health.counts:
             health.counts, health.moved_at = counts, time.monotonic()
 
-    def is_well(self, node_id: str) -> bool:
-        """Whether the provider is connected and not suspected, so that it may take a stage."""
-        health = self._health(node_id)
-        if health is None or health.state is not State.WELL or not self._swarm.members.is_present(node_id):
-            return False
-        member = self._swarm.members[node_id]
-        return member.control.link.connected and member.feed.connected
-
     def give_up(self, node_id: str, reason: str) -> None:
         """Drops a provider that is heard and works, because the others are better off without it."""
         self._lose(node_id, reason, 0.0)

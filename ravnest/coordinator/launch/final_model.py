@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore, load_checkpoint
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.plan.prepared_job import PreparedJob
+from ravnest.coordinator.report.phase import Phase
 from ravnest.coordinator.verification.final_check import NotAsReportedError, check_written, effort_for, refusal
 from ravnest.monitor.events import EventLog
 from ravnest.monitor.export import fuse, write_model
@@ -36,7 +37,7 @@ class FinalModel:
     def check(self, coordinator: Coordinator, prepared: PreparedJob, info: CheckpointInfo, model: Path) -> None:
         """Evaluates the model from its file. NotAsReportedError when the result is not what the swarm reported; the
         checkpoint is then set apart, so that no run resumes from it."""
-        coordinator.phase("checking the model that was written")
+        coordinator.enter(Phase.CHECKING)
         witnessed, source = coordinator.witnessed()
         progress = coordinator.progress
         effort = effort_for(prepared, progress.clock.elapsed_seconds)

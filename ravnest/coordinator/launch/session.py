@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ravnest.coordinator.checkpoints.saver import place_of
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore, DamagedCheckpoint, load_checkpoint
-from ravnest.coordinator.coordinator import Coordinator, DataRewindError
+from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.feed.data_order import epoch_size
 from ravnest.coordinator.feed.feeder import Feeder
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
@@ -19,8 +19,10 @@ from ravnest.coordinator.launch.final_model import FinalModel
 from ravnest.coordinator.launch.interrupts import Interrupts, RunOver
 from ravnest.coordinator.launch.network_loop import NetworkLoop
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare, static_tensors
+from ravnest.coordinator.report.phase import Phase
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.training_clock import TrainingClock
+from ravnest.coordinator.run.data_walk import DataRewindError
 from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.coordinator.verification.final_check import NotAsReportedError, effort_for, first_tensors, shortening
@@ -133,8 +135,8 @@ class Session:
             if self._info is not None:
                 reason = f"resumed after {self._start.updates} updates"
             self._events.emit("started", reason, updates=self._start.updates)
-            self.coordinator.phase("preparing")
-            self._progress.write(self._progress.summary("running", "preparing"), self._run)
+            self.coordinator.enter(Phase.PREPARING)
+            self._progress.write(self._progress.summary("running", self._progress.activity), self._run)
             display.message(f"run directory: {self._run.path}")
             self._opened = opened.pop_all()
 
@@ -203,7 +205,12 @@ class Session:
     def _prepare(self, threads: int | None) -> PreparedJob:
         restored = None if self._info is None else load_checkpoint(self._info)
         prepared = prepare(
-            self._job, threads, restored, self.coordinator.phase, self._interrupts.users_code, self._run.profile_path
+            self._job,
+            threads,
+            restored,
+            self.coordinator.begin_step,
+            self._interrupts.users_code,
+            self._run.profile_path,
         )
         possible = max_stages(prepared.captured.graph)
         told = f"{len(prepared.captured.graph.nodes)} operators, at most {possible} stages"

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.sources import StateTransfers
+from ravnest.coordinator.replicas.surviving import AnnouncedReplica
 from ravnest.coordinator.replicas.tracker import ReplicaTracker
-from ravnest.coordinator.run.orders import LinkOrder, order_link, stage_key
-from ravnest.coordinator.run.surroundings import Surroundings
+from ravnest.coordinator.run.allowed_links import AllowedLinks
+from ravnest.coordinator.run.context import RunContext
+from ravnest.coordinator.run.orders import order_link, stage_key
+from ravnest.coordinator.run.stage_artifacts import StageArtifacts
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Forget, Hold, Replicate
 from ravnest.planner.plan import StagePlan
 from ravnest.planner.recovery.holders import choose_holders
@@ -21,32 +24,30 @@ class ReplicaHolders:
 
     def __init__(
         self,
-        around: Surroundings,
+        context: RunContext,
         deployment: str,
         clusters: Clusters,
         transfers: StateTransfers,
-        allow: Callable[[str, Sequence[LinkOrder]], None],
-        name_constants: Callable[[Hold, StagePlan], None],
+        links: AllowedLinks,
+        artifacts: StageArtifacts,
     ) -> None:
-        """`allow` permits the relay to forward links for a purpose. `name_constants` adds to a holder's order the
-        constants of a stage: they never change, so no replica contains them."""
-        self._around = around
+        self._context = context
         self._deployment = deployment
         self._clusters = clusters
         self._transfers = transfers
-        self._allow = allow
-        self._name_constants = name_constants
+        self._links = links
+        self._artifacts = artifacts
         self._deleted_before: dict[int, int] = {}
         """By cluster, the number of the replica before which holders have been told to delete."""
         self._pairs: dict[str, tuple[str, str]] = {}
         """By stage key, the owner of the stage and the holder of its replicas."""
         self.replicas = ReplicaTracker(
-            around.course.emit,
+            context.emit,
             self._on_complete,
-            around.swarm.members.line_rate,
-            self._note_announced,
-            shared=not around.swarm.open_to_more,
-            event_seconds=around.course.timeouts.replica_event_seconds,
+            context.members.line_rate,
+            self._on_announced,
+            shared=not context.swarm.open_to_more,
+            event_seconds=context.timeouts.replica_event_seconds,
         )
 
     async def assign(self, warm: Mapping[str, Warm], others: Sequence[str]) -> None:
@@ -84,8 +85,8 @@ class ReplicaHolders:
         before = self.replicas.newest(cluster)
         self.replicas.request(cluster)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._around.course.timeouts.fresh_replica_seconds):
-                await self._around.course.until(
+            async with asyncio.timeout(self._context.timeouts.fresh_replica_seconds):
+                await self._context.until(
                     lambda: self.replicas.newest(cluster) is not before or cluster.is_forming or cluster.is_lost
                 )
         return self.replicas.newest(cluster) is not before
@@ -102,29 +103,29 @@ class ReplicaHolders:
         keys = [stage_key(self._deployment, s) for cluster in self._clusters.all for s in cluster.plan.stages]
         keys += self._transfers.sources.keys if self._transfers.sources is not None else ()
         for node_id in nodes:
-            await self._around.course.tell(node_id, CoordinatorMessage(forget=Forget(keep=keys)))
+            await self._context.tell(node_id, CoordinatorMessage(forget=Forget(keep=keys)))
 
     async def _order_replicas(self, stage: StagePlan, holder: str | None) -> None:
-        around, key = self._around, stage_key(self._deployment, stage)
+        context, key = self._context, stage_key(self._deployment, stage)
         order = Replicate(deployment=self._deployment, key=key)
-        members = around.swarm.members
+        swarm, members = context.swarm, context.members
         if holder is not None and holder in members and stage.node in members:
             ends = [members[stage.node], members[holder]]
-            reaches = await around.swarm.reaches(ends)
+            reaches = await swarm.reaches(ends)
             generation = self._clusters.all[stage.cluster].generation
-            name = f"{self._deployment}-{generation}-replica-{stage.cluster}-{stage.stage}-{around.swarm.next_number()}"
+            name = f"{self._deployment}-{generation}-replica-{stage.cluster}-{stage.stage}-{swarm.next_number()}"
             link = order_link(name, ends[0], ends[1], reaches)
-            self._allow(f"replica {key}", [link])
+            self._links.allow(f"replica {key}", [link])
             hold = Hold(key=key, owner=link.to_before)
-            self._name_constants(hold, stage)
-            await around.course.tell(holder, CoordinatorMessage(hold=hold))
+            # The constants never change, so no replica contains them.
+            self._artifacts.name_constants(hold, stage)
+            await context.tell(holder, CoordinatorMessage(hold=hold))
             order.holder.CopyFrom(link.to_after)
-        await around.course.tell(stage.node, CoordinatorMessage(replicate=order))
+        await context.tell(stage.node, CoordinatorMessage(replicate=order))
 
     def _on_complete(self) -> None:
         """Lets holders delete the replicas before a complete one, so that a failure of the next cannot displace it."""
-        course = self._around.course
-        course.notify()
+        self._context.notify()
         for cluster in self._clusters.whole:
             replica = self.replicas.newest(cluster)
             if replica is None or self._deleted_before.get(cluster.id) == replica.number:
@@ -134,13 +135,17 @@ class ReplicaHolders:
             # One message per cluster: the replica numbers of a slower or later cluster are different ones.
             forget = CoordinatorMessage(forget=Forget(of=keys, before=replica.number))
             for node_id in {node for key in keys for node in self._pairs.get(key, ()) if node}:
-                course.spawn(course.tell(node_id, forget))
+                self._context.spawn(self._context.tell(node_id, forget))
         has_sources = self._transfers.sources is not None
         if has_sources and all(self.replicas.newest(cluster) is not None for cluster in self._clusters.whole):
             self._transfers.sources = None
-            present = [member.node_id for member in self._around.swarm.members.connected()]
-            course.spawn(self.delete_outdated(present))
+            self._context.spawn(self.delete_outdated(sorted(self._context.present)))
 
-    def _note_announced(self, cluster: int, number: int, place: DataPosition) -> None:
-        stages = self._clusters.all[cluster].plan.stages
-        self._around.placed(f"{self._deployment}-{cluster}", number, place, [stage.start for stage in stages])
+    def _on_announced(self, cluster: int, number: int, place: DataPosition) -> None:
+        """Stores the announcement before the stages are told, so that a restarted coordinator can find the replica."""
+        state = self._context.swarm.state
+        if state is not None:
+            starts = tuple(stage.start for stage in self._clusters.all[cluster].plan.stages)
+            announced = AnnouncedReplica(f"{self._deployment}-{cluster}", number, place, starts)
+            with self._context.failing():
+                state.announced(announced.to_json())

@@ -16,9 +16,8 @@ from typing import Final
 from ravnest.coordinator.checkpoints.part_check import BadPartError
 from ravnest.coordinator.checkpoints.saver import Mark, Saver
 from ravnest.coordinator.checkpoints.store import CheckpointInfo
-from ravnest.coordinator.feed.ledger import DataPosition, Ledger
-from ravnest.coordinator.run.context import Course
-from ravnest.coordinator.swarm.swarm import Swarm
+from ravnest.coordinator.feed.ledger import DataPosition
+from ravnest.coordinator.run.context import RunContext
 from ravnest.errors import DiskFullError, RefusedError, RunError
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, UploadPart
 
@@ -38,10 +37,8 @@ class PartRequest:
 class PartUploads:
     """Part uploads of one run, for one replica at a time."""
 
-    def __init__(self, course: Course, swarm: Swarm, ledger: Ledger) -> None:
-        self._course = course
-        self._swarm = swarm
-        self._ledger = ledger
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
         self._saver: Saver | None = None
         self._number = 0
         self._wanted: dict[int, PartRequest] = {}
@@ -57,13 +54,13 @@ class PartUploads:
         be obtained, or the disk has no room."""
         saver.abort()
         try:
-            self._begin(saver, Mark(number, place, self._ledger.counts()))
+            self._begin(saver, Mark(number, place, self._context.ledger.counts()))
         except DiskFullError as error:
-            self._course.emit("disk_full", f"replica {number} cannot be saved as a checkpoint: {error}")
+            self._context.emit("disk_full", f"replica {number} cannot be saved as a checkpoint: {error}")
             return None
         self._saver, self._number, self._wanted, self._info = saver, number, dict(wanted), None
         self._heard_at = dict.fromkeys(wanted, time.monotonic())
-        self._course.emit("checkpoint_begun", f"of replica {number}", microbatch=number - 1)
+        self._context.emit("checkpoint_begun", f"of replica {number}", microbatch=number - 1)
         try:
             for stage in wanted:
                 await self._ask(stage)
@@ -76,7 +73,7 @@ class PartUploads:
             saver.abort()
         else:
             text = f"{info.folder.name} is complete"
-            self._course.emit("checkpoint", text, updates=info.updates, samples=info.samples)
+            self._context.emit("checkpoint", text, updates=info.updates, samples=info.samples)
         return info
 
     async def on_upload(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
@@ -92,25 +89,25 @@ class PartUploads:
         try:
             info = await saver.part(self._number, stage, self._heard(stage, chunks))
         except BadPartError as error:
-            self._course.emit("upload_refused", f"{node_id} uploaded a bad part: {error}", provider=node_id)
+            self._context.emit("upload_refused", f"{node_id} uploaded a bad part: {error}", provider=node_id)
             self.on_part_unavailable(node_id, wanted.key)
             raise
         except RunError as error:
-            self._course.fail(error)
+            self._context.fail(error)
             raise
         if self._saver is saver and self._wanted.get(stage) is wanted:
             # The part stays valid if its sender is lost now.
             del self._wanted[stage]
         if info is not None:
             self._info = info
-        self._course.notify()
+        self._context.notify()
 
     def on_part_unavailable(self, node_id: str, key: str) -> None:
         """A provider reports that it does not have this part, or has sent a bad one."""
         for stage, wanted in list(self._wanted.items()):
             if wanted.key == key and wanted.nodes[:1] == (node_id,):
                 self._ask_next(stage)
-        self._course.notify()
+        self._context.notify()
 
     async def _heard(self, stage: int, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for data in chunks:
@@ -131,14 +128,14 @@ class PartUploads:
         if wanted is not None and wanted.nodes:
             self._heard_at[stage] = time.monotonic()
             order = UploadPart(key=wanted.key, replica=self._number, name=f"part-{self._number}-{stage}")
-            await self._course.tell(wanted.nodes[0], CoordinatorMessage(upload_part=order))
+            await self._context.tell(wanted.nodes[0], CoordinatorMessage(upload_part=order))
 
     def _ask_next(self, stage: int) -> None:
         """Asks the next provider that has the part of a stage."""
         wanted = self._wanted[stage]
         self._wanted[stage] = PartRequest(wanted.key, wanted.nodes[1:])
         self._heard_at[stage] = time.monotonic()
-        self._course.spawn(self._ask(stage))
+        self._context.spawn(self._ask(stage))
 
     async def _wait_for_upload(self) -> None:
         """Waits until the checkpoint is complete or impossible, or until a provider is gone or has timed out; the next
@@ -146,7 +143,7 @@ class PartUploads:
         with contextlib.suppress(TimeoutError):
             due = min((self._heard_at[stage] for stage in self._wanted), default=time.monotonic()) + _SILENCE_SECONDS
             async with asyncio.timeout(max(0.0, due - time.monotonic())):
-                await self._course.until(
+                await self._context.until(
                     lambda: self._info is not None or not self._is_possible() or bool(self._gone())
                 )
         late = self._gone()
@@ -157,7 +154,7 @@ class PartUploads:
             self._ask_next(stage)
 
     def _gone(self) -> list[int]:
-        present = self._swarm.members.is_present
+        present = self._context.members.is_present
         return [stage for stage, wanted in self._wanted.items() if wanted.nodes and not present(wanted.nodes[0])]
 
     def _is_possible(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ravnest.coordinator.feed.cluster_state import Clusters
 from ravnest.coordinator.feed.ledger import Ledger
+from ravnest.coordinator.report.phase import Phase
 from ravnest.coordinator.report.stage_figures import shares_in_words, stage_snapshot, stage_summary
 from ravnest.coordinator.report.training_clock import TrainingClock
 from ravnest.monitor.run_directory import RunPaths
@@ -75,7 +76,9 @@ class Progress:
         self.epochs = EpochProgress(epochs, current=ledger.applied.epoch)
         self.ledger = ledger
         self.clock = TrainingClock(ledger) if clock is None else clock
-        self.phase = "starting"
+        self.phase = Phase.PREPARING
+        self.step = "starting"
+        """The current step of the phase, in words; empty while the phase says enough."""
         self.fetching: dict[str, float] = {}
         """While stages are deployed, the share of its stage that each provider has, in the order of the stages."""
         self.standstill = ""
@@ -102,6 +105,11 @@ class Progress:
         weight = sum(samples for _, samples in self.losses)
         return sum(loss * samples for loss, samples in self.losses) / weight if weight else None
 
+    @property
+    def activity(self) -> str:
+        """The current work of the run, in words."""
+        return self.step or self.phase.value
+
     def snapshot(self) -> RunSnapshot:
         rate, total = self.clock.recent_samples_per_second(), self.epochs.samples_total()
         # A cluster of one stage has nothing in flight to a next stage.
@@ -109,7 +117,7 @@ class Progress:
         flying = self.clusters.all[0] if self.clusters is not None and single else None
         flying = flying if flying is not None and len(flying.plan.stages) > 1 else None
         return RunSnapshot(
-            phase=self.phase,
+            phase=self.activity,
             detail=shares_in_words(self.fetching),
             standstill=self.standstill,
             epoch=self._epoch_shown(),
@@ -209,7 +217,7 @@ class Progress:
         """Counted from 1. An evaluation belongs to the epoch before it, though its data has been fed to the end."""
         if self.plan is None:
             return 0
-        return max(1, min(self.epochs.current + (self.phase != "evaluating"), self.epochs.epochs))
+        return max(1, min(self.epochs.current + (self.phase is not Phase.EVALUATING), self.epochs.epochs))
 
     def _epochs_done(self) -> float:
         place, batches = self.ledger.applied, self.epochs.batches

@@ -1,5 +1,6 @@
 """Recorder: writes the stages' reports to the progress and to the run's curves."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -9,6 +10,7 @@ from ravnest.coordinator.report.trace_collector import Tracing
 from ravnest.monitor.json_lines import JsonLines
 from ravnest.monitor.metrics import MetricLog
 from ravnest.net.v1.control_pb2 import Report
+from ravnest.planner.plan import StagePlan
 
 _MAX_EARLY: Final = 4096
 
@@ -23,12 +25,22 @@ class Recorder:
         self._early: dict[int, float] = {}
         """Losses of microbatches that a coordinator before this one fed, until the data reaches them."""
         self._updates: JsonLines | None = None
+        self._trace: tuple[Path, int] | None = None
         self.tracing: Tracing | None = None
-        """The trace collector, if the job asks for a trace."""
+        """The trace collector, from the first deployment of a job that asks for a trace."""
 
     def record_updates(self, path: Path) -> None:
         """Writes every update of every stage as a line to the file at `path`, from now on."""
         self._updates = JsonLines(path)
+
+    def trace(self, path: Path, microbatches: int) -> None:
+        """Collects a trace of this many microbatches of each cluster in the file at `path`; 0 for none."""
+        self._trace = (path, microbatches) if microbatches else None
+
+    def deployed(self, stages: Sequence[StagePlan]) -> None:
+        """A deployment with these stages has begun. The trace is of the first one."""
+        if self._trace is not None and self.tracing is None:
+            self.tracing = Tracing(*self._trace, stages)
 
     def fed(self, microbatch: int, after: DataPosition) -> None:
         """A microbatch has been fed; its loss belongs at this position on the curves."""

@@ -1,4 +1,5 @@
-"""Run: what every deployment of a run works with: context, orders, dispatcher, microbatches in flight, checkpointer.
+"""Run: the shared context of a run, and the parts that serve all its deployments, such as the dispatcher.
 
-May import `report`, `health`, `plan` and below.
+Knows the plan, the clusters, the ledger and the connected providers. Does not decide which provider gets a stage:
+`deploy` does. May import `report`, `health`, `plan` and below.
 """

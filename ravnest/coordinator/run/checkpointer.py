@@ -1,13 +1,13 @@
-"""Taking checkpoints while a run goes on: which cluster is saved, when, and what its stages upload.
+"""Checkpointer: takes checkpoints while a run goes on.
 
-One cluster's stages make a checkpoint. Where there are several clusters it is taken after a round, of the parameters
-that all have since then; where there is one, its stages save right after a microbatch. One for which the disk has no
-room is given up, and training goes on; only the last one of a run has to be.
+The stages of one cluster make a checkpoint. A single cluster saves right after a microbatch. With several clusters, the
+checkpoint follows a round of averaging, and has the parameters that all clusters have since then. If the disk has no
+room, the checkpoint is given up and training goes on; only the last checkpoint of a run is required.
 """
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from ravnest.coordinator.checkpoints.part_check import BadPartError, StagePart
 from ravnest.coordinator.checkpoints.resume_optimizer import trained_with
@@ -15,26 +15,25 @@ from ravnest.coordinator.checkpoints.saver import Awaited, Mark, Saver
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.feeder import TrainBatch
-from ravnest.coordinator.feed.ledger import DataPosition, Ledger
+from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.plan.prepared_job import PreparedJob
-from ravnest.coordinator.run.context import Course
-from ravnest.coordinator.swarm.swarm import Swarm
+from ravnest.coordinator.run.context import RunContext
 from ravnest.errors import DiskFullError, RefusedError, RunError
 from ravnest.graph.portable import PortableGraph
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Save
-from ravnest.planner.plan import ClusterPlan
+from ravnest.planner.plan import ClusterPlan, StagePlan
 from ravnest.units import byte_size
 
 
 def saver_of(store: CheckpointStore, prepared: PreparedJob, cluster: ClusterPlan, updates: int) -> Saver:
-    """What saves the stages of this cluster, as a run of this job that has made so many updates."""
+    """The saver for the stages of this cluster, in a run that begins with this number of updates."""
     return saver_for(store, prepared, {stage.stage: stage.graph for stage in cluster.stages}, updates)
 
 
 def saver_for(
     store: CheckpointStore, prepared: PreparedJob, graphs: Mapping[int, PortableGraph], updates: int
 ) -> Saver:
-    """The same of stages that have these graphs, by their numbers."""
+    """The saver for stages with these graphs, by stage number."""
     job, captured = prepared.job, prepared.captured
     state = {
         "aliases": dict(captured.aliases),
@@ -48,109 +47,130 @@ def saver_for(
 
 
 class Checkpointer:
-    """The checkpoints of a run."""
+    """The checkpoints of a run, for all its deployments."""
 
-    def __init__(
-        self,
-        course: Course,
-        swarm: Swarm,
-        make_saver: Callable[[ClusterPlan], Saver],
-        cluster: ClusterRun,
-        deployment: str,
-        ledger: Ledger,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """Of this cluster, to begin with; `make_saver` makes what writes the checkpoints of one, `say` tells the user
-        something."""
+    def __init__(self, context: RunContext, store: CheckpointStore, prepared: PreparedJob) -> None:
         self.last: CheckpointInfo | None = None
         """The newest that this run has taken."""
-        self.expected = False
-        """Whether one is to be taken after the round under way."""
-        self._course = course
-        self._swarm = swarm
-        self._make_saver = make_saver
-        self._deployment = deployment
-        self._ledger = ledger
+        self.is_expected = False
+        """Whether one is to be taken after the current round of averaging."""
+        self._context = context
+        self._store = store
+        self._prepared = prepared
+        self._resumed = context.ledger.updates > 0
+        self._deployment = ""
+        self._cluster: ClusterRun | None = None
+        """The cluster whose stages are saved; None before the first deployment."""
+        self._saver = saver_for(store, prepared, {}, context.ledger.updates)
         self._saved: dict[str, int] = {}
-        self._say = say
+        """By provider, the number of the checkpoint that it reported last as uploaded."""
         self._last_number = 0
         self._asked_at: float | None = None
-        """When all stages had begun to save what is under way; None before that."""
+        """When all stages had begun to save the pending checkpoint; None before that."""
         self._given_up: dict[int, DiskFullError] = {}
         """The newest one that the disk had no room for, by its number."""
         self._room_made = False
-        """Whether there is more room since that was given up."""
-        self._cluster = cluster
-        self._saver = self._saver_of(cluster)
+        """Whether room was made after that one was given up."""
+        context.make_room = self.make_room
 
     @property
     def has_saved(self) -> bool:
-        """Whether there is one of this run to go on from."""
+        """Whether this run has a checkpoint of its own."""
         return self.last is not None or self._saver.whole
 
     @property
+    def advice(self) -> str:
+        """Advice for the user of a run that has failed."""
+        if not self.has_saved and not self._resumed:
+            return "nothing had been saved yet"
+        return "the last good checkpoint is kept, continue from it with --resume"
+
+    @property
     def awaited(self) -> Awaited | None:
-        """The parts that should be coming; None where there are none."""
+        """The parts that should be arriving; None if there are none."""
         lacking, asked_at = self._saver.lacking, self._asked_at
         if not lacking or asked_at is None:
             return None
-        nodes = tuple(stage.node for stage in self._cluster.plan.stages if stage.stage in lacking)
+        nodes = tuple(stage.node for stage in self._stages if stage.stage in lacking)
         return Awaited(f"checkpoint-{self._last_number}", asked_at, nodes)
-
-    def applied(self, cluster: ClusterRun, microbatch: int) -> None:
-        """All stages of a cluster have applied this one, and have begun to save what was to be saved with it."""
-        if self._asked_at is None and cluster is self._cluster and microbatch + 1 == self._last_number:
-            self._asked_at = time.monotonic()
 
     @property
     def under_way(self) -> bool:
-        return self._saver.under_way or self.expected
+        return self._saver.under_way or self.is_expected
+
+    @property
+    def nodes(self) -> list[str]:
+        """The providers whose stages are saved."""
+        return [stage.node for stage in self._stages]
+
+    def is_of(self, cluster: ClusterRun) -> bool:
+        """Whether this is the cluster that is saved."""
+        return self._cluster is cluster
+
+    def deployed(self, deployment: str, cluster: ClusterRun) -> None:
+        """A new deployment has replaced the one before; this cluster of it is saved from now on."""
+        self._deployment, self.is_expected = deployment, False
+        self.move_to(cluster)
+
+    def move_to(self, cluster: ClusterRun) -> None:
+        """Saves another cluster from now on, and gives up the pending checkpoint of the one before."""
+        before, is_first = self._saver, self._cluster is None
+        before.abort()
+        self._cluster = cluster
+        self._saver = saver_of(self._store, self._prepared, cluster.plan, self._context.ledger.updates)
+        self._saver.on_full = self._on_full
+        if not is_first:
+            self._saver.follow(before)
+        self._context.notify()
+
+    def applied(self, cluster: ClusterRun, microbatch: int) -> None:
+        """All stages of a cluster have applied this microbatch, and have begun to save what belongs to it."""
+        if self._asked_at is None and cluster is self._cluster and microbatch + 1 == self._last_number:
+            self._asked_at = time.monotonic()
 
     def due(self, place: DataPosition) -> str | None:
-        """Why one should be taken now, or None."""
-        return None if self.expected else self._saver.due(place.updates)
+        """Why a checkpoint is due, or None."""
+        return None if self.is_expected else self._saver.due(place.updates)
 
     async def room_for(self, place: DataPosition) -> None:
-        """Returns when the run may go on to this place: at once, unless a checkpoint takes so long to be written that a
-        crash there would cost more than one interval."""
+        """Returns when the run may continue to this position: at once, unless the pending checkpoint takes so long that
+        a crash there would cost more than one interval."""
         saver = self._saver
         if saver.must_wait(place.updates):
             since = time.monotonic()
-            await self._course.until(lambda: not self._saver.must_wait(place.updates))
+            await self._context.until(lambda: not self._saver.must_wait(place.updates))
             saver.held(time.monotonic() - since)
 
     def with_microbatch(self, item: TrainBatch) -> int:
-        """The number of the checkpoint to be taken with this microbatch, or 0; RunError when the disk refuses."""
+        """The number of the checkpoint to take with this microbatch, or 0; RunError when the disk refuses."""
         why = self.due(item.after) if item.completes_update else None
         number = item.microbatch + 1
         if why is None or not self._begin(number, item.after):
             return 0
-        self._course.emit("checkpoint_begun", why, microbatch=item.microbatch)
+        self._context.emit("checkpoint_begun", why, microbatch=item.microbatch)
         return number
 
     async def after_round(self, place: DataPosition, why: str) -> None:
-        """Saves what all clusters have since the last round, which stands at this place in the data."""
+        """Saves the parameters that all clusters have since the last round, which was at this position."""
         number = place.microbatches
         if not self._begin(number, place):
             return
-        self._course.emit("checkpoint_begun", why, microbatch=number)
+        self._context.emit("checkpoint_begun", why, microbatch=number)
         await self._order(number, anchored=True)
 
     async def now(self) -> CheckpointInfo:
-        """Nothing is in flight: saves where the run stands. DiskFullError when there is no room for that."""
-        await self._course.until(
-            lambda: not self.under_way and not self._cluster.is_forming and not self._cluster.again
-        )
+        """Saves the current state with nothing in flight. DiskFullError when there is no room for it."""
+        await self._context.until(lambda: not self.under_way and not self._is_rebuilt)
         saver = self._saver
-        # A second try has another number: what was said of the first is not said of it.
-        number = max(self._ledger.completed, self._last_number) + 1
-        if not self._begin(number, self._ledger.applied):
+        # A second attempt has another number, so that late messages about the first do not count for it.
+        number = max(self._context.ledger.completed, self._last_number) + 1
+        if not self._begin(number, self._context.ledger.applied):
             raise self._given_up[number]
         await self._order(number, anchored=False)
-        # A stage reports before it says that it has saved: after this, the summary has its last counts.
-        await self._course.until(lambda: self._saver is not saver or self._all_saved(number))
+        # A stage reports before it says that it has saved, so the summary has its last counts after this.
+        await self._context.until(lambda: self._saver is not saver or self._all_saved(number))
         if self._saver is not saver:
-            # The cluster that was being saved is lost, and another has what it had.
+            # The cluster that was being saved is lost; another one is saved.
             return await self.now()
         if number in self._given_up:
             if self._room_made:
@@ -159,86 +179,68 @@ class Checkpointer:
         assert self.last is not None
         return self.last
 
-    def formed(self, cluster: ClusterRun, deployment: str, make_saver: Callable[[ClusterPlan], Saver]) -> None:
-        """Another formation has taken the place of the one before, and this cluster of it is saved."""
-        self._deployment, self._make_saver, self.expected = deployment, make_saver, False
-        self.move_to(cluster)
-
-    def move_to(self, cluster: ClusterRun) -> None:
-        """From now on this cluster is saved: the one before is lost, and what it had begun to upload."""
-        before = self._saver
-        before.abort()
-        self._cluster, self._saver = cluster, self._saver_of(cluster)
-        self._saver.follow(before)
-        self._course.notify()
-
-    @property
-    def nodes(self) -> list[str]:
-        """Who holds the stages that are saved."""
-        return self._cluster.nodes
-
-    def is_of(self, cluster: ClusterRun) -> bool:
-        return self._cluster is cluster
-
     def saved(self, node_id: str, number: int) -> None:
-        """A stage says that its part of this one has been uploaded."""
+        """A stage reports that its part of this checkpoint has been uploaded."""
         self._saved[node_id] = number
-        self._course.notify()
+        self._context.notify()
 
     async def uploaded(self, node_id: str, name: str, chunks: AsyncIterator[bytes]) -> None:
-        """Takes a stage's part. RefusedError for one that is not the provider's to upload."""
-        number, stage = name.removeprefix("checkpoint-"), self._stage_of(node_id)
+        """Receives a stage's part. RefusedError for a part that is not the provider's to upload."""
+        number = name.removeprefix("checkpoint-")
+        stage = next((stage.stage for stage in self._stages if stage.node == node_id), None)
         if stage is None or not re.fullmatch("[0-9]{1,19}", number):
             raise RefusedError(f"{node_id} may not upload {name[:80]!r}")
         try:
             info = await self._saver.part(int(number), stage, chunks)
         except BadPartError as error:
             refused = RefusedError(f"{node_id} uploaded a bad checkpoint: {error}")
-            self._course.emit("upload_refused", str(refused), provider=node_id)
-            # The checkpoint will never be whole, and whoever waits for it is to know why.
-            self._swarm.dismiss(node_id, refused)
+            self._context.emit("upload_refused", str(refused), provider=node_id)
+            # The checkpoint will never be whole, and those that wait for it must learn why.
+            self._context.swarm.dismiss(node_id, refused)
             raise refused from None
         except RunError as error:
-            self._course.fail(error)
+            self._context.fail(error)
             raise
         if info is not None:
             self.last = info
             what = f"{info.folder.name} is complete"
-            self._course.emit("checkpoint", what, updates=info.updates, samples=info.samples)
-            self._course.notify()
+            self._context.emit("checkpoint", what, updates=info.updates, samples=info.samples)
+            self._context.notify()
 
     def abort(self) -> None:
+        """Gives up the pending checkpoint."""
         self._saver.abort()
 
-    def _stage_of(self, node_id: str) -> int | None:
-        return next((stage.stage for stage in self._cluster.plan.stages if stage.node == node_id), None)
-
     def make_room(self, error: DiskFullError) -> bool:
-        """Something else could not be written: gives up the checkpoint under way and the older ones, as far as that
-        helps; whether it does. The newest good one stays."""
+        """Makes room for a line that the full disk refused: gives up the pending checkpoint and removes older ones.
+        Whether that made room. The newest good checkpoint stays."""
         under_way = self._saver.under_way
         removed = self._saver.make_room()
         if under_way or removed:
             self._tell_full(str(error), removed)
         return under_way or bool(removed)
 
-    def _saver_of(self, cluster: ClusterRun) -> Saver:
-        saver = self._make_saver(cluster.plan)
-        saver.on_full = self._full
-        return saver
+    @property
+    def _stages(self) -> tuple[StagePlan, ...]:
+        return () if self._cluster is None else self._cluster.plan.stages
+
+    @property
+    def _is_rebuilt(self) -> bool:
+        """Whether the cluster that is saved lacks a stage, or replays microbatches for a new one."""
+        return self._cluster is not None and bool(self._cluster.is_forming or self._cluster.again)
 
     def _begin(self, number: int, place: DataPosition) -> bool:
-        """Begins one, and says whether there is room for it."""
+        """Begins a checkpoint; whether there is room for it."""
         self._last_number, self._asked_at = number, None
         try:
-            self._saver.begin(Mark(number, place, self._ledger.counts()))
+            self._saver.begin(Mark(number, place, self._context.ledger.counts()))
         except DiskFullError as error:
-            self._full(error)
+            self._on_full(error)
             return False
         return True
 
-    def _full(self, error: DiskFullError) -> None:
-        """The checkpoint under way is given up."""
+    def _on_full(self, error: DiskFullError) -> None:
+        """Gives up the pending checkpoint."""
         removed = self._saver.make_room()
         self._room_made = bool(removed)
         room, needed = self._saver.room(), self._saver.needed_bytes
@@ -251,21 +253,21 @@ class Checkpointer:
                 f"where the run is kept and continue with --resume ({kept})"
             )
         }
-        self._course.notify()
+        self._context.notify()
 
     def _tell_full(self, reason: str, removed: Sequence[str]) -> None:
         room = self._saver.room()
         missing = room.missing_bytes(self._saver.needed_bytes)
         if removed:
             reason += f"; removed to make room: {', '.join(removed)}"
-        self._course.emit("disk_full", reason, missing_bytes=missing, free_bytes=room.free_bytes, removed=[*removed])
-        self._say(reason)
+        self._context.emit("disk_full", reason, missing_bytes=missing, free_bytes=room.free_bytes, removed=[*removed])
+        self._context.say(reason)
 
     async def _order(self, number: int, anchored: bool) -> None:
         self._asked_at = time.monotonic()
-        for node_id in self._cluster.nodes:
+        for node_id in self.nodes:
             order = Save(deployment=self._deployment, checkpoint=number, anchored=anchored)
-            await self._course.tell(node_id, CoordinatorMessage(save=order))
+            await self._context.tell(node_id, CoordinatorMessage(save=order))
 
     def _all_saved(self, number: int) -> bool:
-        return all(self._saved.get(node) == number for node in self._cluster.nodes)
+        return all(self._saved.get(node) == number for node in self.nodes)

@@ -1,89 +1,72 @@
-"""Feeding the clusters: each microbatch goes to the one with most room, and again where stages or clusters are lost."""
+"""Dispatcher: feeds each microbatch to the cluster with the most room, and again after a loss."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, FedMicrobatch, RoundMark
 from ravnest.coordinator.feed.feeder import EvalBatch, TrainBatch
-from ravnest.coordinator.feed.ledger import DataPosition, Ledger, LedgerEntry
-from ravnest.coordinator.report.progress import Progress
-from ravnest.coordinator.report.recorder import Recorder
-from ravnest.coordinator.run.context import Course
-from ravnest.coordinator.swarm.swarm import Swarm
+from ravnest.coordinator.feed.ledger import DataPosition, LedgerEntry
+from ravnest.coordinator.run.context import RunContext
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.portable import ValueSpec
 from ravnest.graph.sizes import sizes_of
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind
 
-BETTER_REASON_SECONDS: Final = 1.0
-"""How long the reason is waited for why a provider cannot be reached: who it was told by says more."""
-
 
 class Dispatcher:
-    """What is fed, and what has come of it."""
+    """The dispatcher of a run, for all its deployments."""
 
-    def __init__(
-        self,
-        course: Course,
-        swarm: Swarm,
-        clusters: Clusters,
-        ledger: Ledger,
-        recorder: Recorder,
-        progress: Progress,
-    ) -> None:
-        self.replica: Callable[[ClusterRun, TrainBatch], int] = lambda cluster, item: 0
-        """Says the number of the replica that a cluster is to keep with a microbatch, or 0."""
-        self.clusters = clusters
+    def __init__(self, context: RunContext, inputs: Sequence[ValueSpec]) -> None:
+        """`inputs` are those of the whole model; every stage is told their free sizes with each microbatch."""
+        self.announce_replica: Callable[[ClusterRun, TrainBatch], int] = lambda cluster, item: 0
+        """Returns the number of the replica that a cluster keeps with a microbatch, or 0."""
+        self.clusters = Clusters(())
+        """The clusters of the current deployment."""
         self.fed_samples = 0
-        self.fed_place: DataPosition = ledger.applied
-        """Where the run stands once all that was fed has been applied."""
+        self.fed_place: DataPosition = context.ledger.applied
+        """The position in the data up to which microbatches have been fed."""
         self.replaying = 0
-        """How many clusters were lost whose microbatches have not all been fed again."""
+        """Lost clusters whose microbatches have not all been fed again."""
         self.claims: dict[int, tuple[ClusterRun, bool]] = {}
-        """What clusters that were taken over have applied already of what is to be fed: by microbatch, which cluster,
-        and whether all of its stages have. Until all of it has come, they know more than any place in the data says."""
+        """Once stages were resumed, the microbatches that they had applied since the record: which cluster, and
+        whether all of its stages have."""
         self.paused = ""
-        """Why no other update is begun for now."""
-        self.inputs: Sequence[ValueSpec] = ()
-        """Of the whole model: what their free sizes are in each microbatch, every stage is told."""
-        self._walks = 0
-        """How often the data has been walked from an earlier place again."""
-        self._course = course
-        self._swarm = swarm
-        self._ledger = ledger
-        self._recorder = recorder
-        self._progress = progress
+        """Why no further update is begun; empty while updates are begun."""
+        self._inputs = inputs
+        self._rewinds = 0
+        """How often the data has been walked again from an earlier position."""
+        self._context = context
 
     async def batch(self, item: TrainBatch, checkpoint: Callable[[], int]) -> None:
-        """Feeds a microbatch, once there is room for it; then `checkpoint` says the number of the one that is to be
-        taken with it, or 0."""
+        """Feeds a microbatch once there is room for it. Only then is `checkpoint` called; it returns the number of the
+        checkpoint to take with the microbatch, or 0."""
         claim = self.claims.get(item.microbatch)
-        if claim is not None and await self._again_after_takeover(item, *claim):
+        if claim is not None and await self._settle_claim(item, *claim):
             return
         cluster = await self._room()
         self._begin(item)
         await self._feed(cluster, item, item.completes_update, checkpoint())
 
-    async def _again_after_takeover(self, item: TrainBatch, cluster: ClusterRun, whole: bool) -> bool:
-        """Counts a microbatch that a cluster has applied, or feeds it again for those of its stages that have not.
-        False where the cluster is lost: it is as if it had never come there."""
-        if not whole:
-            await self._course.until(lambda: cluster.is_lost or cluster.room > 0)
+    async def _settle_claim(self, item: TrainBatch, cluster: ClusterRun, is_whole: bool) -> bool:
+        """Counts a microbatch that a cluster has applied, or feeds it to the cluster again if some of its stages lack
+        it. False if the cluster is lost: the microbatch is then fed like any other."""
+        if not is_whole:
+            await self._context.until(lambda: cluster.is_lost or cluster.room > 0)
         self.claims.pop(item.microbatch, None)
         if cluster.is_lost:
             return False
         self._begin(item)
         self.clusters.group = None if item.completes_update else cluster
         cluster.fed_samples += item.samples
-        if whole:
+        if is_whole:
             self._count(cluster, item.microbatch)
             return True
-        self._ledger.replayed += 1
+        self._context.ledger.replayed += 1
         cluster.open[item.microbatch] = item
         cluster.retained[item.microbatch] = FedMicrobatch(item, item.completes_update)
         await self._train_on(cluster, item, item.completes_update)
@@ -91,36 +74,36 @@ class Dispatcher:
 
     def _begin(self, item: TrainBatch) -> None:
         entry = LedgerEntry(item.microbatch, item.samples, item.after, item.completes_update)
-        self._progress.epochs.current = item.after.epoch
-        self._ledger.feed(entry)
-        self._recorder.fed(item.microbatch, item.after)
+        self._context.progress.epochs.current = item.after.epoch
+        self._context.ledger.feed(entry)
+        self._context.recorder.fed(item.microbatch, item.after)
         self.fed_samples += item.samples
         self.fed_place = item.after
 
     async def evaluation(self, item: EvalBatch) -> None:
-        """Feeds a batch to be evaluated, once there is room for it."""
-        await self._evaluate(item, self._walks)
+        """Feeds a batch to be evaluated once there is room for it."""
+        await self._evaluate(item, self._rewinds)
 
-    def go_back(self, place: DataPosition) -> None:
-        """The data is walked from this place again: what others had left undone comes with it."""
-        self._walks += 1
+    def rewind(self, place: DataPosition) -> None:
+        """The data is walked again from this position; what lost clusters had left comes again with it."""
+        self._rewinds += 1
         self.fed_place = place
-        self._course.notify()
+        self._context.notify()
 
-    async def _evaluate(self, item: EvalBatch, walk: int) -> None:
-        while (cluster := self.clusters.for_evaluation()) is None and walk == self._walks:
-            await self._course.until(lambda: self.clusters.for_evaluation() is not None or walk != self._walks)
-        if cluster is None or walk != self._walks:
+    async def _evaluate(self, item: EvalBatch, rewinds: int) -> None:
+        while (cluster := self.clusters.for_evaluation()) is None and rewinds == self._rewinds:
+            await self._context.until(lambda: self.clusters.for_evaluation() is not None or rewinds != self._rewinds)
+        if cluster is None or rewinds != self._rewinds:
             return
         cluster.evaluating[item.microbatch] = item
         await self._send(cluster, item.tensors, item.microbatch, Marks(train=False, samples=item.samples))
 
     def completed(self, node_id: str, microbatch: int) -> bool:
-        """A root says that a microbatch has been applied by every stage of its cluster; whether it is the first time.
-        RefusedError when it was not under way there."""
+        """A root reports that every stage of its cluster has applied a microbatch; whether that is the first time.
+        RefusedError if the microbatch was not in flight there."""
         cluster = self.clusters.of(node_id)
         if cluster is None:
-            # It was given up in the meantime, and others do what it had left.
+            # The cluster was given up meanwhile, and other clusters are fed what it had left.
             return False
         cluster.sent.discard(microbatch)
         if cluster.resumed_at is None:
@@ -129,87 +112,92 @@ class Dispatcher:
             cluster.again.discard(microbatch)
             return False
         if cluster.open.pop(microbatch, None) is None:
-            self._ledger.applied_twice += 1
-            reason = f"{node_id} reported microbatch {microbatch} done, which was not under way"
-            self._course.emit("applied_twice", reason, microbatch=microbatch)
+            self._context.ledger.applied_twice += 1
+            reason = f"{node_id} reported microbatch {microbatch} done, which was not in flight"
+            self._context.emit("applied_twice", reason, microbatch=microbatch)
             raise RefusedError(reason)
         self._count(cluster, microbatch)
         return True
 
     def was_completed(self, cluster: ClusterRun, microbatch: int) -> None:
-        """Every stage has applied this one, and word of that was lost with the root."""
+        """Counts a microbatch that every stage has applied, although the root that should report it was lost."""
         if cluster.open.pop(microbatch, None) is not None:
             self._count(cluster, microbatch)
 
     def _count(self, cluster: ClusterRun, microbatch: int) -> None:
-        entry = self._ledger.complete(microbatch)
-        assert entry is not None, "what a cluster has under way is in the ledger"
+        entry = self._context.ledger.complete(microbatch)
+        assert entry is not None, "the ledger has every microbatch in flight"
         cluster.samples += entry.samples
 
     def lose(self, cluster: ClusterRun, reason: str) -> int:
-        """This cluster does not train any more: what it has not completed is fed to the others; how much that is."""
+        """Ends the training of a cluster. The others are fed what it had not completed; returns the number of these
+        microbatches."""
         left, evaluations = self.clusters.lose(cluster, reason)
-        self._ledger.replay([item.microbatch for item in left])
+        self._context.ledger.replay([item.microbatch for item in left])
         if left or evaluations:
             self.replaying += 1
-            self._course.spawn(self._replay(left, evaluations))
-        self._course.notify()
+            self._context.spawn(self._replay(left, evaluations))
+        self._context.notify()
         return len(left)
 
-    async def again(self, cluster: ClusterRun, left: Sequence[FedMicrobatch], lacks: Callable[[], bool]) -> bool:
-        """Feeds these, in order, to a cluster that has been formed anew, and what it had to evaluate. Before anything
-        new: microbatches are applied in the same order everywhere. False once the cluster `lacks` somebody: it is to be
-        formed once more, and all of it to be fed then."""
+    async def replay(
+        self, cluster: ClusterRun, left: Sequence[FedMicrobatch], is_incomplete: Callable[[], bool]
+    ) -> bool:
+        """Feeds these microbatches, in order, to a cluster that has been linked again, then its evaluations.
+
+        Microbatches are applied in the same order everywhere, so nothing new is fed before. False once the cluster
+        `is_incomplete`: it has to be rebuilt again, and all of this is fed then.
+        """
         cluster.retained |= {kept.item.microbatch: kept for kept in left}
         for item, ends in left:
-            while cluster.room_to_send <= 0 and not lacks():
-                await self._course.until(lambda: cluster.room_to_send > 0 or lacks())
-            if lacks():
+            while cluster.room_to_send <= 0 and not is_incomplete():
+                await self._context.until(lambda: cluster.room_to_send > 0 or is_incomplete())
+            if is_incomplete():
                 return False
             await self._train_on(cluster, item, ends)
         if cluster.evaluating:
-            # With the weights that all of it has gone into.
-            await self._course.until(lambda: not cluster.sent or lacks())
+            # The weights must include all of the replayed microbatches.
+            await self._context.until(lambda: not cluster.sent or is_incomplete())
         for evaluation in list(cluster.evaluating.values()):
             marks = Marks(train=False, samples=evaluation.samples)
             await self._send(cluster, evaluation.tensors, evaluation.microbatch, marks)
-        return not lacks()
+        return not is_incomplete()
 
     async def _replay(self, left: list[TrainBatch], evaluations: list[EvalBatch]) -> None:
-        walk = self._walks
+        rewinds = self._rewinds
         try:
             for evaluation in evaluations:
-                await self._evaluate(evaluation, walk)
+                await self._evaluate(evaluation, rewinds)
             for number, item in enumerate(left):
                 ends = item.completes_update or number == len(left) - 1
-                # Also while nothing else is begun: until it is done again, nothing comes to rest.
-                while (cluster := self.clusters.for_batch()) is None and walk == self._walks:
-                    await self._course.until(lambda: self.clusters.for_batch() is not None or walk != self._walks)
-                if cluster is None or walk != self._walks:
+                # This also goes on while the dispatcher is paused: the run cannot drain before.
+                while (cluster := self.clusters.for_batch()) is None and rewinds == self._rewinds:
+                    await self._context.until(lambda: self.clusters.for_batch() is not None or rewinds != self._rewinds)
+                if cluster is None or rewinds != self._rewinds:
                     return
                 await self._feed(cluster, replace(item, flush=item.flush or ends), ends, 0)
         finally:
             self.replaying -= 1
-            self._course.notify()
+            self._context.notify()
 
     async def _room(self) -> ClusterRun:
-        # Again after each wait: what a lost cluster left is fed at the same time, and may have taken the room.
-        while (cluster := self._hungry()) is None:
-            await self._course.until(lambda: self._hungry() is not None)
+        # A loop, because the replay of a lost cluster may take the room first.
+        while (cluster := self._next_cluster()) is None:
+            await self._context.until(lambda: self._next_cluster() is not None)
         return cluster
 
-    def _hungry(self) -> ClusterRun | None:
-        # What belongs to an update that has begun is fed all the same: else nothing could ever come to rest.
+    def _next_cluster(self) -> ClusterRun | None:
+        # An update that has begun is completed even while the dispatcher is paused: otherwise the run never drains.
         return None if self.paused and self.clusters.group is None else self.clusters.for_batch()
 
     async def _feed(self, cluster: ClusterRun, item: TrainBatch, ends: bool, checkpoint: int) -> None:
-        """With `ends`, the microbatch completes an update of this cluster."""
-        self._progress.clock.run()
+        """Feeds a new microbatch; with `ends`, it completes an update of this cluster."""
+        self._context.progress.clock.run()
         mark = None
         if self.clusters.group is None:
             mark, cluster.mark = cluster.mark, None
         self.clusters.group = None if ends else cluster
-        replica = self.replica(cluster, item) if ends and not self.claims else 0
+        replica = self.announce_replica(cluster, item) if ends and not self.claims else 0
         cluster.open[item.microbatch] = item
         cluster.retained[item.microbatch] = FedMicrobatch(item, ends)
         cluster.fed_samples += item.samples
@@ -228,7 +216,7 @@ class Dispatcher:
         marks = Marks(
             samples=item.samples,
             checkpoint=checkpoint,
-            # After a cluster was lost, an update may have fewer microbatches here than elsewhere.
+            # After the loss of a cluster, an update may have fewer microbatches here than elsewhere.
             flush=item.flush or (ends and len(self.clusters.all) > 1),
             round=mark.round if mark is not None else 0,
             fragment=mark.fragment if mark is not None else 0,
@@ -240,7 +228,7 @@ class Dispatcher:
         await asyncio.shield(asyncio.create_task(sending))
 
     async def _send(self, cluster: ClusterRun, tensors: Mapping[str, Any], microbatch: int, marks: Marks) -> None:
-        generation, sizes = cluster.generation, sizes_of(self.inputs, tensors)
+        generation, sizes = cluster.generation, sizes_of(self._inputs, tensors)
         for node_id, names in cluster.inputs_of:
             frame = Frame(
                 kind=FrameKind.FEED,
@@ -251,8 +239,8 @@ class Dispatcher:
                 sizes=sizes,
             )
             if cluster.is_lost or cluster.generation != generation:
-                # It is fed again, to others or once the cluster has been formed anew.
+                # The microbatch is fed again: to another cluster, or to this one when it has been rebuilt.
                 return
             with contextlib.suppress(PeerError):
-                # That one is gone is heard elsewhere, with the reason.
-                await self._swarm.feed_frame(node_id, frame)
+                # The swarm reports a provider that is gone, with the reason.
+                await self._context.swarm.feed_frame(node_id, frame)

@@ -1,4 +1,4 @@
-"""The orders by which providers take their stages and link to one another."""
+"""Orders: the messages with which the coordinator gives providers their stages and the links between them."""
 
 import asyncio
 import hashlib
@@ -29,13 +29,18 @@ from ravnest.planner.plan import ClusterPlan, Plan, RingPlan, StagePlan
 
 @dataclass(frozen=True, slots=True)
 class LinkOrder:
-    """A link between two stages: what each end is told of the other, and why it is dialled as it is."""
+    """A link between two providers."""
 
     before: str
+    """One end: on a link between stages, the provider of the earlier one."""
     after: str
+    """The other end."""
     to_before: Neighbour
+    """Tells the provider `after` how to reach `before`."""
     to_after: Neighbour
+    """Tells the provider `before` how to reach `after`."""
     reason: str
+    """Why one end dials the other, or why the relay forwards the link."""
 
     @property
     def name(self) -> str:
@@ -44,14 +49,16 @@ class LinkOrder:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """An order for each stage, by the provider that is to take it, and what the orders tell providers to fetch."""
+    """The orders for all stages of a plan."""
 
     by_node: dict[str, Deploy]
+    """The order for each provider that gets a stage."""
     artifacts: dict[str, Artifact]
+    """By id, the artifacts that the orders tell providers to fetch."""
     links: tuple[LinkOrder, ...]
-    """Between neighbouring stages."""
+    """Links between neighbouring stages."""
     ring_links: tuple[LinkOrder, ...] = ()
-    """Between the owners of each ring, every two of them: whoever is left out of a round, the others close the ring."""
+    """Links between any two owners of a ring, so that a round can leave out an owner and the others close the ring."""
 
     @classmethod
     async def make(
@@ -65,9 +72,11 @@ class Orders:
         *,
         donated: bool = False,
     ) -> Self:
-        """Hashes every stage's weights on the way, which takes a moment; RunError where a checkpoint does not fit.
+        """Orders for all stages of a plan. Hashes the weights of each stage in a thread, which takes a while.
 
-        Where others have what stages begin with, that is `donated`, and only what never changes comes from here."""
+        With `donated`, providers get the state of their stages from other providers, and the orders name only the
+        constants, which the coordinator serves. RunError when a checkpoint does not fit the model.
+        """
 
         def weights(stage: StagePlan) -> Artifact:
             if donated:
@@ -103,7 +112,7 @@ def stage_order(
     generation: int,
     ring_generation: int,
 ) -> Deploy:
-    """The order for one stage of a cluster, but for what it begins with."""
+    """The order for one stage of a cluster, without the artifacts that it begins with."""
     stages = cluster.stages
     before = stages[stage.stage - 1].node if stage.stage else ""
     after = stages[stage.stage + 1].node if stage.stage + 1 < len(stages) else ""
@@ -124,7 +133,7 @@ def stage_order(
 
 
 def stage_key(deployment: str, stage: StagePlan) -> str:
-    """How replicas name a stage of a deployment, whoever holds it."""
+    """The key of a stage's replicas. It stays the same when another provider gets the stage."""
     return f"{deployment}-{stage.cluster}-{stage.stage}"
 
 
@@ -145,13 +154,13 @@ def _settings(job: Job, stage: StagePlan, cluster: ClusterPlan, plan: Plan) -> S
         settings,
         optimizer=scaled_optimizer(job.optimizer_spec, factor).to_json(),
         schedule=None if schedule is None else schedule.to_json(),
-        # Microbatches are numbered through all clusters, and each is to have as many traced.
+        # Microbatches are numbered across all clusters, and every cluster should trace the requested number.
         trace=settings.trace * len(plan.clusters),
     )
 
 
 def ring_order(ring: RingPlan) -> Ring:
-    """What an owner is told of a ring: the same to all of them."""
+    """The description of a ring that all its owners get."""
     tensors = ring.tensors
     return Ring(
         ring=ring.ring,
@@ -163,7 +172,7 @@ def ring_order(ring: RingPlan) -> Ring:
 
 
 def ring_settings(job: Job, clusters: int) -> RingSettings:
-    """What every owner is told of how so many clusters average."""
+    """The settings of averaging that all owners get, for this number of clusters."""
     averaging = job.averaging
     momentum = averaging.outer_momentum
     if averaging.outer == "nesterov" and momentum is None:
@@ -180,7 +189,7 @@ def ring_settings(job: Job, clusters: int) -> RingSettings:
 def stage_links(
     cluster: ClusterPlan, members: Mapping[str, Member], reaches: Mapping[str, Reach], prefix: str
 ) -> dict[tuple[str, str], LinkOrder]:
-    """The links between neighbouring stages of a cluster, by the nodes that hold these."""
+    """The links between neighbouring stages of a cluster, by the providers of the two stages."""
     return {
         (before.node, after.node): order_link(
             f"{prefix}-{cluster.id}-{before.stage}", members[before.node], members[after.node], reaches, after.codec
@@ -192,17 +201,18 @@ def stage_links(
 def order_ring_links(
     plan: Plan, members: Mapping[str, Member], reaches: Mapping[str, Reach], deployment: str
 ) -> tuple[LinkOrder, ...]:
-    """The links between the owners of each ring. They are named by their ends, so that one stays where both do."""
+    """The links between the owners of each ring. A link is named after its ends, so that it stays open as long as both
+    own a part of the ring. Owners that are gone get no link."""
     pairs = dict.fromkeys(pair for ring in plan.rings for pair in itertools.combinations(sorted(ring.owners), 2))
     return tuple(
-        order_link(f"{deployment}-ring-{_short(one, other)}", members[one], members[other], reaches)
+        order_link(f"{deployment}-ring-{_short_hash(one, other)}", members[one], members[other], reaches)
         for one, other in pairs
         if one in members and other in members
     )
 
 
 def ring_neighbours(node_id: str, links: Iterable[LinkOrder]) -> list[Neighbour]:
-    """The other ends of the links that this node is an end of."""
+    """The neighbours of this node on these links."""
     return [
         link.to_after if link.before == node_id else link.to_before
         for link in links
@@ -211,7 +221,8 @@ def ring_neighbours(node_id: str, links: Iterable[LinkOrder]) -> list[Neighbour]
 
 
 def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, Reach], codec: str = "") -> LinkOrder:
-    """The link between the stages of these two, dialled by whichever end can; both ends are told the codec."""
+    """The link between the stages of two providers. The end that can reach the other one dials; the coordinator's relay
+    forwards the link if neither can. Both ends get the codec."""
     reach_before, reach_after = reaches[before.node_id], reaches[after.node_id]
     earlier, later, reason = choose_dialling(reach_before, reach_after)
 
@@ -238,10 +249,10 @@ def order_link(name: str, before: Member, after: Member, reaches: Mapping[str, R
     )
 
 
-def _short(*nodes: str) -> str:
+def _short_hash(*nodes: str) -> str:
     return hashlib.sha256("\0".join(nodes).encode()).hexdigest()[:12]
 
 
 def reference(artifact: Artifact) -> ArtifactRef:
-    """How an order names what is to be fetched."""
+    """The reference with which an order names an artifact."""
     return ArtifactRef(id=artifact.id, sha256=artifact.sha256, size_bytes=artifact.size_bytes)

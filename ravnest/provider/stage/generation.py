@@ -47,7 +47,7 @@ _STOP_SECONDS: Final = 60.0
 
 
 class Generation:
-    """The worker, links and tasks of a stage between two formations of its cluster. `close` or `abandon` ends it."""
+    """The worker, links and tasks of a stage between two rebuilds of its cluster. `close` or `abandon` ends it."""
 
     def __init__(
         self,

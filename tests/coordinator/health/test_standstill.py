@@ -179,12 +179,12 @@ class Told:
         self.events: list[tuple[str, str]] = []
         self.said: list[str] = []
         self.run: RunNow | None = RunNow("training", data_seconds=5.0)
-        self.watch = StandstillWatch(lambda: self.run, self._emit, self.said.append, lambda: self.now)
+        self.watch = StandstillWatch(self._emit, self.said.append, lambda: self.now)
 
     def wait(self, seconds: float) -> None:
         for _ in range(int(seconds)):
             self.now += 1.0
-            self.watch.look()
+            self.watch.look(lambda: self.run)
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.events]

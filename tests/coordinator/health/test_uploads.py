@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ravnest.coordinator.deploy.membership_changes import leave_seconds
 from ravnest.coordinator.health.uploads import (
     MIN_SHARE,
     describe_claim,
@@ -13,6 +12,7 @@ from ravnest.coordinator.health.uploads import (
     is_progressing,
     last_progress_at,
 )
+from ravnest.coordinator.recovery.membership_changes import leave_seconds
 from ravnest.coordinator.replicas.pace import MIN_TIMEOUT_SECONDS, replica_timeout_seconds
 from ravnest.coordinator.swarm import uploads as counters
 from ravnest.coordinator.swarm.uploads import UploadProgress, Uploads

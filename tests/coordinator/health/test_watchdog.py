@@ -36,7 +36,7 @@ def test_a_killed_provider_is_lost_after_a_second_or_two_where_a_standby_is_read
             assert "no connection for" in reason and "a standby is ready" in reason
             assert swarm.kinds("anna") == ["suspected"] and swarm.kinds("ben") == []
             await swarm.connected.until(lambda: bool(swarm.connected.recorded.gone))
-            assert not swarm.watch.is_well("anna") and swarm.watch.is_well("ben")
+            assert not swarm.is_well("anna") and swarm.is_well("ben")
 
     run(test())
 
@@ -58,7 +58,7 @@ def test_a_killed_provider_that_nobody_listens_for_any_more_is_lost_at_once() ->
             stay = SwarmSession(client, reply.session)
             connecting = asyncio.create_task(stay.keep_connected())
             swarm.blocking, swarm.replacements = {"anna"}, {"anna": "reform"}
-            await swarm.until(lambda: swarm.watch.is_well("anna"))
+            await swarm.until(lambda: swarm.is_well("anna"))
             await swarm.until(lambda: swarm.connected.swarm.members["anna"].reach is not None)
             killed = time.monotonic()
             connecting.cancel()
@@ -86,10 +86,10 @@ def test_silence_is_a_loss_where_somebody_can_take_the_place_and_a_wait_where_no
             await swarm.connected.until(lambda: [node for node, _ in swarm.connected.recorded.gone] == ["standby"])
             assert swarm.lost.keys() == {"standby"}
             await swarm.until(lambda: all(swarm.kinds(name) == ["suspected"] for name in ("alone", "idle")))
-            assert swarm.watch.is_well("beats") and not swarm.watch.is_well("alone")
+            assert swarm.is_well("beats") and not swarm.is_well("alone")
             # Whoever is heard again is well again, and that is told.
             beat(next(p for p in swarm.connected.providers if p.node.node_id == "alone"))
-            await swarm.until(lambda: swarm.watch.is_well("alone"))
+            await swarm.until(lambda: swarm.is_well("alone"))
             assert swarm.kinds("alone") == ["suspected", "reconnected"]
 
     run(test())
@@ -125,7 +125,7 @@ def test_one_that_was_given_up_is_told_so_and_joins_again_and_what_it_sent_befor
                 await late.keep_connected()
             again = await swarm.connected.provider("anna", anna.node)
             beat(again)
-            await swarm.until(lambda: swarm.watch.is_well("anna"))
+            await swarm.until(lambda: swarm.is_well("anna"))
             # It has a stage again, of a later generation: what it still says of the one before is passed over.
             await swarm.connected.deploy(again, 0, 1, generation=2)
             await again.feed.send(done(7, generation=1))
@@ -135,7 +135,7 @@ def test_one_that_was_given_up_is_told_so_and_joins_again_and_what_it_sent_befor
             connection = await again.client.relay("old")
             with pytest.raises(RefusedError, match="anna is no end of the link 'old'"):
                 await connection.receive()
-            assert swarm.watch.is_well("anna") and again.feed.connected
+            assert swarm.is_well("anna") and again.feed.connected
 
     run(test())
 
@@ -163,7 +163,7 @@ def test_a_watch_that_was_itself_stopped_gives_nobody_up() -> None:
             since = time.monotonic()
             await swarm.until(lambda: time.monotonic() - since > 1.0)
             assert swarm.lost == {} and swarm.events == []
-            assert all(swarm.watch.is_well(name) for name in names)
+            assert all(swarm.is_well(name) for name in names)
 
     run(test())
 
@@ -180,7 +180,7 @@ def test_when_nobody_at_all_is_heard_nobody_is_given_up() -> None:
             since = time.monotonic()
             await swarm.until(lambda: time.monotonic() - since > 2.0)
             back = asyncio.create_task(anna.session.keep_connected())
-            await swarm.until(lambda: swarm.watch.is_well("anna"))
+            await swarm.until(lambda: swarm.is_well("anna"))
             since = time.monotonic()
             await swarm.until(lambda: time.monotonic() - since > 2.0)
             assert swarm.lost == {}
@@ -376,6 +376,6 @@ def test_a_stage_that_sends_heartbeats_and_no_reports_is_given_up(monkeypatch: p
             since = time.monotonic()
             await swarm.until(lambda: time.monotonic() - since > 1.5)
             assert swarm.lost.keys() == {"mute"}
-            assert all(swarm.watch.is_well(name) for name in ("failed", "former", "idle"))
+            assert all(swarm.is_well(name) for name in ("failed", "former", "idle"))
 
     run(test())

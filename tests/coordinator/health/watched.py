@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from ravnest.coordinator.health.lease import Replacement
+from ravnest.coordinator.health.provider_health import is_well
 from ravnest.coordinator.health.stalls import DEFAULT_TIMEOUTS, StallTimeouts
 from ravnest.coordinator.health.watchdog import Watchdog
 from tests.swarms.connected import ConnectedSwarm, Provider, connected_swarm
@@ -44,8 +45,11 @@ class Watched:
             self.blocking.add(name)
             self.replacements[name] = replacement
             self.connected.swarm.members[name].reports = True
-        await self.until(lambda: self.watch.is_well(name))
+        await self.until(lambda: self.is_well(name))
         return provider
+
+    def is_well(self, node_id: str) -> bool:
+        return is_well(self.connected.swarm.members, node_id)
 
     async def until(self, condition: Callable[[], bool], timeout_seconds: float = 20.0) -> None:
         async with asyncio.timeout(timeout_seconds):

@@ -1,4 +1,4 @@
-"""What stages report decides how many microbatches their cluster has in flight, and everybody concerned hears of it."""
+"""The reports of stages decide the limit on microbatches in flight; the root is told, and an event has the reason."""
 
 import asyncio
 import math
@@ -20,8 +20,8 @@ from tests.builders import stage_plan
 STAGES, STAGE_SECONDS, DELAY_SECONDS = 3, 0.1, 0.3
 
 
-class FakeCourse:
-    """Keeps what is said and written."""
+class FakeContext:
+    """Records events and messages."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
@@ -42,25 +42,32 @@ class FakeCourse:
 
 
 def a_cluster(
-    stages: int = STAGES, in_flight: int = 4, most: int = 20, line_seconds: float = 0.0, feed_seconds: float = 0.0
+    stages: int = STAGES,
+    in_flight: int = 4,
+    max_in_flight: int = 20,
+    line_seconds: float = 0.0,
+    feed_seconds: float = 0.0,
 ) -> ClusterRun:
     nodes = tuple(stage_plan(f"p{s}", s, line_seconds=line_seconds) for s in range(stages))
-    plan = ClusterPlan(0, nodes, in_flight, 2, 1.0, "as planned", max_in_flight=most, feed_seconds=feed_seconds)
+    plan = ClusterPlan(
+        0, nodes, in_flight, 2, 1.0, "as planned", max_in_flight=max_in_flight, feed_seconds=feed_seconds
+    )
     return Clusters([plan]).all[0]
 
 
-def flights_of(cluster: ClusterRun, fixed: bool = False) -> tuple[InFlightLimits, FakeCourse]:
-    course: Any = FakeCourse()
-    return InFlightLimits(course, "d1", [cluster], fixed), course
+def limits_of(cluster: ClusterRun, fixed: bool = False) -> tuple[InFlightLimits, FakeContext]:
+    context: Any = FakeContext()
+    return InFlightLimits(context, "d1", [cluster], fixed), context
 
 
 def run(
-    flights: InFlightLimits, cluster: ClusterRun, seconds: int, begin: int = 0, most: float = 10.0, **more: Any
+    limits: InFlightLimits, cluster: ClusterRun, seconds: int, begin: int = 0, max_rate: float = 10.0, **more: Any
 ) -> None:
-    """A cluster whose way is 0.9 s long: its rate is what is in flight over that, up to that of its stages or lines."""
+    """Reports of a cluster whose round trip takes 0.9 s. Its rate is the number in flight divided by that, up to
+    `max_rate`, which is the rate of its slowest stage or line."""
     done, flown = 10.0 * begin, 4.0 * begin
     for second in range(begin, begin + seconds):
-        rate = min(most, cluster.in_flight / (STAGES * STAGE_SECONDS + 2 * DELAY_SECONDS))
+        rate = min(max_rate, cluster.in_flight / (STAGES * STAGE_SECONDS + 2 * DELAY_SECONDS))
         done, flown = done + rate, flown + cluster.in_flight - 0.3
         for stage in range(len(cluster.plan.stages)):
             report = Report(
@@ -75,99 +82,99 @@ def run(
                 links=[LinkState(next=True, delay_seconds=DELAY_SECONDS)] if stage < STAGES - 1 else [],
             )
             report.MergeFrom(Report(**more))
-            flights.reported(cluster, stage, report)
+            limits.reported(cluster, stage, report)
 
 
 def test_the_root_is_told_and_the_change_is_an_event_with_its_reason() -> None:
     cluster = a_cluster()
-    flights, course = flights_of(cluster)
-    run(flights, cluster, 60)
+    limits, context = limits_of(cluster)
+    run(limits, cluster, 60)
     assert cluster.in_flight == 11, cluster.flight_reason
-    (kind, reason, values), *_ = course.events
+    (kind, reason, values), *_ = context.events
     assert (kind, values["cluster"], values["old"]) == ("in_flight", 0, 4)
-    assert reason.startswith(f"{values['new']} in flight instead of 4: the slowest stage works")
-    assert [node for node, _ in course.told] == ["p0"] * len(course.events)
-    orders = [message.flight for _, message in course.told]
-    assert [order.in_flight for order in orders] == [values["new"] for _, _, values in course.events]
+    assert reason.startswith(f"{values['new']} in flight instead of 4: the slowest stage is busy")
+    assert [node for node, _ in context.told] == ["p0"] * len(context.events)
+    orders = [message.flight for _, message in context.told]
+    assert [order.in_flight for order in orders] == [values["new"] for _, _, values in context.events]
     assert {order.deployment for order in orders} == {"d1"}
-    assert cluster.flight_reason.startswith("the slowest stage works")
+    assert cluster.flight_reason.startswith("the slowest stage is busy")
 
 
-def test_room_grows_and_shrinks_with_the_number() -> None:
+def test_room_grows_and_shrinks_with_the_limit() -> None:
     cluster = a_cluster()
     assert (cluster.in_flight, cluster.room, cluster.flight_reason) == (4, 6, "as planned")
     cluster.in_flight = 9
     assert cluster.room == 11
     cluster.open = {number: TrainBatch(number, {}, 8, DataPosition()) for number in range(11)}
     cluster.in_flight = 2
-    assert cluster.room < 0, "what is under way comes back first"
-    assert cluster.evaluation_room == 2 * 4 + 2, "what stages take at a time was told when they were deployed"
+    assert cluster.room < 0, "the microbatches in flight come back first"
+    assert cluster.evaluation_room == 2 * 4 + 2, "stages were told the planned number when they were deployed"
 
 
 def test_a_number_that_the_job_sets_stays() -> None:
     cluster = a_cluster()
-    flights, course = flights_of(cluster, fixed=True)
-    run(flights, cluster, 60)
-    assert (cluster.in_flight, course.events, course.told) == (4, [], [])
+    limits, context = limits_of(cluster, fixed=True)
+    run(limits, cluster, 60)
+    assert (cluster.in_flight, context.events, context.told) == (4, [], [])
 
 
-def test_a_cluster_of_one_stage_has_nothing_to_decide() -> None:
+def test_a_cluster_of_one_stage_has_a_fixed_limit() -> None:
     cluster = a_cluster(stages=1, in_flight=1)
-    flights, course = flights_of(cluster)
-    run(flights, cluster, 60)
-    assert (cluster.in_flight, course.events) == (1, [])
+    limits, context = limits_of(cluster)
+    run(limits, cluster, 60)
+    assert (cluster.in_flight, context.events) == (1, [])
 
 
-def test_there_are_never_more_than_memory_and_the_bound_allow() -> None:
-    cluster = a_cluster(most=6)
-    flights, _ = flights_of(cluster)
-    run(flights, cluster, 60)
+def test_the_limit_never_exceeds_the_planned_maximum() -> None:
+    cluster = a_cluster(max_in_flight=6)
+    limits, _ = limits_of(cluster)
+    run(limits, cluster, 60)
     assert cluster.in_flight == 6 and "no more than 6" in cluster.flight_reason
 
 
-def test_more_are_not_tried_at_once_where_the_plan_knows_that_a_line_is_the_limit() -> None:
+def test_a_higher_limit_is_not_tried_if_the_plan_says_that_a_line_is_the_bottleneck() -> None:
     known, unknown = a_cluster(line_seconds=0.25), a_cluster()
     for cluster in (known, unknown):
-        flights, _ = flights_of(cluster)
-        run(flights, cluster, 20, most=4.0)
+        limits, _ = limits_of(cluster)
+        run(limits, cluster, 20, max_rate=4.0)
     assert known.in_flight == 4 and "did not make it faster" in known.flight_reason
     assert unknown.in_flight > 4
 
 
-def test_nothing_is_concluded_from_a_time_in_which_training_stood_still() -> None:
+def test_a_pause_of_training_changes_no_limit() -> None:
     cluster = a_cluster(in_flight=10)
-    flights, course = flights_of(cluster)
-    run(flights, cluster, 8)
-    before = len(course.events)
-    # Ten minutes of an evaluation, in which nothing was trained on.
-    flights.restart()
-    run(flights, cluster, 2, begin=600)
-    assert len(course.events) == before
+    limits, context = limits_of(cluster)
+    run(limits, cluster, 8)
+    before = len(context.events)
+    # An evaluation of ten minutes pauses training.
+    limits.restart()
+    run(limits, cluster, 2, begin=600)
+    assert len(context.events) == before
 
 
-def test_a_long_way_to_the_coordinator_is_fed_further_ahead_the_faster_it_goes() -> None:
+def test_a_cluster_far_from_the_coordinator_is_fed_further_ahead_as_it_becomes_faster() -> None:
     cluster = a_cluster(feed_seconds=1.0)
-    flights, course = flights_of(cluster)
-    run(flights, cluster, 60)
+    limits, context = limits_of(cluster)
+    run(limits, cluster, 60)
     assert cluster.ahead == 2 + 10
-    assert course.notified
+    assert context.notified
 
 
 @pytest.mark.parametrize("figure", [math.nan, math.inf, -1.0, 1e300])
 @pytest.mark.parametrize("field", ["seconds", "forward_seconds", "backward_seconds", "flight_seconds"])
-def test_figures_that_cannot_be_are_not_counted(field: str, figure: float) -> None:
+def test_impossible_figures_are_not_counted(field: str, figure: float) -> None:
     assert counts_of(Report(**{field: figure})) is None
     assert counts_of(Report(links=[LinkState(next=True, delay_seconds=figure)])) is None
 
 
-def test_reports_that_lie_move_the_number_within_its_bounds_alone() -> None:
-    cluster = a_cluster(most=6)
-    flights, _ = flights_of(cluster)
+def test_false_reports_move_the_limit_only_within_its_bounds() -> None:
+    cluster = a_cluster(max_in_flight=6)
+    limits, _ = limits_of(cluster)
     for second in range(200):
         for stage in range(STAGES):
             odd = {"forward_seconds": float(second % 7 * 1e9), "backward_seconds": 0.0, "flight_seconds": 1e11}
             counted = second * 50 if second % 9 else 0
-            flights.reported(cluster, stage, Report(seconds=float(second), forwards=counted, backwards=counted, **odd))
+            limits.reported(cluster, stage, Report(seconds=float(second), forwards=counted, backwards=counted, **odd))
     assert 1 <= cluster.in_flight <= 6
 
 
@@ -179,7 +186,7 @@ class FakeMetrics:
         self.lines.append({"kind": kind, "updates": updates, **values, **labels})
 
 
-def test_how_stale_updates_were_is_on_the_curves_of_each_stage() -> None:
+def test_the_curves_of_each_stage_have_the_staleness_of_its_updates() -> None:
     metrics: Any = FakeMetrics()
     recorder = Recorder(Progress("job", 1, Ledger(DataPosition())), metrics)
     recorder.take("p0", 0, 1, Report(updates=2, staleness_sum=1, staleness_max=1, staleness_counts=[1, 1]))
@@ -191,105 +198,105 @@ def test_how_stale_updates_were_is_on_the_curves_of_each_stage() -> None:
     ]
 
 
-def test_a_stage_whose_memory_is_short_sets_a_bound_that_holds_whatever_is_measured() -> None:
+def test_a_stage_with_short_memory_sets_a_bound_that_no_measurement_raises() -> None:
     cluster = a_cluster(in_flight=8)
-    flights, course = flights_of(cluster)
-    flights.strained(cluster, "p1", Strained(deployment="d1", in_flight=3, free_bytes=7, reason="200 MiB are left"))
+    limits, context = limits_of(cluster)
+    limits.strained(cluster, "p1", Strained(deployment="d1", in_flight=3, free_bytes=7, reason="200 MiB are left"))
     assert cluster.in_flight == 3
-    strained, in_flight = course.events
+    strained, in_flight = context.events
     assert strained[0] == "strained" and strained[1] == "p1: 200 MiB are left"
     assert strained[2] == {"provider": "p1", "cluster": 0, "in_flight": 3, "recomputes": False, "free_bytes": 7}
     assert in_flight[:2] == ("in_flight", "3 in flight instead of 8: 200 MiB are left")
-    assert [message.flight.in_flight for _, message in course.told] == [3]
-    run(flights, cluster, 60)
-    assert cluster.in_flight == 3, "more would be better, and do not fit"
+    assert [message.flight.in_flight for _, message in context.told] == [3]
+    run(limits, cluster, 60)
+    assert cluster.in_flight == 3, "a higher limit would be faster, but does not fit in memory"
 
 
-def test_of_several_bounds_the_lowest_holds_and_one_that_is_taken_back_makes_room_again() -> None:
+def test_the_lowest_bound_holds_until_its_stage_has_enough_memory_again() -> None:
     cluster = a_cluster(in_flight=8)
-    flights, _ = flights_of(cluster)
-    flights.strained(cluster, "p1", Strained(in_flight=3))
-    flights.strained(cluster, "p2", Strained(in_flight=5))
+    limits, _ = limits_of(cluster)
+    limits.strained(cluster, "p1", Strained(in_flight=3))
+    limits.strained(cluster, "p2", Strained(in_flight=5))
     assert cluster.in_flight == 3
-    flights.strained(cluster, "p1", Strained(in_flight=0))
-    run(flights, cluster, 60)
+    limits.strained(cluster, "p1", Strained(in_flight=0))
+    run(limits, cluster, 60)
     assert cluster.in_flight == 5
 
 
-def test_memory_comes_before_the_number_that_a_job_sets() -> None:
+def test_short_memory_lowers_even_the_number_that_the_job_sets() -> None:
     cluster = a_cluster(in_flight=4)
-    flights, course = flights_of(cluster, fixed=True)
-    flights.strained(cluster, "p1", Strained(in_flight=2))
+    limits, context = limits_of(cluster, fixed=True)
+    limits.strained(cluster, "p1", Strained(in_flight=2))
     assert cluster.in_flight == 2
-    flights.strained(cluster, "p1", Strained(in_flight=0))
-    assert cluster.in_flight == 4 and [m.flight.in_flight for _, m in course.told] == [2, 4]
+    limits.strained(cluster, "p1", Strained(in_flight=0))
+    assert cluster.in_flight == 4 and [m.flight.in_flight for _, m in context.told] == [2, 4]
 
 
-def test_a_cluster_of_one_stage_has_nothing_to_take_away() -> None:
+def test_short_memory_does_not_change_the_limit_of_a_cluster_of_one_stage() -> None:
     cluster = a_cluster(stages=1, in_flight=1)
-    flights, course = flights_of(cluster)
-    flights.strained(cluster, "p0", Strained(in_flight=0, recomputes=True, reason="short"))
-    assert cluster.in_flight == 1 and [kind for kind, _, _ in course.events] == ["strained"] and not course.told
+    limits, context = limits_of(cluster)
+    limits.strained(cluster, "p0", Strained(in_flight=0, recomputes=True, reason="short"))
+    assert cluster.in_flight == 1 and [kind for kind, _, _ in context.events] == ["strained"] and not context.told
 
 
-def allowing(cluster: ClusterRun, allowed: list[int]) -> tuple[InFlightLimits, FakeCourse]:
-    course: Any = FakeCourse()
-    return InFlightLimits(course, "d1", [cluster], False, lambda stages: allowed[0]), course
+def allowing(cluster: ClusterRun, allowed: list[int]) -> tuple[InFlightLimits, FakeContext]:
+    context: Any = FakeContext()
+    return InFlightLimits(context, "d1", [cluster], False, lambda stages: allowed[0]), context
 
 
-def test_at_a_high_learning_rate_a_run_begins_with_fewer_and_its_root_is_told_when_it_has_begun() -> None:
+def test_a_high_learning_rate_lowers_the_first_limit_and_the_root_is_told_at_the_start() -> None:
     cluster = a_cluster(in_flight=8)
-    flights, course = allowing(cluster, [3])
-    assert cluster.in_flight == 3 and not course.events
-    flights.began()
-    [(kind, reason, values)] = course.events
+    limits, context = allowing(cluster, [3])
+    assert cluster.in_flight == 3 and not context.events
+    limits.began()
+    [(kind, reason, values)] = context.events
     assert (kind, values["old"], values["new"]) == ("in_flight", 8, 3)
-    assert reason == "3 in flight instead of 8: no more than 3 may be in flight at the learning rate of now"
-    assert [message.flight.in_flight for _, message in course.told] == [3]
+    assert reason == "3 in flight instead of 8: no more than 3 may be in flight at the current learning rate"
+    assert [message.flight.in_flight for _, message in context.told] == [3]
 
 
-def test_a_run_that_is_not_held_begins_as_planned_and_nothing_is_said() -> None:
+def test_a_learning_rate_that_allows_the_planned_number_changes_nothing() -> None:
     cluster = a_cluster(in_flight=8)
-    flights, course = allowing(cluster, [8])
-    flights.began()
-    assert (cluster.in_flight, course.events, course.told) == (8, [], [])
+    limits, context = allowing(cluster, [8])
+    limits.began()
+    assert (cluster.in_flight, context.events, context.told) == (8, [], [])
 
 
-def test_as_the_rate_falls_there_are_as_many_again_as_were_planned_and_as_are_enough() -> None:
+def test_the_limit_rises_as_the_learning_rate_falls() -> None:
     cluster, allowed = a_cluster(in_flight=8), [3]
-    flights, course = allowing(cluster, allowed)
-    run(flights, cluster, 30)
-    assert cluster.in_flight == 3 and "no more than 3 may be in flight at the learning rate of now" in (
+    limits, context = allowing(cluster, allowed)
+    run(limits, cluster, 30)
+    assert cluster.in_flight == 3 and "no more than 3 may be in flight at the current learning rate" in (
         cluster.flight_reason
     )
     allowed[0] = 6
-    run(flights, cluster, 1, begin=30)
+    run(limits, cluster, 1, begin=30)
     assert cluster.in_flight == 6
     allowed[0] = 30
-    run(flights, cluster, 1, begin=31)
+    run(limits, cluster, 1, begin=31)
     assert cluster.in_flight == 8
-    run(flights, cluster, 60, begin=32)
-    assert cluster.in_flight == 11, "what is enough, as without a bound"
-    numbers = [values["new"] for kind, _, values in course.events if kind == "in_flight"]
+    run(limits, cluster, 60, begin=32)
+    assert cluster.in_flight == 11, "the same limit as without a learning rate"
+    numbers = [values["new"] for kind, _, values in context.events if kind == "in_flight"]
     assert numbers[:2] == [6, 8]
 
 
-def test_a_cluster_that_is_formed_anew_is_held_as_before_and_knows_what_was_planned() -> None:
+def test_a_redeployed_cluster_keeps_the_bound_of_the_learning_rate_and_the_planned_number() -> None:
     cluster, allowed = a_cluster(in_flight=8), [3]
-    flights, course = allowing(cluster, allowed)
-    flights.formed(cluster)
-    assert cluster.in_flight == 3 and not course.told
+    limits, context = allowing(cluster, allowed)
+    limits.formed(cluster)
+    assert cluster.in_flight == 3 and not context.told
     allowed[0] = 5
-    flights.formed(cluster)
+    limits.formed(cluster)
     assert cluster.in_flight == 5
     allowed[0] = 20
-    flights.formed(cluster)
+    limits.formed(cluster)
     assert cluster.in_flight == 8
-    assert [message.flight.in_flight for _, message in course.told] == [5, 8], "the root has what is counted with"
+    assert [message.flight.in_flight for _, message in context.told] == [5, 8], "the root has the current limit"
 
 
-def test_a_number_that_the_job_sets_is_not_held() -> None:
+def test_the_learning_rate_does_not_lower_a_number_that_the_job_sets() -> None:
     cluster = a_cluster(in_flight=8)
-    course: Any = FakeCourse()
-    InFlightLimits(course, "d1", [cluster], True, lambda stages: 3).began()
-    assert (cluster.in_flight, course.events) == (8, [])
+    context: Any = FakeContext()
+    InFlightLimits(context, "d1", [cluster], True, lambda stages: 3).began()
+    assert (cluster.in_flight, context.events) == (8, [])

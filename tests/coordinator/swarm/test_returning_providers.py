@@ -44,7 +44,7 @@ def test_a_process_that_was_stopped_joins_again_when_it_goes_on(
             words = ("join", swarm.connected.invite().line, "--name", "anna", "--listen", "127.0.0.1:0", "--cache", "0")
             with Running(*words, folder=tmp_path, warm=True) as anna:
                 session = await has_joined(swarm, "anna")
-                await swarm.until(lambda: swarm.watch.is_well("anna"))
+                await swarm.until(lambda: swarm.is_well("anna"))
                 anna.signal(signal.SIGSTOP)
                 stopped = time.monotonic()
                 await is_given_up(swarm, "anna")
@@ -53,7 +53,7 @@ def test_a_process_that_was_stopped_joins_again_when_it_goes_on(
                 assert not swarm.connected.swarm.members.is_present("anna")
                 anna.signal(signal.SIGCONT)
                 assert await has_joined(swarm, "anna", session) != session
-                await swarm.until(lambda: swarm.watch.is_well("anna"))
+                await swarm.until(lambda: swarm.is_well("anna"))
                 assert anna.process.poll() is None
                 anna.signal(signal.SIGINT)
                 said = await asyncio.to_thread(anna.to_the_end)
@@ -77,7 +77,7 @@ def test_a_process_that_was_cut_off_joins_again_when_the_line_is_back(
                 "join", invite, "--name", "anna", "--outbound-only", "--cache", "0", folder=tmp_path, warm=True
             ) as anna:
                 session = await has_joined(swarm, "anna")
-                await swarm.until(lambda: swarm.watch.is_well("anna"))
+                await swarm.until(lambda: swarm.is_well("anna"))
                 line.freeze()
                 await is_given_up(swarm, "anna")
                 # Long enough that it has noticed, and dials.

@@ -68,10 +68,10 @@ def test_each_cluster_counts_what_it_has_applied(play: Play, prepared: PreparedJ
         await run.begin_again(4, 2)
         assert len(run.deployment.clusters.whole) == 2
         # Where rounds stand is not known before all that was applied has been counted.
-        assert run.deployment.feeding.claims
+        assert run.dispatcher.claims
         await run.train(60)
         run.check(60)
-        assert not run.deployment.feeding.claims
+        assert not run.dispatcher.claims
         applied = [
             [set(run.swarm.providers[node].held.state.applied) for node in cluster.nodes]  # type: ignore[union-attr]
             for cluster in run.deployment.clusters.all
@@ -97,7 +97,7 @@ def test_what_was_changing_is_not_taken_over(play: Play, prepared: PreparedJob) 
         run.swarm.providers["d"].obeys = lambda message: True
         await run.begin_again(3)
         [why] = [event["reason"] for event in run.emitted if event["kind"] == "not_taken_over"]
-        assert "it was being formed anew" in why
+        assert "the run was being redeployed" in why
         await run.train(50)
         run.check(50)
 
@@ -118,7 +118,7 @@ def test_without_one_of_them_it_goes_on_as_it_lay_from_what_was_kept(play: Play,
         run.swarm.kill(gone)
         await run.begin_again(3)
         [why] = [event["reason"] for event in run.emitted if event["kind"] == "not_taken_over"]
-        assert f"{gone} does not hold stage 1 any more, and there are no others" in why
+        assert f"{gone} does not hold stage 1 any more, and there is no other provider" in why
         assert run.stages() == [root, "d" if gone != "d" else "a", leaf], "the others hold what they held"
         await run.train(50)
         assert run.swarm.violations == []

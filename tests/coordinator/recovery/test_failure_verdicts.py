@@ -1,6 +1,6 @@
 """When a failure ends a run, and when a machine that fails is not given a stage any more."""
 
-from ravnest.coordinator.deploy.failure_verdicts import FailureCounts
+from ravnest.coordinator.recovery.failure_verdicts import FailureCounts
 
 
 def test_one_machine_that_fails_once_ends_nothing() -> None:

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 
 from ravnest import Pipeline
-from ravnest.coordinator.deploy import membership_changes as changing
 from ravnest.coordinator.feed.feeder import EvalBatch, EvalEnd
 from ravnest.coordinator.plan.prepared_job import PreparedJob
+from ravnest.coordinator.recovery import membership_changes as changing
 from ravnest.errors import TrainingError
 from ravnest.net.frames.frames import Frame
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Failed, Leave
@@ -560,7 +560,7 @@ def test_an_evaluation_in_the_middle_of_an_update_does_not_wait_for_its_end(
         run.emitted.clear()
         await run.feed(42)
         run.swarm.join("d")
-        await run.until(lambda: bool(run.deployment.feeding.paused))
+        await run.until(lambda: bool(run.dispatcher.paused))
         await within(run.coordinator.take(EvalBatch(-1, run.prepared.captured.sample, 8)))
         await within(run.coordinator.take(EvalEnd()))
         await run.train(60)
@@ -619,7 +619,7 @@ def test_where_no_other_cluster_has_it_either_it_comes_from_the_checkpoint(play:
         await run.deploy(4, 2)
         await run.feed(40)
         await run.replicas(2)
-        await run.deployment.checkpointing.now()
+        await run.checkpointer.now()
         run.emitted.clear()
         for provider in run.swarm.providers.values():
             # Whoever is to take the stage has nothing of it, and whoever is asked to give it does not.
