@@ -1,6 +1,7 @@
 """What all tests share: one embedded swarm per worker, one thread for torch, one look at how fast the machine is."""
 
 import gc
+import logging
 import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from ravnest.coordinator.launch import provider_processes
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.plan import prepared_job as prepare
 from ravnest.coordinator.plan.cost_cache import key_of
+from ravnest.coordinator.run import context
 from ravnest.engine.speed.device_speed import Speed
 from ravnest.graph.capture.capture import Captured
 from ravnest.graph.profile import CostProfile
@@ -85,6 +87,32 @@ def warm_providers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provider_processes, "start_process", start_warm)
         yield
+
+
+class _Collected(logging.Handler):
+    """What is logged, as text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def impossible_phases_are_expected() -> None:
+    """For a test that makes a run skip a phase on purpose."""
+
+
+@pytest.fixture(autouse=True)
+def phases_follow_the_state_machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No run in the process of the tests goes from a phase to one that cannot follow it."""
+    collected, log = _Collected(), logging.getLogger(context.__name__)
+    log.addHandler(collected)
+    yield
+    log.removeHandler(collected)
+    assert not collected.lines or "impossible_phases_are_expected" in request.fixturenames, collected.lines
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ import ravnest
 import ravnest.net
 from ravnest.cli.main import COMMANDS
 from ravnest.coordinator.feed.feeder import first_batches
-from ravnest.coordinator.report.phase import NEXT, Phase
+from ravnest.coordinator.report.phase import LAST, NEXT, Phase
 from ravnest.graph.capture.capture import capture
 from ravnest.graph.operators.allowed import TABLE
 from ravnest.graph.operators.python_numbers import FUNCTIONS
@@ -154,7 +154,7 @@ def test_the_rooms_on_the_page_are_those_of_the_import_contracts() -> None:
 
 def test_the_phases_on_the_page_are_those_of_the_state_machine() -> None:
     [shown] = _blocks((ROOT / "docs" / "architecture.md").read_text(), "mermaid")
-    lines = ["stateDiagram-v2", *(f"    {p.name}: {p.value}" for p in Phase if p is not Phase.STOPPING)]
+    lines = ["stateDiagram-v2", *(f"    {p.name}: {p.value}" for p in Phase if p not in LAST)]
     lines += [f"    {p.name} --> {after.name}" for p in Phase for after in Phase if after in NEXT[p]]
     assert shown.strip() == "\n".join(lines), "\n".join(lines)
 

@@ -289,14 +289,14 @@ class Coordinator:
         members = self._context.members
         is_back = node_id in members and not members[node_id].control.link.over
         if self._training is None:
-            self._lost_before_the_job(node_id, reason)
+            self._lost_before_the_job(node_id, reason, is_back=is_back)
         else:
             self._training.upkeep.losses.lost(node_id, reason, since, is_back=is_back)
 
-    def _lost_before_the_job(self, node_id: str, reason: str) -> None:
+    def _lost_before_the_job(self, node_id: str, reason: str, *, is_back: bool = False) -> None:
         members = self._context.members
         if not self._context.is_closing and not members.records[node_id].is_lost and not members.is_present(node_id):
-            note_lost(self._context, node_id, reason)
+            note_lost(self._context, node_id, reason, is_back=is_back)
             fail_if_too_few(self._context, f"{node_id} is gone: {reason}")
             self._context.notify()
 

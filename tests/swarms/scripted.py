@@ -57,6 +57,7 @@ from ravnest.net.v1.control_pb2 import (
     Replicated,
     Report,
     RingJoined,
+    RingStanding,
     RoundJoined,
     Saved,
     UploadPart,
@@ -135,6 +136,8 @@ class Provider:
         self.member.reach = Reach("", "simulated")
         self.obeys: Callable[[CoordinatorMessage], bool] = lambda message: True
         """Whether it does what it is told."""
+        self.standings: list[RingStanding] = []
+        """What it says of its rings when it is asked to keep its stage."""
         self.passes: Callable[[Frame], bool] = lambda frame: True
         """Whether it takes what it is fed."""
         self._queue: asyncio.Queue[Callable[[], Any]] = asyncio.Queue()
@@ -234,7 +237,7 @@ class Provider:
             self.held = None
             self.held = Held(order, self.swarm.graph(order), await self._begin_with(order))
         applied = self.held.state.applied[-4096:]
-        ready = Ready(deployment=order.deployment, generation=order.generation, applied=applied)
+        ready = Ready(deployment=order.deployment, generation=order.generation, applied=applied, rings=self.standings)
         self.say(ready=ready)
         self.say(report=Report(deployment=order.deployment))
 

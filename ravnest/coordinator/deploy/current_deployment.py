@@ -22,6 +22,10 @@ class CurrentDeployment:
         clusters, stages = self.max_size
         self.max_size = max(clusters, len(deployment.clusters.all)), max(stages, len(deployment.plan.stages))
 
+    def reset(self) -> None:
+        """The deployment that was current has been undone: there is none."""
+        self._deployment = None
+
     @property
     def deployment(self) -> Deployment | None:
         """None before the first deployment."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ravnest.coordinator.plan.plan_run import RunPlanner, goal_of
+from ravnest.coordinator.plan.plan_run import MEASURING, RunPlanner, goal_of
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.report.phase import Phase
 from ravnest.coordinator.run.job_run import JobRun
@@ -72,8 +72,7 @@ class PresentPlanner:
         try:
             plan = await context.while_well(planning)
         finally:
-            if context.progress.step:
-                # The lines have been measured.
+            if context.progress.step == MEASURING:
                 context.begin_step("")
         new = {pair: line for pair, line in lines.items() if before.get(pair) != line}
         if new and context.swarm.state is not None:

@@ -78,7 +78,7 @@ async def resume_stages(
         applied = await _resume(run, deployment, record, complete)
     except (PlanError, DeploymentAbortedError) as error:
         if deployment is not None:
-            deployment.close()
+            rollout.undo(deployment)
         return str(error)
     return ResumedStages(deployment, len(record.nodes) - sum(map(len, lost)), applied, missing)
 
@@ -99,12 +99,12 @@ async def _resume(run: JobRun, deployment: Deployment, record: DeploymentRecord,
         claims = claims_of(applied, record.place.microbatches)
     except ValueError as error:
         raise DeploymentAbortedError(str(error)) from None
-    run.dispatcher.claims = {number: (clusters[claim.cluster], claim.whole) for number, claim in claims.items()}
     for cluster in deployment.clusters.all:
         # This coordinator has none of the microbatches before that position: until there is a replica, only the stages
         # themselves have the state.
         cluster.dropped = 1
     _resume_averaging(deployment, record, ready)
+    run.dispatcher.claims = {number: (clusters[claim.cluster], claim.whole) for number, claim in claims.items()}
     return len(claims)
 
 

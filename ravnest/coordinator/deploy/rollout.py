@@ -38,6 +38,12 @@ class Rollout:
         self._run.context.recorder.deployed(plan.stages)
         return deployment
 
+    def undo(self, deployment: Deployment) -> None:
+        """Closes a deployment from which nothing was trained, as if there had been none."""
+        deployment.close()
+        self._run.checkpointer.reset()
+        self._current.reset()
+
     async def deploy(self, deployment: Deployment) -> None:
         """Returns when all stages are built and linked. DeploymentAbortedError if a provider of the plan is lost."""
         context, plan = self._run.context, deployment.plan

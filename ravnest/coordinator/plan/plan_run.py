@@ -44,6 +44,10 @@ _MEASURED_PLANS = 8
 those to the coordinator, unmeasured lines look better, and each plan uses other ones."""
 
 
+MEASURING = "measuring the lines between providers"
+"""The step of a run that `RunPlanner` reports."""
+
+
 def goal_of(job: Job, providers: int | None, clusters: int | None) -> Goal:
     """The goal that the settings of the job and its requester give.
 
@@ -285,7 +289,7 @@ class RunPlanner:
             ]
             if not missing:
                 break
-            self._on_measuring("measuring the lines between providers")
+            self._on_measuring(MEASURING)
             for pair, found in (await measure_pairs(self._swarm, missing)).items():
                 self.lines.update(measured_lines(pair, found, by_name, network))
         return planned

@@ -53,7 +53,8 @@ class StageFailures:
         if kind == "memory":
             self._note_memory(node_id, message)
         if kind == "not_finite":
-            self._context.spawn(self._trace(cluster, node_id, failed.microbatch, message))
+            deployment = self._current.now.id
+            self._context.spawn(self._trace(deployment, cluster, node_id, failed.microbatch, message))
             return
         if kind == "neighbour" and self._accuse(node_id, printable(failed.about), cluster.nodes, message):
             return
@@ -85,7 +86,7 @@ class StageFailures:
             self._answers.setdefault(node_id, answer)
             self._context.notify()
 
-    async def _trace(self, cluster: ClusterRun, node_id: str, microbatch: int, message: str) -> None:
+    async def _trace(self, deployment: str, cluster: ClusterRun, node_id: str, microbatch: int, message: str) -> None:
         """Finds the stage where a value became not finite. A provider that sent such a value without having computed it
         loses its stage, and the run goes on. Otherwise the model or the data is the cause, and the run ends."""
         if self._traced is not None:
@@ -94,7 +95,7 @@ class StageFailures:
             self._end_run(f"{node_id}: {message}")
             return
         self._traced, self._answers = microbatch, {}
-        nodes, deployment = list(cluster.nodes), self._current.now.id
+        nodes = list(cluster.nodes)
         try:
             for node in nodes:
                 order = Trace(deployment=deployment, microbatch=microbatch)

@@ -42,7 +42,7 @@ class StageMessages:
         self._of_any_provider: Mapping[str, Handler] = {
             "leave": self._on_leave,
             "replicated": self._on_replicated,
-            "failed": self._on_part_failed,
+            "failed": self._on_failed,
         }
         self._of_a_stage: Mapping[str, Handler] = {
             "ready": self._on_ready,
@@ -51,7 +51,6 @@ class StageMessages:
             "strained": self._on_strained,
             "saved": self._on_saved,
             "traced": upkeep.failures.traced,
-            "failed": upkeep.failures.failed,
         }
 
     def handle(self, node_id: str, message: ProviderMessage) -> None:
@@ -62,12 +61,9 @@ class StageMessages:
         body = getattr(message, kind)
         if kind in self._of_any_provider:
             self._of_any_provider[kind](node_id, body)
-            if kind not in self._of_a_stage:
-                return
-        deployment = self._current.deployment
-        if deployment is None or node_id not in deployment.stage_of:
             return
-        if getattr(body, "deployment", None) != deployment.id:
+        deployment = self._current.deployment
+        if deployment is None or not self._is_of_a_stage(node_id, body):
             return
         if kind in self._of_a_stage:
             self._of_a_stage[kind](node_id, body)
@@ -82,9 +78,18 @@ class StageMessages:
         if deployment is not None:
             deployment.replicas.on_replicated(node_id, body, deployment.clusters.whole)
 
-    def _on_part_failed(self, node_id: str, body: Failed) -> None:
-        """A provider cannot upload a part of a replica. The field `deployment` is the key of the part."""
+    def _is_of_a_stage(self, node_id: str, body: Any) -> bool:
+        """Whether the message is about a stage that the provider holds in the current deployment."""
+        deployment = self._current.deployment
+        is_current = deployment is not None and getattr(body, "deployment", None) == deployment.id
+        return is_current and node_id in self._current.stage_of
+
+    def _on_failed(self, node_id: str, body: Failed) -> None:
+        """A stage has failed, or a provider cannot upload a part of a replica: then the field `deployment` is the key
+        of the part."""
         if body.kind != "part":
+            if self._is_of_a_stage(node_id, body):
+                self._upkeep.failures.failed(node_id, body)
             return
         if self._context.members.records[node_id].events.take(time.monotonic()):
             self._context.emit("part_missing", printable(body.message), provider=node_id)

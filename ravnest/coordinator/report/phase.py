@@ -39,19 +39,22 @@ NEXT: Final[Mapping[Phase, frozenset[Phase]]] = {
     Phase.PREPARING: frozenset({Phase.GATHERING}),
     Phase.GATHERING: frozenset({Phase.RESUMING, Phase.PLANNING, Phase.DEPLOYING}),
     Phase.RESUMING: frozenset({Phase.PLANNING, Phase.TRAINING}),
-    Phase.PLANNING: frozenset({Phase.DEPLOYING}),
+    Phase.PLANNING: frozenset({Phase.GATHERING, Phase.DEPLOYING}),
     Phase.DEPLOYING: frozenset({Phase.GATHERING, Phase.PLANNING, Phase.TRAINING, Phase.EVALUATING, Phase.SAVING}),
     Phase.TRAINING: frozenset({Phase.AVERAGING, Phase.EVALUATING, Phase.SAVING, Phase.REDEPLOYING}),
     Phase.AVERAGING: frozenset({Phase.TRAINING, Phase.EVALUATING, Phase.SAVING, Phase.REDEPLOYING}),
     Phase.EVALUATING: frozenset({Phase.TRAINING, Phase.AVERAGING, Phase.SAVING, Phase.REDEPLOYING}),
-    Phase.SAVING: frozenset({Phase.CHECKING, Phase.AVERAGING, Phase.REDEPLOYING}),
+    Phase.SAVING: frozenset({Phase.AVERAGING, Phase.REDEPLOYING}),
     Phase.REDEPLOYING: frozenset({Phase.GATHERING, Phase.DEPLOYING}),
     Phase.STOPPING: frozenset(),
     Phase.CHECKING: frozenset(),
 }
-"""By phase, the phases that may follow it. `STOPPING` may follow every phase and is left out."""
+"""By phase, the phases that may follow it. `LAST` is left out: its phases may follow every phase."""
+
+LAST: Final = (Phase.STOPPING, Phase.CHECKING)
+"""Phases after which no other is shown: whatever the swarm still does is a step of them."""
 
 
 def may_follow(before: Phase, after: Phase) -> bool:
     """Whether a run may go from one phase to another, or stay in it."""
-    return after is before or after is Phase.STOPPING or after in NEXT[before]
+    return after is before or after in LAST or after in NEXT[before]

@@ -112,6 +112,11 @@ class Checkpointer:
         self._deployment, self.is_expected = deployment, False
         self.move_to(cluster)
 
+    def reset(self) -> None:
+        """The deployment has been undone. The next one begins its schedule of checkpoints like the first."""
+        self._saver.abort()
+        self._cluster = None
+
     def move_to(self, cluster: ClusterRun) -> None:
         """Saves another cluster from now on, and gives up the pending checkpoint of the one before."""
         before, is_first = self._saver, self._cluster is None

@@ -12,7 +12,7 @@ from ravnest.coordinator.access.swarm_store import Position
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.ledger import Ledger
 from ravnest.coordinator.health.standstill_watch import StandstillWatch
-from ravnest.coordinator.report.phase import DEPLOYED, Phase, may_follow
+from ravnest.coordinator.report.phase import DEPLOYED, LAST, Phase, may_follow
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.recorder import Recorder
 from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
@@ -94,10 +94,10 @@ class RunContext:
         return [n for n in cluster.nodes if n in cluster.losses.gone or not self.members.is_present(n)]
 
     def enter(self, phase: Phase, step: str = "") -> None:
-        """Begins a phase of the run, or a step of one, and shows it. `STOPPING` is the last phase that a run shows:
-        what an interrupted run still does is a step of it."""
+        """Begins a phase of the run, or a step of one, and shows it. After one of the `LAST` phases, any other phase is
+        a step of that one."""
         before = self.progress.phase
-        if before is Phase.STOPPING:
+        if before in LAST and phase not in LAST:
             phase, step = before, step or phase.value
         if not may_follow(before, phase):
             log.error("the run went from '%s' to '%s', which its state machine does not have", before, phase)
@@ -108,7 +108,7 @@ class RunContext:
     def enter_fed(self, phase: Phase) -> None:
         """Begins a phase of a deployed run, unless the run is being redeployed: the redeployment enters the right phase
         when it ends."""
-        if self.progress.phase in (*DEPLOYED, Phase.STOPPING):
+        if self.progress.phase in (*DEPLOYED, *LAST):
             self.enter(phase)
 
     def begin_step(self, text: str) -> None:

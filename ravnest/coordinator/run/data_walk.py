@@ -46,7 +46,7 @@ class DataWalk:
         """The phase of a run that is deployed and at this point of the walk."""
         if self.evaluation is not None:
             return Phase.EVALUATING
-        return Phase.SAVING if self.is_finishing else Phase.TRAINING
+        return Phase.SAVING if self.is_finishing or self.is_over else Phase.TRAINING
 
     @property
     def data_seconds(self) -> float | None:
@@ -72,6 +72,6 @@ class DataWalk:
         """Makes the requester's thread walk the data again from this position. The evaluation under way is dropped,
         because it comes again with the data."""
         self._rewind_to = place
-        self.evaluation = None
+        self.evaluation, self.is_finishing = None, False
         if self._step is not None:
             self._step.cancel()

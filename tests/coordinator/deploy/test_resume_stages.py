@@ -8,7 +8,7 @@ import pytest
 
 from ravnest import Pipeline
 from ravnest.coordinator.plan.prepared_job import PreparedJob
-from ravnest.net.v1.control_pb2 import CoordinatorMessage
+from ravnest.net.v1.control_pb2 import CoordinatorMessage, RingStanding
 from tests.e2e.jobs import a_job, every_updates
 from tests.swarms.scripted import Play, Run
 
@@ -102,6 +102,29 @@ def test_what_was_changing_is_not_taken_over(play: Play, prepared: PreparedJob) 
         run.check(50)
 
     play(scene, 1, prepared)
+
+
+def test_an_owner_that_reports_an_impossible_round_costs_the_resume_and_nothing_else(
+    play: Play, prepared: PreparedJob
+) -> None:
+    async def scene(run: Run) -> None:
+        run.swarm.in_order = False
+        run.remember()
+        for name in "abcd":
+            run.swarm.join(name)
+        await run.deploy(4, 2)
+        await run.feed(10)
+        run.note()
+        run.swarm.providers[run.stages()[0]].standings = [RingStanding(ring=0, committed=0, round=10**6)]
+        await run.begin_again(4, 2)
+        [refused] = run.events("not_taken_over")
+        assert "round 1000000" in refused["reason"]
+        # Nothing of the resume that was undone stops rounds, replicas or checkpoints of the new deployment.
+        assert not run.dispatcher.claims
+        await run.train(40)
+        run.check(40)
+
+    play(scene, 3, prepared)
 
 
 @pytest.mark.usefixtures("often")
