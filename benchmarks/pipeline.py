@@ -48,7 +48,7 @@ from benchmarks.pipeline_parts.swarms import (
     TorchRate,
 )
 from benchmarks.report import Row, Target, finish, say
-from ravnest.engine.speed.pace import StageSeconds
+from ravnest.engine.speed.pretended_pace import StageSeconds
 from tests.wan import Host, Lab
 
 _LIMIT_TARGET = 0.95

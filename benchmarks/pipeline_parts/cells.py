@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.pipeline_parts.models import CROSSING_BYTES
-from ravnest.engine.speed.pace import StageSeconds
+from ravnest.engine.speed.pretended_pace import StageSeconds
 
 PACE = StageSeconds(0.05, 0.1)
 STAGES = (2, 3, 4, 8)

@@ -25,7 +25,7 @@ from benchmarks.models import Batch
 from benchmarks.pipeline_parts.models import TASKS, Task, cut_blocks
 from benchmarks.pipeline_parts.steady import Moment, StageMoment, steady
 from ravnest.coordinator.access.admission import Admission
-from ravnest.coordinator.launch.display import choose_display
+from ravnest.coordinator.launch.choose_display import choose_display
 from ravnest.coordinator.launch.interrupts import Interrupts
 from ravnest.coordinator.launch.network_loop import NetworkLoop
 from ravnest.coordinator.launch.session import RunRequest, run_session

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.report import ROOT, say
-from ravnest.engine.speed.pace import StageSeconds
+from ravnest.engine.speed.pretended_pace import StageSeconds
 from tests.wan import Lab
 
 MICROBATCHES = 8

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from benchmarks.pipeline_parts.models import TASKS, Task, stage_module
-from ravnest.engine.speed.pace import Pace, Pretence, StageSeconds
+from ravnest.engine.speed.pretended_pace import Pace, Pretence, StageSeconds
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 

@@ -19,9 +19,8 @@ from ravnest.errors import PeerError
 _ROUNDING: Final = 1.01
 """Allowance for rounding in float32 sums and norms."""
 _SLACK: Final = 1e-12
-_BLOCK: Final = 64
-"""Values that share a scale in the coarsest codec. int8 shares one among 256, which doubles its error; see
-`codec_error`."""
+_MIN_BLOCK: Final = 64
+"""Block size that the bounds allow for at least, also for a codec that encodes each value by itself."""
 _PART_VALUES: Final = 1 << 18
 _PER_HOP: Final = 1.001
 """Growth of the bound from hop to hop. Machines sum squares in different orders, and a piece that one member accepts
@@ -49,13 +48,9 @@ def codec_error(codec: Codec) -> float:
 
     In the worst case every block holds one value as large as its scale, and all other values are rounded by the
     maximum. The error of a block of b values is then sqrt(b) times the error of one value, relative to the block's
-    largest value and so to the block's length. The factor 2 for codecs without feedback covers blocks four times as
-    large.
+    largest value and so to the block's length.
     """
-    if not codec.lossy:
-        return 0.0
-    worst = math.sqrt(_BLOCK) * codec.error(1.0)
-    return worst if codec.feedback else 2 * worst
+    return math.sqrt(max(codec.block, _MIN_BLOCK)) * codec.error(1.0) if codec.lossy else 0.0
 
 
 def allowed_norm(codec: Codec, shares: Sequence[float], residual_norm: float, values: int) -> float:

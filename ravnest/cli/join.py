@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     # Claimed before the slow imports, so that providers that start at the same time see one another's claims.
     claim = CoreClaim.make(args.cores)
-    from ravnest.engine.speed.pace import Pretence, StageSeconds
+    from ravnest.engine.speed.pretended_pace import Pretence, StageSeconds
     from ravnest.provider import agent
 
     seconds = None if args.pretend_seconds is None else StageSeconds(*args.pretend_seconds)

@@ -52,6 +52,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def block(self) -> int:
+        """The number of values that share a scale; 1 where each value is encoded by itself."""
+        ...
+
+    @property
     def largest(self) -> float:
         """The largest absolute value; larger ones are clamped to it."""
         ...

@@ -13,6 +13,7 @@ class Float32Codec:
     lossy = False
     varies = False
     feedback = False
+    block = 1
     largest = LARGEST
 
     def size_bytes(self, count: int) -> int:

@@ -16,6 +16,7 @@ class HalfCodec:
     lossy = True
     varies = False
     feedback = False
+    block = 1
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         info = torch.finfo(dtype)

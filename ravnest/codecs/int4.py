@@ -46,6 +46,7 @@ class Int4Codec:
     lossy = True
     varies = False
     feedback = True
+    block = BLOCK
     largest = LARGEST
 
     def size_bytes(self, count: int) -> int:

@@ -39,6 +39,7 @@ class Int8Codec:
     lossy = True
     varies = False
     feedback = False
+    block = BLOCK
     largest = LARGEST
 
     def size_bytes(self, count: int) -> int:

@@ -35,6 +35,7 @@ class LosslessCodec:
     lossy = False
     varies = True
     feedback = False
+    block = 1
     largest = LARGEST
 
     def size_bytes(self, count: int) -> int:

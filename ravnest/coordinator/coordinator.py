@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Final
+from functools import partial
 
 import torch
 
@@ -23,11 +23,10 @@ from ravnest.coordinator.deploy.present_planner import PresentPlanner, Requested
 from ravnest.coordinator.deploy.redeployment import Redeployment
 from ravnest.coordinator.deploy.rollout import Rollout
 from ravnest.coordinator.feed.feeder import Item
-from ravnest.coordinator.health.standstill import RunNow
 from ravnest.coordinator.intake import Intake
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.plan.provider_profiles import Machine
-from ravnest.coordinator.recovery.lost_providers import fail_if_too_few, note_lost
+from ravnest.coordinator.recovery.lost_providers import lost_before_the_job
 from ravnest.coordinator.recovery.run_now import run_now
 from ravnest.coordinator.recovery.stage_messages import StageMessages
 from ravnest.coordinator.recovery.upkeep import Upkeep
@@ -38,6 +37,7 @@ from ravnest.coordinator.report.recorder import Recorder
 from ravnest.coordinator.run.context import RunContext
 from ravnest.coordinator.run.data_walk import DataRewindError
 from ravnest.coordinator.run.job_run import JobRun
+from ravnest.coordinator.run.live_view import LiveView
 from ravnest.coordinator.run.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from ravnest.coordinator.swarm.link_measurements import describe, figures
 from ravnest.coordinator.swarm.members import Member
@@ -51,9 +51,6 @@ from ravnest.monitor.run_directory import RunDirectory
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.v1.control_pb2 import ProviderMessage
 from ravnest.planner.plan import Plan
-
-_DISPLAY_SECONDS: Final = 0.25
-_SUMMARY_SECONDS: Final = 2.0
 
 
 class _Training:
@@ -83,23 +80,17 @@ class Coordinator:
         progress: Progress,
         display: Display,
         timeouts: Timeouts = DEFAULT_TIMEOUTS,
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_failure` is called when training cannot go on, because the requester's thread may not be waiting here."""
         self.progress = progress
         self._directory = run
         self._recorder = Recorder(progress, metrics)
         self._context = RunContext(swarm, events, progress, self._recorder, display, timeouts)
-        self._context.give_up = self._lost_before_the_job
+        self._context.on_failure = on_failure
+        self._context.give_up = partial(lost_before_the_job, self._context)
         self._training: _Training | None = None
         """None until the job is prepared."""
-
-    @property
-    def on_failure(self) -> Callable[[], None]:
-        """Called when training cannot go on: the requester's thread may be busy and not waiting here."""
-        return self._context.on_failure
-
-    @on_failure.setter
-    def on_failure(self, call: Callable[[], None]) -> None:
-        self._context.on_failure = call
 
     @property
     def deployment(self) -> Deployment | None:
@@ -119,7 +110,7 @@ class Coordinator:
         self._context.swarm.events = self
         for member in self._context.members.connected():
             self.joined(member)
-        self._context.spawn(self._show())
+        self._context.spawn(LiveView(self._context, self._directory, self._look, self._note).run())
 
     async def deploy(
         self, prepared: PreparedJob, providers: int | None, clusters: int | None, threads: int, cores: int
@@ -196,8 +187,7 @@ class Coordinator:
 
     def write_trace(self) -> None:
         """Updates trace.json; RunError when the disk refuses. On any thread."""
-        if self._recorder.tracing is not None:
-            self._recorder.tracing.write()
+        self._recorder.write_trace()
 
     def enter(self, phase: Phase) -> None:
         """Begins a phase of the run."""
@@ -249,9 +239,9 @@ class Coordinator:
     def disconnected(self, node_id: str, reason: str) -> None:
         self._context.members.records[node_id].presence.note_interruption()
         self._context.emit("disconnected", reason, provider=node_id)
-        if self.deployment is not None and self.deployment.rounds is not None:
+        if self.deployment is not None and (rounds := self.deployment.rounds) is not None:
             # It may reconnect soon; the other owners do not wait for it.
-            self.deployment.rounds.gone(node_id, f"{node_id} is disconnected: {reason}")
+            rounds.gone(node_id, f"{node_id} is disconnected: {reason}")
 
     def reconnected(self, node_id: str) -> None:
         self._context.emit("reconnected", f"{node_id} is connected again", provider=node_id)
@@ -289,43 +279,22 @@ class Coordinator:
         members = self._context.members
         is_back = node_id in members and not members[node_id].control.link.over
         if self._training is None:
-            self._lost_before_the_job(node_id, reason, is_back=is_back)
+            lost_before_the_job(self._context, node_id, reason, is_back=is_back)
         else:
             self._training.upkeep.losses.lost(node_id, reason, since, is_back=is_back)
 
-    def _lost_before_the_job(self, node_id: str, reason: str, *, is_back: bool = False) -> None:
-        members = self._context.members
-        if not self._context.is_closing and not members.records[node_id].is_lost and not members.is_present(node_id):
-            note_lost(self._context, node_id, reason, is_back=is_back)
-            fail_if_too_few(self._context, f"{node_id} is gone: {reason}")
-            self._context.notify()
+    def _look(self) -> None:
+        """Looks for a standstill, and for parts of a checkpoint that do not arrive."""
+        training, standstill = self._training, self._context.standstill
+        if training is not None:
+            standstill.look(lambda: run_now(training.run, training.current, training.planner))
+            training.upkeep.checkpoint_watch.look()
+        self.progress.standstill = standstill.text
 
-    def _now(self) -> RunNow | None:
-        training = self._training
-        return None if training is None else run_now(training.run, training.current, training.planner)
-
-    async def _show(self) -> None:
-        """Keeps the display, the summary, the trace and the swarm's store up to date."""
-        seconds = 0.0
-        while True:
-            await asyncio.sleep(_DISPLAY_SECONDS)
-            seconds += _DISPLAY_SECONDS
-            self._context.standstill.look(self._now)
-            if self._training is not None:
-                self._training.upkeep.checkpoint_watch.look()
-            self.progress.standstill = self._context.standstill.text
-            self._context.display.show(self.progress.snapshot())
-            if seconds >= _SUMMARY_SECONDS:
-                seconds = 0.0
-                await self._write()
-
-    async def _write(self) -> None:
-        with self._context.failing():
-            self.progress.write(self.progress.summary("running", self.progress.activity), self._directory)
-            if self._recorder.tracing is not None and self._recorder.tracing.due:
-                await asyncio.to_thread(self.write_trace)
-            state = self._context.swarm.state
-            if state is not None and self.deployment is not None:
-                # Not in a thread, because the record must be of the moment when it is written.
-                self.deployment.note()
-                await asyncio.to_thread(state.reached, self._context.position())
+    async def _note(self) -> None:
+        """Records the deployment and the position, for a coordinator that is restarted."""
+        state = self._context.swarm.state
+        if state is not None and self.deployment is not None:
+            # Not in a thread, because the record must be of the moment when it is written.
+            self.deployment.note()
+            await asyncio.to_thread(state.reached, self._context.position())

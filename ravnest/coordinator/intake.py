@@ -14,7 +14,7 @@ from ravnest.coordinator.checkpoints.store import CheckpointInfo
 from ravnest.coordinator.deploy.average_now import average_now
 from ravnest.coordinator.deploy.current_deployment import CurrentDeployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.coordinator.feed.evaluation import Evaluation
+from ravnest.coordinator.feed.evaluation_scores import Evaluation
 from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, Item, TrainBatch
 from ravnest.coordinator.report.phase import Phase
 from ravnest.coordinator.run.job_run import JobRun

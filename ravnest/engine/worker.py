@@ -32,7 +32,7 @@ from ravnest.engine.inbox.inbox import Inbox
 from ravnest.engine.messages import Message, Outbox
 from ravnest.engine.out_of_memory import is_out_of_memory, out_of_memory_text
 from ravnest.engine.schedule import Task, next_task
-from ravnest.engine.speed.pace import NO_PRETENCE, Pace, Pretence
+from ravnest.engine.speed.pretended_pace import NO_PRETENCE, Pace, Pretence
 from ravnest.engine.stage import Stage
 from ravnest.engine.stage_tasks import StageTasks
 from ravnest.engine.telemetry.activity import Activity

@@ -24,7 +24,7 @@ import torch
 
 from ravnest import __version__
 from ravnest.background import BackgroundTasks
-from ravnest.engine.speed.pace import NO_PRETENCE, Pretence
+from ravnest.engine.speed.pretended_pace import NO_PRETENCE, Pretence
 from ravnest.errors import PeerError, RavnestError, RefusedError
 from ravnest.graph.portable import FORMAT_VERSION
 from ravnest.net.identity.certificates import Certificate

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ravnest.engine.messages import LossRecord, Message, Snapshot
-from ravnest.engine.speed.pace import Pretence
+from ravnest.engine.speed.pretended_pace import Pretence
 from ravnest.engine.stage import Update
 from ravnest.engine.telemetry.activity import ANY, Missing
 from ravnest.engine.telemetry.spans import WAIT_LIMIT, WAIT_NOTHING, Span

@@ -1,5 +1,5 @@
-"""Deploy: gives the stages of a plan to providers, and redeploys when a provider is lost, joins, leaves or is slow.
+"""Deploy: puts a plan on its providers: the first deployment, the rebuild of a cluster, and redeployments.
 
-Knows every other package of the coordinator but `launch`, and may import them. `coordinator.py` and `intake.py`, which
-stand above it, pass on the providers' messages.
+Knows the plan, the replicas and the rounds of averaging. Does not decide when to rebuild or redeploy: `recovery` does.
+May import `averaging`, `replicas` and below.
 """

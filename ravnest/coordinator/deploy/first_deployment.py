@@ -12,7 +12,7 @@ from ravnest.coordinator.deploy.deployment_record import DeploymentRecord
 from ravnest.coordinator.deploy.gather_providers import gather
 from ravnest.coordinator.deploy.plan_events import tell_plan
 from ravnest.coordinator.deploy.present_planner import PresentPlanner
-from ravnest.coordinator.deploy.resume_stages import ResumedStages, resume_stages, wait_for_return
+from ravnest.coordinator.deploy.resume_running_stages import ResumedStages, resume_stages, wait_for_return
 from ravnest.coordinator.deploy.rollout import Rollout
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.ledger import DataPosition

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ravnest.coordinator.launch.display import choose_display
+from ravnest.coordinator.launch.choose_display import choose_display
 from ravnest.coordinator.launch.interrupts import Interrupts
 from ravnest.coordinator.launch.job_loading import load_shown_job
 from ravnest.coordinator.launch.network_loop import NetworkLoop

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ravnest.coordinator.launch.display import showing
+from ravnest.coordinator.launch.choose_display import showing
 from ravnest.coordinator.launch.interrupts import Interrupts
 
 if TYPE_CHECKING:

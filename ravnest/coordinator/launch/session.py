@@ -127,9 +127,8 @@ class Session:
             ledger = Ledger(self._start)
             self._progress = Progress(request.name, job.epochs, ledger, TrainingClock(ledger, request.started))
             self.coordinator = Coordinator(
-                swarm, self._run, self._events, metrics, self._progress, display, request.timeouts
+                swarm, self._run, self._events, metrics, self._progress, display, request.timeouts, interrupts.wake
             )
-            self.coordinator.on_failure = interrupts.wake
             self._model = FinalModel(self._run, job.checkpoint.keep, self._events)
             reason = "resumed from the start: nothing had been saved" if request.resume else "a new run"
             if self._info is not None:

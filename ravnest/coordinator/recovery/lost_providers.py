@@ -30,7 +30,16 @@ def note_lost(context: RunContext, node_id: str, reason: str, *, has_left: bool 
         context.swarm.dismiss(node_id, RefusedError(f"{node_id} counts as lost ({reason}); join again"))
 
 
-def fail_if_too_few(context: RunContext, reason: str) -> None:
+def lost_before_the_job(context: RunContext, node_id: str, reason: str, *, is_back: bool = False) -> None:
+    """A provider is lost before the job is prepared; for `is_back` see `note_lost`."""
+    members = context.members
+    if not context.is_closing and not members.records[node_id].is_lost and not members.is_present(node_id):
+        note_lost(context, node_id, reason, is_back=is_back)
+        _fail_if_too_few(context, f"{node_id} is gone: {reason}")
+        context.notify()
+
+
+def _fail_if_too_few(context: RunContext, reason: str) -> None:
     """Ends a run that is not deployed if fewer providers than it needs are connected or can still join."""
     limit = context.swarm.most
     if limit is not None and limit - context.members.lost_count < context.min_providers:
@@ -70,7 +79,7 @@ class LostProviders:
         held = "" if stage is None else f", which held stage {stage},"
         text = f"{node_id}{held} is gone: {reason}"
         if deployment is None:
-            fail_if_too_few(context, text)
+            _fail_if_too_few(context, text)
         elif cluster is not None and not was_dismissed:
             fault = Fault(kind="provider_lost", provider=node_id, cluster=cluster.id, at=time.time())
             context.progress.faults.append(fault)

@@ -1,6 +1,6 @@
 """Recovery of lost stages: a standby takes the stage, or the run is redeployed, or it waits for other providers.
 
-The planner decides (choose_takers.py), and this module carries the decision out. If another provider is lost while a
+The planner decides (find_takers.py), and this module carries the decision out. If another provider is lost while a
 cluster is being rebuilt, the planner decides again with the providers that are left.
 """
 
@@ -18,7 +18,7 @@ from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.deploy.redeployment import Redeployment
 from ravnest.coordinator.feed.cluster_losses import LostStage
 from ravnest.coordinator.feed.cluster_state import ClusterRun
-from ravnest.coordinator.recovery.choose_takers import TakerChoice
+from ravnest.coordinator.recovery.find_takers import TakerChoice
 from ravnest.coordinator.recovery.standbys import Standbys
 from ravnest.coordinator.recovery.state_sources import StateSources
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError

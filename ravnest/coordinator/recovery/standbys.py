@@ -11,7 +11,7 @@ from ravnest.coordinator.run.job_run import JobRun
 from ravnest.coordinator.swarm.members import Member
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.planner.problem import Provider
-from ravnest.planner.recovery.standbys import Warm, assign_standbys
+from ravnest.planner.recovery.assign_standbys import Warm, assign_standbys
 
 
 class Standbys:

@@ -15,8 +15,8 @@ from ravnest.coordinator.run.orders import order_link, stage_key
 from ravnest.coordinator.run.stage_artifacts import StageArtifacts
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Forget, Hold, Replicate
 from ravnest.planner.plan import StagePlan
-from ravnest.planner.recovery.holders import choose_holders
-from ravnest.planner.recovery.standbys import Warm
+from ravnest.planner.recovery.assign_standbys import Warm
+from ravnest.planner.recovery.choose_holders import choose_holders
 
 
 class ReplicaHolders:

@@ -42,6 +42,11 @@ class Recorder:
         if self._trace is not None and self.tracing is None:
             self.tracing = Tracing(*self._trace, stages)
 
+    def write_trace(self) -> None:
+        """Updates the file of the trace, if there is one; RunError when the disk refuses. On any thread."""
+        if self.tracing is not None:
+            self.tracing.write()
+
     def fed(self, microbatch: int, after: DataPosition) -> None:
         """A microbatch has been fed; its loss belongs at this position on the curves."""
         loss = self._early.pop(microbatch, None)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from ravnest.coordinator.feed.evaluation import Evaluation
+from ravnest.coordinator.feed.evaluation_scores import Evaluation
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.report.phase import Phase
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from ravnest.engine.schedule import Task
-from ravnest.engine.speed.pace import Pace
+from ravnest.engine.speed.pretended_pace import Pace
 from ravnest.engine.telemetry.counters import Counters
 from ravnest.engine.telemetry.spans import Span
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from ravnest.provider.machine.disk import default_limit_bytes
+from ravnest.provider.machine.disk_limit import default_limit_bytes
 
 _PIECE_BYTES: Final = 1 << 20
 _PARTIAL: Final = ".partial"

@@ -8,7 +8,7 @@ import torch
 from ravnest import units
 from ravnest.cores import usable_cores
 from ravnest.engine.speed.device_speed import Speed
-from ravnest.engine.speed.pace import Pretence
+from ravnest.engine.speed.pretended_pace import Pretence
 from ravnest.net.v1.control_pb2 import JoinRequest
 from ravnest.net.v1.control_pb2 import Speed as SpeedMessage
 from ravnest.provider.machine.core_claims import CoreClaim

@@ -29,7 +29,7 @@ from ravnest.graph.weights import WeightsReader, stream_size_bytes, stream_tenso
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.identity.private_files import make_private_folder
 from ravnest.net.v1.control_pb2 import HeldPart
-from ravnest.provider.machine.disk import default_limit_bytes
+from ravnest.provider.machine.disk_limit import default_limit_bytes
 
 KEPT: Final = 2
 """Number of parts of each stage. The newest one may not be complete at other providers yet. The part that `forget` has

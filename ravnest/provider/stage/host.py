@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ravnest.engine.speed.pace import NO_PRETENCE, Pretence
+from ravnest.engine.speed.pretended_pace import NO_PRETENCE, Pretence
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
 

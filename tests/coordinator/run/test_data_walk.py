@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ravnest.coordinator.feed.evaluation import Evaluation
+from ravnest.coordinator.feed.evaluation_scores import Evaluation
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.report.phase import Phase
 from ravnest.coordinator.run.data_walk import DataRewindError, DataWalk

@@ -1,6 +1,6 @@
 """The copy of a stage is never only where the stage is."""
 
-from ravnest.planner.recovery.holders import Holder, choose_holders
+from ravnest.planner.recovery.choose_holders import Holder, choose_holders
 
 
 def nodes(found: dict[int, Holder]) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""Choice of takers: the provider that takes each lost stage of a cluster, and the state that it starts from.
+"""Search for takers: the provider that takes each lost stage of a cluster, and whether it has a state to start from.
 
 The decision itself is the planner's (planner/recovery/choose_taker.py). It weighs the standbys against redeploying the
 whole run.

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ravnest.planner.problem import Goal, Line, Network, Provider
-from ravnest.planner.recovery.standbys import Warm, assign_standbys
+from ravnest.planner.recovery.assign_standbys import Warm, assign_standbys
 from tests.planner.made_up import cut_at, machine, model, named
 
 GOAL, COSTS = Goal(), model(12)

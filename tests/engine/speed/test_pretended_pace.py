@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ravnest.engine.speed.pace import Pace, Pretence, StageSeconds
+from ravnest.engine.speed.pretended_pace import Pace, Pretence, StageSeconds
 
 WORK_SECONDS = 0.02
 
@@ -47,7 +47,7 @@ def test_waits_make_up_for_late_wakeups_and_shared_cpus(
         now += seconds + 0.25
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr("ravnest.engine.speed.pace.work_clock", lambda: lambda: used)
+    monkeypatch.setattr("ravnest.engine.speed.pretended_pace.work_clock", lambda: lambda: used)
     pace = Pace(Pretence(4.0), sleep=wait, max_late_seconds=1.0)
     for _ in range(3):
         with pace.work("forward"):
@@ -91,7 +91,7 @@ def test_failed_work_is_not_followed_by_a_wait() -> None:
 def test_interruptions_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     now, used = 0.0, 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr("ravnest.engine.speed.pace.work_clock", lambda: lambda: used)
+    monkeypatch.setattr("ravnest.engine.speed.pretended_pace.work_clock", lambda: lambda: used)
     taken = []
 
     def wait(seconds: float) -> None:
