@@ -355,7 +355,13 @@ class Rounds:
                 sum(len(live.round.members) for live in committed),
                 sum(len(live.direct) for live in committed),
             )
-            numbers = {"rings": len(committed), "seconds": seconds, "lines": lines, "direct": direct}
+            numbers = {
+                "rings": len(committed),
+                "clusters": owners,
+                "seconds": seconds,
+                "lines": lines,
+                "direct": direct,
+            }
             self._emit("round", self.last, round=self._round, **numbers)
         else:
             self._totals.skipped += 1

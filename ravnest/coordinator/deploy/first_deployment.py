@@ -120,7 +120,14 @@ class FirstDeployment:
             f"{counted(resumed.stages, 'stage goes', 'stages go')} on after {context.ledger.updates} updates, with "
             f"{counted(resumed.applied, 'microbatch', 'microbatches')} applied since then"
         )
-        context.emit("resumed_swarm", reason, updates=context.ledger.updates)
+        context.emit(
+            "resumed_swarm",
+            reason,
+            updates=context.ledger.updates,
+            source="stages",
+            stages=resumed.stages,
+            applied=resumed.applied,
+        )
         context.say(f"resuming the running stages: {reason}")
         await self._rollout.announce(resumed.deployment)
         return resumed.deployment
@@ -142,7 +149,7 @@ class FirstDeployment:
         if found is None:
             if known:
                 reason = f"the providers hold no complete replica newer than the checkpoint of {updates} updates"
-                context.emit("resumed_swarm", reason, updates=updates)
+                context.emit("resumed_swarm", reason, updates=updates, source="checkpoint")
             return
         context.enter(Phase.RESUMING)
         announced = found.announced
@@ -152,9 +159,9 @@ class FirstDeployment:
         if info is None:
             reason = "the providers that had parts of a replica could not send them"
             context.emit("not_regained", reason)
-            context.emit("resumed_swarm", f"from the checkpoint: {reason}", updates=updates)
+            context.emit("resumed_swarm", f"from the checkpoint: {reason}", updates=updates, source="checkpoint")
             return
-        context.emit("resumed_swarm", found.reason, updates=info.updates)
+        context.emit("resumed_swarm", found.reason, updates=info.updates, source="replica")
         context.say(f"resuming from a replica: {found.reason}")
         self._continue_at(announced.place)
         contents = await asyncio.to_thread(load_checkpoint, info)

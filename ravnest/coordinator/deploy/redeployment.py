@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ravnest.coordinator.checkpoints.saver import place_of
 from ravnest.coordinator.checkpoints.store import CheckpointInfo, load_checkpoint
@@ -44,6 +45,9 @@ class StartState:
     rewind_to: DataPosition | None
     """The position from which the data is walked again; None if nothing is missing."""
     words: str
+    """Origin of the state, as text for the user."""
+    source: Literal["replica", "checkpoint", "start", "saved"]
+    """The same in one word: `saved` is a checkpoint that was taken for the redeployment."""
     sources: ReplicaSources | None = None
     """The providers that have the state; None if it is in `prepared`."""
 
@@ -148,6 +152,7 @@ class Redeployment:
             "reformed",
             text,
             clusters=len(plan.clusters),
+            source=state.source,
             seconds=seconds,
             replayed=replayed,
             decide_seconds=decide_seconds,
@@ -200,7 +205,7 @@ class Redeployment:
             # The pending checkpoint came from stages that are given up.
             run.checkpointer.abort()
             words = f"from a replica of {sources.replica.place.updates} updates"
-            return StartState(run.prepared, list(cluster.retained.values()), None, words, sources)
+            return StartState(run.prepared, list(cluster.retained.values()), None, words, "replica", sources)
         return await self._checkpointed()
 
     async def _checkpointed(self) -> StartState:
@@ -208,16 +213,17 @@ class Redeployment:
         run = self._run
         info = await asyncio.to_thread(run.store.latest)
         if info is None:
-            return StartState(run.prepared, (), run.start, "from the beginning, because nothing had been saved")
+            words = "from the beginning, because nothing had been saved"
+            return StartState(run.prepared, (), run.start, words, "start")
         contents = await asyncio.to_thread(load_checkpoint, info)
         words = f"from the checkpoint of {info.updates} updates"
-        return StartState(replace(run.prepared, restored=contents), (), place_of(info), words)
+        return StartState(replace(run.prepared, restored=contents), (), place_of(info), words, "checkpoint")
 
     async def _saved_state(self, saved: CheckpointInfo) -> StartState:
         """The state that was saved a moment ago, with nothing in flight."""
         contents = await asyncio.to_thread(load_checkpoint, saved)
         words = f"from the state after {saved.updates} updates"
-        return StartState(replace(self._run.prepared, restored=contents), (), None, words)
+        return StartState(replace(self._run.prepared, restored=contents), (), None, words, "saved")
 
     async def _replay(
         self,

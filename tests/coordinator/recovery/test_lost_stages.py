@@ -402,8 +402,8 @@ def test_nobody_begins_with_a_bad_part_and_the_next_who_has_it_is_asked(play: Pl
         await run.train(50)
         run.check(50)
         assert "part_missing" in run.kinds()
-        [reformed] = [event["reason"] for event in run.emitted if event["kind"] == "reformed"]
-        assert "from a replica of" in reformed
+        [reformed] = run.events("reformed")
+        assert reformed["source"] == "replica"
 
     play(scene)
 
