@@ -13,7 +13,7 @@ from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.swarm.changes import Changes
 from ravnest.graph.portable_reader import read_graph
 from ravnest.monitor.display import QuietDisplay
-from ravnest.monitor.events import Event, EventLog
+from ravnest.monitor.events import Event, EventLog, read_events
 from ravnest.monitor.metrics import MetricLog
 from ravnest.monitor.run_directory import RunDirectory
 from ravnest.net.v1.control_pb2 import Deploy, ProviderMessage
@@ -21,10 +21,27 @@ from tests.e2e.jobs import a_job, every_updates
 from tests.swarms.in_process import Joined, LocalSwarm
 
 
+class HeardEvents(EventLog):
+    """The events of a run, also in memory, with a notice of each."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.path = path
+        self.changes = Changes()
+
+    @property
+    def heard(self) -> list[Event]:
+        return read_events(self.path)
+
+    def emit(self, kind: str, reason: str, /, **fields: object) -> None:
+        super().emit(kind, reason, **fields)
+        self.changes.notify()
+
+
 class DeployedRun:
     """A run that listens to the swarm, its events, and who holds its stages."""
 
-    def __init__(self, coordinator: Coordinator, events: EventLog) -> None:
+    def __init__(self, coordinator: Coordinator, events: HeardEvents) -> None:
         self.coordinator = coordinator
         self.events = events
         self.orders: dict[str, Deploy] = {}
@@ -51,11 +68,8 @@ class DeployedRun:
 
     async def event(self, kind: str) -> Event:
         """The only event of this kind, once it is there."""
-        changes = Changes()
-        unsubscribe = self.events.subscribe(lambda _: changes.notify())
-        await changes.until(lambda: any(event["kind"] == kind for event in self.events.recent))
-        unsubscribe()
-        (found,) = (event for event in self.events.recent if event["kind"] == kind)
+        await self.events.changes.until(lambda: any(event["kind"] == kind for event in self.events.heard))
+        (found,) = (event for event in self.events.heard if event["kind"] == kind)
         return found
 
     async def close(self) -> None:
@@ -88,7 +102,7 @@ def prepared() -> PreparedJob:
 async def a_run(swarm: LocalSwarm, folder: Path) -> AsyncIterator[DeployedRun]:
     """A run in this folder that listens to the swarm; nothing is deployed yet."""
     with RunDirectory.open(folder / "run", job_name="job", resume=False) as directory:
-        events, metrics = EventLog(directory.events_path), MetricLog(directory.metrics_path)
+        events, metrics = HeardEvents(directory.events_path), MetricLog(directory.metrics_path)
         progress = Progress("job", 1, Ledger())
         coordinator = Coordinator(swarm.swarm, directory, events, metrics, progress, QuietDisplay())
         await coordinator.start()

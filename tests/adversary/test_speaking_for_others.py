@@ -242,7 +242,7 @@ def test_a_result_of_measures_that_nobody_asked_for(tmp_path: Path) -> None:
                         pass
                 lost = await trained.event("lost")
                 assert lost["provider"] == "mallory"
-                assert not evaluating.done() and "evaluated" not in [event["kind"] for event in trained.events.recent]
+                assert not evaluating.done() and "evaluated" not in [event["kind"] for event in trained.events.heard]
                 evaluating.cancel()
 
     run(test())
@@ -255,7 +255,7 @@ def test_failing_a_run_that_one_has_no_part_in(tmp_path: Path) -> None:
             async with a_run(swarm, tmp_path) as trained:
                 await trained.deploy([anna])
                 mallory = await swarm.join("mallory")
-                before = len(trained.events.recent)
+                before = len(trained.events.heard)
                 name = trained.orders["anna"].deployment
                 await mallory.control.send(ProviderMessage(failed={"deployment": name, "kind": "not_finite"}))
                 await mallory.control.send(ProviderMessage(report={"deployment": name, "updates": 9}))
@@ -265,7 +265,7 @@ def test_failing_a_run_that_one_has_no_part_in(tmp_path: Path) -> None:
                 reason = str(lost["reason"])
                 assert lost["provider"] == "mallory"
                 assert reason.startswith("it left:") and reason.isprintable() and len(reason) <= 2000
-                kinds = [event["kind"] for event in list(trained.events.recent)[before:]]
+                kinds = [event["kind"] for event in trained.events.heard[before:]]
                 assert set(kinds) <= {"standby", "lost"}, "nothing came of what it said"
                 await trained.coordinator.check()
 

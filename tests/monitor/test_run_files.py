@@ -62,28 +62,6 @@ def test_events_are_lines_with_time_kind_reason_and_fields(tmp_path: Path) -> No
     assert "NaN" not in (tmp_path / "events.jsonl").read_text()
 
 
-def test_observers_see_events_until_they_leave(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    seen: list[str] = []
-    leave = log.subscribe(lambda event: seen.append(event["kind"]))
-    log.emit("one", "")
-    leave()
-    leave()
-    log.emit("two", "")
-    log.close()
-    assert seen == ["one"]
-    assert [event["kind"] for event in log.recent] == ["one", "two"]
-
-
-def test_the_last_200_events_stay_in_memory(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    for number in range(250):
-        log.emit("tick", "", number=number)
-    log.close()
-    assert [event["number"] for event in log.recent] == list(range(50, 250))
-    assert len(read_events(tmp_path / "events.jsonl")) == 250
-
-
 def test_a_torn_last_line_is_left_out_and_the_next_run_continues_cleanly(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind":"a"}\n{"kind":"b')
