@@ -2,8 +2,7 @@
 
 With each gradient the later stage sends how long it had the microbatch, by its own clock. The earlier stage knows by
 its own clock how long the microbatch was away. The difference is the delay both ways: packing, latency, unpacking, and
-waiting behind other frames. So the low quantile of recent delays is the latency of the way, and the median shows how
-much of it is waiting.
+waiting behind other frames. So the low quantile of recent delays is the latency of the way.
 """
 
 import time
@@ -71,17 +70,9 @@ class LinkDelay:
     @property
     def low_seconds(self) -> float:
         """Delay of the microbatches that hardly waited; 0 while nothing is known."""
-        return self._quantile(LOW_SHARE)
-
-    @property
-    def median_seconds(self) -> float:
-        """Median delay."""
-        return self._quantile(0.5)
-
-    def _quantile(self, share: float) -> float:
         recent = self._clock() - RECENT_SECONDS
         counted = [delay for at, delay in self._delays if at >= recent]
         if len(counted) < MIN_DELAYS:
             counted = [delay for _, delay in list(self._delays)[-MIN_DELAYS:]]
         counted.sort()
-        return counted[int(share * (len(counted) - 1) + 0.5)] if counted else 0.0
+        return counted[int(LOW_SHARE * (len(counted) - 1) + 0.5)] if counted else 0.0

@@ -190,7 +190,6 @@ class Generation:
             state = end.state()
             if end.is_next:
                 state.delay_seconds = self._outbox.delay.low_seconds
-                state.usual_delay_seconds = self._outbox.delay.median_seconds
             states.append(state)
         return states
 
