@@ -58,10 +58,6 @@ class CostProfile:
     """Time that each stage takes for a microbatch in addition to its nodes and its update, wherever the cuts fall:
     between two tasks of a stage the processor does other work, so each task starts with a cold cache."""
 
-    def seconds(self, name: str) -> float:
-        cost = self.nodes.get(name)
-        return cost.seconds if cost else 0.0
-
 
 def profile(
     graph: PortableGraph, weights: Mapping[str, torch.Tensor], sample: Mapping[str, torch.Tensor], samples: int

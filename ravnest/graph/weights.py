@@ -108,10 +108,6 @@ class WeightsReader:
         self._current = 0
         self._position = 0
 
-    @property
-    def received_bytes(self) -> int:
-        return self._received_bytes
-
     def feed(self, chunk: bytes | bytearray | memoryview) -> None:
         """Take the next bytes of the stream."""
         view = memoryview(chunk).cast("B")

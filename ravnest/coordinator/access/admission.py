@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """An admitted node: its id, its certificate in DER, and whether it joins for the first time."""
+    """An admitted node: its id, and its certificate in DER."""
 
     node_id: str
     certificate: bytes
-    new: bool
 
 
 class Admission:
@@ -106,12 +105,11 @@ class Admission:
         """Admits the holder of an invite, or gives a node a new certificate. PeerError with the reason of a refusal."""
         key = request_key(request)
         if identity.kind == "invite":
-            joined = self.tokens.redeem(identity.name, key_id(key), name, self._clock())
-            node_id, new = joined.node_id, joined.new
+            node_id = self.tokens.redeem(identity.name, key_id(key), name, self._clock())
         else:
             assert identity.kind == "node", "the coordinator does not join its own swarm"
-            node_id, new = identity.name, False
-        return Admitted(node_id, certificate_der(self.authority.issue(request, node_id, now=self._date())), new)
+            node_id = identity.name
+        return Admitted(node_id, certificate_der(self.authority.issue(request, node_id, now=self._date())))
 
     def server_keys(self) -> TlsKeys:
         """The certificate of the coordinator's port, and the roots that it trusts now."""

@@ -41,14 +41,6 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    """A node that joins, and whether for the first time."""
-
-    node_id: str
-    new: bool
-
-
-@dataclass(frozen=True, slots=True)
 class AdmittedNode:
     """A node that has joined, and its token. `kicked_at` is None unless the node was kicked."""
 
@@ -56,7 +48,6 @@ class AdmittedNode:
     token_id: str
     joined_at: float
     kicked_at: float | None
-    kick_reason: str
 
 
 def admit(token: Token | None, now: float, returning: bool = False) -> tuple[bool, str]:
@@ -142,8 +133,8 @@ class TokenStore:
             row = connection.execute("SELECT root FROM tokens WHERE id = ?", (token_id,)).fetchone()
         return None if row is None else read_certificate(row[0])
 
-    def redeem(self, token_id: str, key_id: str, name: str, now: float) -> Joined:
-        """Admits the holder of a key, with a node id like `name`. PeerError with the reason of a refusal.
+    def redeem(self, token_id: str, key_id: str, name: str, now: float) -> str:
+        """Admits the holder of a key; the node id, which is like `name`. PeerError with the reason of a refusal.
 
         A key that has joined before keeps its node id, and uses nothing up.
         """
@@ -156,14 +147,14 @@ class TokenStore:
             if not good:
                 raise RefusedError(reason)
             if known is not None:
-                return Joined(known[0], new=False)
+                return str(known[0])
             node_id = _free_node_id(connection, as_node_id(name))
             connection.execute("UPDATE tokens SET uses_left = uses_left - 1 WHERE id = ?", (token_id,))
             connection.execute(
                 "INSERT INTO nodes (node_id, key_id, token_id, joined_at) VALUES (?, ?, ?, ?)",
                 (node_id, key_id, token_id, now),
             )
-            return Joined(node_id, new=True)
+            return node_id
 
     def kick(self, node_id: str, now: float, reason: str = "") -> None:
         """Kicks a node for good: its certificate is no longer valid here. RunError for an unknown node."""
@@ -189,7 +180,7 @@ class TokenStore:
         """All nodes that have joined, oldest first."""
         with self._store.used() as connection:
             rows = connection.execute(
-                "SELECT node_id, token_id, joined_at, kicked_at, kick_reason FROM nodes ORDER BY joined_at, node_id"
+                "SELECT node_id, token_id, joined_at, kicked_at FROM nodes ORDER BY joined_at, node_id"
             ).fetchall()
         return [AdmittedNode(*row) for row in rows]
 

@@ -12,16 +12,15 @@ from ravnest.planner.link_codecs import share_of
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Network, Provider
 from ravnest.planner.proposal import Proposal, proposal_of
-from ravnest.planner.rings.rings import Ring, rings_of, round_seconds
+from ravnest.planner.rings.rings import rings_of, round_seconds
 from ravnest.planner.rings.tensors import RingPart, by_fragment, check_can_be_averaged, fragments, tensors_of
 from ravnest.settings import Averaging
 
 
 @dataclass(frozen=True, slots=True)
 class AveragingOf:
-    """The rings of a plan and the interval between its rounds."""
+    """The parts of the rings of a plan, and the interval between its rounds."""
 
-    rings: tuple[Ring, ...]
     parts: tuple[RingPart, ...]
     round_seconds: float
     """Duration of a round of the slowest fragment."""
@@ -54,7 +53,7 @@ def averaging_of(
     # The interval follows from the plan, and changes its predicted rate.
     goal = replace(goal, average_every=max(1, round(every / model.samples / len(plan.clusters))))
     plan = proposal_of(goal, network, providers, plan.clusters)
-    return AveragingOf(rings, parts, seconds, every, reason, goal, plan)
+    return AveragingOf(parts, seconds, every, reason, goal, plan)
 
 
 def within_averaging(graph: PortableGraph, goal: Goal) -> Goal:

@@ -15,11 +15,6 @@ class CallRate:
         self._clock = clock
         self._calls: dict[str, deque[float]] = {}
 
-    @property
-    def callers(self) -> set[str]:
-        """Callers that had measured within the last minute, as of the last call."""
-        return set(self._calls)
-
     def take(self, caller: str) -> tuple[bool, str]:
         """Whether this caller may measure now, which is counted then, and the reason."""
         now = self._clock()

@@ -37,9 +37,6 @@ class Judgement:
     is_worth_it: bool
     gain: float
     """Share of samples gained over the horizon; below 0 where there is a loss."""
-    moved_bytes: float
-    """Bytes that all providers fetch together."""
-    standstill_seconds: float
     reason: str
 
 
@@ -52,7 +49,7 @@ def worth_it(running: Plan, clusters: Collection[int], plan: Plan) -> Judgement:
     after = [cluster.cost for cluster in plan.clusters]
     held = held_pieces(train)
     if held_pieces(after) == held:
-        return Judgement(False, 0.0, 0.0, 0.0, f"the plan stays as it is, with {_rate(before.score)}")
+        return Judgement(False, 0.0, f"the plan stays as it is, with {_rate(before.score)}")
     sizes = {name: size for cluster in after for name, size in fetched_bytes(basis.model, held, cluster).items()}
     standstill = DEPLOY_SECONDS + fetch_seconds(sizes, providers)
     samples = plan.score * max(0.0, HORIZON_SECONDS - standstill)
@@ -64,8 +61,8 @@ def worth_it(running: Plan, clusters: Collection[int], plan: Plan) -> Judgement:
         f"which takes {standstill:.3g} s: {gain:+.0%} samples in {HORIZON_SECONDS:.0f} s"
     )
     if gain < MIN_GAIN:
-        return Judgement(False, gain, moved, standstill, f"{reason}, which is not worth standing still for")
-    return Judgement(True, gain, moved, standstill, reason)
+        return Judgement(False, gain, f"{reason}, which is not worth standing still for")
+    return Judgement(True, gain, reason)
 
 
 def held_pieces(clusters: Iterable[Cluster]) -> dict[str, Piece]:

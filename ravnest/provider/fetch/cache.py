@@ -174,10 +174,6 @@ class KeptArtifact:
         self._whole = whole
         self._descriptor = descriptor
 
-    @property
-    def name(self) -> str:
-        return self._path.name
-
     def read(self, offset: int) -> bytes:
         """Some bytes from `offset` on; none at the end."""
         return os.pread(self._descriptor, _PIECE_BYTES, offset)

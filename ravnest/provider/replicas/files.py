@@ -194,12 +194,6 @@ class PartFiles:
                 if key in self._parts and before > 0:
                     self._spared[key] = min(self._parts[key])
 
-    def remove(self, part: ReplicaPart) -> None:
-        """Delete a damaged part."""
-        with self._lock:
-            if self._parts.get(part.key, {}).get(part.replica) is part:
-                self._remove(part.key, part.replica)
-
     def _check_room(self, where: Path, size_bytes: int) -> None:
         state = os.statvfs(where)
         free = state.f_bavail * state.f_frsize

@@ -52,12 +52,11 @@ def test_a_token_never_lets_in_more_keys_than_it_has_uses(uses: int, keys: list[
     given_ids: dict[str, str] = {}
     for key in keys:
         try:
-            joined = store.redeem(token.id, key, "pc", NOW)
+            node = store.redeem(token.id, key, "pc", NOW)
         except PeerError:
             assert len(given_ids) == uses and key not in given_ids
         else:
-            assert joined.new is (key not in given_ids)
-            assert given_ids.setdefault(key, joined.node_id) == joined.node_id
+            assert given_ids.setdefault(key, node) == node
     assert len(set(given_ids.values())) == len(given_ids) <= uses
     store.close()
 
@@ -67,12 +66,12 @@ def test_what_the_store_knows_survives_a_restart(tmp_path: Path) -> None:
     store = TokenStore(path)
     token = store.create(NOW, uses=1, note="for Anna")
     root = store.root(token.id)
-    node = store.redeem(token.id, "key", "Anna", NOW).node_id
+    node = store.redeem(token.id, "key", "Anna", NOW)
     store.close()
     again = TokenStore(path)
     assert [(t.id, t.uses_left, t.note) for t in again.tokens()] == [(token.id, 0, "for Anna")]
     assert again.root(token.id) == root and again.live_roots(NOW) == [root]
-    assert again.redeem(token.id, "key", "Anna", NOW).node_id == node == "anna"
+    assert again.redeem(token.id, "key", "Anna", NOW) == node == "anna"
     again.close()
 
 
@@ -80,7 +79,7 @@ def test_another_process_that_revokes_or_throws_out_is_heard_at_once(tmp_path: P
     path = tmp_path / "store.sqlite"
     running, command = TokenStore(path), TokenStore(path)
     token = running.create(NOW)
-    node = running.redeem(token.id, "key", "anna", NOW).node_id
+    node = running.redeem(token.id, "key", "anna", NOW)
     assert running.live_roots(NOW) and running.is_member(node)
     command.revoke(token.id, NOW)
     command.kick(node, NOW, "sent nonsense")
@@ -101,7 +100,7 @@ def test_two_who_race_for_the_last_use_do_not_both_get_it(tmp_path: Path) -> Non
     def race(store: TokenStore, key: str) -> None:
         start.wait()
         try:
-            outcomes.append(store.redeem(token.id, key, "pc", NOW).new)
+            outcomes.append(bool(store.redeem(token.id, key, "pc", NOW)))
         except PeerError:
             outcomes.append(False)
 
@@ -130,17 +129,17 @@ def test_a_token_that_is_used_up_keeps_its_root_so_that_a_lost_reply_can_be_aske
     token = store.create(NOW, uses=1)
     store.redeem(token.id, "key", "pc", NOW)
     assert len(store.live_roots(NOW)) == 1
-    assert not store.redeem(token.id, "key", "pc", NOW).new
+    assert store.redeem(token.id, "key", "pc", NOW) == "pc"
 
 
 def test_a_node_that_was_thrown_out_does_not_come_back_and_its_id_is_not_given_again() -> None:
     store = TokenStore()
     token = store.create(NOW)
-    node = store.redeem(token.id, "key", "anna", NOW).node_id
+    node = store.redeem(token.id, "key", "anna", NOW)
     store.kick(node, NOW)
     with pytest.raises(PeerError, match="anna was thrown out"):
         store.redeem(token.id, "key", "anna", NOW)
-    assert store.redeem(token.id, "another key", "anna", NOW).node_id == "anna-2"
+    assert store.redeem(token.id, "another key", "anna", NOW) == "anna-2"
     assert not store.is_member("nobody")
 
 

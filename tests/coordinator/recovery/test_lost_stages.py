@@ -197,7 +197,7 @@ def test_whoever_is_lost_while_the_end_is_saved_is_replaced_and_that_is_saved(pl
 def test_a_machine_that_is_worth_it_is_used_and_nothing_is_lost_by_that(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(changing, "worth_it", lambda *plans: Judgement(True, 1.0, 0.0, 0.0, "it is"))
+    monkeypatch.setattr(changing, "worth_it", lambda *plans: Judgement(True, 1.0, "it is"))
 
     async def scene(run: Run) -> None:
         run.swarm.join("a")
