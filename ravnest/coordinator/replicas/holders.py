@@ -59,8 +59,7 @@ class ReplicaHolders:
             for standby in warm.values():
                 if standby.cluster == cluster.id and standby.stage is not None:
                     standbys.setdefault(standby.stage, []).append(standby.standby)
-            chosen = choose_holders(cluster.nodes, standbys, others)
-            holders = {stage: holder.node for stage, holder in chosen.items() if holder.node is not None}
+            holders = choose_holders(cluster.nodes, standbys, others)
             if not holders:
                 # The cluster's provider is the only one: no other provider could continue from a replica.
                 continue
