@@ -13,8 +13,6 @@ from ravnest.monitor.snapshot import RunSnapshot
 from ravnest.monitor.summary import Summary
 from ravnest.units import counted
 
-__all__ = ["Display", "LiveDisplay", "PlainDisplay", "QuietDisplay", "open_display"]
-
 PLAIN_SECONDS: Final = 5.0
 
 

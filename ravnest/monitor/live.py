@@ -129,12 +129,12 @@ def _picture(snapshot: RunSnapshot, max_stages: int) -> RenderableType:
     if snapshot.averaging is not None:
         last = f"; {snapshot.last_round}" if snapshot.last_round else ""
         parts.append(_named("averaging", f"{averaging_in_words(snapshot.averaging)}{last}"))
-    if snapshot.in_flight is not None:
-        parts.append(_named("in flight", f"{snapshot.in_flight.microbatches}   {snapshot.in_flight.reason}"))
+    if snapshot.in_flight:
+        parts.append(_named("in flight", snapshot.in_flight))
     if snapshot.standstill:
         parts.append(Text(printable(snapshot.standstill), style="yellow", no_wrap=True, overflow="ellipsis"))
     if snapshot.stages:
-        shown = (snapshot.averaging is not None) + (snapshot.in_flight is not None) + bool(snapshot.standstill)
+        shown = (snapshot.averaging is not None) + bool(snapshot.in_flight) + bool(snapshot.standstill)
         room = max_stages - len(snapshot.clusters) - shown
         parts += [Text(), _stage_table(snapshot, room := max(1, room))]
         hidden = len(snapshot.stages) - room
@@ -209,22 +209,22 @@ def _stage_table(snapshot: RunSnapshot, max_stages: int | None = None) -> Table:
     table.add_column("busy", no_wrap=True)
     table.add_column("staleness", justify="right", no_wrap=True)
     table.add_column("memory", justify="right", no_wrap=True)
-    begun = {view.id: view for view in snapshot.clusters}
+    clusters = iter(snapshot.clusters)
     for view in snapshot.stages[:max_stages]:
-        cluster = begun.pop(view.cluster, None)
-        if cluster is not None:
+        if not view.stage and (begun := next(clusters, None)) is not None:
+            cluster, lost = begun
             rate = f"{units.sample_rate(cluster.samples_per_second)} samples/s, {units.count(cluster.samples)} samples"
             rate += "" if cluster.in_flight is None else f", {cluster.in_flight} in flight"
-            told = f"lost: {printable(cluster.lost)}" if cluster.lost else rate
-            table.add_row(f"cluster {cluster.id}", Text(told, style="red" if cluster.lost else "dim"))
+            told = f"lost: {printable(lost)}" if lost else rate
+            table.add_row(f"cluster {cluster.id}", Text(told, style="red" if lost else "dim"))
         table.add_row(
             Text.assemble(f"{view.stage} ", (printable(view.role), "dim")),
             Text(printable(view.provider)),
             Text(printable(view.device), style="dim"),
             units.short_count(view.parameters),
             _busy(view.busy_fraction),
-            Text.assemble(f"{view.staleness_mean:.1f}", (f" max {view.staleness_max}", "dim")),
-            units.byte_size(view.memory_bytes),
+            Text.assemble(f"{view.staleness.mean:.1f}", (f" max {view.staleness.max}", "dim")),
+            units.byte_size(view.peak_memory_bytes),
         )
     return table
 

@@ -3,43 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ravnest.monitor.summary import AveragingSummary
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSnapshot:
-    """One stage of a running job."""
-
-    provider: str
-    stage: int
-    role: str
-    device: str
-    parameters: int
-    busy_fraction: float = 0.0
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    memory_bytes: int = 0
-    cluster: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterSnapshot:
-    """One cluster of a job that runs on several."""
-
-    id: int
-    samples: int = 0
-    samples_per_second: float = 0.0
-    lost: str = ""
-    """Why the cluster no longer trains; empty while it does."""
-    in_flight: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class InFlightLimit:
-    """How many microbatches a cluster may have in flight, and why."""
-
-    microbatches: int | None
-    reason: str
+from ravnest.monitor.summary import AveragingSummary, ClusterSummary, StageSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +32,14 @@ class RunSnapshot:
     predicted_samples_per_second: float | None = None
     eta_seconds: float | None = None
     elapsed_seconds: float = 0.0
-    stages: tuple[StageSnapshot, ...] = ()
+    stages: tuple[StageSummary, ...] = ()
     """Stages, cluster by cluster."""
-    clusters: tuple[ClusterSnapshot, ...] = ()
-    """Clusters, if there are several; otherwise empty."""
+    clusters: tuple[tuple[ClusterSummary, str], ...] = ()
+    """Clusters, if there are several, each with the reason why it no longer trains; empty while it does."""
     averaging: AveragingSummary | None = None
     """Totals of the averaging rounds so far; None for a single cluster."""
-    in_flight: InFlightLimit | None = None
-    """In-flight limit of a single cluster; None for several clusters."""
+    in_flight: str = ""
+    """In-flight limit of a single cluster, and why; empty for several clusters."""
     last_round: str = ""
     title: str = ""
     """The job's name."""

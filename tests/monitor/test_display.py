@@ -11,8 +11,8 @@ from ravnest import units
 from ravnest.monitor import display as display_module
 from ravnest.monitor.display import LiveDisplay, PlainDisplay, QuietDisplay, open_display
 from ravnest.monitor.report import averaging_in_words, final_facts
-from ravnest.monitor.snapshot import ClusterSnapshot, RunSnapshot, StageSnapshot
-from ravnest.monitor.summary import AveragingSummary, ClusterSummary, Summary
+from ravnest.monitor.snapshot import RunSnapshot
+from ravnest.monitor.summary import AveragingSummary, ClusterSummary, StageSummary, Staleness, Summary
 
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
@@ -36,18 +36,17 @@ def a_live_display(width: int = 80, height: int = 24) -> tuple[LiveDisplay, io.S
     return LiveDisplay(console), stream
 
 
-def a_stage(stage: int = 0, provider: str = "p1", cluster: int = 0) -> StageSnapshot:
-    return StageSnapshot(
-        cluster=cluster,
+def a_stage(stage: int = 0, provider: str = "p1") -> StageSummary:
+    return StageSummary(
         provider=provider,
         stage=stage,
         role="root",
         device="cpu",
         parameters=1_284_522,
         busy_fraction=0.42,
-        staleness_mean=1.9,
-        staleness_max=3,
-        memory_bytes=300 << 20,
+        staleness=Staleness(mean=1.9, max=3),
+        peak_memory_bytes=300 << 20,
+        updates=140,
     )
 
 
@@ -311,10 +310,15 @@ AVERAGED = AveragingSummary(rounds=12, rings=3, seconds_mean=0.42, bytes=35 << 2
 
 
 def two_clusters(**changes: object) -> RunSnapshot:
-    stages = tuple(a_stage(s, f"c{c}s{s}", c) for c in (0, 1) for s in range(2 + c))
-    first = ClusterSnapshot(id=0, samples=8240, samples_per_second=412.0)
-    other = ClusterSnapshot(id=1, samples=4120, samples_per_second=206.0)
-    values = {"stages": stages, "clusters": (first, other), "averaging": AVERAGED, "last_round": "round 13: 2 rings"}
+    stages = tuple(a_stage(s, f"c{c}s{s}") for c in (0, 1) for s in range(2 + c))
+    first = ClusterSummary(id=0, samples=8240, samples_per_second=412.0)
+    other = ClusterSummary(id=1, samples=4120, samples_per_second=206.0)
+    values = {
+        "stages": stages,
+        "clusters": ((first, ""), (other, "")),
+        "averaging": AVERAGED,
+        "last_round": "round 13: 2 rings",
+    }
     return a_snapshot(**{**values, **changes})
 
 
@@ -343,14 +347,15 @@ def test_one_cluster_is_shown_without_a_line_of_its_own() -> None:
 
 def test_a_cluster_that_is_lost_says_why() -> None:
     display, stream = a_live_display(width=100)
-    display.show(two_clusters(clusters=(ClusterSnapshot(id=0, lost="ann is\x1b gone"), ClusterSnapshot(id=1))))
+    shown_clusters = two_clusters().clusters
+    display.show(two_clusters(clusters=((shown_clusters[0][0], "ann is\x1b gone"), shown_clusters[1])))
     assert "cluster 0" in shown(stream) and "lost: ann is  gone" in shown(stream)
 
 
 def test_many_clusters_do_not_push_the_picture_out_of_the_terminal() -> None:
     display, stream = a_live_display(width=100, height=24)
-    many = tuple(ClusterSnapshot(id=c) for c in range(50))
-    display.show(two_clusters(stages=tuple(a_stage(0, f"p{c}", c) for c in range(50)), clusters=many))
+    many = tuple((ClusterSummary(id=c, samples=0, samples_per_second=0.0), "") for c in range(50))
+    display.show(two_clusters(stages=tuple(a_stage(0, f"p{c}") for c in range(50)), clusters=many))
     assert len(shown(stream).splitlines()) <= 24 and "and 49 more stages" in shown(stream)
 
 

@@ -13,10 +13,10 @@ from typing import Protocol
 from ravnest.coordinator.feed.cluster_state import Clusters
 from ravnest.coordinator.feed.ledger import Ledger
 from ravnest.coordinator.report.phase import Phase
-from ravnest.coordinator.report.stage_figures import shares_in_words, stage_snapshot, stage_summary
+from ravnest.coordinator.report.stage_figures import shares_in_words, stage_summary
 from ravnest.coordinator.report.training_clock import TrainingClock
 from ravnest.monitor.run_directory import RunPaths
-from ravnest.monitor.snapshot import ClusterSnapshot, InFlightLimit, RunSnapshot
+from ravnest.monitor.snapshot import RunSnapshot
 from ravnest.monitor.summary import (
     AveragingSummary,
     Check,
@@ -112,10 +112,10 @@ class Progress:
 
     def snapshot(self) -> RunSnapshot:
         rate, total = self.clock.recent_samples_per_second(), self.epochs.samples_total()
+        clusters = self.clusters.all if self.clusters is not None and self.plan is not None else ()
+        lost = [cluster.reason if cluster.is_lost else "" for cluster in clusters]
         # A cluster of one stage has nothing in flight to a next stage.
-        single = self.clusters is not None and len(self.clusters.all) == 1
-        flying = self.clusters.all[0] if self.clusters is not None and single else None
-        flying = flying if flying is not None and len(flying.plan.stages) > 1 else None
+        flying = clusters[0] if len(clusters) == 1 and len(clusters[0].plan.stages) > 1 else None
         return RunSnapshot(
             phase=self.activity,
             detail=shares_in_words(self.fetching),
@@ -131,10 +131,10 @@ class Progress:
             predicted_samples_per_second=self.plan.predicted_samples_per_second if self.plan else None,
             eta_seconds=(total - self.ledger.samples) / rate if total is not None and rate > 0 else None,
             elapsed_seconds=self.clock.elapsed_seconds,
-            stages=tuple(stage_snapshot(self._stage(s), s.cluster) for s in (self.plan.stages if self.plan else ())),
-            clusters=tuple(self._cluster_views(rate)),
+            stages=tuple(self._stage(stage) for stage in (self.plan.stages if self.plan else ())),
+            clusters=tuple(zip(self._cluster_summaries(rate), lost, strict=True)) if len(lost) > 1 else (),
             averaging=None if self.rounds is None else self.rounds.summary(),
-            in_flight=None if flying is None else InFlightLimit(flying.in_flight, flying.flight_reason),
+            in_flight="" if flying is None else f"{flying.in_flight}   {flying.flight_reason}",
             last_round="" if self.rounds is None else self.rounds.last,
             title=self.title,
         )
@@ -176,20 +176,6 @@ class Progress:
                 return
             self._is_over = summary.status != "running"
             summary.write(run)
-
-    def _cluster_views(self, rate: float) -> Iterator[ClusterSnapshot]:
-        """Each cluster with its share of the rate; nothing for a single cluster."""
-        found = list(self._cluster_summaries(rate))
-        if self.clusters is None or len(found) < 2:
-            return
-        for cluster, seen in zip(self.clusters.all, found, strict=True):
-            yield ClusterSnapshot(
-                id=seen.id,
-                samples=seen.samples,
-                samples_per_second=seen.samples_per_second,
-                lost=cluster.reason if cluster.is_lost else "",
-                in_flight=cluster.in_flight,
-            )
 
     def _cluster_summaries(self, rate: float) -> Iterator[ClusterSummary]:
         """Each cluster with its share of the samples of this session, and therefore of the rate."""

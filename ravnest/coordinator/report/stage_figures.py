@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from ravnest.monitor.snapshot import StageSnapshot
 from ravnest.monitor.summary import LinkSummary, StageSummary, Staleness
 from ravnest.net.v1.control_pb2 import Report
 from ravnest.planner.plan import StagePlan
@@ -44,22 +43,6 @@ def stage_summary(stage: StagePlan, stages: Sequence[StagePlan], report: Report,
             )
             for link in report.links
         ),
-    )
-
-
-def stage_snapshot(stage: StageSummary, cluster: int) -> StageSnapshot:
-    """The same figures as the display shows them."""
-    return StageSnapshot(
-        provider=stage.provider,
-        stage=stage.stage,
-        role=stage.role,
-        device=stage.device,
-        parameters=stage.parameters,
-        busy_fraction=stage.busy_fraction,
-        staleness_mean=stage.staleness.mean,
-        staleness_max=stage.staleness.max,
-        memory_bytes=stage.peak_memory_bytes,
-        cluster=cluster,
     )
 
 
