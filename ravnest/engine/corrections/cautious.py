@@ -11,32 +11,30 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ravnest.engine.corrections import discount, foresight
+from ravnest.engine.corrections.foresight import Foresight
 
 
-class Cautious:
+class Cautious(Foresight):
     """Steps and predicts like `Foresight`, at the learning rate of `Discount`."""
 
     def __init__(
         self, optimizer: Optimizer, parameters: Mapping[str, Tensor], warm_up_updates: int = discount.WARM_UP_UPDATES
     ) -> None:
-        self._foresight = foresight.Foresight(optimizer, parameters)
+        super().__init__(optimizer, parameters)
         self._discount = discount.Discount(optimizer, warm_up_updates)
 
     def forward_weights(self) -> dict[str, Tensor] | None:
         # The updates until the gradient arrives have the current discount too.
         with self._discount.applied():
-            return self._foresight.forward_weights()
-
-    def moved(self) -> None:
-        self._foresight.moved()
+            return super().forward_weights()
 
     def begin_update(self, staleness: float, version: int) -> None:
         self._discount.begin_update(staleness, version)
-        self._foresight.begin_update(staleness, version)
+        super().begin_update(staleness, version)
 
     def step(self) -> None:
         with self._discount.applied():
-            self._foresight.step()
+            super().step()
 
 
 def refusal(optimizer: Optimizer) -> str | None:

@@ -59,33 +59,25 @@ def correction_named(
     """
     if name not in CORRECTIONS:
         raise GraphError(f"there is no correction of staleness {name[:80]!r}; use one of {', '.join(CORRECTIONS)}")
-    if name == "none" or _refusal(name, optimizer) is not None:
+    refusal, make = _CHOICES[name]
+    if refusal(optimizer) is not None:
         return Plain(optimizer)
-    if name == "discount":
-        return discount.Discount(optimizer, warm_up_updates)
-    if name == "predict":
-        return predict.Predict(optimizer, parameters)
-    if name == "nesterov":
-        return nesterov.NesterovCorrection(optimizer)
-    if name == "foresight":
-        return foresight.Foresight(optimizer, parameters)
-    return cautious.Cautious(optimizer, parameters, warm_up_updates)
+    return make(optimizer, parameters, warm_up_updates)
 
 
 def correction_refusal(name: str, spec: OptimizerSpec) -> str | None:
     """The reason why this correction does not support such an optimizer; None if it does."""
-    return _refusal(name, spec.build([Tensor(1, 1).zero_().requires_grad_()]))
+    return _CHOICES[name][0](spec.build([Tensor(1, 1).zero_().requires_grad_()]))
 
 
-_REFUSALS: Final[Mapping[str, Callable[[Optimizer], str | None]]] = {
-    "none": lambda _: None,
-    "discount": discount.refusal,
-    "predict": predict.refusal,
-    "nesterov": nesterov.refusal,
-    "foresight": foresight.refusal,
-    "cautious": cautious.refusal,
+_Make = Callable[[Optimizer, Mapping[str, Tensor], int], Correction]
+
+_CHOICES: Final[Mapping[str, tuple[Callable[[Optimizer], str | None], _Make]]] = {
+    "none": (lambda _: None, lambda optimizer, parameters, updates: Plain(optimizer)),
+    "discount": (discount.refusal, lambda optimizer, parameters, updates: discount.Discount(optimizer, updates)),
+    "predict": (predict.refusal, lambda optimizer, parameters, updates: predict.Predict(optimizer, parameters)),
+    "nesterov": (nesterov.refusal, lambda optimizer, parameters, updates: nesterov.NesterovCorrection(optimizer)),
+    "foresight": (foresight.refusal, lambda optimizer, parameters, updates: foresight.Foresight(optimizer, parameters)),
+    "cautious": (cautious.refusal, cautious.Cautious),
 }
-
-
-def _refusal(name: str, optimizer: Optimizer) -> str | None:
-    return _REFUSALS[name](optimizer)
+"""For each correction, the reason why it does not support an optimizer, and how it is made."""

@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-from torch import Tensor
 from torch.optim import Optimizer
+
+from ravnest.engine.corrections.plain import Plain
 
 WARM_UP_UPDATES: Final = 500
 """Maximum number of updates over which the discount ends."""
@@ -25,19 +26,13 @@ def warm_up_updates(run_updates: int | None) -> int:
     return WARM_UP_UPDATES if run_updates is None else max(1, min(WARM_UP_UPDATES, run_updates // WARM_UP_DIVISOR))
 
 
-class Discount:
+class Discount(Plain):
     """Steps the optimizer with a discounted learning rate."""
 
     def __init__(self, optimizer: Optimizer, warm_up_updates: int = WARM_UP_UPDATES) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._warm_up_updates = warm_up_updates
         self._factor = 1.0
-
-    def forward_weights(self) -> dict[str, Tensor] | None:
-        return None
-
-    def moved(self) -> None:
-        pass
 
     def begin_update(self, staleness: float, version: int) -> None:
         power = max(0.0, 1.0 - version / self._warm_up_updates)

@@ -18,11 +18,11 @@ GROWTH: Final = 0.15
 """Growth of the momentum with staleness: 1 - g = (1 - b) / (1 + GROWTH * staleness)."""
 
 
-class Foresight:
+class Foresight(nesterov.NesterovCorrection):
     """Steps like `NesterovCorrection` and predicts like `Predict`."""
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        self._step = nesterov.NesterovCorrection(optimizer, GROWTH)
+        super().__init__(optimizer, GROWTH)
         self._ahead = predict.Predict(optimizer, parameters)
 
     def forward_weights(self) -> dict[str, Tensor] | None:
@@ -32,11 +32,8 @@ class Foresight:
         self._ahead.moved()
 
     def begin_update(self, staleness: float, version: int) -> None:
-        self._step.begin_update(staleness, version)
+        super().begin_update(staleness, version)
         self._ahead.begin_update(staleness, version)
-
-    def step(self) -> None:
-        self._step.step()
 
 
 def refusal(optimizer: Optimizer) -> str | None:

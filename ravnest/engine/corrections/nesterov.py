@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
+from ravnest.engine.corrections.plain import Plain
 from ravnest.engine.weights.buckets import foreach_buckets
 
 MAX_MOMENTUM: Final = 0.99
@@ -27,20 +28,14 @@ PRODUCT: Final = "momentum_product"
 mean. It is saved with the rest of the state."""
 
 
-class NesterovCorrection:
+class NesterovCorrection(Plain):
     """Steps Adam, AdamW and NAdam as NAdam, and SGD with Nesterov's momentum, with the momentum for the staleness."""
 
     def __init__(self, optimizer: Optimizer, growth: float = 1.0) -> None:
         """`growth`: factor of the staleness in the formula of the momentum."""
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._growth = growth
         self._staleness = ExpectedStaleness()
-
-    def forward_weights(self) -> dict[str, Tensor] | None:
-        return None
-
-    def moved(self) -> None:
-        pass
 
     def begin_update(self, staleness: float, version: int) -> None:
         self._staleness.add(staleness)

@@ -15,16 +15,17 @@ from torch.optim import Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
 from ravnest.engine.corrections.nesterov import PRODUCT
+from ravnest.engine.corrections.plain import Plain
 from ravnest.engine.weights.buckets import foreach_buckets
 
 _ADAMS: Final = ("Adam", "AdamW", "NAdam")
 
 
-class Predict:
+class Predict(Plain):
     """Steps the optimizer unchanged, and predicts the weights for forwards."""
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._parameters = parameters
         self._staleness = ExpectedStaleness()
         self._predicted: dict[str, Tensor] | None = None
@@ -41,9 +42,6 @@ class Predict:
     def begin_update(self, staleness: float, version: int) -> None:
         self._staleness.add(staleness)
         self._predicted = None
-
-    def step(self) -> None:
-        self._optimizer.step()
 
     @torch.no_grad()
     def _predict(self, staleness: float) -> dict[str, Tensor]:
