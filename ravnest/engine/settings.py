@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final, get_args, get_type_hints
 
 from ravnest.engine.corrections.discount import WARM_UP_UPDATES
 from ravnest.errors import GraphError
@@ -86,24 +86,11 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
 }
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "optimizer": (str,),
-    "schedule": (str, type(None)),
-    "stage": (int,),
-    "stages": (int,),
-    "seed": (int,),
-    "accumulate": (int,),
-    "clip_norm": (int, float, type(None)),
-    "clip_value": (int, float, type(None)),
-    "in_flight": (int,),
-    "max_in_flight": (int, type(None)),
-    "max_staleness": (int, type(None)),
-    "versions": (str,),
-    "correction": (str,),
-    "warm_up_updates": (int,),
-    "precision": (str,),
-    "compiled": (bool,),
-    "split_backward": (bool,),
-    "trace": (int,),
-    "record_updates": (bool,),
-}
+
+def _kinds() -> dict[str, tuple[type, ...]]:
+    """The types that the value of each setting may have in JSON, which has one kind of number."""
+    found = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(StageSettings).items()}
+    return {name: (*kinds, int) if float in kinds else kinds for name, kinds in found.items()}
+
+
+_KINDS: Final = _kinds()
