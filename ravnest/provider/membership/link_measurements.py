@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import asdict
 
 from ravnest import units
 from ravnest.background import cancel_and_wait
@@ -35,15 +36,7 @@ class CoordinatorLink:
             await control.send(ProviderMessage(measured=Measured(error=str(error))))
             return
         self._known = speed
-        await control.send(
-            ProviderMessage(
-                measured=Measured(
-                    round_trip_seconds=speed.round_trip_seconds,
-                    up_bytes_per_second=speed.up_bytes_per_second,
-                    down_bytes_per_second=speed.down_bytes_per_second,
-                )
-            )
-        )
+        await control.send(ProviderMessage(measured=Measured(**asdict(speed))))
         if known is None:
             down, up = units.megabits(speed.down_bytes_per_second), units.megabits(speed.up_bytes_per_second)
             trip = units.milliseconds(speed.round_trip_seconds)
@@ -85,9 +78,4 @@ class PeerMeasuring:
             return PeerMeasured(node=order.node, error=error)
         except PeerError as failure:
             return PeerMeasured(node=order.node, error=str(failure))
-        return PeerMeasured(
-            node=order.node,
-            round_trip_seconds=speed.round_trip_seconds,
-            up_bytes_per_second=speed.up_bytes_per_second,
-            down_bytes_per_second=speed.down_bytes_per_second,
-        )
+        return PeerMeasured(node=order.node, **asdict(speed))
