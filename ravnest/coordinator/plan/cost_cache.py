@@ -46,19 +46,5 @@ def kept_costs(path: Path, key: str) -> CostProfile | None:
 
 def keep_costs(path: Path, key: str, costs: CostProfile) -> None:
     """Stores the costs; a disk error is ignored, as the run can go on without the cache."""
-    nodes = {name: asdict(cost) for name, cost in costs.nodes.items()}
-    rest = {name: getattr(costs, name) for name in _FIGURES}
-    told = {"key": key, **rest, "update": asdict(costs.update), "nodes": nodes}
     with contextlib.suppress(RunError):
-        write_atomic(path, json.dumps(told))
-
-
-_FIGURES = (
-    "samples",
-    "threads",
-    "flops_per_second",
-    "memory_bytes_per_second",
-    "precision",
-    "precision_speed",
-    "stage_seconds",
-)
+        write_atomic(path, json.dumps({"key": key, **asdict(costs)}))
