@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ravnest.graph import ops
 from ravnest.graph.aliasing import written_names
-from ravnest.graph.portable import Argument, Node, Ref
+from ravnest.graph.portable import Argument, Node, PortableGraph, Ref
 
 # operator -> (position of the argument, its name, its value in evaluation)
 _SWITCHES: dict[str, tuple[int, str, Argument]] = {
@@ -69,6 +69,11 @@ def draws_random_numbers(node: Node) -> bool:
             _argument(node, 5 + shift, "dropout", None) != 0 and _argument(node, 6 + shift, "train", None) is not False
         )
     return True
+
+
+def draws_in_evaluation(graph: PortableGraph) -> bool:
+    """Whether the graph would draw random numbers in evaluation."""
+    return any(draws_random_numbers(evaluation_form(node)) for node in graph.nodes)
 
 
 def _argument(node: Node, position: int, keyword: str, default: Argument) -> Argument:

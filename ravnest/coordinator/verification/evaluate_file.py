@@ -5,6 +5,7 @@ the free memory is cut: each part is loaded, run on the sample and released befo
 that saved another state than it trained, and a leaf that reported other scores than it computed.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,6 @@ from ravnest.graph.layout import layout
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program
-from ravnest.graph.switch import draws_random_numbers, evaluation_form
 
 _HALVES: Final = frozenset({torch.float16, torch.bfloat16})
 
@@ -109,7 +109,7 @@ def weights_of(path: Path, aliases: Mapping[str, str], elsewhere: Mapping[str, t
 def cut_to_fit(graph: PortableGraph, free_bytes: int) -> tuple[PortableGraph, ...]:
     """The model in as few parts as possible, such that the weights of each take at most half of this memory, if it can
     be cut that way."""
-    sizes = {w.name: w.dtype.itemsize * _count(w.shape) for w in graph.weights}
+    sizes = {w.name: w.dtype.itemsize * math.prod(w.shape) for w in graph.weights}
     if sum(sizes.values()) <= free_bytes // 2:
         return (graph,)
     plan = layout(graph)
@@ -136,11 +136,6 @@ def computes_in_halves(graph: PortableGraph) -> bool:
     """Whether a value in the graph has 16 bits."""
     outputs = (node.output.dtype for node in graph.nodes if node.output is not None)
     return not _HALVES.isdisjoint([*(w.dtype for w in graph.weights), *outputs])
-
-
-def draws_in_evaluation(graph: PortableGraph) -> bool:
-    """Whether the outputs of the graph in evaluation depend on random numbers."""
-    return any(draws_random_numbers(evaluation_form(node)) for node in graph.nodes)
 
 
 class _Part:
@@ -174,10 +169,3 @@ def _means(scores: Sequence[Mapping[str, float]], samples: Sequence[int]) -> dic
     return {
         name: sum(each[name] * count for each, count in zip(scores, samples, strict=True)) / total for name in scores[0]
     }
-
-
-def _count(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -19,11 +19,11 @@ from ravnest.coordinator.verification.decisions import Effort, effort, tolerance
 from ravnest.coordinator.verification.evaluate_file import (
     check_model,
     computes_in_halves,
-    draws_in_evaluation,
     weights_of,
 )
 from ravnest.coordinator.verification.reported_scores import ReportedScores, shortened
 from ravnest.errors import TrainingError
+from ravnest.graph.switch import draws_in_evaluation
 from ravnest.monitor.summary import Check
 
 Shorten = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]

@@ -30,7 +30,7 @@ from ravnest.graph.capture.traced_gradients import traced
 from ravnest.graph.capture.traced_hooks import hooks_of_parameters, refuse_hooks, trace_parameter_hooks
 from ravnest.graph.capture.users_line import line_of_error
 from ravnest.graph.portable import PortableGraph
-from ravnest.graph.switch import draws_random_numbers, evaluation_form
+from ravnest.graph.switch import draws_in_evaluation
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,8 @@ def capture(
         set_modes(modes)
         lowered = _lowered(whole, shapes, tuple(sample), metrics)
         difference = evaluation_difference(lowered, whole, sample, expected)
-        if difference or _draws_in_evaluation(lowered.graph):
+        # One batch cannot show whether a model that draws random numbers evaluates as its graph does.
+        if difference or draws_in_evaluation(lowered.graph):
             whole.eval()
             lowered = _with_evaluation(lowered, whole, shapes, sample, expected, difference)
             set_modes(modes)
@@ -101,11 +102,6 @@ def capture(
 def _lowered(whole: "_Whole", shapes: Any, inputs: tuple[str, ...], metrics: Mapping[str, Any]) -> Lowered:
     exported, calls = _export(whole, *shapes)
     return lower(exported, calls, inputs, ("loss", *metrics), trained=_trained_names(whole.model))
-
-
-def _draws_in_evaluation(graph: PortableGraph) -> bool:
-    """Whether the graph would draw random numbers in evaluation: then one batch cannot show whether the model does."""
-    return any(draws_random_numbers(evaluation_form(node)) for node in graph.nodes)
 
 
 def _with_evaluation(

@@ -15,12 +15,12 @@ from ravnest.coordinator.verification.evaluate_file import (
     check_model,
     computes_in_halves,
     cut_to_fit,
-    draws_in_evaluation,
     weights_of,
 )
 from ravnest.coordinator.verification.reported_scores import ReportedScores, Witness, shortened
 from ravnest.errors import RunError
 from ravnest.graph.capture.capture import Captured, capture
+from ravnest.graph.switch import draws_in_evaluation
 from tests.e2e.jobs import CLASSES, FEATURES, accuracy, batches
 
 EXACT = tolerance(False, False)
