@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -65,6 +65,9 @@ log = logging.getLogger(__name__)
 class CallServer:
     """A gRPC server for one service. Subclasses define its methods with `stream` and `unary`, then `start` it."""
 
+    service: ClassVar[str]
+    """Full name of the service."""
+
     def __init__(self, keys: Callable[[], TlsKeys], on_turned_away: OnTurnedAway) -> None:
         """`keys` returns the keys of the port; `on_turned_away` is called on the loop on which `start` runs."""
         self._keys = keys
@@ -79,7 +82,7 @@ class CallServer:
         assert self._server is None, "a server starts once"
         budgets = budgets_for(raise_descriptor_limit())
         server = aio.server(options=[*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", budgets.incoming)])
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.service(), self.methods()),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(self.service, self.methods()),))
         loop = asyncio.get_running_loop()
         bound = bind_port(server, host, port, server_credentials(self._keys, self._door.knock))
         self._server = server
@@ -94,10 +97,6 @@ class CallServer:
             await server.stop(grace_seconds)
         self._door.stop()
         await self._tasks.close()
-
-    def service(self) -> str:
-        """Full name of the service."""
-        raise NotImplementedError
 
     def methods(self) -> dict[str, Method]:
         """The methods by name."""

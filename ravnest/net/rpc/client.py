@@ -158,12 +158,8 @@ async def _dial_node(address: str, node_id: str, node: NodeIdentity, method: str
         raise PeerError(f"{node_id!r} is not the id of a node; the coordinator gave no neighbour to link to")
     channel = open_secure_channel(address, node.tls_keys(), node_host(node_id))
     peer, shown = f"{node_id} at {address}", f"the certificate of {node.node_id}"
-
-    async def close_channel() -> None:
-        await channel.close()
-
     try:
-        return await _dial(channel, f"/{PROVIDER_SERVICE}/{method}", peer, shown, close_channel, label)
+        return await _dial(channel, f"/{PROVIDER_SERVICE}/{method}", peer, shown, channel.close, label)
     except BaseException:
         await channel.close()
         raise

@@ -74,6 +74,8 @@ class CoordinatorServer(CallServer):
     """Serves providers for a coordinator. Most calls are for nodes; the holder of an invite may join, check and
     measure."""
 
+    service = COORDINATOR_SERVICE
+
     def __init__(
         self,
         handler: CoordinatorHandler,
@@ -85,9 +87,6 @@ class CoordinatorServer(CallServer):
         self._handler = handler
         self._who_calls = who_calls
         self._measuring = MeasureService()
-
-    def service(self) -> str:
-        return COORDINATOR_SERVICE
 
     def methods(self) -> dict[str, Method]:
         return {
@@ -149,6 +148,8 @@ class ProviderServer(CallServer):
     replicas are exchanged, with or without a stage here. Only these two groups may link.
     """
 
+    service = PROVIDER_SERVICE
+
     def __init__(
         self, handler: ProviderHandler, node: NodeIdentity, on_turned_away: OnTurnedAway = log_turned_away
     ) -> None:
@@ -158,9 +159,6 @@ class ProviderServer(CallServer):
         self._node = node
         self._handler = handler
         self._measuring = MeasureService()
-
-    def service(self) -> str:
-        return PROVIDER_SERVICE
 
     def methods(self) -> dict[str, Method]:
         return {

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from ravnest.errors import PeerError
 from ravnest.net.frames.frames import Frame
@@ -15,17 +15,15 @@ _FRAME_BYTES: Final = 512
 _VALUE_BYTES: Final = 512
 """Memory of the objects of a received frame, and of each value with its name."""
 
+T = TypeVar("T")
 
-class SendWindow:
-    """Encoded frames that the other end has not confirmed, numbered from 0 over the life of the link."""
+
+class _Window(Generic[T]):
+    """Frames in one direction of a link, up to a limit of their memory."""
 
     def __init__(self, window_bytes: int) -> None:
-        self.confirmed = 0
-        """Frames that the other end has confirmed."""
-        self.handed_over = 0
-        """Frames that some connection was given: no more than these can have arrived."""
         self._window_bytes = window_bytes
-        self._frames: deque[bytes] = deque()
+        self._frames: deque[T] = deque()
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -34,6 +32,17 @@ class SendWindow:
     @property
     def is_full(self) -> bool:
         return self._bytes >= self._window_bytes
+
+
+class SendWindow(_Window[bytes]):
+    """Encoded frames that the other end has not confirmed, numbered from 0 over the life of the link."""
+
+    def __init__(self, window_bytes: int) -> None:
+        super().__init__(window_bytes)
+        self.confirmed = 0
+        """Frames that the other end has confirmed."""
+        self.handed_over = 0
+        """Frames that some connection was given: no more than these can have arrived."""
 
     @property
     def total(self) -> int:
@@ -57,22 +66,13 @@ class SendWindow:
             self.confirmed += 1
 
 
-class ReceiveWindow:
+class ReceiveWindow(_Window[Frame]):
     """Frames that arrived and that no receiver has taken yet."""
 
     def __init__(self, window_bytes: int) -> None:
+        super().__init__(window_bytes)
         self.arrived = 0
         """Frames that arrived so far, with the one that ends the link."""
-        self._window_bytes = window_bytes
-        self._frames: deque[Frame] = deque()
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._frames)
-
-    @property
-    def is_full(self) -> bool:
-        return self._bytes >= self._window_bytes
 
     def put(self, frame: Frame) -> None:
         self._frames.append(frame)
