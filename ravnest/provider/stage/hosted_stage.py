@@ -7,7 +7,7 @@ formed again around the stages that are left.
 
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -27,12 +27,14 @@ from ravnest.net.v1.control_pb2 import (
     CoordinatorMessage,
     Deploy,
     HeldStage,
+    LossRecord,
     Neighbour,
     ProviderMessage,
     Ready,
     Report,
     RingProgress,
     Strained,
+    UpdateRecord,
 )
 from ravnest.provider.links.stage_link import StageLink, link_of
 from ravnest.provider.machine.memory import peak_bytes
@@ -44,7 +46,7 @@ from ravnest.provider.stage.generation import CLOSE_SECONDS, Generation
 from ravnest.provider.stage.host import Host
 from ravnest.provider.stage.outbox import StageHooks, keep_nothing
 from ravnest.provider.stage.records import StageRecords
-from ravnest.provider.stage.report import loss_records, update_records, worker_report
+from ravnest.provider.stage.report import worker_report
 
 _KEEPABLE = frozenset({"link", "neighbour", "not_finite"})
 """Kinds of failure after which the weights of a stage are still what its updates made of them."""
@@ -236,8 +238,10 @@ class HostedStage:
         report.bytes_received = self._past_bytes_received + generation.bytes_received
         report.links.extend(generation.link_states())
         report.transfers.extend(self._host.transfers.told())
-        report.losses.extend(loss_records(losses))
-        report.records.extend(update_records(updates))
+        report.losses.extend(LossRecord(**asdict(loss)) for loss in losses)
+        report.records.extend(
+            UpdateRecord(microbatch=u.microbatch, forward_version=u.forward_version, version=u.version) for u in updates
+        )
         report.spans.extend(self._records.spans.take(self._started))
         if self._membership is not None:
             report.rings.extend(

@@ -1,14 +1,12 @@
 """Report of a hosted stage to the coordinator, as the message that travels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from ravnest.engine.finite_checks.origin import StageDiagnosis
-from ravnest.engine.messages import LossRecord as EngineLoss
-from ravnest.engine.stage import Update
 from ravnest.engine.telemetry.activity import Activity as EngineActivity
 from ravnest.engine.worker import StageWorker
-from ravnest.net.v1.control_pb2 import Activity, LossRecord, Missing, ProviderMessage, Report, Traced, UpdateRecord
+from ravnest.net.v1.control_pb2 import Activity, Missing, ProviderMessage, Report, Traced
 
 MAX_STALENESS_TOLD: Final = 4095
 """Length of the staleness distribution in a report. The maximum is reported separately."""
@@ -46,18 +44,6 @@ def staleness_counts(counts: Mapping[int, int]) -> list[int]:
     for staleness, updates in counts.items():
         updates_by_staleness[min(staleness, length)] += updates
     return updates_by_staleness
-
-
-def loss_records(losses: Sequence[EngineLoss]) -> list[LossRecord]:
-    """The losses of microbatches, as a report has them."""
-    return [LossRecord(microbatch=r.microbatch, loss=r.loss, samples=r.samples) for r in losses]
-
-
-def update_records(updates: Sequence[Update]) -> list[UpdateRecord]:
-    """The versions of updates, as a report has them."""
-    return [
-        UpdateRecord(microbatch=u.microbatch, forward_version=u.forward_version, version=u.version) for u in updates
-    ]
 
 
 def trace_of(deployment: str, microbatch: int, diagnosis: StageDiagnosis) -> ProviderMessage:
