@@ -2,6 +2,9 @@
 
 import argparse
 from pathlib import Path
+from typing import TypeAlias
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,17 +7,17 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ravnest import units
+from ravnest.cli.arguments import Subparsers
 from ravnest.cli.join import host_and_port, memory_bytes
 
 if TYPE_CHECKING:
     from ravnest.provider.doctor.checks import CheckResult
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _STYLES = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "problem": ("✗", "bold red")}
 
 
-def add_parser(subparsers: "Subparsers") -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "doctor",

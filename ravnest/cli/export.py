@@ -3,16 +3,16 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from ravnest import units
+from ravnest.cli.arguments import Subparsers
 from ravnest.errors import RunError
 from ravnest.monitor.run_directory import existing_run
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command and its arguments."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "export",
         help="write the trained model of a run to a file",
         description="Write the model of a run's newest checkpoint as one safetensors file, under the names of the "
@@ -25,7 +25,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--force", action="store_true", help="overwrite FILE if it exists")
     parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,15 +5,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ravnest.cli.arguments import whole_number
+from ravnest.cli.arguments import Subparsers, whole_number
 
 if TYPE_CHECKING:
     from ravnest.coordinator.access.invites import AdmittedNode, Token
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def add_parser(subparsers: "Subparsers") -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "invite",

@@ -2,16 +2,13 @@
 
 import argparse
 import math
-from typing import TYPE_CHECKING
 
 from ravnest import units
+from ravnest.cli.arguments import Subparsers
 from ravnest.cores import usable_cores
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def add_parser(subparsers: "Subparsers") -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "join",

@@ -11,15 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ravnest.cli.arguments import add_job, add_overrides, whole_number
+from ravnest.cli.arguments import Subparsers, add_job, add_overrides, whole_number
 
 if TYPE_CHECKING:
     from ravnest.preview.dry_run import DryRun
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def add_parser(subparsers: "Subparsers") -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "plan",

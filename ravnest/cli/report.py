@@ -2,15 +2,15 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
+from ravnest.cli.arguments import Subparsers
 from ravnest.errors import RunError
 from ravnest.monitor.run_directory import existing_run
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command and its arguments."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "report",
         help="write an HTML report of a run, with a timeline of its stages",
         description="Write an HTML report of a run: its result, and for each stage its figures and a timeline.",
@@ -18,7 +18,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("path", metavar="RUN", type=Path, help="run directory")
     parser.add_argument("--out", metavar="FILE", type=Path, help="file to write (default: report.html in RUN)")
     parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

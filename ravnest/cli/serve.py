@@ -1,16 +1,12 @@
 """`ravnest serve JOB --listen HOST:PORT`: coordinator of a swarm of machines, which join by an invite."""
 
 import argparse
-from typing import TYPE_CHECKING
 
-from ravnest.cli.arguments import add_job_arguments, whole_number
+from ravnest.cli.arguments import Subparsers, add_job_arguments, whole_number
 from ravnest.cli.join import host_and_port
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-
-def add_parser(subparsers: "Subparsers") -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "serve",

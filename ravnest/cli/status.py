@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ravnest import units
+from ravnest.cli.arguments import Subparsers
 from ravnest.errors import printable
 from ravnest.monitor.events import Event, read_events
 from ravnest.monitor.run_directory import RunPaths, existing_run, lock_holder
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 SHOWN_EVENTS = 8
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command and its arguments."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "status",
         help="show the state of a run",
         description="Show the state of a run, from its run directory: progress, stages, links, members, events.",
@@ -32,7 +33,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("path", metavar="RUN", type=Path, help="run directory")
     parser.add_argument("--json", action="store_true", help="print the state as JSON, for other programs")
     parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,15 +1,11 @@
 """`ravnest train JOB`: train on an embedded swarm, all on this machine."""
 
 import argparse
-from typing import TYPE_CHECKING
 
-from ravnest.cli.arguments import add_job_arguments, whole_number
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+from ravnest.cli.arguments import Subparsers, add_job_arguments, whole_number
 
 
-def add_parser(subparsers: "Subparsers") -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command and its arguments."""
     parser = subparsers.add_parser(
         "train",
