@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
@@ -23,58 +23,41 @@ from ravnest.safe_json import read_json
 Plain = bool | int | float | str | None | tuple[float, ...]
 """Type of an argument: a number, a flag, a string, None, or a tuple of numbers."""
 
+MadeT = TypeVar("MadeT")
+
 
 @dataclass(frozen=True)
-class OptimizerSpec:
-    """A torch.optim optimizer by name, with its keyword arguments."""
-
+class _Spec:
     name: str
     arguments: Mapping[str, Plain] = field(default_factory=dict)
 
-    def build(self, parameters: Iterable[torch.Tensor]) -> Optimizer:
-        """Builds the optimizer for `parameters`, which may be empty; raises GraphError if torch refuses it."""
-        _raise_refusal("optimizer", _refused_name("optimizer", self.name))
-        try:
-            # As a parameter group: torch refuses an empty list, and a stage may have nothing to train.
-            made = _class("optimizer", self.name)([{"params": list(parameters)}], **self.arguments)
-        except _CONSTRUCTION_ERRORS as error:
-            raise GraphError(f"optimizer {self.name} cannot be built: {str(error)[:300]}") from error
-        assert isinstance(made, Optimizer)
-        return made
-
     def to_json(self) -> str:
         """The specification as JSON text, which `from_json` reads back equal."""
-        return _to_json(self.name, self.arguments)
+        return json.dumps({"name": self.name, "arguments": dict(self.arguments)}, allow_nan=False)
+
+
+class OptimizerSpec(_Spec):
+    """A torch.optim optimizer by name, with its keyword arguments."""
+
+    def build(self, parameters: Iterable[torch.Tensor]) -> Optimizer:
+        """Builds the optimizer for `parameters`, which may be empty; raises GraphError if torch refuses it."""
+        # As a parameter group: torch refuses an empty list, and a stage may have nothing to train.
+        return _built("optimizer", self, [{"params": list(parameters)}], Optimizer)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Parses the output of `to_json`; raises GraphError for anything that is not an allowed optimizer."""
-        name, arguments = _from_json("optimizer", text)
-        spec = cls(name, arguments)
+        spec = cls(*_from_json("optimizer", text))
         _raise_refusal("optimizer", optimizer_refusal(spec))
         return spec
 
 
-@dataclass(frozen=True)
-class ScheduleSpec:
+class ScheduleSpec(_Spec):
     """A torch.optim.lr_scheduler class by name, with its keyword arguments. It is stepped once per update."""
-
-    name: str
-    arguments: Mapping[str, Plain] = field(default_factory=dict)
 
     def build(self, optimizer: Optimizer) -> LRScheduler:
         """Builds the schedule for `optimizer`; raises GraphError if torch refuses it."""
-        _raise_refusal("schedule", _refused_name("schedule", self.name))
-        try:
-            made = _class("schedule", self.name)(optimizer, **self.arguments)
-        except _CONSTRUCTION_ERRORS as error:
-            raise GraphError(f"schedule {self.name} cannot be built: {str(error)[:300]}") from error
-        assert isinstance(made, LRScheduler)
-        return made
-
-    def to_json(self) -> str:
-        """The specification as JSON text, which `from_json` reads back equal."""
-        return _to_json(self.name, self.arguments)
+        return _built("schedule", self, optimizer, LRScheduler)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -82,9 +65,8 @@ class ScheduleSpec:
 
         Whether the arguments fit the optimizer is checked only by `build`.
         """
-        name, arguments = _from_json("schedule", text)
-        spec = cls(name, arguments)
-        _raise_refusal("schedule", _refused_name("schedule", name))
+        spec = cls(*_from_json("schedule", text))
+        _raise_refusal("schedule", _refused_name("schedule", spec.name))
         return spec
 
 
@@ -195,6 +177,16 @@ def _refused_name(kind: str, name: str) -> str | None:
     return None
 
 
+def _built(kind: str, spec: _Spec, over: object, base: type[MadeT]) -> MadeT:
+    _raise_refusal(kind, _refused_name(kind, spec.name))
+    try:
+        made = _class(kind, spec.name)(over, **spec.arguments)
+    except _CONSTRUCTION_ERRORS as error:
+        raise GraphError(f"{kind} {spec.name} cannot be built: {str(error)[:300]}") from error
+    assert isinstance(made, base)
+    return made
+
+
 def _refused_in_practice(
     optimizer: OptimizerSpec, schedule: ScheduleSpec | None, dimensions: Sequence[int]
 ) -> str | None:
@@ -246,10 +238,6 @@ def _described(value: object) -> str:
     if callable(value) and not isinstance(value, type):
         return f"the function {getattr(value, '__name__', type(value).__name__)}"
     return f"a {type(value).__name__}"
-
-
-def _to_json(name: str, arguments: Mapping[str, Plain]) -> str:
-    return json.dumps({"name": name, "arguments": dict(arguments)}, allow_nan=False)
 
 
 def _from_json(kind: str, text: str | bytes) -> tuple[str, dict[str, Plain]]:
