@@ -76,7 +76,7 @@ class StageWorker:
         self._after = Task.FORWARD
         """Whether the last training task was a forward or a backward."""
         self._saves: deque[_Save] = deque()
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[Callable[[], object]] = deque()
         """Calls to make between two tasks."""
         self._is_idle = True
         self._is_stopping = False
@@ -147,9 +147,6 @@ class StageWorker:
             self._measurements.begin_wait()
         self._is_idle = True
 
-    def _recompute(self) -> None:
-        self.stage.start_recomputing()
-
     def _fail(self, turn: "_Turn", error: Exception) -> None:
         # A cancelled upload does not affect the stage.
         self.broken = not isinstance(error, CancelledError)
@@ -188,13 +185,13 @@ class StageWorker:
         """Gradients of a microbatch, from the stage after. PeerError if they are invalid or not awaited."""
         self._inbox.receive_backward(message)
 
-    def call_between_tasks(self, call: Callable[[], None]) -> None:
+    def call_between_tasks(self, call: Callable[[], object]) -> None:
         """Makes this call on the worker's thread before the next task. An exception in it is a failure of the stage."""
         with self._changed:
             self._calls.append(call)
             self._changed.notify()
 
-    def take_pending_calls(self) -> list[Callable[[], None]]:
+    def take_pending_calls(self) -> list[Callable[[], object]]:
         """Removes and returns the calls that the worker, which has ended, did not make."""
         with self._changed:
             calls = list(self._calls)
@@ -214,7 +211,7 @@ class StageWorker:
 
     def start_recomputing(self) -> None:
         """Stops keeping activations between forward and backward, from the next microbatch on."""
-        self.call_between_tasks(self._recompute)
+        self.call_between_tasks(self.stage.start_recomputing)
 
     @property
     def limit(self) -> int | None:
@@ -276,7 +273,7 @@ class _Turn(NamedTuple):
     task: Task
     message: Message | None
     save: _Save | None
-    calls: list[Callable[[], None]]
+    calls: list[Callable[[], object]]
     waits: list[tuple[str, float]]
     """Reason and start of each wait before this turn."""
 

@@ -12,9 +12,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from ravnest.errors import RunError
-from ravnest.monitor.files import TEMPORARY_SUFFIX, read_error, remove_temporaries, write_atomic, write_error
-
-__all__ = ["RunDirectory", "RunPaths", "check_run", "existing_run", "lock_holder", "write_atomic"]
+from ravnest.monitor.files import TEMPORARY_SUFFIX, read_error, remove_temporaries, write_error
 
 RUNS_FOLDER = Path("runs")
 

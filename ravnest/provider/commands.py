@@ -2,28 +2,21 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
 
 import torch
 
 from ravnest.background import BackgroundTasks
 from ravnest.errors import RefusedError
-from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy
+from ravnest.net.v1.control_pb2 import CoordinatorMessage
 from ravnest.provider.machine.warm_up import warm_up
 from ravnest.provider.membership.link_measurements import PeerMeasuring
 from ravnest.provider.membership.session import SwarmSession
 from ravnest.provider.replicas.service import ReplicaService
+from ravnest.provider.stage.deployer import StageDeployer
 from ravnest.provider.stage.hosted_stage import HostedStage
 from ravnest.provider.stage.slot import StageSlot
 
 Handler = Callable[[CoordinatorMessage], Awaitable[None]]
-
-
-class Deployer(Protocol):
-    """Carries out orders to host a stage."""
-
-    async def deploy(self, order: Deploy) -> None:
-        """Host the stage of this order, and tell the coordinator how that went."""
 
 
 class Commands:
@@ -33,7 +26,7 @@ class Commands:
         self,
         session: SwarmSession,
         slot: StageSlot,
-        deployer: Deployer,
+        deployer: StageDeployer,
         parts: ReplicaService,
         measuring: PeerMeasuring,
         background: BackgroundTasks,

@@ -1,7 +1,7 @@
 """Small jobs and job files for the tests of the whole."""
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,3 @@ class Net(nn.Sequential):
 torch.manual_seed(0)
 batches = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(8)]
 """
-
-
-def consumed(take: Callable[[], Iterable[Batch]]) -> int:
-    return sum(1 for _ in take())

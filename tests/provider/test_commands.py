@@ -2,11 +2,12 @@
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from ravnest.background import BackgroundTasks
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, Save, Stop
 from ravnest.provider.commands import Commands
+from ravnest.provider.stage.deployer import StageDeployer
 from ravnest.provider.stage.slot import StageSlot
 
 STOP = CoordinatorMessage(stop=Stop(reason="enough"))
@@ -31,8 +32,9 @@ async def obey(messages: list[CoordinatorMessage], slot: StageSlot, deployer: De
     session: Any = SimpleNamespace(control=SimpleNamespace(receive=receive), client=None)
     parts: Any = SimpleNamespace(expect=lambda order: None)
     nothing: Any = None
+    given = cast(StageDeployer, deployer)
     async with BackgroundTasks() as background:
-        await Commands(session, slot, deployer, parts, nothing, background, lambda line: None).obey()
+        await Commands(session, slot, given, parts, nothing, background, lambda line: None).obey()
 
 
 def test_an_order_of_an_older_generation_is_passed_over() -> None:

@@ -52,10 +52,6 @@ class GuardedMemory:
     def peak_bytes(self) -> int:
         return int(self._library.guard_peak()) - self._before
 
-    @property
-    def live_bytes(self) -> int:
-        return int(self._library.guard_live()) - self._before
-
     def wrong(self, max_bytes: int) -> str:
         """The violation since `forget_peak`, in words; empty if there was none."""
         if self._library.guard_damaged():
