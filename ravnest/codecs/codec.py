@@ -31,39 +31,21 @@ from ravnest.errors import PeerError
 class Codec(Protocol):
     """Turns a flat float32 tensor into bytes and back."""
 
-    @property
-    def name(self) -> str:
-        """The name in settings, in messages and in `CODECS`."""
-        ...
-
-    @property
-    def lossy(self) -> bool:
-        """Whether decoded values may differ from the original ones."""
-        ...
-
-    @property
-    def varies(self) -> bool:
-        """Whether the encoded size depends on the values, so that it must be sent with them."""
-        ...
-
-    @property
-    def feedback(self) -> bool:
-        """Whether the error is so large that a sender should add it to the next values that it sends."""
-        ...
-
-    @property
-    def block(self) -> int:
-        """The number of values that share a scale; 1 where each value is encoded by itself."""
-        ...
-
-    @property
-    def largest(self) -> float:
-        """The largest absolute value; larger ones are clamped to it."""
-        ...
+    name: str
+    """The name in settings, in messages and in `CODECS`."""
+    lossy: bool
+    """Whether decoded values may differ from the original ones."""
+    varies: bool
+    """Whether the encoded size depends on the values, so that it must be sent with them."""
+    feedback: bool
+    """Whether the error is so large that a sender should add it to the next values that it sends."""
+    block: int
+    """The number of values that share a scale; 1 where each value is encoded by itself."""
+    largest: float
+    """The largest absolute value; larger ones are clamped to it."""
 
     def size_bytes(self, count: int) -> int:
         """The size of `count` encoded values: exact, or the maximum for a codec that varies."""
-        ...
 
     def encode(self, values: Tensor) -> Tensor:
         """`values` (flat, contiguous, detached, float32) as a flat uint8 tensor on the same device or on the CPU, which
@@ -72,7 +54,6 @@ class Codec(Protocol):
         Finite values decode to finite values. The caller checks that the values are finite. The result of a quantising
         codec for other values is unspecified, but it decodes to finite values or is refused.
         """
-        ...
 
     def decode(self, data: Tensor, count: int) -> Tensor:
         """`count` values (flat float32) from a flat uint8 tensor on the same device, whose memory they may share.
@@ -81,11 +62,9 @@ class Codec(Protocol):
         such bytes. A quantising codec returns finite values only. A float codec returns the values that were sent; a
         caller that cannot use NaN or infinity must check for them.
         """
-        ...
 
     def error(self, largest: float) -> float:
         """The maximum error of a decoded value if no absolute value exceeds `largest`."""
-        ...
 
 
 PLAIN: Final[Codec] = Float32Codec()

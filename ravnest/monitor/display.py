@@ -21,19 +21,15 @@ class Display(Protocol):
 
     def show(self, snapshot: RunSnapshot) -> None:
         """Shows the current state of the run; cheap, may be called a few times a second."""
-        ...
 
     def message(self, text: str) -> None:
         """Shows one line that stays on the screen: a warning, a fault, an invite."""
-        ...
 
     def finish(self, summary: Summary) -> None:
         """Shows the result of the run."""
-        ...
 
     def close(self) -> None:
         """Restores the terminal; may be called at any time and repeatedly."""
-        ...
 
 
 def open_display(enabled: bool, stream: TextIO) -> Display:

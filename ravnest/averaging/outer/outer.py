@@ -21,18 +21,13 @@ class Outer(Protocol):
     state: Tensor | None
     """Memory between rounds, of the length of the difference; None before the first step or without any memory."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether `state` is ever anything but None."""
-        ...
+    name: str
+    keeps_state: bool
+    """Whether `state` is ever anything but None."""
 
     def step(self, difference: Tensor) -> Tensor:
         """The step for a mean difference, computed in the difference's memory. Call it once per committed round, since
         it changes `state`."""
-        ...
 
 
 def outer_named(name: str, rate: float | None = None, momentum: float | None = None) -> Outer:
