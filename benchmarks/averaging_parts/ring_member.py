@@ -118,7 +118,7 @@ def main() -> None:
 
 
 class _SendingOnly:
-    """Handler of lines that only send. Pieces arrive over the direct lines that other members open."""
+    """Receiver of lines that only send. Pieces arrive over the direct lines that other members open."""
 
     def take(self, peer: str, generation: int, place: RingPlace, data: torch.Tensor) -> None:
         raise AssertionError("a piece came over a link")
@@ -132,8 +132,8 @@ class _SendingOnly:
 
 def _lines(neighbour: Neighbour, node: Any) -> RingLines:
     # Direct lines need no coordinator.
-    client = cast(Any, None)
-    return RingLines([neighbour], 1, node, client, _SendingOnly())
+    client, receiver = cast(Any, None), cast(Any, _SendingOnly())
+    return RingLines([neighbour], 1, node, client, receiver)
 
 
 def _on_a_loop(make: Callable[[], RingLines]) -> RingLines:

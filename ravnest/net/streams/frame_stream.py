@@ -18,7 +18,23 @@ SentT = TypeVar("SentT", bound=Message)
 ReceivedT = TypeVar("ReceivedT", bound=Message)
 
 
-class Link:
+class _End:
+    """One end of a stream."""
+
+    def __init__(self, wire: Wire, *, batch: bool) -> None:
+        self.stream = ByteStream(wire, batch=batch)
+
+    @property
+    def peer(self) -> str:
+        """The other end: the node's id if it has proved one, otherwise its address."""
+        return self.stream.peer
+
+    async def close(self) -> None:
+        """Deliver everything that was sent, and announce the end. The peer may go on sending. Idempotent."""
+        await self.stream.close()
+
+
+class Link(_End):
     """One stream of frames in both directions, in order.
 
     - A slow peer makes `send` wait, so frames do not pile up.
@@ -27,17 +43,12 @@ class Link:
     """
 
     def __init__(self, wire: Wire, limits: FrameLimits = DEFAULT_LIMITS) -> None:
-        self.stream = ByteStream(wire, batch=True)
+        super().__init__(wire, batch=True)
         self.label = wire.label
         """The purpose of the stream as the dialling side gives it: the name of the link that it carries."""
         self._limits = limits
         self._message = b""
         self._offset = 0
-
-    @property
-    def peer(self) -> str:
-        """The other end: the node's id if it has proved one, otherwise its address."""
-        return self.stream.peer
 
     @property
     def bytes_sent(self) -> int:
@@ -83,36 +94,26 @@ class Link:
             self._message, self._offset = b"", 0
         return frame
 
-    async def close(self) -> None:
-        """Deliver the frames that were sent, and announce the end. Frames of the peer can still be received.
-        Idempotent."""
-        await self.stream.close()
-
     def abort(self, why: PeerError | None = None) -> None:
         """End the stream at once, both ways. The peer sees a broken link, and gets the reason if it dialled."""
         self.stream.fail(why or PeerError(f"the link to {self.peer} was closed on this side"))
 
 
-class RelayEnd:
+class RelayEnd(_End):
     """One stream of messages for another node, which are passed on unread."""
 
     def __init__(self, wire: Wire) -> None:
-        self.stream = ByteStream(wire, batch=False)
+        super().__init__(wire, batch=False)
         self.label = wire.label
         """The name of the link that the messages belong to."""
 
 
-class Control(Generic[SentT, ReceivedT]):
+class Control(_End, Generic[SentT, ReceivedT]):
     """One stream of protobuf messages in both directions, in order; fails as a Link does."""
 
     def __init__(self, wire: Wire, received: type[ReceivedT]) -> None:
-        self.stream = ByteStream(wire, batch=False)
+        super().__init__(wire, batch=False)
         self._received = received
-
-    @property
-    def peer(self) -> str:
-        """The other end: the node's id if it has proved one, otherwise its address."""
-        return self.stream.peer
 
     async def send(self, message: SentT) -> None:
         """Send a message, waiting while the peer is slow. Raises PeerError when the stream is broken or closed."""
@@ -129,11 +130,6 @@ class Control(Generic[SentT, ReceivedT]):
         except RefusedError as refused:
             self.stream.discard(refused)
             raise
-
-    async def close(self) -> None:
-        """Deliver the messages that were sent, and announce the end. Messages of the peer can still be received.
-        Idempotent."""
-        await self.stream.close()
 
     def abort(self) -> None:
         """End the stream at once, both ways; the peer sees a broken stream."""

@@ -7,12 +7,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from ravnest.background import cancel_and_wait
 from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame, FrameKind
+from ravnest.net.streams.frame_stream import Link
 from ravnest.net.streams.link_state import LinkState, memory_bytes
 
 ACK_FRAMES: Final = 8
@@ -27,30 +28,10 @@ OnWritten = Callable[[list[int]], None]
 """Called with the numbers of the frames whose bytes a connection has written, counted from 0."""
 
 
-class LinkConnection(Protocol):
-    """A connection that can carry a link: the `Link` of one gRPC stream."""
-
-    async def send_encoded(self, data: bytes) -> None: ...
-
-    async def receive(self) -> Frame | None: ...
-
-    async def close(self) -> None: ...
-
-    def abort(self, why: PeerError | None = None) -> None: ...
-
-    def watch_writing(self, written: Callable[[int], None]) -> None: ...
-
-    @property
-    def bytes_sent(self) -> int: ...
-
-    @property
-    def bytes_received(self) -> int: ...
-
-
 class LinkCarrier:
     """Carries a link over one connection."""
 
-    def __init__(self, state: LinkState, connection: LinkConnection, on_written: OnWritten | None) -> None:
+    def __init__(self, state: LinkState, connection: Link, on_written: OnWritten | None) -> None:
         self.connection = connection
         self.has_resumed = False
         """Whether the other end has told its count over this connection."""

@@ -17,7 +17,8 @@ from ravnest.errors import PeerError, RefusedError
 from ravnest.net.frames.encoding import encode
 from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.net.streams.backoff import LAST_BACKOFF_SECONDS, Backoff, BackoffLimits
-from ravnest.net.streams.link_carrier import LinkCarrier, LinkConnection, OnWritten
+from ravnest.net.streams.frame_stream import Link
+from ravnest.net.streams.link_carrier import LinkCarrier, OnWritten
 from ravnest.net.streams.link_state import LinkState
 
 WINDOW_BYTES: Final = 64 << 20
@@ -167,7 +168,7 @@ class ResumableLink:
             self._carrier.connection.abort(error if isinstance(error, RefusedError) else None)
         self._state.notify()
 
-    async def carry(self, connection: LinkConnection) -> None:
+    async def carry(self, connection: Link) -> None:
         """Run the link over this connection until it breaks, which raises PeerError, or the link is over.
 
         A newer connection replaces an older one, which may be dead without knowing it. A peer that breaks the rules
@@ -196,7 +197,7 @@ class ResumableLink:
             carrier.end()
             self._state.notify()
 
-    async def keep_dialling(self, dial: Callable[[], Awaitable[LinkConnection]]) -> None:
+    async def keep_dialling(self, dial: Callable[[], Awaitable[Link]]) -> None:
         """Carry the link over one connection after another, with a backoff between failures, until it is over.
 
         Returns when the link is closed or has ended; raises PeerError when it has failed for good.

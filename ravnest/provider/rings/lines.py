@@ -21,7 +21,7 @@ from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.rpc.client import CoordinatorClient
 from ravnest.net.v1.control_pb2 import Deploy, Neighbour
 from ravnest.provider.links.stage_link import StageLink
-from ravnest.provider.rings.pieces import PieceHandler
+from ravnest.provider.rings.receiver import PieceReceiver
 from ravnest.provider.rings.sender import PieceSender
 
 WINDOW_BYTES: Final = 16 << 20
@@ -44,13 +44,13 @@ class RingLines:
         generation: int,
         node: NodeIdentity,
         client: CoordinatorClient,
-        handler: PieceHandler,
+        receiver: PieceReceiver,
     ) -> None:
         self.client = client
         """The connection to the coordinator, which relays links. Replaced after a reconnect, for new lines."""
         self._generation = generation
         self._node = node
-        self._handler = handler
+        self._receiver = receiver
         self._lines = {peer.node: self._make_line(peer) for peer in peers}
         self._is_open = False
         self._closing = BackgroundTasks()
@@ -68,7 +68,7 @@ class RingLines:
 
     def change(self, peers: Iterable[Neighbour]) -> None:
         """Replace the other owners. Lines to owners that stay, with the same link, keep running with all that they
-        carry; the handler is told that the lines to the others are broken."""
+        carry; the receiver is told that the lines to the others are broken."""
         wanted = {peer.node: peer for peer in peers}
         links = {node_id: peer.link for node_id, peer in wanted.items()}
         gone = [node_id for node_id, line in self._lines.items() if links.get(node_id) != line.end.name]
@@ -80,7 +80,7 @@ class RingLines:
                 if self._is_open:
                     line.open()
         for node_id in gone:
-            self._handler.on_line_broken(node_id, f"{node_id} is no owner of this ring any more")
+            self._receiver.on_line_broken(node_id, f"{node_id} is no owner of this ring any more")
 
     def connect(self, node_id: str) -> None:
         """Keep the link to this owner connected from now on. PeerError if it owns nothing of the stage's rings."""
@@ -109,21 +109,21 @@ class RingLines:
         await asyncio.gather(*(line.close(timeout_seconds) for line in self._lines.values()), self._closing.wait())
 
     def _make_line(self, peer: Neighbour) -> "_Line":
-        return _Line(peer, self._generation, self._node, self.client, self._handler)
+        return _Line(peer, self._generation, self._node, self.client, self._receiver)
 
 
 class _Line:
     """Everything between this stage and one other owner, except direct lines that the other owner dialled."""
 
     def __init__(
-        self, peer: Neighbour, generation: int, node: NodeIdentity, client: CoordinatorClient, handler: PieceHandler
+        self, peer: Neighbour, generation: int, node: NodeIdentity, client: CoordinatorClient, receiver: PieceReceiver
     ) -> None:
         self._peer = peer
         self._node = node
         self._client = client
-        self._handler = handler
+        self._receiver = receiver
         self.end = self._make_end()
-        self.sender = PieceSender(peer, generation, node, handler, self._send_frame)
+        self.sender = PieceSender(peer, generation, node, receiver, self._send_frame)
         self._is_closed = False
         self._linking: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -173,7 +173,7 @@ class _Line:
                     if frame.kind is not FrameKind.RING or frame.piece is None or data is None:
                         raise PeerError(f"a {frame.kind.name} frame came over a line that carries only pieces of rings")
                     loop, arguments = asyncio.get_running_loop(), (node_id, frame.generation, frame.piece, data)
-                    await loop.run_in_executor(self._arrivals, self._handler.take, *arguments)
+                    await loop.run_in_executor(self._arrivals, self._receiver.take, *arguments)
                 except PeerError as error:
                     link.fail(RefusedError(f"{node_id} broke the protocol: {error}"))
-                    self._handler.on_line_broken(node_id, str(error))
+                    self._receiver.on_line_broken(node_id, str(error))

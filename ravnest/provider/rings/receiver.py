@@ -69,7 +69,10 @@ class PieceReceiver:
             self._loop.call_soon_threadsafe(on_end)
 
     def take(self, peer: str, generation: int, place: RingPlace, data: torch.Tensor) -> None:
-        """Take a piece; see `PieceHandler.take`. On any thread but the loop's."""
+        """Take a piece from another owner; blocks while the piece is early. PeerError for an invalid piece.
+
+        Called on any thread but the loop's.
+        """
         owned = self._rings.get(place.ring)
         if generation != self._generation or owned is None or data.dtype != torch.uint8 or data.dim() != 1:
             raise PeerError(f"{peer} sent a piece of ring {place.ring} that does not belong to this stage")

@@ -15,7 +15,7 @@ from ravnest.net.frames.frames import Frame, FrameKind, RingPlace
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import Neighbour
 from ravnest.provider.rings.direct_line_retries import DirectLineRetries
-from ravnest.provider.rings.pieces import PieceHandler
+from ravnest.provider.rings.receiver import PieceReceiver
 
 DIAL_SECONDS: Final = 2.0
 
@@ -27,12 +27,12 @@ class PieceSender:
     """Sends pieces in order on a thread of its own, which the first piece starts. `put` may be called on any thread."""
 
     def __init__(
-        self, peer: Neighbour, generation: int, node: NodeIdentity, handler: PieceHandler, send_frame: SendFrame
+        self, peer: Neighbour, generation: int, node: NodeIdentity, receiver: PieceReceiver, send_frame: SendFrame
     ) -> None:
         self._peer = peer
         self._generation = generation
         self._node = node
-        self._handler = handler
+        self._receiver = receiver
         self._send_frame = send_frame
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[tuple[RingPlace, torch.Tensor] | None] = queue.SimpleQueue()
@@ -65,14 +65,14 @@ class PieceSender:
     def _send_all(self) -> None:
         while (item := self._queue.get()) is not None and not self._is_closed:
             place, data = item
-            if not self._handler.is_wanted(place):
+            if not self._receiver.is_wanted(place):
                 continue
             try:
                 self._send(place, data)
             except (PeerError, CancelledError, RuntimeError) as error:
                 if self._is_closed:
                     return
-                self._loop.call_soon_threadsafe(self._handler.on_line_broken, self._peer.node, str(error))
+                self._loop.call_soon_threadsafe(self._receiver.on_line_broken, self._peer.node, str(error))
 
     def _send(self, place: RingPlace, data: torch.Tensor) -> None:
         address = self._peer.direct_address
