@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from ravnest.planner.cluster import Cluster, StageCost
+from ravnest.planner.explain.explain import ratio
 from ravnest.planner.plan import role_of
 from ravnest.planner.problem import Provider
 from ravnest.planner.rings.rings import Ring
@@ -75,10 +76,8 @@ def _cluster(dry: DryRun, number: int, cluster: Cluster) -> dict[str, Any]:
 
 def _likeness(members: Sequence[Provider]) -> dict[str, Any]:
     """The best of a cluster's machines against the worst, in speed and in their lines; 1 if they are equal."""
-    speeds = [p.compute_speed for p in members]
-    lines = [min(p.up_bytes_per_second, p.down_bytes_per_second) for p in members]
-    line = 1.0 if max(lines) == min(lines) else max(lines) / min(lines)
-    return {"speed": max(speeds) / min(speeds), "line": _finite(line)}
+    line = ratio([min(p.up_bytes_per_second, p.down_bytes_per_second) for p in members])
+    return {"speed": ratio([p.compute_speed for p in members]), "line": _finite(line)}
 
 
 def _stage(dry: DryRun, cluster: Cluster, number: int, stage: StageCost) -> dict[str, Any]:

@@ -212,10 +212,9 @@ def _reasons(dry: DryRun) -> Iterator[str]:
     """The reasons for the plan, without sentences that the diagrams already show."""
     if dry.explanation is None:
         return
-    said = {cluster.sentence for cluster in dry.explanation.clusters}
     yield ""
     for sentence in dry.explanation.sentences:
-        if sentence not in said:
+        if sentence not in dry.explanation.clusters:
             yield f"- {words_of(sentence)}"
 
 

@@ -1,8 +1,7 @@
 """A plan comes with its reasons: what limits it, who stands by and why, and what would bring more."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -65,19 +64,16 @@ def test_each_cluster_says_what_limits_it_and_how_alike_its_members_are() -> Non
     nodes = named(machine("ann", 1.0), machine("bob", 2.0, mbps=50), machine("cat", 4.0))
     found = explained(nodes, ["ann", "bob"], ["cat"])
     first, second = found.clusters
-    assert first.providers == ("ann", "bob") and first.limit.startswith("the computation of")
-    assert (first.speed.ratio, first.line_bytes_per_second.ratio) == (2.0, 2.0)
-    assert (second.speed.ratio, second.staleness) == (1.0, 0)
-    assert first.staleness == first.in_flight - 1
-    assert first.period_seconds == pytest.approx(8 / first.samples_per_second)
-    text = first.sentence
-    assert f"limited by {first.limit}" in text and "speeds differ by 2x" in text and "in flight" in text
+    assert first.startswith("ann and bob: ") and "limited by the computation of" in first
+    assert "speeds differ by 2x, lines by 2x" in first and "in flight, so weights change up to" in first
+    assert second.startswith("cat: ") and "in flight" not in second
+    assert found.sentences[1:3] == found.clusters
 
 
 def test_a_slow_line_is_named_and_a_faster_one_would_help_where_more_memory_would_not() -> None:
     nodes = named(machine("ann", 1.0, mbps=5), machine("bob", 1.0))
     found = explained(nodes, ["ann", "bob"])
-    assert "ann" in found.clusters[0].limit and "computation" not in found.clusters[0].limit
+    assert "limited by what ann can" in found.clusters[0]
     assert gain(found, "twice the line of ann") > 0.5
     assert gain(found, "twice the memory") == 0 and gain(found, "twice the speed") == 0
     assert any(text.startswith("With twice the line of ann") for text in found.sentences)
@@ -87,7 +83,7 @@ def test_a_slow_line_is_named_and_a_faster_one_would_help_where_more_memory_woul
 def test_more_memory_helps_where_too_few_fit_in_flight() -> None:
     nodes = named(*(machine(name, 1.0, memory=1.3e8, latency=0.1) for name in ("ann", "bob", "cat")))
     found = explained(nodes, ["ann", "bob", "cat"])
-    assert "in flight" in found.clusters[0].limit
+    assert "in flight on a round trip" in found.clusters[0]
     assert gain(found, "twice the memory") > 0.02 and gain(found, "twice the line") < gain(found, "twice the memory")
 
 
@@ -102,10 +98,10 @@ def test_the_number_of_clusters_is_compared_with_one_more_and_one_fewer() -> Non
     nodes = named(*(machine(name, 1.0, mbps=1000) for name in ("ann", "bob", "cat", "dan")))
     plan = best_plan(GOAL, NETWORK, list(nodes.values()))
     found = explain(COSTS, GOAL, NETWORK, nodes, plan, best_plan)
-    assert found.other_counts and all(other.gain <= 1e-9 for other in found.other_counts)
-    assert all(other.clusters < len(plan.clusters) for other in found.other_counts)
+    count = len(plan.clusters)
+    assert f"with {count - 1} it would be" in found.sentences[0] and "(+" not in found.sentences[0]
+    assert f"with {count + 1}" not in found.sentences[0]
     two = explained(nodes, ["ann", "bob"], ["cat", "dan"], search=best_plan)
-    assert {other.clusters for other in two.other_counts} == {1, 3}
     assert "with 1 it would be" in two.sentences[0] and "with 3 it would be" in two.sentences[0]
 
 
@@ -131,41 +127,37 @@ def test_a_standby_says_why_it_is_one() -> None:
         machine("slow", 0.01, mbps=1),
         machine("small", 1.0, memory=1000),
     )
-    found = {reason.provider: reason for reason in explained(nodes, ["ann", "bob"]).standbys}
-    assert {name: reason.kind for name, reason in found.items()} == {
-        "good": "kept-back",
-        "slow": "no-gain",
-        "small": "no-room",
-    }
-    assert (found["good"].gain or 0) > 0.1 and "0.4 of the providers with a stage are likely to be missing" in found[
-        "good"
-    ].sentence
-    assert (found["slow"].gain or 0) < 0 and "1 Mbit/s" in found["slow"].sentence
-    assert "the smallest stage takes" in found["small"].sentence
+    good, slow, small = (
+        next(text for text in explained(nodes, ["ann", "bob"]).sentences if text.startswith(f"{name} stands by"))
+        for name in ("good", "slow", "small")
+    )
+    assert "would bring +" in good and "0.4 of the providers with a stage are likely to be missing" in good
+    assert "1 Mbit/s its best use would bring -" in slow
+    assert "the smallest stage takes" in small
 
 
 def test_what_they_share_is_named_and_so_is_what_averaging_takes() -> None:
     nodes = named(machine("ann", 1.0), machine("bob", 1.0))
     narrow = Network(requester=Requester(up_bytes_per_second=10e3, down_bytes_per_second=10e3))
     found = explained(nodes, ["ann"], ["bob"], network=narrow)
-    assert found.limit == "the requester's line" and any(found.limit in text for text in found.sentences)
+    assert "Together they are held back by the requester's line." in found.sentences
     assert gain(found, "twice the requester's line") > 0.3
-    assert found.clusters[0].samples_per_second < found.clusters[0].alone_samples_per_second
-    assert found.averaging_seconds and found.averaging_share == 0
+    assert "(by itself it would make" in found.clusters[0]
+    assert any("A round of averaging takes" in text for text in found.sentences)
+    assert not any("which rounds slow down" in text for text in found.sentences)
     assert not any("rounds of averaging" in one.change for one in found.what_ifs)
 
 
 def test_rounds_that_take_more_than_a_line_carries_are_said_to_cost() -> None:
     nodes = named(machine("ann", 1.0), machine("bob", 1.0))
     found = explained(nodes, ["ann"], ["bob"], goal=Goal(average_every=10))
-    assert 0 < found.averaging_share < 1 and gain(found, "half as many rounds of averaging") > 0
-    assert any("A round of averaging takes" in text for text in found.sentences)
+    assert gain(found, "half as many rounds of averaging") > 0
+    assert any("which rounds slow down by" in text for text in found.sentences)
 
 
-def test_reasons_are_data_as_well_and_the_same_every_time() -> None:
+def test_reasons_are_the_same_every_time() -> None:
     nodes = named(machine("ann", 1.0), machine("bob", 2.0), machine("cat", 1.0))
     found = explained(nodes, ["ann", "bob"])
-    assert json.loads(json.dumps(asdict(found)))["clusters"][0]["providers"] == ["ann", "bob"]
     assert found == explained(nodes, ["ann", "bob"])
 
 
@@ -179,13 +171,14 @@ def test_a_large_swarm_is_explained_without_a_search(monkeypatch: pytest.MonkeyP
         raise AssertionError("This is too much to search for.")
 
     found = explain(COSTS, GOAL, NETWORK, nodes, plan, never)
-    assert len(found.clusters) == 5 and len(found.standbys) == 4 and found.what_ifs
+    assert len(found.clusters) == 5 and found.what_ifs
+    assert sum(" stands by" in text for text in found.sentences) == 4
 
 
 def test_of_very_many_who_stand_by_a_few_are_looked_at_and_the_others_are_counted() -> None:
     nodes = named(machine("ann", 4.0), *(machine(f"n{i:02}", 0.01 * (i + 1), mbps=1) for i in range(30)))
     found = explained(nodes, ["ann"])
-    assert len(found.standbys) == 30 and {standby.kind for standby in found.standbys} == {"no-gain", "not-looked-at"}
+    assert sum(" stands by: with speed" in text for text in found.sentences) == 6
     assert "24 more stand by." in found.sentences
 
 
@@ -198,4 +191,4 @@ def test_a_search_that_finds_nothing_is_no_failure() -> None:
     plan = planned(COSTS, GOAL, NETWORK, nodes, ["ann", "bob"])
     assert explain(COSTS, GOAL, NETWORK, nodes, plan, nothing) == explain(COSTS, GOAL, NETWORK, nodes, plan)
     alone = explain(COSTS, replace(GOAL, max_clusters=1), NETWORK, nodes, plan)
-    assert alone.other_counts == ()
+    assert "it would be" not in alone.sentences[0]
