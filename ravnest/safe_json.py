@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, get_args, get_type_hints
 
 MAX_VALUES: Final = 100_000
 """Default limit of values in a text; each takes some fifty bytes of memory or more."""
@@ -40,6 +40,25 @@ def read_json(
         # Two surrogates may form a valid pair; encoding fails for a lone one.
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def read_fields(kind: type, text: str) -> dict[str, Any]:
+    """Parses an object with the fields of this dataclass of plain values, each of its type; ValueError for anything
+    else, as the end of a sentence about them."""
+    try:
+        data = read_json(text)
+    except ValueError as error:
+        raise ValueError(f"are not valid JSON: {error}") from None
+    types = get_type_hints(kind)
+    if not isinstance(data, dict) or data.keys() != types.keys():
+        raise ValueError("do not have the fields that this version knows; update the older machine")
+    for name, value in data.items():
+        allowed = get_args(types[name]) or (types[name],)
+        # JSON has one kind of number, and a bool is an int for Python.
+        allowed = (*allowed, int) if float in allowed else allowed
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            raise ValueError(f"have {str(value)[:80]!r} as {name}, which has the wrong type")
+    return data
 
 
 def _finite(text: str) -> float:

@@ -1,11 +1,10 @@
 """Averaging settings that travel from a job to the owners of its rings, as plain data."""
 
 import json
-import math
 from dataclasses import asdict, dataclass
 
 from ravnest.errors import GraphError
-from ravnest.safe_json import read_json
+from ravnest.safe_json import read_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +25,6 @@ class RingSettings:
         """The settings from JSON. GraphError for anything that `to_json` cannot have written; an unknown name fails
         later, when it is used."""
         try:
-            data = read_json(text)
+            return cls(**read_fields(cls, text))
         except ValueError as error:
-            raise GraphError(f"the settings of averaging are not valid JSON: {error}") from None
-        if not isinstance(data, dict) or set(data) != set(cls.__dataclass_fields__):
-            raise GraphError(
-                "the settings of averaging do not have the fields this version knows; update the older machine"
-            )
-        numbers = [data["outer_rate"], data["outer_momentum"]]
-        plain = isinstance(data["outer"], str) and isinstance(data["codec"], str)
-        if not plain or not isinstance(data["optimizer_state"], bool) or not all(map(_is_number, numbers)):
-            raise GraphError("the settings of averaging have values they cannot have")
-        return cls(**data)
-
-
-def _is_number(value: object) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            raise GraphError(f"the settings of averaging {error}") from None

@@ -2,11 +2,10 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Final, get_args, get_type_hints
 
 from ravnest.engine.corrections.discount import WARM_UP_UPDATES
 from ravnest.errors import GraphError
-from ravnest.safe_json import read_json
+from ravnest.safe_json import read_fields
 from ravnest.settings import CORRECTIONS, PRECISIONS, VERSION_POLICIES
 from ravnest.spec import OptimizerSpec, ScheduleSpec
 from ravnest.version_policy import DEFAULT_POLICY, POLICIES
@@ -55,17 +54,9 @@ class StageSettings:
     @classmethod
     def from_json(cls, text: str) -> "StageSettings":
         try:
-            data: Any = read_json(text)
+            data = read_fields(cls, text)
         except ValueError as error:
-            raise GraphError(f"the stage's settings are not valid JSON: {error}") from None
-        fields = cls.__dataclass_fields__
-        if not isinstance(data, dict) or set(data) != set(fields):
-            raise GraphError(
-                "the stage's settings do not have the fields that this version knows; update the older machine"
-            )
-        for name, kinds in _KINDS.items():
-            if not isinstance(data[name], kinds) or (isinstance(data[name], bool) and bool not in kinds):
-                raise GraphError(f"the stage's setting {name} is {str(data[name])[:80]!r}, which has the wrong type")
+            raise GraphError(f"the stage's settings {error}") from None
         if not 0 <= data["stage"] < data["stages"] or min(data["accumulate"], data["in_flight"]) < 1:
             raise GraphError("the stage's settings contradict one another (stage, stages, accumulate, in_flight)")
         for name, known in _NAMES.items():
@@ -85,12 +76,3 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "correction": CORRECTIONS,
     "precision": PRECISIONS,
 }
-
-
-def _kinds() -> dict[str, tuple[type, ...]]:
-    """The types that the value of each setting may have in JSON, which has one kind of number."""
-    found = {name: get_args(kind) or (kind,) for name, kind in get_type_hints(StageSettings).items()}
-    return {name: (*kinds, int) if float in kinds else kinds for name, kinds in found.items()}
-
-
-_KINDS: Final = _kinds()
