@@ -189,7 +189,7 @@ def test_a_request_that_asks_for_another_name_and_the_coordinators_role() -> Non
             reply = await swarm.ask(swarm.invite(), a_request(greedy, "anna"))
             issued = certificates.read_certificate(reply.certificate)
             assert (reply.node_id, certificates.common_name(issued)) == ("anna-2", "node:anna-2")
-            assert certificates.role(issued) == "provider"
+            assert [field.oid for field in issued.subject] == [NameOID.COMMON_NAME]
             assert issued.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
             hosts = issued.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             assert hosts.get_values_for_type(x509.DNSName) == ["anna-2.node.ravnest"]
@@ -215,7 +215,7 @@ def test_a_machine_that_calls_itself_something_it_may_not_be(name: str) -> None:
             reply = await swarm.ask(swarm.invite(), a_request(node.request(), name))
             node.adopt(reply.certificate, swarm.admission.authority.certificate)
             callers = swarm.admission.caller({"x509_pem_cert": [node.tls_keys().certificate]}, ["node"], "Control")
-            assert callers == Identity("node", reply.node_id, "provider")
+            assert callers == Identity("node", reply.node_id)
             assert reply.node_id.isascii() and reply.node_id.replace("-", "").isalnum()
 
     run(test())

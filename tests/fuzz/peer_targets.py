@@ -81,7 +81,6 @@ def _certificate(data: bytes) -> None:
     authority = _authority().certificate
     certificate = certificates.read_certificate(data)
     certificates.fingerprint(certificate)
-    certificates.role(certificate)
     Callers(authority).identify({"x509_pem_cert": [data]})
     _node().adopt(data, authority)
 

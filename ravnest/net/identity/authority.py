@@ -67,10 +67,10 @@ class SwarmAuthority:
         """The hash in an invite by which a provider recognises this swarm."""
         return certificates.fingerprint(self.certificate)
 
-    def issue(self, request: bytes, node_id: str, role: str = "provider", now: float | None = None) -> Certificate:
+    def issue(self, request: bytes, node_id: str, now: float | None = None) -> Certificate:
         """A certificate for the key in a node's request; PeerError when the request is bad.
 
-        Only the key is taken from the request; the coordinator decides the name and the role.
+        Only the key is taken from the request; the coordinator decides the name.
         """
         return certificates.leaf_certificate(
             certificates.request_key(request),
@@ -80,7 +80,6 @@ class SwarmAuthority:
             NODE_LIFETIME,
             time.time() if now is None else now,
             [node_host(node_id)],
-            role,
         )
 
     def tls_keys(self, invite_roots: Iterable[Certificate] = ()) -> TlsKeys:

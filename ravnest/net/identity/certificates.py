@@ -48,10 +48,9 @@ def leaf_certificate(
     lifetime: timedelta,
     now: float,
     hosts: Sequence[str] = (),
-    role: str = "",
 ) -> Certificate:
     """A certificate that cannot sign others: for both ends of TLS if it names `hosts`, otherwise for callers only."""
-    return _signed(_name(common_name, role), issuer_name, public_key, issuer_key, lifetime, now, hosts, authority=False)
+    return _signed(_name(common_name), issuer_name, public_key, issuer_key, lifetime, now, hosts, authority=False)
 
 
 def certificate_request(key: Key) -> bytes:
@@ -117,23 +116,13 @@ def is_issued_by(certificate: Certificate, issuer: Certificate) -> bool:
     return True
 
 
-def subject_field(certificate: Certificate, oid: x509.ObjectIdentifier) -> str:
-    """A field of the subject; empty unless it occurs exactly once and is text."""
+def common_name(certificate: Certificate) -> str:
+    """The subject's common name; empty unless there is exactly one, and it is text."""
     try:
-        found = certificate.subject.get_attributes_for_oid(oid)
+        found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     except Exception:  # as above
         return ""
     return found[0].value if len(found) == 1 and isinstance(found[0].value, str) else ""
-
-
-def common_name(certificate: Certificate) -> str:
-    """The subject's common name; empty unless there is exactly one."""
-    return subject_field(certificate, NameOID.COMMON_NAME)
-
-
-def role(certificate: Certificate) -> str:
-    """The subject's role; empty when there is none."""
-    return subject_field(certificate, NameOID.ORGANIZATIONAL_UNIT_NAME)
 
 
 def fingerprint(certificate: Certificate) -> bytes:
@@ -173,11 +162,8 @@ def read_key(pem: bytes) -> Key:
     return key
 
 
-def _name(common_name: str, role: str = "") -> x509.Name:
-    fields = [x509.NameAttribute(NameOID.COMMON_NAME, common_name)]
-    if role:
-        fields.append(x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, role))
-    return x509.Name(fields)
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
 def _signed(

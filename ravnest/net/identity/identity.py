@@ -33,7 +33,6 @@ class Identity:
 
     kind: Kind
     name: str
-    role: str = ""
 
     def __str__(self) -> str:
         return self.name if self.kind != "invite" else f"the holder of invite {self.name}"
@@ -75,7 +74,7 @@ class Callers:
         """The identity that a certificate proves. PeerError when this swarm did not issue it."""
         kind, _, name = certificates.common_name(certificate).partition(":")
         if kind == "node" and certificates.is_issued_by(certificate, self._authority) and is_node_id(name):
-            return Identity("node", name, certificates.role(certificate))
+            return Identity("node", name)
         if kind == COORDINATOR_NAME and certificate == self._authority:
             return Identity("coordinator", COORDINATOR_NAME)
         if kind == "invite":

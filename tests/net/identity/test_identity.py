@@ -36,7 +36,7 @@ def shown(certificate: Certificate) -> dict[str, list[bytes]]:
 
 
 def test_a_node_is_known_by_the_certificate_it_was_issued() -> None:
-    assert CALLERS.identify(shown(SWARM.issue(REQUEST, "anna"))) == Identity("node", "anna", "provider")
+    assert CALLERS.identify(shown(SWARM.issue(REQUEST, "anna"))) == Identity("node", "anna")
 
 
 def test_the_holder_of_an_invite_is_known_by_its_id() -> None:
@@ -95,7 +95,7 @@ def test_a_node_that_was_thrown_out_is_refused() -> None:
 
 def test_a_node_called_coordinator_is_not_the_coordinator() -> None:
     certificate = SWARM.issue(REQUEST, "coordinator")
-    assert CALLERS.identify(shown(certificate)) == Identity("node", "coordinator", "provider")
+    assert CALLERS.identify(shown(certificate)) == Identity("node", "coordinator")
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["coordinator.node.ravnest"]
 
