@@ -12,7 +12,7 @@ from ravnest.codecs.codec import codec_named
 from ravnest.errors import PeerError
 from ravnest.microbatch import Marks
 from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
-from ravnest.net.frames.frames import ALIGNMENT_BYTES, MAGIC, PREFIX, Coded, Frame, FrameKind, RingPlace
+from ravnest.net.frames.frames import ALIGNMENT_BYTES, MAGIC, MARKS, PLACE, PREFIX, Coded, Frame, FrameKind, RingPlace
 from ravnest.net.frames.tensor_bytes import TORCH_DTYPES, tensor_view
 from ravnest.net.v1 import frame_pb2
 
@@ -63,7 +63,7 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
         header.generation,
         tensors,
         _decode_scalars(header, limits),
-        piece=_decode_piece(header.piece) if header.HasField("piece") else None,
+        piece=RingPlace(*(getattr(header.piece, name) for name in PLACE)) if header.HasField("piece") else None,
         coded=coded,
         residence_micros=header.residence_micros,
         sizes=_decode_sizes(header, limits),
@@ -159,31 +159,9 @@ def _decode_sizes(header: frame_pb2.FrameHeader, limits: FrameLimits) -> dict[st
 
 def _decode_marks(header: frame_pb2.FrameHeader) -> Marks:
     try:
-        return Marks(
-            train=header.train,
-            samples=header.samples,
-            checkpoint=header.checkpoint,
-            flush=header.flush,
-            round=header.round,
-            fragment=header.fragment,
-            updates=header.updates,
-            replica=header.replica,
-        )
+        return Marks(**{name: getattr(header, name) for name in MARKS})
     except ValueError as error:
         raise PeerError(f"the frame of microbatch {header.microbatch} contradicts itself: {error}") from None
-
-
-def _decode_piece(piece: frame_pb2.RingPiece) -> RingPlace:
-    return RingPlace(
-        piece.round,
-        piece.ring,
-        piece.attempt,
-        piece.hop,
-        piece.segment,
-        piece.chunk,
-        piece.donation,
-        piece.last,
-    )
 
 
 def _check_name(name: str, taken: Container[str], limits: FrameLimits) -> None:

@@ -11,7 +11,7 @@ import torch
 from ravnest.codecs.codec import codec_named
 from ravnest.errors import PeerError
 from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
-from ravnest.net.frames.frames import ALIGNMENT_BYTES, MAGIC, PREFIX, Coded, Frame
+from ravnest.net.frames.frames import ALIGNMENT_BYTES, MAGIC, MARKS, PREFIX, Coded, Frame
 from ravnest.net.frames.tensor_bytes import WIRE_DTYPES, on_host, tensor_bytes
 from ravnest.net.v1 import frame_pb2
 
@@ -71,22 +71,14 @@ def _add_bytes(pieces: list[bytes | memoryview], tensor: torch.Tensor) -> int:
 
 
 def _header_bytes(frame: Frame) -> bytes:
-    marks = frame.marks
     try:
         return frame_pb2.FrameHeader(
             kind=frame.kind.value,  # type: ignore[arg-type]
             microbatch=frame.microbatch,
-            train=marks.train,
-            samples=marks.samples,
-            checkpoint=marks.checkpoint,
             generation=frame.generation,
-            flush=marks.flush,
-            round=marks.round,
-            fragment=marks.fragment,
-            updates=marks.updates,
             piece=None if frame.piece is None else frame_pb2.RingPiece(**asdict(frame.piece)),
             residence_micros=frame.residence_micros,
-            replica=marks.replica,
+            **{name: getattr(frame.marks, name) for name in MARKS},
         ).SerializeToString()
     except (ValueError, TypeError) as error:
         raise PeerError(f"the frame of microbatch {frame.microbatch} cannot be sent: {error}") from None

@@ -8,7 +8,7 @@ import enum
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 import torch
@@ -62,6 +62,11 @@ class RingPlace:
     """The piece belongs to no attempt: it is part of the anchor and the outer state, for an owner that was left out."""
     last: bool = False
     """The last piece of a donation."""
+
+
+PLACE: Final = tuple(each.name for each in fields(RingPlace))
+MARKS: Final = tuple(each.name for each in fields(Marks))
+"""Fields of a place and of marks, which have the same names in the header of a frame."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
