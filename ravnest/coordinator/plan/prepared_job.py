@@ -196,30 +196,29 @@ def weights_artifact(plan: StagePlan, prepared: PreparedJob, averaged: bool = Fa
     if averaged and prepared.restored is not None and prepared.job.averaging.outer == "nesterov":
         outer = prepared.restored.outer
         tensors |= {f"outer:{s.key}": _saved(outer, s.key, s.shape) for s in plan.graph.parameters if s.key in outer}
-    return _artifact(
-        f"weights-{plan.stage}",
-        content_hash(stream_tensors(tensors, metadata)),
-        stream_size_bytes(tensors, metadata),
-        lambda offset: stream_tensors(tensors, metadata, offset_bytes=offset),
-    )
+    return _tensors_artifact(f"weights-{plan.stage}", tensors, metadata)
 
 
 def constants_artifact(plan: StagePlan, prepared: PreparedJob) -> Artifact:
     """The stage's constant weights: together with a part of a replica, they make the whole stage."""
     weights = prepared.captured.weights
     tensors = {f"weight:{spec.key}": weights[spec.key] for spec in plan.graph.constants}
-    return _artifact(
-        f"constants-{plan.stage}",
-        content_hash(stream_tensors(tensors, {})),
-        stream_size_bytes(tensors, {}),
-        lambda offset: stream_tensors(tensors, {}, offset_bytes=offset),
-    )
+    return _tensors_artifact(f"constants-{plan.stage}", tensors, {})
 
 
 def static_tensors(captured: Captured) -> dict[str, torch.Tensor]:
     """Entries of the model's state_dict that training never changes."""
     constants = {c.key: captured.weights[c.key] for c in captured.graph.constants if c.key not in captured.not_saved}
     return {**constants, **captured.static}
+
+
+def _tensors_artifact(name: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Artifact:
+    return _artifact(
+        name,
+        content_hash(stream_tensors(tensors, metadata)),
+        stream_size_bytes(tensors, metadata),
+        lambda offset: stream_tensors(tensors, metadata, offset_bytes=offset),
+    )
 
 
 def _artifact(name: str, sha256: str, size_bytes: int, open_at: Callable[[int], Iterator[bytes]]) -> Artifact:

@@ -7,6 +7,7 @@ measurement at a time, so that measurements do not disturb one another.
 import asyncio
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ravnest import units
@@ -128,21 +129,15 @@ def describe(member: "Member") -> str:
 
 def figures(member: "Member") -> dict[str, object]:
     """The same as plain values, for events; unknown ones are left out."""
-    machine, speed, link = member.machine, member.machine.speed, member.link.speed
+    machine, link = member.machine, member.link.speed
     known: dict[str, object] = {
         "memory_bytes": machine.memory_bytes,
         "cores": machine.cores,
-        "flops_per_second": speed.flops_per_second,
-        "bfloat16_flops_per_second": speed.bfloat16_flops_per_second,
-        "float16_flops_per_second": speed.float16_flops_per_second,
-        "memory_bytes_per_second": speed.memory_bytes_per_second,
+        **asdict(machine.speed),
         "device_name": machine.device_name,
         "link_error": member.link.error,
+        **({} if link is None else asdict(link)),
     }
-    if link is not None:
-        known["round_trip_seconds"] = link.round_trip_seconds
-        known["up_bytes_per_second"] = link.up_bytes_per_second
-        known["down_bytes_per_second"] = link.down_bytes_per_second
     return {name: value for name, value in known.items() if value}
 
 

@@ -1,7 +1,7 @@
 """Profile of this machine: what it lends, how fast it computes, and which share of its cores this provider takes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -91,11 +91,8 @@ class MachineProfile:
         return cached or known.divided(threads_before / torch.get_num_threads())
 
     def _write_speed(self, message: JoinRequest | SpeedMessage, measured: Speed) -> None:
-        speed = measured.divided(self._machine.pretence.slower)
-        message.flops_per_second = speed.flops_per_second
-        message.memory_bytes_per_second = speed.memory_bytes_per_second
-        message.bfloat16_flops_per_second = speed.bfloat16_flops_per_second
-        message.float16_flops_per_second = speed.float16_flops_per_second
+        for name, figure in asdict(measured.divided(self._machine.pretence.slower)).items():
+            setattr(message, name, figure)
         claim = self._machine.claim
         shares = claim is not None and claim.is_told and torch.get_num_threads() < self._cores
         message.cores = torch.get_num_threads() if shares else usable_cores()
