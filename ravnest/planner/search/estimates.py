@@ -5,7 +5,6 @@ flight, one way up to each place is kept: the one whose slowest stage and share 
 estimate is the rate of cuts that exist, and at most the rate of the best ones.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -35,8 +34,7 @@ _FASTEST_LINE: Final = 1e12
 class Estimates:
     """Estimates for orders of these providers.
 
-    Stages whose parameters take longer than `averaging_seconds` to pass their provider's line are left out. With
-    `fine`, orders whose round trip conflicts with their slowest stage are looked at more closely.
+    With `fine`, orders whose round trip conflicts with their slowest stage are looked at more closely.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class Estimates:
         goal: Goal,
         network: Network,
         providers: Sequence[Provider],
-        averaging_seconds: float = math.inf,
         fine: bool = False,
     ) -> None:
         self.model, self.goal, self.providers = model, goal, providers
@@ -59,7 +56,6 @@ class Estimates:
         self.line_speed = np.minimum(self._lines.slower_way, _FASTEST_LINE)
         """For each provider, the bytes per second that its line carries both ways."""
         self.speed = np.array([p.compute_speed for p in providers])
-        self.limit_averaging(averaging_seconds)
 
     @property
     def count(self) -> int:

@@ -44,7 +44,7 @@ def group_fixed_count(
     for key in KEYS:
         line = sorted_line(estimates.providers, key)
         if providers:
-            chosen = _runs_of_all(estimates, line[:providers], sizes, clusters)
+            chosen = runs_of_number(Runs.of(estimates, line[:providers], sizes), providers, clusters, True)
             found.append(_grouping(improver, _dealt(estimates, line[:providers], clusters)))
         else:
             chosen = runs_of_number(Runs.of(estimates, line, sizes), len(line) - standbys, clusters, False)
@@ -88,10 +88,6 @@ def runs_of_number(runs: Runs, max_providers: int, clusters: int, uses_all: bool
         end -= size or 1
     # The sum of rates alone decides; a choice that leaves too few standbys is rejected.
     return chosen if sum(map(len, chosen)) <= max_providers else []
-
-
-def _runs_of_all(estimates: Estimates, line: Sequence[int], sizes: Sequence[int], clusters: int) -> list[Order]:
-    return runs_of_number(Runs.of(estimates, line, sizes), len(line), clusters, True)
 
 
 def _dealt(estimates: Estimates, line: Sequence[int], clusters: int) -> list[Order]:

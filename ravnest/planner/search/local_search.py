@@ -6,6 +6,7 @@ each pair takes its best one if it is better. The seed decides the result.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from ravnest.planner.search.estimates import Estimates, Orders
 from ravnest.planner.search.order import changes
 
 Order = tuple[int, ...]
+
+_REORDERINGS: Final = 3
 
 
 @dataclass
@@ -65,12 +68,12 @@ class Improver:
             quiet = 0 if found else quiet + 1
         return now
 
-    def reordered(self, grouping: Grouping, rounds: int = 3) -> Grouping:
+    def reordered(self, grouping: Grouping) -> Grouping:
         """The same clusters, each in the best order that moves of one provider, or exchanges of two, lead to."""
         now = grouping.copy()
         now.rates = self.rates(now.orders)
         open_ = [c for c, order in enumerate(now.orders) if len(order) > 1]
-        for _ in range(rounds):
+        for _ in range(_REORDERINGS):
             tried = [
                 (c, tuple(row)) for c in open_ for row in np.array(now.orders[c])[changes(len(now.orders[c]))].tolist()
             ]

@@ -5,7 +5,6 @@ Orders are compared by estimates on a model with few places, thousands at a time
 
 import functools
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -45,44 +44,41 @@ def best_order(
     network: Network,
     providers: Sequence[Provider],
     exact: int = EXACT,
-    averaging_seconds: float = math.inf,
 ) -> Cluster | None:
-    """The best cluster of all these providers in any order; None if no order was found that the model can be cut for.
-
-    With `averaging_seconds`, no stage has more parameters than pass its provider's line in that time.
-    """
+    """The best cluster of all these providers in any order; None if no order was found that the model can be cut
+    for."""
     if not providers or len(providers) > model.max_stages:
         return None
-    estimates = Estimates(coarse(model, len(providers)), goal, network, providers, averaging_seconds, fine=True)
+    estimates = Estimates(coarse(model, len(providers)), goal, network, providers, fine=True)
     if len(providers) <= exact:
         orders = np.array(list(itertools.permutations(range(len(providers)))))
     else:
         orders = _improved(estimates)
     candidates = [[providers[i] for i in order] for order in _best(estimates, orders, _CUT)]
     rough = few_places(model)
-    found = [best_cuts(rough, goal, network, order, averaging_seconds) for order in candidates]
+    found = [best_cuts(rough, goal, network, order) for order in candidates]
     ranked = sorted((c for c in found if c is not None), key=lambda cluster: -score(goal, cluster))
     if rough is model:
         return ranked[0] if ranked else None
     by_name = {p.name: p for p in providers}
     best_orders = [[by_name[name] for name in cluster.providers] for cluster in ranked[:2]] or candidates[:1]
-    finer = [finer_cuts(model, goal, network, order, averaging_seconds) for order in best_orders]
+    finer = [finer_cuts(model, goal, network, order) for order in best_orders]
     best = max((c for c in finer if c is not None), key=lambda cluster: score(goal, cluster), default=None)
     if best is None:
         return None
-    return exact_cuts(model, goal, network, [by_name[name] for name in best.providers], best, averaging_seconds)
+    return exact_cuts(model, goal, network, [by_name[name] for name in best.providers], best)
 
 
-def ranked_orders(estimates: Estimates, exact: int = EXACT, kept: int = _KEPT) -> dict[int, Orders]:
+def ranked_orders(estimates: Estimates) -> dict[int, Orders]:
     """For every set of providers that can hold the model, its best orders, the best first.
 
-    For sets up to `exact`, all orders are compared; for larger ones, the best orders of all but one provider with that
+    For sets up to EXACT, all orders are compared; for larger ones, the best orders of all but one provider with that
     one inserted anywhere.
     """
     count = estimates.count
     found: dict[int, Orders] = {}
     for size in range(1, min(count, estimates.model.max_stages) + 1):
-        if size <= exact:
+        if size <= EXACT:
             orders = np.array(list(itertools.permutations(range(count), size)))
         else:
             orders = _one_more(found, count, size)
@@ -94,7 +90,7 @@ def ranked_orders(estimates: Estimates, exact: int = EXACT, kept: int = _KEPT) -
         orders, members = orders[by_rate], members[by_rate]
         starts = np.flatnonzero(np.diff(members, prepend=-1))
         for start, end in itertools.pairwise([*starts, len(members)]):
-            found[int(members[start])] = orders[start : min(end, start + kept)]
+            found[int(members[start])] = orders[start : min(end, start + _KEPT)]
     return found
 
 
@@ -103,10 +99,9 @@ def best_of(
     goal: Goal,
     network: Network,
     orders: Sequence[Sequence[Provider]],
-    averaging_seconds: float = math.inf,
 ) -> Cluster | None:
     """The best of the clusters with these orders and their best cuts; the first of equals."""
-    found = [best_cuts(model, goal, network, order, averaging_seconds) for order in orders]
+    found = [best_cuts(model, goal, network, order) for order in orders]
     return max((c for c in found if c is not None), key=lambda cluster: score(goal, cluster), default=None)
 
 

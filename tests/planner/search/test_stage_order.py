@@ -76,7 +76,8 @@ def test_an_estimate_is_at_most_the_rate_of_the_best_cuts_and_near_it(seed: int,
         ]
     measured = {("p0", "p1"): Line(2e5, 0.1), ("p1", "p0"): Line(3e5, 0.1)}
     network = Network(measured, Requester(up_bytes_per_second=1e6, down_bytes_per_second=1e6))
-    estimates = Estimates(model, goal, network, providers, seconds, fine=True)
+    estimates = Estimates(model, goal, network, providers, fine=True)
+    estimates.limit_averaging(seconds)
     orders = list(itertools.chain.from_iterable(itertools.permutations(range(5), k) for k in (1, 2, 3)))
     rows = np.array([(*order, *(-1,) * (3 - len(order))) for order in orders])
     rates, _ = estimates.rates(rows)
