@@ -48,26 +48,22 @@ def _grid_values(call: Call) -> str:
     return "gives coordinates that are not finite" if on_processor and not bool(grid.isfinite().all()) else ""
 
 
-def _division(divided: str, divisor: str) -> Callable[[Call], str]:
+def _division(call: Call) -> str:
     """The smallest integer divided by -1 overflows, and the processor aborts the process."""
-
-    def guard(call: Call) -> str:
-        own, other = call[divided], call[divisor]
-        if _is_real(own) or _is_real(other):
-            return ""
-        if isinstance(own, torch.Tensor) and own.device.type != "cpu":
-            return ""
-        if isinstance(other, torch.Tensor):
-            if not other.numel() or not bool((other == -1).any()):
-                return ""
-        elif other != -1:
-            return ""
-        smallest = int(own.min()) if isinstance(own, torch.Tensor) and own.numel() else own
-        if isinstance(smallest, int) and smallest in (-(2**31), -(2**63)):
-            return "divides the smallest integer by -1"
+    own, other = call["self"], call["other"]
+    if _is_real(own) or _is_real(other):
         return ""
-
-    return guard
+    if isinstance(own, torch.Tensor) and own.device.type != "cpu":
+        return ""
+    if isinstance(other, torch.Tensor):
+        if not other.numel() or not bool((other == -1).any()):
+            return ""
+    elif other != -1:
+        return ""
+    smallest = int(own.min()) if isinstance(own, torch.Tensor) and own.numel() else own
+    if isinstance(smallest, int) and smallest in (-(2**31), -(2**63)):
+        return "divides the smallest integer by -1"
+    return ""
 
 
 def _is_real(value: Any) -> bool:
@@ -77,7 +73,7 @@ def _is_real(value: Any) -> bool:
 
 
 def _rounded(call: Call) -> str:
-    return _division("self", "other")(call) if call["rounding_mode"] is not None else ""
+    return _division(call) if call["rounding_mode"] is not None else ""
 
 
 _WHOLE_DIVISIONS: Final = "floor_divide floor_divide_ fmod fmod_ remainder remainder_".split()
@@ -88,6 +84,6 @@ SHAPES: Final[dict[str, Callable[[Call], str]]] = {}
 VALUES: Final[dict[str, Callable[[Call], str]]] = {
     "embedding_bag": _bag_values,
     **dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), _grid_values),
-    **dict.fromkeys(_WHOLE_DIVISIONS, _division("self", "other")),
+    **dict.fromkeys(_WHOLE_DIVISIONS, _division),
     **{f"{name}.{kind}_mode": _rounded for name in _ROUNDED_DIVISIONS for kind in ("Tensor", "Scalar")},
 }

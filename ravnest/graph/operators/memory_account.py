@@ -62,7 +62,7 @@ class MemoryAccount:
             size = storage.nbytes()
             if key in self._held:
                 self._alive_bytes -= self._held[key][1]
-            self._held[key] = (_weak(storage), size)
+            self._held[key] = (weakref.ref(storage), size)
             self._alive_bytes += size
         self._gradient_bytes += _more_in_backward(call, result)
         if isinstance(result, torch.Tensor) and result.requires_grad:
@@ -83,11 +83,6 @@ class MemoryAccount:
     def _forget_dead(self) -> None:
         self._held = {key: held for key, held in self._held.items() if held[0]() is not None}
         self._alive_bytes = sum(size for _, size in self._held.values())
-
-
-def _weak(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
-    """A weak reference to the memory: alive as long as the graph or autograd holds it."""
-    return weakref.ref(storage)
 
 
 def _more_in_backward(call: Call, result: Any) -> int:

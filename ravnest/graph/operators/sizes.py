@@ -12,7 +12,14 @@ import torch
 
 from ravnest.graph.operators import index_sizes, product_sizes, shape_sizes, window_sizes
 from ravnest.graph.operators.calls import Call
-from ravnest.graph.operators.size_parts import all_bytes, common_elements, copy_bytes, element_bytes, own_times, times
+from ravnest.graph.operators.size_parts import (
+    all_bytes,
+    common_elements,
+    copy_bytes,
+    element_bytes,
+    own_three_times,
+    times,
+)
 
 
 def call_bytes(call: Call) -> int:
@@ -57,7 +64,7 @@ _SORTED: Final = "argsort cummax cummin kthvalue median mode nanmedian sort topk
 _RULES: Final[dict[str, Callable[[Call], int]]] = {
     **dict.fromkeys(_NO_MEMORY.split(), shape_sizes.nothing),
     **dict.fromkeys(_COPIES.split(), copy_bytes),
-    **dict.fromkeys(_OWN.split(), own_times(3)),
+    **dict.fromkeys(_OWN.split(), own_three_times),
     **dict.fromkeys(_TWICE.split(), times(2)),
     **dict.fromkeys(("bucketize", "searchsorted"), index_sizes.searched),
     **dict.fromkeys(("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"), index_sizes.sampled),

@@ -148,10 +148,10 @@ def _scales_misfit(own: list[int], sizes: list[int] | None, scales: list[float |
     return ""
 
 
-def _at_least(name: str, minimum: int) -> Callable[[Call], str]:
+def _positive(name: str) -> Callable[[Call], str]:
     def guard(call: Call) -> str:
         value = call[name]
-        return "" if value is None or value >= minimum else f"gives {value} as {name!r}"
+        return "" if value is None or value >= 1 else f"gives {value} as {name!r}"
 
     return guard
 
@@ -166,10 +166,10 @@ SHAPES: Final[dict[str, Callable[[Call], str]]] = {
     **{f"upsample_{kind}": _resize(1) for kind in ("nearest1d", "linear1d")},
     **{f"upsample_{kind}": _resize(2) for kind in ("nearest2d", "bilinear2d", "bicubic2d")},
     **{f"upsample_{kind}": _resize(3) for kind in ("nearest3d", "trilinear3d")},
-    "pixel_shuffle": _at_least("upscale_factor", 1),
-    "pixel_unshuffle": _at_least("downscale_factor", 1),
-    "channel_shuffle": _at_least("groups", 1),
-    "chunk": _at_least("chunks", 1),
-    "tensor_split.sections": _at_least("sections", 1),
-    "unfold": _at_least("step", 1),
+    "pixel_shuffle": _positive("upscale_factor"),
+    "pixel_unshuffle": _positive("downscale_factor"),
+    "channel_shuffle": _positive("groups"),
+    "chunk": _positive("chunks"),
+    "tensor_split.sections": _positive("sections"),
+    "unfold": _positive("step"),
 }
