@@ -8,7 +8,7 @@ did; and the pipeline is full.
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -129,7 +129,9 @@ def _figures(stage: TraceStage, began: float, ended: float) -> StageFigures:
     length = ended - began
     spent: dict[tuple[str, str], float] = defaultdict(float)
     took: dict[str, list[float]] = defaultdict(list)
-    for span in _within(stage.spans, began, ended):
+    for span in stage.spans:
+        if span.began >= ended or span.ended <= began:
+            continue
         inside = min(span.ended, ended) - max(span.began, began)
         spent[span.kind, span.detail] += inside
         if began <= span.began and span.ended <= ended:
@@ -141,10 +143,6 @@ def _figures(stage: TraceStage, began: float, ended: float) -> StageFigures:
         {why: seconds / length for (kind, why), seconds in spent.items() if kind == "wait" and length},
         {kind: statistics.fmean(values) for kind, values in took.items()},
     )
-
-
-def _within(spans: Iterable[TraceSpan], began: float, ended: float) -> list[TraceSpan]:
-    return [span for span in spans if span.began < ended and span.ended > began]
 
 
 def _when(stage: TraceStage, kind: str) -> dict[int, TraceSpan]:

@@ -39,7 +39,7 @@ def picture(dry: DryRun, number: int, width: int) -> str:
     for place, k in enumerate(numbers):
         if place:
             gap = k - numbers[place - 1] - 1
-            pieces.append(_skipped(gap) if gap else _link(dry, cluster, k))
+            pieces.append(["", "", f"… {gap} more …"[:_LINK], "", ""] if gap else _link(dry, cluster, k))
         pieces.append(_box(_texts(dry, number, k), inside))
     return "\n".join(line for row in _rows(pieces, width) for line in row)
 
@@ -101,10 +101,6 @@ def _link(dry: DryRun, cluster: Cluster, number: int) -> list[str]:
     if dry.relayed(cluster, number):
         trip = f"relay {seconds * 1000:.0f} ms"
     return [rate(there.bytes_per_second), forth, trip, home, rate(back.bytes_per_second)]
-
-
-def _skipped(gap: int) -> list[str]:
-    return ["", "", f"… {gap} more …"[:_LINK], "", ""]
 
 
 def _rows(pieces: list[list[str]], width: int) -> list[list[str]]:

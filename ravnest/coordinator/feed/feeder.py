@@ -132,7 +132,7 @@ class Feeder:
                 return place
             batch = following if looks_ahead else next(batches, _NOTHING)
         if place.position == 0:
-            raise JobError(_empty("train_data", epoch))
+            raise JobError(_empty(epoch))
         samples = None if start.position else place.samples - start.samples
         end = replace(place, epoch=epoch + 1, position=0, data_state=data_state(job.train_data))
         self._put(EpochEnd(end, place.position, samples))
@@ -194,7 +194,7 @@ def first_batches(job: Job, guard: Guard = contextlib.nullcontext) -> list[Any]:
         batches = list(itertools.islice(job.train_batches(), 2))
     set_data_state(job.train_data, state)
     if not batches:
-        raise JobError(_empty("train_data", 0))
+        raise JobError(_empty(0))
     return batches
 
 
@@ -207,10 +207,12 @@ def _skip(batches: Iterator[Any], start: DataPosition) -> None:
             )
 
 
-def _empty(field: str, epoch: int) -> str:
+def _empty(epoch: int) -> str:
     if epoch == 0:
-        return f"{field} is empty: it yields no batch; check the dataset and drop_last"
-    return f"{field} yields nothing in epoch {epoch + 1}: pass a function that returns a fresh iterator for each epoch"
+        return "train_data is empty: it yields no batch; check the dataset and drop_last"
+    return (
+        f"train_data yields nothing in epoch {epoch + 1}: pass a function that returns a fresh iterator for each epoch"
+    )
 
 
 _NOTHING = object()

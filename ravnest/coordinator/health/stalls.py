@@ -81,10 +81,10 @@ class Stall(NamedTuple):
 def find_cause(stages: Sequence[StageView]) -> StallCause:
     """The cause of a stall of these stages, which are in order."""
     order = [stage.node_id for stage in stages]
-    down = _links(stages, _is_down)
+    down = _links(stages, lambda link: not link.connected)
     if down:
         return StallCause(_ends_of_most(down, order), f"there is no connection {_between(down, order)}", heals=True)
-    stuck = _links(stages, _is_stuck)
+    stuck = _links(stages, lambda link: link.unconfirmed > 0)
     if stuck:
         return StallCause(_ends_of_most(stuck, order), f"nothing passes {_between(stuck, order)}", heals=True)
     busy = [stage for stage in stages if stage.ready]
@@ -129,14 +129,6 @@ def judge_stall(
 def longest_after(longest_seconds: float, gap_seconds: float) -> float:
     """The longest recent time between two tasks, after one more; older ones fade."""
     return max(gap_seconds, _FADING * longest_seconds)
-
-
-def _is_down(link: LinkView) -> bool:
-    return not link.connected
-
-
-def _is_stuck(link: LinkView) -> bool:
-    return link.unconfirmed > 0
 
 
 def _links(stages: Sequence[StageView], holds: Callable[[LinkView], bool]) -> set[frozenset[str]]:

@@ -40,7 +40,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.stopping = False
-        self.hurry: Callable[[], None] = _nothing
+        self.hurry: Callable[[], None] = lambda: None
         self._before: dict[int, Any] = {}
         self._asked: int | None = None
         self._over = False
@@ -171,10 +171,6 @@ def _nudge(ear: int) -> None:
                     time.sleep(_KNOCK_SECONDS)
                     with suppress(ProcessLookupError):
                         signal.pthread_kill(threading.main_thread().ident or 0, _KNOCK)
-
-
-def _nothing() -> None:
-    pass
 
 
 _REPLACED: dict[int, Callable[[Any], bool]] = {

@@ -25,7 +25,7 @@ def stage_summary(stage: StagePlan, stages: Sequence[StagePlan], report: Report,
         updates=updates,
         staleness=Staleness(
             mean=report.staleness_sum / updates if updates else 0.0,
-            p95=_percentile(list(report.staleness_counts), 0.95),
+            p95=_percentile_95(report.staleness_counts),
             max=report.staleness_max,
         ),
         bytes_sent=report.bytes_sent,
@@ -71,11 +71,11 @@ def _busy_fraction(report: Report) -> float:
     return report.busy_seconds / report.seconds if report.seconds else 0.0
 
 
-def _percentile(counts: Sequence[int], share: float) -> float:
-    """The smallest staleness that `share` of the updates do not exceed."""
+def _percentile_95(counts: Sequence[int]) -> float:
+    """The smallest staleness that 95 % of the updates do not exceed."""
     passed, total = 0, sum(counts)
     for value, count in enumerate(counts):
         passed += count
-        if total and passed >= share * total:
+        if total and passed >= 0.95 * total:
             return float(value)
     return 0.0

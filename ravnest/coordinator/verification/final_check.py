@@ -91,7 +91,7 @@ def check_written(
         status="passed" if found.comparison.passed else "failed",
         reason=found.comparison.reason
         if found.comparison.passed
-        else f"{found.comparison.reason}{_by(found.providers)}",
+        else f"{found.comparison.reason} (reported by {', '.join(found.providers)})",
         on=source,
         samples=found.samples,
         batches=found.batches,
@@ -109,7 +109,3 @@ def refusal(check: Check, path: Path, apart: Path, resumes_from: str) -> str:
         f"{apart.parent.name}/{apart.name} stay to be looked at. Train again without providers that you do not "
         f"trust, or continue with --resume, which goes on from {resumes_from}"
     )
-
-
-def _by(providers: Sequence[str]) -> str:
-    return f" (reported by {', '.join(providers)})"

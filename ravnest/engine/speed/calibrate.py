@@ -114,7 +114,7 @@ def measure(step: Step, accumulate: int, budget_seconds: float, warm_share: floa
     number of microbatches that share one update. `warm_share` is the part of the budget for steps with a warm cache.
     """
     began = time.perf_counter()
-    warm = _repeat(step, _do_nothing, _MAX_STEPS, began + warm_share * budget_seconds)[1:]
+    warm = _repeat(step, lambda: None, _MAX_STEPS, began + warm_share * budget_seconds)[1:]
     cold = _repeat(step, _empty_cache(), _MAX_COLD_STEPS, began + budget_seconds)
     forward, backward, update = (statistics.median(part) for part in zip(*warm, strict=True))
     longer = sum(min(part) for part in zip(*cold, strict=True)) - sum(min(part) for part in zip(*warm, strict=True))
@@ -166,10 +166,6 @@ def _step(stage: Stage, sample: Mapping[str, torch.Tensor], before_task: Callabl
 
     clock = work_clock()
     return timed(forward), timed(partial(stage.backward, 0, None)), timed(partial(stage.update, 0, flush=True))
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _empty_cache() -> Callable[[], None]:

@@ -52,7 +52,7 @@ def dense(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...
     if tensor.dtype not in WIRE_DTYPES:
         raise PeerError(
             f"the tensor {name!r} has the element type {tensor.dtype}, which frames do not carry; "
-            f"convert it to one of {_dtype_names()}"
+            f"convert it to one of {', '.join(str(dtype).removeprefix('torch.') for dtype in WIRE_DTYPES)}"
         )
     if tensor.layout is not torch.strided or tensor.is_meta:
         raise PeerError(f"the tensor {name!r} has no dense memory to send; make it dense first")
@@ -105,10 +105,6 @@ def shaped(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -
     if not order:
         return flat.view(shape)
     return flat.view([shape[dimension] for dimension in order]).permute([order.index(d) for d in range(len(order))])
-
-
-def _dtype_names() -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in WIRE_DTYPES)
 
 
 def _silence_read_only_warning() -> None:

@@ -120,10 +120,10 @@ def is_node_id(text: str) -> bool:
     return _NODE_ID.fullmatch(text) is not None
 
 
-def as_node_id(name: str, fallback: str = "provider") -> str:
-    """The node id nearest to the name of a machine; `fallback` when no character of the name can be used."""
+def as_node_id(name: str) -> str:
+    """The node id nearest to the name of a machine; "provider" when no character of the name can be used."""
     text = re.sub(r"[^a-z0-9]+", "-", name.lower())[:NODE_ID_CHARACTERS].strip("-")
-    return text or fallback
+    return text or "provider"
 
 
 _NODE_ID: Final = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,58}[a-z0-9])?")

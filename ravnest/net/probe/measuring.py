@@ -54,15 +54,11 @@ class Arrival:
     total_bytes: int
 
 
-async def measure_link(
-    control: Control[MeasureRequest, MeasureReply],
-    max_seconds: float | None = None,
-    max_bytes: int = MAX_BYTES,
-) -> LinkSpeed:
+async def measure_link(control: Control[MeasureRequest, MeasureReply]) -> LinkSpeed:
     """Measure the connection under the stream, and end the stream.
 
-    Takes `max_seconds` each way (None: as long as the round trip requires), some round trips, and the wait for other
-    callers that are being measured. PeerError when the connection breaks, the other side refuses, or the connection is
+    Takes as long each way as the round trip requires, some round trips, and the wait for other callers that are being
+    measured. PeerError when the connection breaks, the other side refuses, or the connection is
     too slow.
     """
     try:
@@ -71,7 +67,7 @@ async def measure_link(
             round_trip = statistics.median(trips)
             await control.send(MeasureRequest(turn=True))
             await _answer(control, "turn")
-            bounds = _Bounds(max_seconds or needed_seconds(round_trip), max_bytes, round_trip)
+            bounds = _Bounds(needed_seconds(round_trip), round_trip)
             up = await _throughput(control, lambda size: MeasureRequest(data=_NOISE[:size]), "taken_bytes", bounds)
             down = await _throughput(control, lambda size: MeasureRequest(want_bytes=size), "data", bounds)
             await control.close()
@@ -103,8 +99,8 @@ def settled_rate(arrivals: Sequence[Arrival]) -> float:
 class MeasureService:
     """The answering side. It serves one caller's bytes at a time, so that measurements do not disturb each other."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate = CallRate(clock)
+    def __init__(self) -> None:
+        self._rate = CallRate(time.monotonic)
         self._turn = asyncio.Lock()
 
     async def serve(self, caller: str, control: Control[MeasureReply, MeasureRequest]) -> None:
@@ -162,7 +158,6 @@ class _CallBudget:
 @dataclass(frozen=True, slots=True)
 class _Bounds:
     seconds: float
-    bytes: int
     round_trip_seconds: float
 
     def window_bytes(self, elapsed_seconds: float, arrived_bytes: int) -> int:
@@ -203,8 +198,8 @@ async def _throughput(
     while True:
         elapsed, arrived = time.perf_counter() - began, arrivals[-1].total_bytes
         window = bounds.window_bytes(elapsed, arrived)
-        while elapsed < bounds.seconds and asked < bounds.bytes and asked - arrived < window:
-            size = min(MESSAGE_BYTES, max(_MIN_MESSAGE_BYTES, window // 8), bounds.bytes - asked)
+        while elapsed < bounds.seconds and asked < MAX_BYTES and asked - arrived < window:
+            size = min(MESSAGE_BYTES, max(_MIN_MESSAGE_BYTES, window // 8), MAX_BYTES - asked)
             await control.send(request(size))
             asked += size
         if asked == arrived:

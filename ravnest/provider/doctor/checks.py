@@ -97,7 +97,9 @@ def judge_memory(available_bytes: int, cap_bytes: int | None) -> CheckResult:
     if lent < LITTLE_MEMORY_BYTES:
         what = f"{units.byte_size(lent)} of memory can be lent: enough for a small stage alone"
         return CheckResult("memory", "warning", what, "close other programs, or lend more with --memory")
-    return CheckResult("memory", "ok", f"{free} free" + ("" if lent == available_bytes else f", {_lent(lent)}"))
+    return CheckResult(
+        "memory", "ok", f"{free} free" + ("" if lent == available_bytes else f", {units.byte_size(lent)} of it lent")
+    )
 
 
 def judge_speed(
@@ -216,10 +218,6 @@ def judge_link(round_trip_seconds: float, up_bytes_per_second: float, down_bytes
 def _numbers(version: str) -> tuple[int, ...]:
     first = version.split("+")[0].split(".")[:2]
     return tuple(int("".join(c for c in part if c.isdecimal()) or 0) for part in first)
-
-
-def _lent(lent_bytes: int) -> str:
-    return f"{units.byte_size(lent_bytes)} of it lent"
 
 
 def _version(versions: Versions) -> str:

@@ -42,20 +42,20 @@ class PartFetcher:
         self._expected = {node.link: self._links.add(node) for node in nodes}
         return before
 
-    async def fetch(self, order: Deploy, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
+    async def fetch(self, order: Deploy) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors and metadata of the part that the order names. PeerError when they cannot be had, or are not what
         their owner recorded."""
-        return await self._get(_sources(order)[0], max_bytes, keep=True)
+        return await self._get(_sources(order)[0], keep=True)
 
     async def fetch_all(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
         """The same for every part that the order's stage is joined from, all at the same time."""
         if len(order.donors) > MAX_SOURCES:
             raise PeerError(f"a stage would start from {len(order.donors):,} parts, more than {MAX_SOURCES:,}")
         async with BackgroundTasks() as tasks:
-            getting = [tasks.spawn(self._get(source, MAX_BYTES, keep=False)) for source in order.donors]
+            getting = [tasks.spawn(self._get(source, keep=False)) for source in order.donors]
             return list(await asyncio.gather(*getting))
 
-    async def _get(self, source: PartSource, max_bytes: int, *, keep: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    async def _get(self, source: PartSource, *, keep: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
         key = check_key(source.key)
         if not source.giver.node:
             part = self._files.find(key, source.replica)
@@ -63,7 +63,7 @@ class PartFetcher:
             return await in_thread(part.read)
         link = self._expected.pop(source.giver.link, None) or self._links.add(source.giver)
         try:
-            arrivals = PartArrivals(await link.connected(SOURCE_SECONDS), self._begin(source, max_bytes, keep=keep))
+            arrivals = PartArrivals(await link.connected(SOURCE_SECONDS), self._begin(source, keep=keep))
             _, sink = await arrivals.next(SOURCE_SECONDS)
             return sink.read()
         except PeerError as error:
@@ -72,12 +72,12 @@ class PartFetcher:
         finally:
             await link.close()
 
-    def _begin(self, source: PartSource, max_bytes: int, *, keep: bool) -> "Callable[[int, int], _Sink]":
+    def _begin(self, source: PartSource, *, keep: bool) -> "Callable[[int, int], _Sink]":
         def begin(replica: int, size_bytes: int) -> _Sink:
             if replica != source.replica:
                 raise PeerError(f"replica {source.replica} is wanted, not {replica}")
-            if size_bytes > max_bytes:
-                raise PeerError(f"a part of {size_bytes:,} bytes is more than the {max_bytes:,} its stage can need")
+            if size_bytes > MAX_BYTES:
+                raise PeerError(f"a part of {size_bytes:,} bytes is more than the {MAX_BYTES:,} a part may have")
             if size_bytes > (free := available_bytes(torch.device("cpu"))):
                 raise PeerError(
                     f"a part of {size_bytes:,} bytes does not fit into the {free:,} of memory that are free"

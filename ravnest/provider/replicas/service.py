@@ -28,7 +28,7 @@ from ravnest.provider.replicas.holder import ReplicaHolder
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.replicas.owner import ReplicaOwner
-from ravnest.provider.replicas.transfer import MAX_BYTES, refuse, send_part
+from ravnest.provider.replicas.transfer import refuse, send_part
 
 _MAX_TASKS: Final = 1000
 
@@ -81,12 +81,12 @@ class ReplicaService:
         for before in self._fetcher.expect(order):
             self._spawn(order.key, before.close())
 
-    async def fetch_part(self, order: Deploy, max_bytes: int = MAX_BYTES) -> tuple[dict[str, Tensor], dict[str, str]]:
+    async def fetch_part(self, order: Deploy) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The tensors and metadata of the part that the order names, from the disk here or from its source.
 
-        PeerError when it is not here, does not arrive, is larger than `max_bytes` or does not match its hash.
+        PeerError when it is not here, does not arrive, is too large or does not match its hash.
         """
-        return await self._fetcher.fetch(order, max_bytes)
+        return await self._fetcher.fetch(order)
 
     async def fetch_all_parts(self, order: Deploy) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
         """The same for every part that a stage of another shape is joined from."""
