@@ -227,7 +227,9 @@ def _parse_header(text: bytes, data_bytes: int) -> tuple[list[_Entry], dict[str,
     metadata = header.pop(_METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise GraphError("the metadata of a weights stream does not consist of text; send it again")
-    entries = sorted((_entry(name, described) for name, described in header.items()), key=_span)
+    entries = sorted(
+        (_entry(name, described) for name, described in header.items()), key=lambda entry: (entry.begin, entry.end)
+    )
     position = 0
     for entry in entries:
         if entry.begin != position:
@@ -236,10 +238,6 @@ def _parse_header(text: bytes, data_bytes: int) -> tuple[list[_Entry], dict[str,
     if position != data_bytes:
         raise GraphError(f"the tensors of a weights stream cover {position} of its {data_bytes} bytes of data")
     return entries, metadata
-
-
-def _span(entry: _Entry) -> tuple[int, int]:
-    return entry.begin, entry.end
 
 
 def _entry(name: str, described: object) -> _Entry:
