@@ -15,7 +15,8 @@ from functools import partial
 
 import torch
 
-from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo
+from ravnest.coordinator.checkpoints.store import CheckpointStore
 from ravnest.coordinator.deploy.current_deployment import CurrentDeployment
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.deploy.first_deployment import FirstDeployment

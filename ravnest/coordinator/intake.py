@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from ravnest.coordinator.checkpoints.store import CheckpointInfo
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo
 from ravnest.coordinator.deploy.average_now import average_now
 from ravnest.coordinator.deploy.current_deployment import CurrentDeployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from ravnest.coordinator.checkpoints.store import newest_good
+from ravnest.coordinator.checkpoints.reader import newest_good
 from ravnest.coordinator.feed.feeder import EvalBatch, EvalEnd
 from ravnest.errors import PeerError, RefusedError
 from ravnest.graph.weights import stream_tensors

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 
 from ravnest.coordinator.access.swarm_store import SwarmState
-from ravnest.coordinator.checkpoints.store import CheckpointInfo
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.feed.feeder import EpochEnd, EvalBatch, EvalEnd, TrainBatch

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from ravnest.coordinator.checkpoints.disk_space import DiskRoom
 from ravnest.coordinator.checkpoints.part_check import BadPartError, StagePart
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo
 from ravnest.coordinator.checkpoints.schedule import CheckpointSchedule
-from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore, PendingCheckpoint
+from ravnest.coordinator.checkpoints.store import CheckpointStore, PendingCheckpoint
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.errors import DiskFullError, RunError
 from ravnest.settings import Checkpoint

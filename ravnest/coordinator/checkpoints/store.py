@@ -21,24 +21,12 @@ from ravnest.coordinator.checkpoints.reader import (
     CheckpointInfo,
     DamagedCheckpoint,
     checkpoint_folders,
-    find_checkpoint,
     load_checkpoint,
     newest_good,
     read_manifest,
 )
 from ravnest.errors import DiskFullError, PeerError, RunError
 from ravnest.monitor.files import sync, write_error
-
-__all__ = [
-    "CheckpointContents",
-    "CheckpointInfo",
-    "CheckpointStore",
-    "DamagedCheckpoint",
-    "PendingCheckpoint",
-    "find_checkpoint",
-    "load_checkpoint",
-    "newest_good",
-]
 
 _PENDING: Final = ".pending-"
 _THROWN: Final = "-thrown"

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from ravnest.coordinator.checkpoints.store import load_checkpoint
+from ravnest.coordinator.checkpoints.reader import load_checkpoint
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.deploy.deployment_record import DeploymentRecord
 from ravnest.coordinator.deploy.gather_providers import gather

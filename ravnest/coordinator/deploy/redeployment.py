@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo, load_checkpoint
 from ravnest.coordinator.checkpoints.saver import place_of
-from ravnest.coordinator.checkpoints.store import CheckpointInfo, load_checkpoint
 from ravnest.coordinator.deploy.average_now import average_now
 from ravnest.coordinator.deploy.current_deployment import CurrentDeployment
 from ravnest.coordinator.deploy.deployment import Deployment

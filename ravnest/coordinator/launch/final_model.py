@@ -4,7 +4,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore, load_checkpoint
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo, load_checkpoint
+from ravnest.coordinator.checkpoints.store import CheckpointStore
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.report.phase import Phase

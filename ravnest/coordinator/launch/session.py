@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo, DamagedCheckpoint, load_checkpoint
 from ravnest.coordinator.checkpoints.saver import place_of
-from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore, DamagedCheckpoint, load_checkpoint
+from ravnest.coordinator.checkpoints.store import CheckpointStore
 from ravnest.coordinator.coordinator import Coordinator
 from ravnest.coordinator.feed.data_order import epoch_size
 from ravnest.coordinator.feed.feeder import Feeder

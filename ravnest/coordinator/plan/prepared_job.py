@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import torch
 
+from ravnest.coordinator.checkpoints.reader import CheckpointContents
 from ravnest.coordinator.checkpoints.resume_optimizer import resumed_metadata
-from ravnest.coordinator.checkpoints.store import CheckpointContents
 from ravnest.coordinator.feed.data_order import epoch_size
 from ravnest.coordinator.feed.feeder import Guard, first_batches
 from ravnest.coordinator.plan.cost_cache import keep_costs, kept_costs, key_of

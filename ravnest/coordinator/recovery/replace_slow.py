@@ -4,7 +4,6 @@
 """
 
 import time
-from collections.abc import Callable
 
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun
@@ -25,13 +24,11 @@ class SlowStageReplacement:
         standbys: Standbys,
         limits: ObservedLimits,
         watchdog: Watchdog,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`limits` remembers how slow a provider was, so that later plans expect it."""
         self._standbys = standbys
         self._limits = limits
         self._watchdog = watchdog
-        self._clock = clock
         self._paces: dict[str, tuple[tuple[str, int], StagePace]] = {}
         """By provider, the deployment and stage that it reports on, and the stage's pace."""
 
@@ -40,7 +37,7 @@ class SlowStageReplacement:
         counts = counts_of(report)
         if counts is None or cluster.is_forming:
             return
-        which, now = (deployment.id, cluster.nodes.index(node_id)), self._clock()
+        which, now = (deployment.id, cluster.nodes.index(node_id)), time.monotonic()
         known, pace = self._paces.get(node_id, (None, StagePace()))
         if known != which:
             pace = StagePace()

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from ravnest.coordinator.checkpoints.store import load_checkpoint
+from ravnest.coordinator.checkpoints.reader import load_checkpoint
 from ravnest.coordinator.deploy.cluster_rebuild import BorrowedState
 from ravnest.coordinator.deploy.deployment import Deployment
 from ravnest.coordinator.feed.cluster_state import ClusterRun

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ravnest.coordinator.checkpoints.part_check import BadPartError
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo
 from ravnest.coordinator.checkpoints.saver import Mark, Saver
-from ravnest.coordinator.checkpoints.store import CheckpointInfo
 from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.run.context import RunContext
 from ravnest.errors import DiskFullError, RefusedError, RunError

@@ -10,9 +10,10 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 from ravnest.coordinator.checkpoints.part_check import BadPartError, StagePart
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo
 from ravnest.coordinator.checkpoints.resume_optimizer import trained_with
 from ravnest.coordinator.checkpoints.saver import Awaited, Mark, Saver
-from ravnest.coordinator.checkpoints.store import CheckpointInfo, CheckpointStore
+from ravnest.coordinator.checkpoints.store import CheckpointStore
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.coordinator.feed.feeder import TrainBatch
 from ravnest.coordinator.feed.ledger import DataPosition

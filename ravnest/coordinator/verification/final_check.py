@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ravnest.coordinator.checkpoints.store import CheckpointInfo, load_checkpoint
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo, load_checkpoint
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.verification.decisions import Effort, effort, tolerance
 from ravnest.coordinator.verification.evaluate_file import (

@@ -18,13 +18,8 @@ from torch import Tensor
 
 from ravnest.coordinator.checkpoints import store as checkpoints
 from ravnest.coordinator.checkpoints.disk_space import DiskRoom
-from ravnest.coordinator.checkpoints.store import (
-    CheckpointInfo,
-    CheckpointStore,
-    DamagedCheckpoint,
-    find_checkpoint,
-    newest_good,
-)
+from ravnest.coordinator.checkpoints.reader import CheckpointInfo, DamagedCheckpoint, find_checkpoint, newest_good
+from ravnest.coordinator.checkpoints.store import CheckpointStore
 from ravnest.errors import DiskFullError, RunError
 from ravnest.graph.weights import stream_tensors
 

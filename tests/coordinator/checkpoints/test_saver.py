@@ -12,8 +12,8 @@ import torch
 
 from ravnest.coordinator.checkpoints import store as checkpoints
 from ravnest.coordinator.checkpoints.disk_space import DiskRoom
+from ravnest.coordinator.checkpoints.reader import newest_good
 from ravnest.coordinator.checkpoints.saver import Mark, place_of
-from ravnest.coordinator.checkpoints.store import newest_good
 from ravnest.coordinator.feed.ledger import DataPosition, Ledger
 from ravnest.errors import DiskFullError, PeerError
 from ravnest.graph.weights import stream_tensors
