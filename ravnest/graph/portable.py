@@ -38,7 +38,7 @@ Argument = (
 class ValueSpec:
     """A tensor (or, with dtype None, a plain number) that crosses into or out of a graph.
 
-    A size given as text is free, as that of the batch is; the same text means the same size.
+    A size given as text may differ from batch to batch, like the batch size; equal texts are equal sizes.
     """
 
     name: str

@@ -101,7 +101,7 @@ def test_one_whose_line_is_slow_takes_the_mean_late_and_goes_on_with_the_others(
     assert adds_up(result, result.summary.ledger.fed)
     # On a busy machine an honest one may be, too.
     late = [event["reason"] for event in events(run, "late") if event["provider"] == LIAR]
-    assert any("has not said that it took the mean of round 1" in reason for reason in late)
+    assert any("has not confirmed in time that it applied the mean of round 1" in reason for reason in late)
     # It claims nothing that has counted already, and in the end all are alike.
     assert events(run, "bounded", "dropped", "clipped") == []
     assert events(run, "round")[-1]["clusters"] == 3

@@ -65,7 +65,7 @@ def test_a_stage_that_claims_to_upload_and_uploads_nothing_is_given_up_for_that(
     [lost] = of_kind(told, "lost")
     assert lost["provider"] == "provider-0", lost
     assert lost["reason"].startswith("its state was asked for 1"), lost
-    assert "nothing of it has come for 1" in lost["reason"] and "a standby is ready" in lost["reason"], lost
+    assert "nothing has arrived for 1" in lost["reason"] and "a standby is ready" in lost["reason"], lost
     assert lost["at"] - of_kind(told, "checkpoint_begun")[0]["at"] < 30.0, "in bounded time, whatever it says"
 
 

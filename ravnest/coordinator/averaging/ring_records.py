@@ -11,7 +11,7 @@ from ravnest.planner.plan import RingPlan
 
 @dataclass
 class RingRecord:
-    """A ring throughout the run."""
+    """A ring throughout a deployment."""
 
     plan: RingPlan
     committed: int = 0

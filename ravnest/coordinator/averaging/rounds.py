@@ -49,7 +49,7 @@ class _Totals:
 
 
 class Rounds:
-    """The rounds of one run. All methods belong to the network's loop."""
+    """The rounds of one deployment. All methods run on the network's event loop."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Rounds:
             for node, stand in of_ring.items():
                 # An owner that reduced a round which counted for the others has contributed to it, too.
                 ring.counted[node] = ring.committed if stand.reduced == ring.committed else stand.committed
-                self._abort(number, [node], "the coordinator was started again")
+                self._abort(number, [node], "the coordinator was restarted")
 
     def heard(self, node_id: str, message: ProviderMessage) -> None:
         """A provider has sent a message. Does nothing for messages that are not about the current round."""
@@ -307,8 +307,8 @@ class Rounds:
             elif live.applying and now >= self._apply_by:
                 for node in sorted(live.applying):
                     reason = (
-                        f"{node} has not said that it took the mean of round {self._round}; "
-                        "the other clusters do not wait for it"
+                        f"{node} has not confirmed in time that it applied the mean of round {self._round}; "
+                        "the other clusters go on without waiting for it"
                     )
                     self._emit("late", reason, provider=node, round=self._round, ring=number)
                 live.applying.clear()

@@ -95,7 +95,7 @@ class AveragingSchedule:
             if rounds.complete:
                 self._averaged_at = dispatcher.fed_samples
                 return
-        self._context.say(f"the clusters could not all be averaged {reason}: {rounds.last}")
+        self._context.say(f"not all clusters could be averaged {reason}: {rounds.last}")
 
     def close(self) -> None:
         """End the current round and begin no other one: another deployment replaces this one."""
@@ -106,7 +106,7 @@ class AveragingSchedule:
         return self._dispatcher.clusters.is_drained(self._context.ledger)
 
     def _begin(self, fragment: int, reason: str) -> None:
-        # A cluster that is being redeployed has nothing to contribute.
+        # A cluster that is being deployed or rebuilt has nothing to contribute.
         clusters = [cluster for cluster in self._dispatcher.clusters.whole if not cluster.is_forming]
         self._announced_at = self._dispatcher.fed_samples
         owners = {node: cluster.fed_samples for cluster in clusters for node in cluster.nodes}

@@ -1,7 +1,7 @@
 """Rebuild of one cluster: other providers take some of its stages, and the rest of the run goes on.
 
-The providers that are left keep their stages. All stages get new links in a new generation, so that nothing that was
-under way before the rebuild counts. A taker starts from a replica, from borrowed state, or from what the deployment
+The providers that are left keep their stages. All stages get new links in a new generation, and frames of earlier
+generations are dropped. A taker starts from a replica, from borrowed state, or from what the deployment
 started from. Microbatches that not all stages have applied are fed again.
 """
 
@@ -100,8 +100,8 @@ class ClusterRebuild:
         return RebuiltCluster(len(left), fetch_seconds)
 
     def _replace(self, known: Mapping[str, Provider]) -> None:
-        """Puts the takers into the plan. Messages of the providers before, and of what was under way, do not count
-        from now on."""
+        """Puts the takers into the plan. From now on, the coordinator ignores messages of the providers that they
+        replace, and of earlier generations."""
         deployment, cluster, swarm = self._deployment, self._cluster, self._run.context.swarm
         before, rounds = cluster.nodes, deployment.rounds
         if self._takers:
@@ -112,7 +112,7 @@ class ClusterRebuild:
         deployment.clusters.replaced()
         cluster.losses.returned = set()
         if rounds is not None:
-            # Messages in flight are dropped, those about a round with them: the current round does not wait for these.
+            # Dropped messages include those about the current round, so the round does not wait for this cluster.
             cluster.mark = None
             for node_id in before:
                 rounds.gone(node_id, "its cluster is being rebuilt")

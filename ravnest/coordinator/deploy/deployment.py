@@ -60,7 +60,7 @@ class Deployment:
         self.is_over = False
         """Whether another deployment has replaced this one."""
         self.ring_generation = generation if record is None else record.ring_generation
-        # Links that lead through the relay of a coordinator that is gone cannot be used again: they get new names.
+        # Links through the relay of an earlier coordinator cannot be used again, so links get new names.
         self.ring_prefix = self.id if record is None else f"{self.id}-{generation}"
         """First part of the names of the links between owners of rings."""
         self.links = AllowedLinks(context)
@@ -69,7 +69,7 @@ class Deployment:
         self.holders = ReplicaHolders(context, self.id, self.clusters, self.transfers, self.links, self.artifacts)
         self.delivery = StageDelivery(context, self.replicas, run.machine.threads)
         self.part_senders: dict[str, str] = {}
-        """By provider that took a stage last, the provider that was to send it the part; it may be itself."""
+        """By taker of a stage, the provider that was to send it the stage's part; the taker itself if no other was."""
         is_fixed, rates = prepared.job.pipeline.in_flight is not None, rate_course_of(prepared.job)
         allowed = None if rates is None else lambda stages: rates.allowed(stages, context.ledger.updates)
         self.in_flight = InFlightLimits(context, self.id, self.clusters.all, is_fixed, allowed)

@@ -89,7 +89,7 @@ class FirstDeployment:
         return await self._planner.plan(prepared, members, goal, begin=begin)
 
     async def _recorded(self) -> tuple[DeploymentRecord, bool] | None:
-        """The last deployment of an earlier coordinator, and whether it was being changed when that ended."""
+        """The last deployment of an earlier coordinator, and whether it was being replaced or rebuilt at the end."""
         state = self._run.context.swarm.state
         found = None if state is None else await asyncio.to_thread(state.standing)
         return None if found is None else (DeploymentRecord.from_json(found[0]), found[1])
@@ -97,7 +97,7 @@ class FirstDeployment:
     async def _resume_stages(self, goal: Goal, record: DeploymentRecord, was_changing: bool) -> Deployment | None:
         """The recorded deployment with its running stages; None if they cannot be resumed."""
         run, context = self._run, self._run.context
-        # If the stages cannot be resumed, the run is deployed on the same providers.
+        # The wait is useful in any case: if the stages cannot be resumed, the run is deployed on the same providers.
         await wait_for_return(context, record)
         context.enter(Phase.RESUMING)
 
@@ -117,8 +117,8 @@ class FirstDeployment:
         for cluster in resumed.deployment.clusters.all:
             _note_lost(cluster, resumed.lost[cluster.id])
         reason = (
-            f"{counted(resumed.stages, 'stage goes', 'stages go')} on after {context.ledger.updates} updates, with "
-            f"{counted(resumed.applied, 'microbatch', 'microbatches')} applied since then"
+            f"{counted(resumed.stages, 'stage continues', 'stages continue')} after {context.ledger.updates} updates, "
+            f"with {counted(resumed.applied, 'microbatch', 'microbatches')} applied since then"
         )
         context.emit(
             "resumed_swarm",
@@ -175,7 +175,7 @@ class FirstDeployment:
 
 
 def _note_lost(cluster: ClusterRun, stages: Mapping[int, str]) -> None:
-    """These stages are not held any more by the recorded providers; the recovery gives them to others."""
+    """Notes stages that their recorded providers do not hold any more, so that recovery gives them to others."""
     now = time.monotonic()
     for stage, node in stages.items():
         reason = f"{node} did not hold stage {stage} any more when the coordinator was restarted"

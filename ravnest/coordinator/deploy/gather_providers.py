@@ -1,4 +1,4 @@
-"""Waiting until enough providers are there to begin."""
+"""Waiting for enough providers to begin."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,19 +13,21 @@ async def gather(
     plan: Callable[[list[Member]], Awaitable[Plan]],
     tell: Callable[[str], None],
 ) -> tuple[list[Member], Plan | None, str]:
-    """The providers that may take a stage, the plan that shows that the model fits into their memory, and the reason.
+    """The providers that may take a stage, a plan that shows that the model fits into their memory, and the reason why
+    they are enough.
 
-    With a count, these are the first `count` providers, and they are not planned with yet. Without a count, they are
-    all that are there once `plan` raises no PlanError; `tell` is called with what is still missing.
+    With a count, these are the first `count` providers, and no plan is made yet. Without a count, they are all
+    providers that are connected when `plan` first raises no PlanError; `tell` is called with what is missing until
+    then.
     """
     if count is not None:
-        return await members.wait_for(count), None, f"{count} were asked for"
+        return await members.wait_for(count), None, "as many as were requested"
     told = ""
     while True:
         present = members.in_order()
         try:
             if present:
-                return present, await plan(present), "the model fits into the memory there is"
+                return present, await plan(present), "the model fits into their memory"
         except PlanError as error:
             if str(error) != told:
                 told = str(error)

@@ -77,7 +77,7 @@ class Redeployment:
         run, context = self._run, self._run.context
 
         def is_ready() -> bool:
-            # In the middle of an update, its first gradients are in no weights yet.
+            # In the middle of an update, its first gradients have not been applied to any weights.
             return run.walk.is_undisturbed and before.is_drained and before.clusters.group is None
 
         # With a fresh replica, the state need not pass through the coordinator: only a little is fed again.
@@ -176,7 +176,7 @@ class Redeployment:
             since = time.monotonic()
             _, _, plan = await self._planner.wait_and_plan(state.prepared, reason, holders, decided)
             if decided is not None and plan is not decided:
-                why = "the providers or their lines have changed since the change was decided"
+                why = "the providers or their lines have changed since the plan was chosen"
                 context.emit("planned_again", f"{why}: {plan.reason}")
             tell_plan(context, plan, state.prepared.job)
             deployment = self._rollout.create(state.prepared, plan, state.sources)
@@ -204,7 +204,7 @@ class Redeployment:
         if sources is not None and sources.replica.is_available(run.context.present) and not cluster.dropped:
             # The pending checkpoint came from stages that are given up.
             run.checkpointer.abort()
-            words = f"from a replica of {sources.replica.place.updates} updates"
+            words = f"from the replica after {sources.replica.place.updates} updates"
             return StartState(run.prepared, list(cluster.retained.values()), None, words, "replica", sources)
         return await self._checkpointed()
 
@@ -216,7 +216,7 @@ class Redeployment:
             words = "from the beginning, because nothing had been saved"
             return StartState(run.prepared, (), run.start, words, "start")
         contents = await asyncio.to_thread(load_checkpoint, info)
-        words = f"from the checkpoint of {info.updates} updates"
+        words = f"from the checkpoint after {info.updates} updates"
         return StartState(replace(run.prepared, restored=contents), (), place_of(info), words, "checkpoint")
 
     async def _saved_state(self, saved: CheckpointInfo) -> StartState:
@@ -232,7 +232,7 @@ class Redeployment:
         opened: Mapping[int, TrainBatch],
         evaluations: Sequence[EvalBatch],
     ) -> None:
-        """Feeds all of it again to the first cluster, in order."""
+        """Feeds these microbatches and evaluations again to the first cluster, in order."""
         cluster = deployment.clusters.all[0]
         for item, _ in left:
             if item.microbatch in opened:
@@ -245,5 +245,5 @@ class Redeployment:
         for evaluation in evaluations:
             cluster.evaluating[evaluation.microbatch] = evaluation
         with contextlib.suppress(DeploymentAbortedError):
-            # Another provider takes the stage of the lost one, and all of it is fed again then.
+            # A provider was lost again: recovery replaces it, and feeds everything again.
             await deployment.replay(cluster, left)

@@ -1,8 +1,8 @@
-"""Resuming of running stages after a restart of the coordinator: the stages of the recorded deployment go on.
+"""Resuming of running stages after a restart of the coordinator: the stages of the recorded deployment continue.
 
-A cluster goes on if all of its stages are still held. The others get their missing stages from then on. If no cluster
-goes on, or the job has changed, nothing is resumed and the reason is returned; the run is then deployed again from a
-replica that survived, or from a checkpoint.
+A cluster continues if its providers still hold all of its stages. Recovery then gives the missing stages of the other
+clusters to other providers. If no cluster can continue, or the job has changed, nothing is resumed and the reason is
+returned; the caller then deploys the run from a replica that survived, or from a checkpoint.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ class ResumedStages:
 
     deployment: Deployment
     stages: int
-    """The number of stages that go on."""
+    """The number of stages that continue."""
     applied: int
     """Microbatches that they have applied since the recorded position."""
     lost: Mapping[int, Mapping[int, str]]
-    """By cluster and stage, the providers of stages that are not held any more."""
+    """By cluster, the stages that must be replaced, each with the provider that held it."""
 
 
 async def wait_for_return(context: RunContext, record: DeploymentRecord) -> None:

@@ -39,7 +39,7 @@ class Rollout:
         return deployment
 
     def undo(self, deployment: Deployment) -> None:
-        """Closes a deployment from which nothing was trained, as if there had been none."""
+        """Closes a deployment with which nothing was trained, as if there had been none."""
         deployment.close()
         self._run.checkpointer.reset()
         self._current.reset()
@@ -59,7 +59,7 @@ class Rollout:
         await self.announce(deployment)
 
     async def announce(self, deployment: Deployment) -> None:
-        """All stages are there: the progress shows them, and providers delete what belongs to earlier deployments."""
+        """All stages are ready: the progress shows them, and providers delete what belongs to earlier deployments."""
         context, progress = self._run.context, self._run.context.progress
         members = [context.members[node] for node in deployment.stage_of if node in context.members]
         progress.devices = {**progress.devices, **{m.node_id: m.machine.device for m in members}}

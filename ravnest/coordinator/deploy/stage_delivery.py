@@ -75,7 +75,7 @@ class StageDelivery:
             for node in [] if self._why_aborted(clusters) else unready():
                 silent_seconds = time.monotonic() - self._heard_at[node]
                 if silent_seconds >= timeout_seconds:
-                    reason = f"it was given a stage and has received nothing of it for {silent_seconds:.0f} s"
+                    reason = f"it was given a stage and has received none of it for {silent_seconds:.0f} s"
                     self._context.give_up(node, reason)
         self.check_complete(clusters)
 

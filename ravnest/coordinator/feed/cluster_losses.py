@@ -29,7 +29,7 @@ class ClusterLosses:
     stages: dict[int, LostStage] = field(default_factory=dict)
     """Stages without a provider, by number."""
     gone: set[str] = field(default_factory=set)
-    """Providers that were lost since the cluster was last being rebuilt."""
+    """Providers that were lost since the last rebuild of the cluster began."""
     returned: set[str] = field(default_factory=set)
     """Providers that were lost with their stage, and have joined again before another took it."""
     unfit: set[tuple[str, int]] = field(default_factory=set)

@@ -19,7 +19,7 @@ class ClusterState(Enum):
     meanwhile."""
     TRAINING = "training"
     LOST = "lost"
-    """The cluster does not train any more: a stage could not be replaced, or another deployment has taken over."""
+    """The cluster does not train any more: a stage could not be replaced, or another deployment has begun."""
 
 
 class RoundMark(NamedTuple):
@@ -57,7 +57,7 @@ class ClusterRun:
     again: set[int] = field(default_factory=set)
     """Microbatches that were completed, and are replayed for a stage restored from a replica."""
     generation: int = 0
-    """Number of times that its stages were linked; frames of earlier generations are dropped."""
+    """Number of its present links, higher than that of all earlier ones; frames of earlier generations are dropped."""
     resumed_at: float | None = None
     """When it first completed a microbatch in this generation, on the clock `time.monotonic`."""
     losses: ClusterLosses = field(default_factory=ClusterLosses)
@@ -120,7 +120,7 @@ class ClusterRun:
 
     @property
     def room_to_send(self) -> int:
-        """The same for replayed microbatches while the cluster is being formed."""
+        """The same for replayed microbatches while the cluster is being rebuilt."""
         return self.in_flight + self.ahead - len(self.sent)
 
     def among_first(self, samples: int) -> set[int]:
@@ -159,7 +159,7 @@ class Clusters:
 
     def is_drained(self, ledger: Ledger) -> bool:
         """Whether all stages have applied all that was fed: no microbatch is in flight or waits to be fed again, and no
-        cluster is being deployed."""
+        cluster is being deployed or rebuilt."""
         return not ledger.outstanding and not any(cluster.is_forming or cluster.again for cluster in self.whole)
 
     def of(self, node_id: str) -> ClusterRun | None:

@@ -88,7 +88,7 @@ class Feeder:
         self._evaluated = 0
 
     def run(self, start: DataPosition = DataPosition()) -> None:  # noqa: B008 (a frozen value)
-        """Feeds the whole job from this position; data that was used before is only evaluated.
+        """Feeds the whole job from this position. If it is the end of the job, only the last evaluation is fed.
 
         JobError when the data does not fit the captured model, JobFileFailed when the data raises an exception.
         """
@@ -185,7 +185,7 @@ class Feeder:
 def first_batches(job: Job, guard: Guard = contextlib.nullcontext) -> list[Any]:
     """The first two batches of the training data, to capture the model; JobError if there is none.
 
-    It does not change the order of the data afterwards.
+    The order of the data afterwards is unchanged.
     """
     state = data_state(job.train_data)
     seed_everything(job.seed, 0)

@@ -31,11 +31,11 @@ def judge_accusation(records: Mapping[str, ProviderRecord], accuser: str, accuse
     before = sorted(node for node, known in records.items() if accuser in known.conduct.accused_by and node != accused)
     about.accused_by.add(accuser)
     if before:
-        reason = f"{accuser} reports that {accused} broke the rules, as it reported of {', '.join(before)}: {what}"
+        reason = f"{accuser} reports that {accused} broke the rules, and has said so of {', '.join(before)}: {what}"
         cleared = tuple(node for node in [*before, accused] if records[node].conduct.accused_by == {accuser})
         for node in cleared:
             records[node].conduct.barred_because = ""
         by.barred_because = reason
-        return AccusationRuling(accuser, f"{reason}; it is unlikely that all of these broke them", cleared)
+        return AccusationRuling(accuser, f"{reason}; it is unlikely that all of them did", cleared)
     about.barred_because = f"{accuser} reports: {what}"
     return AccusationRuling(accused, f"{what} (reported by {accuser}, which has the stage next to it)")

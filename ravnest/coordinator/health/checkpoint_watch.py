@@ -31,15 +31,15 @@ def judge_part(
     """Whether to give up a provider whose part is awaited, and why or why not.
 
     `upload` is None before the upload has begun; `still_seconds` is the time since the part was asked for, or since
-    bytes last came. `patience_seconds` is the time that a stage may take to finish its task before it begins to save.
+    bytes last arrived. `patience_seconds` is the time that a stage may take for its task before it begins to save.
     """
-    why = f"nothing of it has come for {still_seconds:.0f} s"
+    why = f"nothing has arrived for {still_seconds:.0f} s"
     is_working = False
     if upload is not None:
         is_working, why = is_progressing(upload, line_bytes_per_second)
-        why = f"{megabytes(upload.done_bytes)} have come, {why}"
+        why = f"{megabytes(upload.done_bytes)} have arrived, {why}"
     if replacement == "none":
-        return False, f"{why}, and no other can take its place"
+        return False, f"{why}, and no other provider can take its place"
     waited_seconds = still_seconds if upload is None else upload.seconds
     if is_working or waited_seconds < max(DEFAULT_TIMEOUTS.seconds(replacement), patience_seconds):
         return False, why
@@ -47,7 +47,7 @@ def judge_part(
 
 
 class CheckpointWatch:
-    """Watch of one run. All methods belong to the network's loop."""
+    """Watch of one run. All methods run on the network's event loop."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class ProviderHealth:
     """Forwards, backwards and updates of the last report."""
     report: Report | None = None
     claim: str = ""
-    """The upload of its state that the provider reports, and how much of it has come; empty without one."""
+    """The upload of its state that the provider reports, and how much of it has arrived; empty without one."""
     stalls: bool = False
     """Whether the provider is suspected of blocking its cluster."""
 

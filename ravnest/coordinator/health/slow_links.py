@@ -22,7 +22,7 @@ SLOW: Final = 2.0
 WELL: Final = 1.5
 """A slow link is well again up to this multiple."""
 MIN_SECONDS: Final = 0.01
-"""Delay beyond these multiples that never matters."""
+"""Added to both multiples, because a smaller difference never matters."""
 LASTING_SECONDS: Final = 1.0
 """Minimum time that a link must be slow, or well again, before the event."""
 

@@ -1,8 +1,8 @@
 """Detector for stages that have become permanently slow, for example on a laptop that throttles.
 
 A slow machine sends heartbeats and works, and its whole cluster waits for it. The usual time is learned from each
-stage itself, as for links (slow_links.py). A stage is slow when it takes several times its usual time, and at least as
-long as any other stage of its cluster, for a while. If a standby would make the cluster clearly faster, the
+stage itself, as for links (slow_links.py). A stage is slow when for a while it takes several times its usual time, and
+several times as long as any other stage of its cluster. If a standby would make the cluster clearly faster, the
 coordinator drops the slow provider as if it were lost, and the provider joins again (recovery/replace_slow.py). Pure
 functions and values: the caller passes the times.
 """

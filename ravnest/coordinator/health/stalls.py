@@ -55,7 +55,7 @@ class StageView:
     """Tasks that wait while it works on one."""
     links: tuple[LinkView, ...] = ()
     claim: str = ""
-    """The upload of its state that it reports, and how much of it has come; empty without one. A stage whose upload
+    """The upload of its state that it reports, and how much of it has arrived; empty without one. A stage whose upload
     makes progress has not stood still, see `uploads.is_progressing`."""
 
 

@@ -65,7 +65,7 @@ class StageNow:
     silent_seconds: float = 0.0
     """Time since it last reported."""
     kind: str = "wait"
-    """Its current task, as `engine.activity.Activity` has it."""
+    """Its current task, as `engine.telemetry.activity.Activity` has it."""
     microbatch: int = -1
     seconds: float = 0.0
     """Duration of the task so far."""
@@ -84,7 +84,7 @@ class ClusterNow:
     under_way: tuple[int, ...] = ()
     """Microbatches in flight, evaluations included."""
     forming: str = ""
-    """Why it is being redeployed; empty while it is not."""
+    """Why it is being deployed or rebuilt; empty while it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def explain(run: RunNow) -> Standstill:
         if len(told) == _MAX_CLUSTERS:
             break
         if cluster.forming:
-            told.append(f"cluster {cluster.id} is being redeployed: {cluster.forming}")
+            told.append(f"cluster {cluster.id} is not complete: {cluster.forming}")
             continue
         if not cluster.under_way and not any(_holds_up(stage, cluster) for stage in cluster.stages):
             continue

@@ -32,7 +32,7 @@ _MAX_SECONDS: Final = 1e9
 
 
 class StandstillWatch:
-    """Watch of one run. All methods belong to the network's loop; times are of the clock `time.monotonic`."""
+    """Watch of one run. All methods run on the network's event loop; times are of the clock `time.monotonic`."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Judgement of a provider that uploads its state: whether the upload makes progress, or is only claimed.
 
-A stage may do nothing else while it uploads its state, for minutes on a thin line. It counts as busy as long as bytes
-come at a fraction of its line's measured rate. A stage that only claims to upload, or lets bytes trickle, is judged as
-if it did nothing. A claim cannot last: a stage may upload no more bytes than its state can need
+A stage may do nothing else while it uploads its state, for minutes on a slow line. It counts as busy as long as bytes
+arrive at a fraction of its line's measured rate. A stage that only claims to upload, or lets bytes trickle, is judged
+as if it did nothing. A claim cannot last: a stage may upload no more bytes than its state can need
 (checkpoints/part_check.py). Pure functions.
 """
 
@@ -21,7 +21,7 @@ UNKNOWN_RATE: Final = 1e6
 BEGIN_SECONDS: Final = 10.0
 """Time that an upload may take beyond that of its bytes: it begins slowly, and other uploads share the line."""
 _PAUSE_CHUNKS: Final = 4
-"""An upload makes no progress after a pause in which this many chunks could have come."""
+"""An upload makes no progress after a pause in which this many chunks could have arrived."""
 _MAX_BYTES: Final = 1 << 50
 _NAME_CHARACTERS: Final = 80
 
@@ -33,11 +33,11 @@ def is_progressing(upload: UploadProgress, line_bytes_per_second: float) -> tupl
     rate = line_bytes_per_second if line_bytes_per_second > 0 else UNKNOWN_RATE
     pause = max(BEGIN_SECONDS, _PAUSE_CHUNKS * CHUNK_BYTES / (MIN_SHARE * rate))
     if upload.still_seconds > pause:
-        return False, f"nothing of it has come for {upload.still_seconds:.0f} s"
+        return False, f"nothing has arrived for {upload.still_seconds:.0f} s"
     max_seconds = pause + upload.done_bytes / (MIN_SHARE * rate)
     if upload.seconds > max_seconds:
         return False, f"its line takes less than {upload.seconds:.0f} s for that, even at an eighth of its rate"
-    return True, f"some of it came {upload.still_seconds:.0f} s ago"
+    return True, f"the last bytes arrived {upload.still_seconds:.0f} s ago"
 
 
 def last_progress_at(uploads: Uploads, line_bytes_per_second: float, now: float) -> float | None:
@@ -51,9 +51,9 @@ def describe_claim(claim: Transfer, uploads: Uploads, line_bytes_per_second: flo
     claimed = f"has been sending its state for {_seconds(claim.seconds):.0f} s ({claim.name[:_NAME_CHARACTERS]})"
     upload = uploads.named(claim.name)
     if upload is None:
-        return f"{claimed}, and nothing of it has come"
+        return f"{claimed}, and nothing has arrived"
     _, why = is_progressing(upload.progress(now), line_bytes_per_second)
-    return f"{claimed}, {megabytes(upload.done_bytes)} of {megabytes(claim.total_bytes)} have come, {why}"
+    return f"{claimed}, {megabytes(upload.done_bytes)} of {megabytes(claim.total_bytes)} have arrived, {why}"
 
 
 def fills_its_line(report: Report) -> bool:

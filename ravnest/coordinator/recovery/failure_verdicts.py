@@ -14,7 +14,7 @@ _MAX_PROVIDERS: Final = 2
 _MAX_TRIES: Final = 3
 """Failures of one provider, with one microbatch or in all, while the run completes no microbatch."""
 _MAX_LOST_LINKS: Final = 6
-"""Links that one provider loses while the run completes no microbatch. Each time the coordinator redeploys its cluster.
+"""Links that one provider loses while the run completes no microbatch. Each time the coordinator rebuilds its cluster.
 The limit is higher than for failures, because the other end of the link may be the cause."""
 
 

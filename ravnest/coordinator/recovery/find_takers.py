@@ -32,8 +32,8 @@ class TakerChoice:
         self._redeployment = redeployment
 
     async def choose(self, cluster: ClusterRun) -> tuple[dict[int, Taking] | None, Plan | None]:
-        """The takers of the lost stages by stage, or None if one of them has no taker. Also the plan that would replace
-        the current deployment, if it was needed for the decision."""
+        """The takers of the lost stages by stage, and None. If a stage has no taker: None, and the plan that would
+        replace the current deployment (None if no plan is possible)."""
         deployment, members = self._current.now, self._context.members
         planned = deployment.plan.clusters[cluster.id].cost
         standbys = self._standbys.ready()
@@ -44,7 +44,7 @@ class TakerChoice:
             holder = cluster.nodes[stage]
             if holder != loss.node and members.is_present(holder):
                 # The loss of another provider aborted the rebuild.
-                reason = f"{holder} takes the stage of {loss.node}, as it was to do before another was lost"
+                reason = f"{holder} takes the stage of {loss.node}, as decided before another provider was lost"
                 taken.add(holder)
                 found[stage] = Taking("takes", holder, reason)
                 continue
@@ -75,7 +75,8 @@ class TakerChoice:
         return found, None
 
     def without_state(self, cluster: ClusterRun, replica: Replica | None, stages: Collection[int]) -> dict[int, str]:
-        """The stages among these for which no provider has the state that the retained microbatches follow, and why."""
+        """The stages among these that cannot start from a replica or from the initial state, each with the reason: all
+        providers with that state are gone, or microbatches that would have to be fed again are not retained."""
         members = self._context.members
         if replica is not None:
             return {
@@ -84,7 +85,7 @@ class TakerChoice:
                 if not any(map(members.is_present, replica.nodes[stage]))
             }
         if cluster.dropped:
-            return dict.fromkeys(sorted(stages), f"{cluster.dropped} microbatches are not kept for feeding again")
+            return dict.fromkeys(sorted(stages), "microbatches that would have to be fed again are not retained")
         sources, present = self._current.now.transfers.sources, self._context.present
         return {
             stage: f"the providers that had the initial state of stage {stage} are gone"

@@ -27,7 +27,7 @@ def note_lost(context: RunContext, node_id: str, reason: str, *, has_left: bool 
     context.emit("lost", reason, provider=node_id)
     if not is_back:
         # Others take its stage, so nothing that it still sends is of use.
-        context.swarm.dismiss(node_id, RefusedError(f"{node_id} counts as lost ({reason}); join again"))
+        context.swarm.dismiss(node_id, RefusedError(f"{node_id} was given up: {reason}; it may join again"))
 
 
 def lost_before_the_job(context: RunContext, node_id: str, reason: str, *, is_back: bool = False) -> None:

@@ -44,7 +44,7 @@ def short_of(largest: tuple[int, int], now: tuple[int, int], present: int) -> st
     if present < largest[1]:
         return ""
     return (
-        f"{counted(present, 'provider is', 'providers are')} there, enough for {counted(largest[1], 'stage')} in "
+        f"{counted(present, 'provider is', 'providers are')} connected, enough for {counted(largest[1], 'stage')} in "
         f"{counted(largest[0], 'cluster')} as before, instead of {now[1]} in {now[0]}"
     )
 
@@ -149,16 +149,18 @@ class MembershipChanges:
             # It did not wait.
             return
         if self._planner.is_waiting:
-            reason = f"{node_id} leaves: its work is saved, and no provider is there to continue it"
+            reason = f"{node_id} leaves: its state is saved, and the run waits for another provider"
             self._context.emit("handed_over", reason, provider=node_id)
             self._dismissed.add(node_id)
+            answer = "it asked to leave, and nothing is lost"
         elif self._held_by(node_id) is not None:
             reason = f"{node_id} leaves, and no provider has taken its stage"
             self._context.emit("not_handed_over", reason, provider=node_id)
+            answer = "it asked to leave; no other provider took its stage in time, and the others recover it"
         else:
             self._context.emit("handed_over", f"{node_id} holds no stage any more and leaves", provider=node_id)
-        stop = Stop(reason="it asked to leave, and nothing is lost")
-        await self._context.tell(node_id, CoordinatorMessage(stop=stop))
+            answer = "it asked to leave, and nothing is lost"
+        await self._context.tell(node_id, CoordinatorMessage(stop=Stop(reason=answer)))
 
     def _leave_seconds(self, node_id: str) -> float:
         deployment, rate = self._current.deployment, self._context.members.line_rate(node_id)

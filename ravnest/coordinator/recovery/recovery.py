@@ -31,7 +31,7 @@ from ravnest.units import counted
 _TRIES: Final = 8
 """Maximum number of attempts to rebuild a cluster before the run is redeployed."""
 _NOTED_SECONDS: Final = 1.0
-"""Timeout for the news that a disconnected provider is lost: the news has the better reason."""
+"""Timeout for the swarm to report a disconnected provider as lost: that report has the better reason."""
 
 
 @dataclass
@@ -251,7 +251,7 @@ class Recovery:
         cluster.losses.stages.clear()
         cluster.losses.gone.clear()
         if len(deployment.clusters.whole) > 1:
-            self._end_cluster(deployment, cluster, why)
+            self._dissolve(deployment, cluster, why)
             self._note_recovered(self._since.pop(cluster.id, {}), time.monotonic())
             self._standbys.look()
             return
@@ -261,15 +261,16 @@ class Recovery:
         for nodes in since.values():
             self._note_recovered(nodes, time.monotonic())
 
-    def _end_cluster(self, deployment: Deployment, cluster: ClusterRun, reason: str) -> None:
-        """A cluster ends. The others go on, and are fed what it had not completed."""
+    def _dissolve(self, deployment: Deployment, cluster: ClusterRun, reason: str) -> None:
+        """Dissolves a cluster. The others go on, and are fed the microbatches that it had not completed."""
         assert deployment.rounds is not None, "there are other clusters"
         unaveraged = cluster.samples - deployment.rounds.counted_samples(cluster.nodes)
         replayed = deployment.lose(cluster, reason)
         text = (
-            f"cluster {cluster.id} has ended: {reason}; {counted(len(deployment.clusters.whole), 'cluster')} "
-            f"left, fed with {counted(replayed, 'microbatch', 'microbatches')} of it again; what it learned from its "
-            f"last {unaveraged} samples had not been averaged and is lost"
+            f"cluster {cluster.id} is dissolved: {reason}; "
+            f"{counted(len(deployment.clusters.whole), 'cluster remains', 'clusters remain')}, to be fed its "
+            f"{counted(replayed, 'unfinished microbatch', 'unfinished microbatches')}; what it learned from its last "
+            f"{unaveraged} samples had not been averaged and is lost"
         )
         self._context.emit("cluster_lost", text, cluster=cluster.id, replayed=replayed, samples=unaveraged)
         self._context.say(text)
@@ -279,7 +280,8 @@ class Recovery:
             source, samples, reason = "start" if decision.replica is None else "replica", 0, decision.reason
             borrowed = decision.borrowed
             if borrowed is not None and stage in borrowed.stages:
-                source, samples, reason = borrowed.source, borrowed.samples_lost, f"{reason}, {borrowed.words}"
+                source, samples = borrowed.source, borrowed.samples_lost
+                reason = f"{reason}; its state comes {borrowed.words}"
             self._context.emit(
                 "failover_begun",
                 reason,

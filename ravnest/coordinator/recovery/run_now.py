@@ -10,13 +10,13 @@ from ravnest.coordinator.run.job_run import JobRun
 
 
 def run_now(run: JobRun, current: CurrentDeployment, planner: PresentPlanner) -> RunNow | None:
-    """The state of the run; None once everything has been fed, when a standstill is no surprise."""
+    """The state of the run; None once its last checkpoint has been taken, when nothing more is to be completed."""
     context, deployment, now = run.context, current.deployment, time.monotonic()
     if run.walk.is_over:
         return None
     waits = []
     if planner.is_waiting:
-        waits.append("the connected providers cannot hold the model, and others are awaited")
+        waits.append("the connected providers cannot hold the model, and the run waits for others")
     if deployment is None:
         return RunNow(context.progress.activity, waits=tuple(waits))
     if run.dispatcher.paused:

@@ -36,7 +36,7 @@ class StageFailures:
         self._recovery = recovery
         self._counts = FailureCounts()
         self._traced: int | None = None
-        """The microbatch that stages are asked about; None without a question."""
+        """The microbatch that is being traced; None without one."""
         self._answers: dict[str, Traced] = {}
 
     def failed(self, node_id: str, failed: Failed) -> None:
@@ -47,7 +47,7 @@ class StageFailures:
             # The cluster was rebuilt meanwhile, and the stage has other neighbours.
             return
         if not self._context.members.records[node_id].events.take(time.monotonic()):
-            # It has reported often enough, and the consequences are under way.
+            # The provider exceeds its rate limit for events; its earlier reports have been handled.
             return
         self._context.emit("stage_failed", message, provider=node_id, failure=kind, microbatch=failed.microbatch)
         if kind == "memory":
@@ -66,7 +66,8 @@ class StageFailures:
             return
         if kind == "no_part":
             sender = self._current.now.on_part_missing(node_id)
-            self._context.emit("part_missing", f"{node_id} did not receive it: {message}", provider=sender or node_id)
+            text = f"{node_id} did not receive a part of its stage: {message}"
+            self._context.emit("part_missing", text, provider=sender or node_id)
         verdict = self._counts.failed(node_id, failed.microbatch, completed)
         if verdict.ends_run:
             self._end_run(f"{node_id} failed: {message}; {verdict.ends_run}")
@@ -130,7 +131,7 @@ class StageFailures:
         return True
 
     def _exclude(self, node_id: str, verdict: FailureVerdict, message: str = "") -> bool:
-        """Gives the provider no stage any more, if that is the verdict; whether it is."""
+        """Excludes the provider from stages if the verdict says so; whether it does."""
         if verdict.set_aside:
             self._context.emit("set_aside", verdict.set_aside, provider=node_id)
             self._run.exclusions.fail(node_id, message or verdict.set_aside)

@@ -28,8 +28,8 @@ class Standbys:
         self._must_order = False
 
     def ready(self) -> dict[str, Provider]:
-        """The standbys that are not suspected and may take a stage, as the planner sees them. For a cluster without a
-        stage, they include its providers that have returned."""
+        """The standbys that are not suspected and may take a stage, as the planner sees them. They include a provider
+        that was lost with its stage and has returned before another provider had that stage."""
         return {name: p for name, p in self._providers().items() if is_well(self._context.members, name)}
 
     def warm_for(self, node_id: str) -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 All clusters have the same parameters, each with what it learned since the last round. If both the provider of a stage
 and the holder of its replica are lost, another cluster's newest replica has the stage's tensors, even if that cluster
 cuts the model elsewhere. Only the parts that hold some of these tensors are sent. If they do not arrive, the next
-attempt uses another cluster, or the newest checkpoint. Without both, no state is borrowed.
+attempt uses another cluster, or the newest checkpoint. If there is neither, the stage gets no state from here.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class StateSources:
         lacking = [cluster.plan.stages[stage].graph for stage in sorted(stages)]
         well = [other for other in deployment.clusters.whole if other is not cluster and not other.is_forming]
         if well and all(deployment.replicas.newest(other) is None for other in well):
-            # They began or were resumed a moment ago: there will be a replica soon.
+            # The other clusters began or were resumed a moment ago, and will have a replica soon.
             await deployment.holders.wait_for_fresh(well[0])
         others = {other.id: (other, deployment.replicas.newest(other)) for other in well if not other.is_lost}
         assert deployment.rounds is not None, "there are other clusters"
@@ -79,12 +79,12 @@ class StateSources:
             if now - self._asked_at.get(which, -RETRY_SECONDS) < RETRY_SECONDS:
                 continue
             self._asked_at[which] = now
-            words = f"from the same rings' owners in cluster {number}, after {sources.replica.place.updates} updates"
+            words = f"from the owners of its rings in cluster {number}, after {sources.replica.place.updates} updates"
             return BorrowedState(frozenset(stages), "rings", lost, words, sources=sources)
         info = await asyncio.to_thread(self._run.store.latest)
         if info is None:
             return None
         contents = await asyncio.to_thread(load_checkpoint, info)
-        words = f"from the checkpoint of {info.updates} updates"
+        words = f"from the checkpoint after {info.updates} updates"
         prepared = replace(self._run.prepared, restored=contents)
         return BorrowedState(frozenset(stages), "checkpoint", lost, words, prepared=prepared)

@@ -44,12 +44,13 @@ def replica_due(
     updates_since: int,
     copy_seconds: float = 0.0,
 ) -> tuple[bool, str]:
-    """Whether to announce a replica now, and why or why not. The last replica is complete or given up.
+    """Whether to announce a replica now, and why or why not.
 
-    `seconds_since_last` counts from the announcement of the last replica (None: there was none); `last_seconds` is the
-    time until it was complete and `last_bytes` the size of its largest part. `line_bytes_per_second` is the rate of the
-    slowest line that carries a part (0: unknown, then all of `last_seconds` counts as sending). `copy_seconds` is how
-    long the slowest stage copied its state. Without an update since the last replica, none is due.
+    `seconds_since_last` counts from the announcement of the last replica (None: there was none). `last_seconds` and
+    `last_bytes` are of the last complete one: the time from its announcement until then, and the size of its largest
+    part. `line_bytes_per_second` is the rate of the slowest line that carries a part (0: unknown, then all of
+    `last_seconds` counts as sending). `copy_seconds` is how long the slowest stage copied its state. Without an update
+    since the last replica, none is due.
     """
     if updates_since <= 0:
         return False, "there was no update since the last replica"

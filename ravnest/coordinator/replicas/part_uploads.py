@@ -60,7 +60,7 @@ class PartUploads:
             return None
         self._saver, self._number, self._wanted, self._info = saver, number, dict(wanted), None
         self._heard_at = dict.fromkeys(wanted, time.monotonic())
-        self._context.emit("checkpoint_begun", f"of replica {number}", microbatch=number - 1)
+        self._context.emit("checkpoint_begun", f"replica {number} is saved as a checkpoint", microbatch=number - 1)
         try:
             for stage in wanted:
                 await self._ask(stage)
@@ -72,7 +72,7 @@ class PartUploads:
         if info is None:
             saver.abort()
         else:
-            text = f"{info.folder.name} is complete"
+            text = f"checkpoint {info.folder.name} is complete"
             self._context.emit("checkpoint", text, updates=info.updates, samples=info.samples)
         return info
 

@@ -110,7 +110,7 @@ class StateTransfers:
         try:
             return choose_transfers(sources, {stage.node: stage.graph for stage in stages}, present)
         except KeyError as error:
-            raise DeploymentAbortedError(f"no provider has {error} of replica {sources.replica.number}") from None
+            raise DeploymentAbortedError(f"no provider has part {error} of replica {sources.replica.number}") from None
 
     def senders(self, replica: Replica | None, receivers: Mapping[int, str], cluster: ClusterRun) -> dict[int, str]:
         """By stage, the provider that sends a part of the cluster's own replica that the receiver lacks.
@@ -124,7 +124,7 @@ class StateTransfers:
                 continue
             present = [node for node in sorted(replica.nodes[stage]) if self._swarm.members.is_present(node)]
             if not present:
-                raise DeploymentAbortedError(f"no provider has stage {stage} of replica {replica.number}")
+                raise DeploymentAbortedError(f"no provider has the part of stage {stage} of replica {replica.number}")
             idle = [node for node in present if node not in cluster.nodes]
             found[stage] = (idle or present)[0]
         return found

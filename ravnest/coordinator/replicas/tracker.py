@@ -28,7 +28,8 @@ _STATE_BYTES: Final = 12
 _MAX_REPORTED_SECONDS: Final = 1e6
 """Longest copy time that is accepted from a provider's report."""
 _MAX_PENDING: Final = 2
-"""Providers keep the newest two replicas of each stage, and the last complete one."""
+"""Maximum number of pending replicas of a cluster: providers keep the newest two of each stage, and the last complete
+one."""
 _SPACING: Final = 1.1
 """Minimum time until the next announcement, as a multiple of the time that a stage took to send its part."""
 _SHARED_SPACING: Final = 20
@@ -90,10 +91,13 @@ class _ClusterReplicas:
     """The highest replica number that was announced."""
     last_began: float = field(default_factory=lambda: time.monotonic())
     last_seconds: float = 0.0
+    """Time from the announcement of the last complete replica until it was complete."""
     last_part_seconds: float = 0.0
-    """The same for the last complete replica."""
+    """`seconds` of the last complete replica."""
     last_bytes: int = 0
+    """Size of its largest part."""
     updates: int = 0
+    """Updates that it contains."""
     backoff_seconds: float = 0.0
     """Minimum time until the next try after a failed replica."""
     event_at: float = -math.inf
@@ -132,7 +136,7 @@ class ReplicaTracker:
         state.holders = tuple(holders.get(stage, "") for stage in range(len(keys)))
 
     def cancel_pending(self, cluster: ClusterRun) -> None:
-        """The cluster is being deployed again. Replayed microbatches announce no replica, so a pending one can never
+        """The cluster is being rebuilt. Replayed microbatches announce no replica, so a pending one can never
         become complete."""
         state = self._by_cluster.get(cluster.id)
         if state is not None:
@@ -194,14 +198,14 @@ class ReplicaTracker:
         size = sum(tensor.nbytes for tensor in item.tensors.values())
         _limit_retained(cluster, MAX_RETAINED if state is not None else 0, size)
         if state is None or cluster.is_forming or item.microbatch < state.newest:
-            # It was left by a lost cluster, and is older than the newest fed here: providers keep the highest numbers.
+            # A lost cluster's microbatch may be older than the newest replica here: providers keep the highest numbers.
             return 0
         now = time.monotonic()
         if state.pending:
             oldest = next(iter(state.pending.values()))
             part_bytes = max(state.last_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
             if now - oldest.began >= replica_timeout_seconds(part_bytes, self._slowest(cluster), state.last_seconds):
-                self._give_up(cluster.id, state, f"not all of it was there after {now - oldest.began:.0f} s")
+                self._give_up(cluster.id, state, f"not every part was confirmed after {now - oldest.began:.0f} s")
             elif state.complete is None or len(state.pending) >= _MAX_PENDING:
                 return 0
         if now - state.last_began < max(
@@ -285,7 +289,7 @@ class ReplicaTracker:
         state.event_at = time.monotonic()
         self._emit(
             "replica",
-            f"all stages after {done.place.updates} updates have a replica",
+            f"every stage has a replica of its state after {done.place.updates} updates",
             cluster=cluster.id,
             replica=number,
             seconds=state.last_seconds,

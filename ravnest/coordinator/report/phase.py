@@ -33,7 +33,7 @@ class Phase(Enum):
 
 
 DEPLOYED: Final = (Phase.TRAINING, Phase.AVERAGING, Phase.EVALUATING, Phase.SAVING)
-"""The phases in which all data is fed; a lost stage, a newcomer or the end of the data can end each."""
+"""The phases of a deployed run; a lost stage, a newcomer or the end of the data can end each."""
 
 NEXT: Final[Mapping[Phase, frozenset[Phase]]] = {
     Phase.PREPARING: frozenset({Phase.GATHERING}),

@@ -7,7 +7,7 @@ from ravnest.coordinator.run.orders import LinkOrder
 
 
 class AllowedLinks:
-    """The links of one deployment, grouped by purpose. Each new link is told in an event `linked`."""
+    """The links of one deployment, grouped by purpose. Each new link is an event `linked`."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context

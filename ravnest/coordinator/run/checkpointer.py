@@ -52,9 +52,9 @@ class Checkpointer:
 
     def __init__(self, context: RunContext, store: CheckpointStore, prepared: PreparedJob) -> None:
         self.last: CheckpointInfo | None = None
-        """The newest that this run has taken."""
+        """The newest checkpoint that this run has taken."""
         self.is_expected = False
-        """Whether one is to be taken after the current round of averaging."""
+        """Whether a checkpoint is to be taken after the current round of averaging."""
         self._context = context
         self._store = store
         self._prepared = prepared
@@ -69,9 +69,9 @@ class Checkpointer:
         self._asked_at: float | None = None
         """When all stages had begun to save the pending checkpoint; None before that."""
         self._given_up: dict[int, DiskFullError] = {}
-        """The newest one that the disk had no room for, by its number."""
+        """The newest checkpoint that the disk had no room for, by its number: the error of a run that needs it."""
         self._room_made = False
-        """Whether room was made after that one was given up."""
+        """Whether older checkpoints were removed after that one was given up."""
         context.make_room = self.make_room
 
     @property
@@ -209,7 +209,7 @@ class Checkpointer:
             raise
         if info is not None:
             self.last = info
-            what = f"{info.folder.name} is complete"
+            what = f"checkpoint {info.folder.name} is complete"
             self._context.emit("checkpoint", what, updates=info.updates, samples=info.samples)
             self._context.notify()
 
@@ -250,7 +250,7 @@ class Checkpointer:
         removed = self._saver.make_room()
         self._room_made = bool(removed)
         room, needed = self._saver.room(), self._saver.needed_bytes
-        kept = f"{self.last.folder.name} stays" if self.last is not None else "nothing that was saved before is touched"
+        kept = f"checkpoint {self.last.folder.name} stays" if self.last is not None else "any earlier checkpoint stays"
         reason = f"a checkpoint is given up, and training goes on: the disk is full, {room.lacking(needed)}; {kept}"
         self._tell_full(reason, removed)
         self._given_up = {

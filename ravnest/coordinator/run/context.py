@@ -34,7 +34,7 @@ class RunContext:
 
     - Once the run has failed, every wait raises the failure.
     - An exception in a background task ends the run.
-    - A line that the disk refuses ends the run. If the disk is full, only where no room can be made for it.
+    - A line of a log that cannot be written ends the run; on a full disk, only if no room can be made for it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RunContext:
         return Position(ledger.fed, ledger.completed, ledger.updates, ledger.samples, time.time())
 
     def missing_from(self, cluster: ClusterRun) -> list[str]:
-        """The providers of a cluster that were lost since it was last being rebuilt, or are not connected."""
+        """The providers of a cluster that are not connected, or were lost since its last rebuild began."""
         return [n for n in cluster.nodes if n in cluster.losses.gone or not self.members.is_present(n)]
 
     def enter(self, phase: Phase, step: str = "") -> None:

@@ -31,7 +31,7 @@ class Dispatcher:
         self.fed_place: DataPosition = context.ledger.applied
         """The position in the data up to which microbatches have been fed."""
         self.replaying = 0
-        """Lost clusters whose microbatches have not all been fed again."""
+        """The number of lost clusters whose microbatches have not all been fed again."""
         self.claims: dict[int, tuple[ClusterRun, bool]] = {}
         """Once stages were resumed, the microbatches that they had applied since the record: which cluster, and
         whether all of its stages have."""
@@ -85,7 +85,8 @@ class Dispatcher:
         await self._evaluate(item, self._rewinds)
 
     def rewind(self, place: DataPosition) -> None:
-        """The data is walked again from this position; what lost clusters had left comes again with it."""
+        """The data is walked again from this position. Microbatches of lost clusters that wait to be fed again are
+        dropped, because they come again with the data."""
         self._rewinds += 1
         self.fed_place = place
         self._context.notify()
@@ -103,7 +104,7 @@ class Dispatcher:
         RefusedError if the microbatch was not in flight there."""
         cluster = self.clusters.of(node_id)
         if cluster is None:
-            # The cluster was given up meanwhile, and other clusters are fed what it had left.
+            # The cluster was lost meanwhile, and other clusters are fed what it had not completed.
             return False
         cluster.sent.discard(microbatch)
         if cluster.resumed_at is None:

@@ -63,7 +63,7 @@ class InFlightLimits:
                 self._tell(cluster, cluster.plan.in_flight, cluster.flight_reason)
 
     def formed(self, cluster: ClusterRun) -> None:
-        """A cluster has been redeployed: its stages count from zero, and at least one of them may be at another
+        """A cluster has been rebuilt: its stages count from zero, and at least one of them may be at another
         provider, so that earlier counts say nothing."""
         if cluster.id in self._controls:
             stages, wanted = len(cluster.plan.stages), self._controls[cluster.id].wanted

@@ -20,7 +20,7 @@ class UploadProgress:
     still_seconds: float
     """Time since bytes last came."""
     is_writing: bool = False
-    """Whether the coordinator itself is busy with the bytes that have come: its disk may be slow."""
+    """Whether the coordinator itself is busy with the bytes that have arrived: its disk may be slow."""
 
 
 @dataclass

@@ -67,7 +67,7 @@ class PartFetcher:
             _, sink = await arrivals.next(SOURCE_SECONDS)
             return sink.read()
         except PeerError as error:
-            said = f"{source.giver.node} did not give the part of {key} of replica {source.replica}: {error}"
+            said = f"{source.giver.node} did not send the part of {key} of replica {source.replica}: {error}"
             raise PeerError(said) from None
         finally:
             await link.close()

@@ -2,7 +2,7 @@
 
 The hosted stage has what lasts as long as the stage: the weights, the rings, the counters and the records for the next
 report. Everything that depends on the neighbours is in its `generation`, which `renew` replaces when the cluster is
-formed again around the stages that are left.
+rebuilt with other providers for some of its stages.
 """
 
 import time
@@ -99,7 +99,7 @@ class HostedStage:
     async def renew(self, order: Deploy, client: CoordinatorClient) -> None:
         """Start the next generation, with the neighbours of this order. The microbatches in flight are forgotten.
 
-        PeerError where the order means another stage, or this one has failed; the generation then goes on.
+        PeerError if the order names another stage, or if this one has failed; the current generation then goes on.
         """
         self._check_keepable(order)
         before = self.generation
@@ -127,7 +127,7 @@ class HostedStage:
 
     @property
     def held(self) -> HeldStage:
-        """How a coordinator that does not know the stage is told of it."""
+        """The stage, as the provider reports it to a coordinator that has been restarted."""
         own = self._order
         return HeldStage(deployment=own.deployment, stage=own.stage, stages=own.stages)
 

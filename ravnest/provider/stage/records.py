@@ -1,7 +1,7 @@
 """Records of a hosted stage that wait for the next report, and messages that wait for the coordinator.
 
 The engine's thread fills the records and the network's loop empties them. They outlive the generations of the stage:
-what the coordinator has not heard when the cluster is formed again, it hears afterwards.
+after a rebuild of the cluster, the coordinator gets what had not been reported before.
 """
 
 import asyncio

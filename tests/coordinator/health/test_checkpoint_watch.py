@@ -16,7 +16,7 @@ STATE = 63_000_000
 def test_a_part_that_comes_at_the_rate_of_its_line_is_waited_for_however_long_it_takes() -> None:
     for seconds in (5.0, 50.0, 200.0):
         given_up, why = judge_part(UploadProgress(int(seconds * HOME / 2), seconds, 0.5), 0.5, HOME, "standby")
-        assert not given_up and "have come, some of it came" in why
+        assert not given_up and "have arrived, the last bytes arrived" in why
 
 
 def test_a_part_of_which_nothing_comes_is_waited_for_as_long_as_a_stage_that_does_nothing() -> None:
@@ -25,7 +25,7 @@ def test_a_part_of_which_nothing_comes_is_waited_for_as_long_as_a_stage_that_doe
         limit = DEFAULT_TIMEOUTS.seconds(replacement)
         assert not judge_part(None, limit - 1.0, HOME, replacement)[0]
         given_up, why = judge_part(None, limit, HOME, replacement)
-        assert given_up and why.startswith(f"nothing of it has come for {limit:.0f} s, and ")
+        assert given_up and why.startswith(f"nothing has arrived for {limit:.0f} s, and ")
 
 
 def test_a_stage_whose_work_takes_long_may_take_as_long_to_begin() -> None:
@@ -36,14 +36,14 @@ def test_a_stage_whose_work_takes_long_may_take_as_long_to_begin() -> None:
 def test_a_part_that_has_stopped_coming_or_trickles_is_given_up_with_how_much_has_come() -> None:
     given_up, why = judge_part(UploadProgress(12_000_000, 60.0, 40.0), 40.0, HOME, "reform")
     assert given_up
-    assert why == "12 MB have come, nothing of it has come for 40 s, and the others can go on without it"
+    assert why == "12 MB have arrived, nothing has arrived for 40 s, and the others can go on without it"
     assert judge_part(UploadProgress(200_000, 60.0, 0.1), 0.1, HOME, "reform")[0]
 
 
 def test_nobody_is_given_up_whose_place_nobody_can_take() -> None:
     for sent in (None, UploadProgress(0, 1e4, 1e4)):
         given_up, why = judge_part(sent, 1e4, HOME, "none")
-        assert not given_up and "no other can take its place" in why
+        assert not given_up and "no other provider can take its place" in why
 
 
 class ConnectedMember(Member):
@@ -95,7 +95,7 @@ def test_the_one_of_whom_nothing_comes_is_given_up_and_the_one_that_sends_is_not
                 made.wait(1)
         assert [node for node, _ in made.lost] == ["ben"]
         assert made.lost[0][1] == (
-            "its state was asked for 11 s ago (checkpoint-7): nothing of it has come for 10 s, and a standby is ready"
+            "its state was asked for 11 s ago (checkpoint-7): nothing has arrived for 10 s, and a standby is ready"
         )
 
     asyncio.run(test())

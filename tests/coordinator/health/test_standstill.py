@@ -108,7 +108,7 @@ def test_a_cluster_that_is_formed_again_says_why_and_several_say_which_they_are(
     forming = ClusterNow(0, (waits("a", ("feed", ANY)),), (3,), "b is gone")
     other = ClusterNow(1, (waits("c", ("gradient", 4)), works("d")), (4,))
     reason = explain(RunNow("training", (forming, other))).reason
-    assert reason.startswith("cluster 0 is being redeployed: b is gone; stage 0 of cluster 1 (c) waits for")
+    assert reason.startswith("cluster 0 is not complete: b is gone; stage 0 of cluster 1 (c) waits for")
 
 
 def test_a_while_is_many_times_as_long_as_a_microbatch_usually_takes() -> None:

@@ -33,7 +33,7 @@ def test_state_that_comes_at_the_rate_of_its_line_is_work_however_long_it_takes(
 
 def test_state_of_which_nothing_comes_any_more_is_no_work() -> None:
     is_work, why = is_progressing(UploadProgress(12_000_000, 60.0, 31.0), HOME)
-    assert not is_work and why == "nothing of it has come for 31 s"
+    assert not is_work and why == "nothing has arrived for 31 s"
     assert is_progressing(UploadProgress(12_000_000, 60.0, 9.0), HOME)[0]
     assert is_progressing(UploadProgress(12_000_000, 600.0, 60.0), HOME / 10)[0], (
         "a piece takes as long as its line takes for it"
@@ -76,7 +76,7 @@ def test_uploads_are_counted_as_they_come_and_only_they_are_believed(monkeypatch
         nonlocal now
         assert last_progress_at(uploads, HOME, now) is None
         assert describe_claim(claim, uploads, HOME, now) == (
-            "has been sending its state for 24 s (checkpoint-5), and nothing of it has come"
+            "has been sending its state for 24 s (checkpoint-5), and nothing has arrived"
         )
         with uploads.track("checkpoint-5") as upload:
             count = 0
@@ -90,7 +90,7 @@ def test_uploads_are_counted_as_they_come_and_only_they_are_believed(monkeypatch
             upload.is_writing = False
             now += 40.0
             assert last_progress_at(uploads, HOME, now) is None
-            assert "2 MB of 63 MB have come, nothing of it has come for 40 s" in describe_claim(
+            assert "2 MB of 63 MB have arrived, nothing has arrived for 40 s" in describe_claim(
                 claim, uploads, HOME, now
             )
         assert uploads.under_way == [] and uploads.heard_at == 1002.0

@@ -292,7 +292,7 @@ def test_a_giver_without_the_part_says_so_at_once(tmp_path: Path) -> None:
     async def test() -> None:
         async with keepers(tmp_path, "holder", "taker") as (holder, taker):
             holder.obey(give=Give(key=KEY, replica=4, to=holder.dials(taker, "give-1")))
-            with pytest.raises(PeerError, match=r"holder did not give the part of d1-c0-s1 .*there is no part"):
+            with pytest.raises(PeerError, match=r"holder did not send the part of d1-c0-s1 .*there is no part"):
                 await taker.parts.fetch_part(a_deploy(taker, holder))
             failed = await holder.hears()
             assert isinstance(failed, Failed) and (failed.kind, failed.deployment) == ("part", KEY)
@@ -387,7 +387,7 @@ def test_one_bad_part_of_several_is_refused_and_the_others_are_let_go(tmp_path: 
             taker.parts.expect(order)
             one.obey(give=Give(key="k1", replica=4, to=one.dials(taker, "donor-0")))
             # The other never comes, and is not waited for.
-            with pytest.raises(PeerError, match=r"one did not give .*: it is not the part that its owner recorded"):
+            with pytest.raises(PeerError, match=r"one did not send .*: it is not the part that its owner recorded"):
                 await taker.parts.fetch_all_parts(order)
 
     run(test())
