@@ -32,6 +32,7 @@ from ravnest.planner.plan import Basis, ClusterPlan, Plan, RingStages, stages_of
 from ravnest.planner.problem import Goal, Line, Network, Pair, Provider
 from ravnest.planner.proposal import Proposal
 from ravnest.planner.reliability import expected_absent
+from ravnest.planner.search.even_memory import with_even_memory
 from ravnest.planner.search.fixed_layout import ClusterLayout, laid_out
 from ravnest.planner.search.search import form
 from ravnest.planner.search.split_choice import choose_split, split_reason
@@ -112,8 +113,7 @@ def plan_members(
 ) -> Plan:
     """The plan of a run with these providers; PlanError if the model does not fit or cannot be averaged.
 
-    With `layouts`, the clusters are fixed and there is no search. `seed`, `seconds` and `known` are arguments of the
-    search.
+    With `layouts`, the clusters are fixed. `seed`, `seconds` and `known` are arguments of the search.
     """
     asked = goal
     model, graph = model_costs(prepared), prepared.captured.graph
@@ -124,7 +124,8 @@ def plan_members(
     def search(goal: Goal) -> Proposal:
         if layouts:
             return laid_out(model, goal, network, by_name, layouts)
-        return form(model, goal, network, providers, seed=seed, seconds=seconds, known=known)
+        found = form(model, goal, network, providers, seed=seed, seconds=seconds, known=known)
+        return with_even_memory(model, goal, network, by_name, found)
 
     versions = prepared.job.pipeline.versions
     chosen = choose_versions(model, within_averaging(graph, goal), providers, versions, search)
