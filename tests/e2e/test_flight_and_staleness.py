@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from ravnest import Pipeline
 from ravnest.cli import status
@@ -16,7 +17,7 @@ from ravnest.monitor.events import read_events
 from ravnest.monitor.metrics import read_metrics
 from ravnest.monitor.summary import Summary
 from ravnest.planner.in_flight import lr_bound as cautious_flight
-from tests.e2e.jobs import a_job, batches
+from tests.e2e.jobs import CLASSES, FEATURES, a_job, batches
 
 
 def test_a_bound_on_staleness_holds_at_every_stage(swarm: EmbeddedSwarm, tmp_path: Path) -> None:
@@ -60,7 +61,9 @@ def test_fewer_are_in_flight_while_the_learning_rate_is_high(
     # High for a third of the run.
     steps = partial(torch.optim.lr_scheduler.StepLR, step_size=100, gamma=0.1)
     adam = partial(torch.optim.AdamW, lr=1e-3)
-    job = a_job(batches([8] * 300), pipeline=Pipeline(), optimizer=adam, schedule=steps)
+    # Layers that take some milliseconds: the stages are the limit, and not the feeding of a tiny model.
+    layers = [nn.Linear(FEATURES, 512), *(nn.Linear(512, 512) for _ in range(9)), nn.Linear(512, CLASSES)]
+    job = a_job(batches([8] * 300), model=nn.Sequential(*layers), pipeline=Pipeline(), optimizer=adam, schedule=steps)
     swarm.train(job, providers=3, run=run, display=False)
     first, held, *more = [event for event in read_events(run / "events.jsonl") if event["kind"] == "in_flight"]
     assert first["new"] > held["new"] == 3
