@@ -85,7 +85,7 @@ def test_who_joins_while_it_trains_stands_by_and_takes_the_place_of_the_killed_a
 
     stopped = there[leaf]
     stopped.signal(signal.SIGSTOP)
-    run.wait("suspected", provider=leaf)
+    assert "nothing received for" in run.wait("suspected", provider=leaf)["reason"]
     assert "it blocks its cluster, and a standby is ready" in run.wait("lost", provider=leaf)["reason"]
     taken(run, leaf, root)
     assert run.stages() == ["carla", root]

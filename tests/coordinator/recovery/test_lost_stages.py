@@ -602,7 +602,7 @@ def test_a_stage_that_nobody_has_kept_comes_from_the_owners_of_its_rings_in_anot
         await run.train(80)
         run.check(80)
         [begun] = [e for e in run.emitted if e["kind"] == "failover_begun" and e["lost"] == owner]
-        assert begun["source"] == "rings" and "cluster 1" in begun["reason"]
+        assert begun["source"] == "rings" and "owners of its rings in cluster 1" in begun["reason"]
         # What was fed before the replica is neither in the other cluster, as nothing was averaged, nor kept.
         assert begun["updates_lost"] > 0
         assert "cluster_lost" not in run.kinds() and "checkpoint" not in run.kinds()[:-1]
