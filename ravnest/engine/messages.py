@@ -29,6 +29,10 @@ class Message:
         """The same microbatch with other values."""
         return Message(self.microbatch, values, self.marks, self.sizes)
 
+    def with_marks(self, marks: Marks) -> "Message":
+        """The same microbatch with other marks."""
+        return Message(self.microbatch, self.values, marks, self.sizes)
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
@@ -58,10 +62,10 @@ class Outbox(Protocol):
     """
 
     def forward(self, message: Message) -> None:
-        """Send these activations to the stage after this one."""
+        """Send these activations to the stage after this one; from a leaf, looked-up rows to the root."""
 
     def backward(self, message: Message) -> None:
-        """Send these gradients to the stage before this one."""
+        """Send these gradients to the stage before this one; from a root, those of the rows to the leaf."""
 
     def trained(self, loss: LossRecord) -> None:
         """The leaf has computed the loss of a training microbatch."""
@@ -73,7 +77,8 @@ class Outbox(Protocol):
         """A piece of work or a wait has ended."""
 
     def done(self, message: Message) -> None:
-        """The root has finished a training microbatch: every stage has computed its backward."""
+        """A training microbatch is finished, because every stage has computed its backward: the root says so, or the
+        leaf that looked rows up for it."""
 
     def evaluated(self, message: Message) -> None:
         """The leaf has evaluated a microbatch; the values are the loss and the metrics as plain numbers."""

@@ -5,7 +5,8 @@ but would never recover from one slow transfer: gradients that arrive in a burst
 stage, the forwards would then arrive in a burst too, and all microbatches would move as one convoy while most stages
 wait.
 
-A root holds forwards back while the number of microbatches in flight is at its limit. Every stage holds a forward back
+A root holds forwards back while the number of microbatches in flight is at its limit; where a leaf looks rows up for it,
+a microbatch begins there, and the leaf holds the lookups back. Every stage holds a forward back
 that would exceed the bound on staleness, because too many updates would happen before its backward.
 
 No limit can cause a deadlock. A backward is never held back, and a forward only while the stage has other microbatches
@@ -20,7 +21,10 @@ from typing import NamedTuple
 
 class Task(enum.Enum):
     BACKWARD = "backward"
+    """On a leaf that looks rows up: take the gradients of these rows."""
     FORWARD = "forward"
+    LOOKUP = "lookup"
+    """Look rows up for the root, with which a microbatch begins."""
     EVALUATE = "evaluate"
     WAIT = "wait"
 
@@ -36,6 +40,12 @@ class ReadyCounts(NamedTuple):
     backwards: int
     forwards: int
     evaluations: int
+    lookups: int | None = None
+    """None: the stage looks no rows up for another."""
+
+    @property
+    def total(self) -> int:
+        return self.backwards + self.forwards + self.evaluations + (self.lookups or 0)
 
 
 class Bound(NamedTuple):
@@ -55,7 +65,12 @@ def next_task(
     """The next task of a stage with `in_flight` microbatches between forward and backward and this limit on them;
     `after` is its last training task."""
     room = limit is None or in_flight < limit
-    forward = waiting.forwards and room and (bound is None or bound.holds)
+    may_begin = room and (bound is None or bound.holds)
+    if waiting.lookups and may_begin:
+        return Decision(Task.LOOKUP, f"the root needs rows; {in_flight} in flight")
+    looks_up = waiting.lookups is not None
+    forward = waiting.forwards and (looks_up or may_begin)
+    held = waiting.lookups if looks_up else waiting.forwards
     if waiting.backwards and not (forward and after is Task.BACKWARD):
         return Decision(Task.BACKWARD, "a gradient is ready")
     if forward:
@@ -65,11 +80,11 @@ def next_task(
         )
     if waiting.evaluations:
         return Decision(Task.EVALUATE, "nothing to train on is ready")
-    if waiting.forwards and bound is not None and room:
+    if held and bound is not None and room:
         return Decision(
             Task.WAIT, f"{bound.staleness} updates of staleness would exceed the bound of {bound.max_staleness}"
         )
-    if waiting.forwards:
+    if held:
         return Decision(Task.WAIT, f"{in_flight} in flight is the limit; waiting for a gradient")
     return Decision(Task.WAIT, "nothing is ready")
 

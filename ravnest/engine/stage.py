@@ -10,7 +10,7 @@ more memory than allowed raises LentMemoryError and leaves the stage usable.
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ import torch
 from ravnest.engine.corrections.correction import correction_named
 from ravnest.engine.finite_checks.origin import ForwardDiagnosis
 from ravnest.engine.passes.passes import Passes
+from ravnest.engine.passes.row_lookups import RowGradient, RowLookups
+from ravnest.engine.passes.split_backward import Gradients
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.weights.buckets import update_buckets
 from ravnest.engine.weights.gradient_sum import GradientSum
@@ -46,6 +48,11 @@ class Update:
     """The version that the update made."""
     oldest_version: int | None = None
     """The version that the forward of the update's first microbatch used; None: the same as `forward_version`."""
+
+    lookup_version: int = 0
+    """Where rows are looked up: the version that was looked up in for the update's last microbatch."""
+    rows: tuple[int, ...] = ()
+    """The microbatches whose gradients of rows the update includes."""
 
     @property
     def staleness(self) -> int:
@@ -86,6 +93,14 @@ class Stage:
         self._schedule = None if schedule is None else schedule.build(self.optimizer)
         left = None if memory_bytes is None else memory_bytes - sum(w.nbytes for w in weights.values())
         self._passes = Passes(graph, self.device, self._versions, self._fixed, settings, left)
+        self._lookups = RowLookups(graph, self.device, left) if graph.lookups else None
+        self._row_gradients: list[RowGradient] = []
+        """Gradients of looked-up rows that are not summed yet."""
+        self._rows_of: list[int] = []
+        """Microbatches whose gradients of rows the next update includes."""
+        self._own: tuple[Gradients, int, list[torch.Tensor]] | None = None
+        """Where rows are looked up: the weight gradients of the last backward and its version, until those of rows are
+        added to them; and the gradients that it returned."""
         self._update_buckets = update_buckets(self._versions.masters)
         self._sent: list[torch.Tensor] | None = None
         """Gradients that the last backward returned for the stage before, until its weight gradients are summed."""
@@ -94,8 +109,9 @@ class Stage:
 
     @property
     def in_flight(self) -> int:
-        """Microbatches between forward and backward here."""
-        return self._passes.in_flight
+        """Microbatches between forward and backward here; on a leaf that looks rows up, those whose gradients of rows
+        have not come back."""
+        return self._passes.in_flight if self._lookups is None else self._lookups.in_flight
 
     @property
     def version(self) -> int:
@@ -104,7 +120,7 @@ class Stage:
     @property
     def is_between_updates(self) -> bool:
         """Whether no gradient waits to be applied."""
-        return not self._gradients.versions
+        return not self._gradients.versions and self._own is None and not self._row_gradients
 
     @property
     def versions_alive(self) -> int:
@@ -125,6 +141,24 @@ class Stage:
     def keeps_activations(self) -> bool:
         """Whether the stage keeps activations that it could recompute."""
         return self._passes.keeps_activations
+
+    def look_up(self, microbatch: int, values: Mapping[str, Any], *, train: bool = True) -> dict[str, torch.Tensor]:
+        """The rows of the stage's weights that the root needs for this microbatch, by the name of their value. In
+        training, `add_row_gradients` must follow."""
+        assert self._lookups is not None, "this stage looks nothing up"
+        given = {name: self._to_device(value) for name, value in values.items()}
+        weights, version = self._versions.current.leaves | self._fixed, self.version
+        return self._lookups.look_up(microbatch, given, weights, version=version, train=train)
+
+    def add_row_gradients(self, microbatch: int, gradients: Mapping[str, torch.Tensor], *, again: bool = False) -> None:
+        """Takes the gradients of the rows of this microbatch; they are summed with those of the last backward. `again`:
+        an update had them."""
+        assert self._lookups is not None, "this stage looks nothing up"
+        given = {name: self._to_device(value) for name, value in gradients.items()}
+        found = self._lookups.gradients(microbatch, given)
+        if not again:
+            self._row_gradients += found
+            self._rows_of.append(microbatch)
 
     def forward(self, microbatch: int, values: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
         """Training forward: returns the values to send on by name, on a leaf the loss. Its backward must follow.
@@ -160,7 +194,10 @@ class Stage:
             return
         sent, self._sent = self._sent, None
         version, gradients = self._passes.weight_gradients()
-        self._gradients.add(gradients, version, sent)
+        if self._lookups is None:
+            self._gradients.add(gradients, version, sent)
+        else:
+            self._own = gradients, version, sent
 
     def update(self, microbatch: int, *, flush: bool = False, updates: int = 0) -> Update | None:
         """Applies the summed gradients if `accumulate` of them are summed or `flush` is set; None if they are not.
@@ -169,6 +206,8 @@ class Stage:
         without it, the schedule advances by one step.
         """
         self.finish_backward()
+        if self._lookups is not None:
+            self._sum_with_rows()
         gradients = self._gradients
         if len(gradients.versions) < self.settings.accumulate and not flush:
             return None
@@ -176,7 +215,11 @@ class Stage:
         self._gradients = GradientSum(self.settings.accumulate)
         self._step_schedule(updates)
         oldest, newest = gradients.versions[0], gradients.versions[-1]
-        return Update(microbatch, newest, self.version, None if oldest == newest else oldest)
+        update = Update(microbatch, newest, self.version, None if oldest == newest else oldest)
+        if self._lookups is None:
+            return update
+        rows, self._rows_of = tuple(self._rows_of), []
+        return replace(update, lookup_version=self._lookups.version_of(microbatch), rows=rows)
 
     def diagnose_forward(self, microbatch: int) -> ForwardDiagnosis | None:
         """The origin of values of this microbatch that are not finite; None if its inputs are no longer here."""
@@ -186,6 +229,9 @@ class Stage:
         """Discards all microbatches that have not been applied: those between forward and backward, and summed
         gradients. The stage continues as if it had never seen them."""
         self._passes.forget()
+        if self._lookups is not None:
+            self._lookups.forget()
+        self._row_gradients, self._rows_of, self._own = [], [], None
         self._sent = None
         self._gradients = GradientSum(self.settings.accumulate)
 
@@ -292,6 +338,27 @@ class Stage:
             own = self._schedule.state_dict()
             self._schedule.load_state_dict({k: v for k, v in schedule.items() if k in own})
         self._versions.current.number = version
+
+    def _sum_with_rows(self) -> None:
+        """Adds the gradients of rows that have come to those of the last backward, and these to the sum."""
+        if self._own is None and not self._row_gradients:
+            return
+        # Without a backward, a microbatch is replayed whose own gradients were applied: it counts only if no other does.
+        is_counted = self._own is not None or not self._gradients.versions
+        own, version, sent = self._own or ({}, self.version, [])
+        taken = {gradient.untyped_storage().data_ptr() for gradient in sent}
+        for found in self._row_gradients:
+            gradient = own.get(found.parameter)
+            if gradient is None:
+                gradient = torch.zeros_like(self._versions.masters[found.parameter])
+            elif gradient.untyped_storage().data_ptr() in taken or 0 in gradient.stride():
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            found.add_to(gradient)
+            own[found.parameter] = gradient
+        self._row_gradients, self._own = [], None
+        self._gradients.add(own, version, sent)
+        if not is_counted:
+            self._gradients.versions.pop()
 
     def _apply(self, gradients: GradientSum) -> None:
         self._versions.begin_update()

@@ -8,6 +8,7 @@ On failure a task raises, nothing of its microbatch is applied, and the stage mu
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ravnest.engine.inbox.agreement import shapes_of
 from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.inbox.inbox import Inbox
 from ravnest.engine.messages import LossRecord, Message, Outbox, Snapshot
+from ravnest.engine.row_returns import RowReturns
 from ravnest.engine.schedule import Bound, Task, updates_before
 from ravnest.engine.stage import Stage
 from ravnest.engine.telemetry.measurements import Measurements
@@ -38,16 +40,23 @@ class StageTasks:
         self._applied = applied
         self._measurements = measurements
         self._counters = measurements.counters
-        self._is_root = not stage.graph.receives
+        self._is_first = not stage.graph.from_stages
+        """Whether no stage waits for gradients of this one."""
         self._is_leaf = stage.graph.loss is not None
         self._in_flight: dict[int, Message] = {}
         """Training microbatches between forward and backward, without their values."""
         self._summed: list[Message] = []
         """Microbatches whose gradients are summed but not yet applied, without their values."""
+        self._rows = RowReturns() if stage.graph.lookups else None
+        """On a leaf that looks rows up for the root: what became of them."""
 
     def run(self, task: Task, message: Message) -> None:
-        if task is Task.FORWARD:
+        if task is Task.LOOKUP:
+            self._look_up(message)
+        elif task is Task.FORWARD:
             self._forward(message)
+        elif task is Task.BACKWARD and self._rows is not None:
+            self._take_rows(self._rows, message)
         elif task is Task.BACKWARD:
             origin = self._in_flight.pop(message.microbatch, message)
             self._measurements.count_in_flight(len(self._in_flight))
@@ -61,7 +70,8 @@ class StageTasks:
         settings = self._stage.settings
         if settings.max_staleness is None:
             return Bound()
-        flushes = (each.marks.flush for number, each in self._in_flight.items() if number not in self._applied)
+        begun = self._in_flight if self._rows is None else self._rows.looked_up
+        flushes = (each.marks.flush for number, each in begun.items() if number not in self._applied)
         return Bound(updates_before(len(self._summed), settings.accumulate, flushes), settings.max_staleness)
 
     def save(self, checkpoint: int, when: str, instead: Tensors | None = None) -> None:
@@ -78,10 +88,55 @@ class StageTasks:
         stage = self._stage
         self._outbox.snapshot(Snapshot(round, fragment, stage.version, self._counters.samples, stage.state_tensors()))
 
+    def _look_up(self, message: Message) -> None:
+        """Looks up the rows with which a microbatch begins at the root."""
+        number = message.microbatch
+        train = message.marks.train
+        self._apply_held()
+        with self._measurements.work("lookup", number):
+            rows = self._stage.look_up(number, message.values, train=train)
+        if train and self._rows is not None:
+            self._rows.begin(message)
+            self._measurements.count_in_flight(self._stage.in_flight)
+            self._inbox.await_gradients(number, shapes_of(rows, rows))
+        self._outbox.forward(message.with_values(rows))
+
+    def _take_rows(self, rows: RowReturns, message: Message) -> None:
+        """Takes the gradients of the rows of a microbatch, which every stage has computed now."""
+        number = message.microbatch
+        with self._measurements.work("rows", number):
+            self.finite.check_gradients(number, self.finite.start(message.values))
+            self._stage.add_row_gradients(number, message.values, again=number in self._applied)
+        origin = rows.take(number)
+        self._measurements.count_in_flight(self._stage.in_flight)
+        if rows.held is not None and rows.held.microbatch == number:
+            self._apply_held()
+        elif rows.are_last:
+            # A replay: no further update of this stage's own gradients would include them.
+            if rows.lacking(self._applied):
+                self._update(origin.with_marks(replace(origin.marks, flush=True)))
+            self._end(rows)
+
+    def _apply_held(self) -> None:
+        """Makes the update that waits for the gradients of rows, with those that have arrived."""
+        if self._rows is None or self._rows.held is None:
+            return
+        message, self._rows.held = self._rows.held, None
+        self._complete(message)
+        self._end(self._rows)
+
+    def _end(self, rows: RowReturns) -> None:
+        """Reports the microbatches whose gradients of rows were taken: their last pass is over."""
+        for message in rows.pop_taken():
+            self._outbox.done(message)
+
     def _forward(self, message: Message) -> None:
         number = message.microbatch
+        self._apply_held()
+        if self._rows is not None:
+            self._rows.passed(number)
         with self._measurements.work("forward", number):
-            results = self._stage.forward(number, message.values, again=number in self._applied)
+            results = self._stage.forward(number, message.values, again=self._applied.has_own(number))
         self._counters.forwards += 1
         if self._is_leaf:
             loss = start_reading(results[str(self._stage.graph.loss)])
@@ -102,28 +157,36 @@ class StageTasks:
             if loss is not None:
                 self._report_loss(message, loss())
         self._counters.backwards += 1
-        if not self._is_root:
+        if not self._is_first:
             # Before the update, so that the stage before can work on these gradients during the update.
             self.finite.note_sent(number, found)
             self._outbox.backward(message.with_values(found))
-        if number not in self._applied:
+        if not self._applied.has_own(number):
             self._apply(message)
         elif message.marks.flush and self._summed:
             self._update(message)
-        if self._is_root:
+        if self._is_first:
             self._outbox.done(message.with_values({}))
 
     def _report_loss(self, message: Message, loss: float) -> None:
         self.finite.check_loss(message.microbatch, loss)
-        if message.microbatch not in self._applied:
+        if not self._applied.has_own(message.microbatch):
             self._outbox.trained(LossRecord(message.microbatch, loss, message.marks.samples))
 
     def _apply(self, message: Message) -> None:
         """Applies a microbatch after its backward: everything that must happen only once for a microbatch."""
-        marks = message.marks
         if self._stage.splits_backward:
             with self._measurements.work("weights", message.microbatch):
                 self._stage.finish_backward()
+        if self._rows is None:
+            self._complete(message)
+        else:
+            # With one microbatch in flight, its rows come back next: the update then has its whole gradient.
+            self._rows.held = message.with_values({})
+
+    def _complete(self, message: Message) -> None:
+        """Applies a microbatch whose gradients are summed, and does what its marks say."""
+        marks = message.marks
         if marks.round:
             self.snapshot(marks.round, marks.fragment)
         self._summed.append(message.with_values({}))
@@ -138,7 +201,11 @@ class StageTasks:
         with self._measurements.work("update", message.microbatch):
             update = self._stage.update(message.microbatch, flush=marks.flush, updates=marks.updates)
         if update is not None:
-            self._applied.add(each.microbatch for each in self._summed)
+            applied = [each.microbatch for each in self._summed]
+            if self._rows is None:
+                self._applied.add(applied)
+            else:
+                self._rows.applied(applied, self._applied)
             self._counters.samples += sum(each.marks.samples for each in self._summed)
             self._summed.clear()
             self._measurements.count_update(update.staleness)
@@ -147,11 +214,15 @@ class StageTasks:
     def _replicate(self, replica: int) -> None:
         tensors, metadata = self._stage.state()
         metadata["applied"] = json.dumps(self._applied.numbers())
+        metadata["without_rows"] = json.dumps(sorted(self._applied.without_rows))
         metadata["samples"] = json.dumps(self._counters.samples)
         with self._measurements.timed("save"):
             self._outbox.keep(replica, tensors, metadata)
 
     def _evaluate(self, message: Message) -> None:
+        if self._rows is not None and not message.values.keys() >= {v.name for v in self._stage.graph.receives}:
+            self._look_up(message)
+            return
         with self._measurements.work("evaluate", message.microbatch):
             results = self._stage.evaluate(message.values, message.microbatch)
         self._counters.forwards += 1

@@ -140,6 +140,8 @@ class StageWorker:
 
     def _note_wait(self, waits: list[tuple[str, float]]) -> None:
         is_full = self._limit is not None and self.stage.in_flight >= self._limit
+        # The leaf, where the rows come from, holds microbatches back by the same limit.
+        is_full |= self._inbox.waits_for_rows
         reason = WAIT_LIMIT if is_full else WAIT_NOTHING
         if not waits or waits[-1][0] != reason:
             waits.append((reason, time.perf_counter()))
@@ -219,11 +221,11 @@ class StageWorker:
         return self._limit
 
     def set_limit(self, in_flight: int) -> None:
-        """Sets the limit of a root, within its settings; no effect on other stages. Microbatches in flight beyond a
-        lower limit are finished first."""
+        """Sets the limit of a stage where microbatches begin, within its settings: a root, and the leaf that looks rows
+        up for it. No effect on other stages. Microbatches in flight beyond a lower limit are finished first."""
         largest = self.stage.settings.max_in_flight
         with self._changed:
-            if not self.stage.graph.receives:
+            if _begins_microbatches(self.stage):
                 self._limit = max(1, in_flight if largest is None else min(in_flight, largest))
                 self._changed.notify()
 
@@ -245,7 +247,7 @@ class StageWorker:
     @property
     def ready(self) -> int:
         """Number of tasks that are ready, including the current one; 0 while the worker waits. Takes no lock."""
-        return 0 if self._is_idle else 1 + sum(self._inbox.ready())
+        return 0 if self._is_idle else 1 + self._inbox.ready().total
 
     @property
     def flight_seconds(self) -> float:
@@ -281,7 +283,11 @@ class _Turn(NamedTuple):
 def _first_limit(stage: Stage) -> int | None:
     settings = stage.settings
     largest = settings.max_in_flight
-    if stage.graph.receives:
-        # Stages after the root accept all microbatches, up to the bound on staleness.
+    if not _begins_microbatches(stage):
+        # Other stages accept all microbatches, up to the bound on staleness.
         return largest
     return settings.in_flight if largest is None else min(settings.in_flight, largest)
+
+
+def _begins_microbatches(stage: Stage) -> bool:
+    return not stage.graph.receives or bool(stage.graph.lookups)

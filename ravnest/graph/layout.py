@@ -3,15 +3,17 @@
 A graph has two kinds of nodes. *Shared* nodes are cheap functions of the batch alone (position ids, masks, sizes):
 each stage that needs one recomputes it from the inputs, so its value never crosses a link. The other nodes, the *line*,
 run in order, and a cut is a place between two of them. Values that are computed before a cut and used after it cross
-the cut: activations, and trained parameters that both sides use, so that tied weights remain one weight wherever the
-cut falls. At least one value has to cross, with or without a gradient: a stage that sends nothing takes no part in a
-microbatch.
+the cut: activations, the rows of a tied weight (lookups.py), and trained parameters that both sides use in another way,
+so that a tied weight remains one weight wherever the cut falls. At least one value has to cross, with or without a
+gradient: a stage that sends nothing takes no part in a microbatch.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ravnest.graph import ops
 from ravnest.graph.aliasing import Aliases, handed_back_names, written_names
+from ravnest.graph.lookups import PlacedLookups, place_lookups
 from ravnest.graph.portable import Node, PortableGraph, ValueSpec
 from ravnest.graph.switch import draws_random_numbers
 
@@ -31,35 +33,34 @@ class Layout:
     """For every trained parameter by name, the place of the first node that uses it. The stage of that node owns it."""
     state_use: dict[str, int]
     """The same for every state (a buffer that training changes); no cut falls between two of its uses."""
+    ahead: tuple[Node, ...] = ()
+    """Lookups that the leaf does for the root, outside the line. Their rows cross the cuts from the root on."""
 
 
-def layout(graph: PortableGraph) -> Layout:
-    """The line, its cuts and the values that cross them."""
+def layout(graph: PortableGraph, *, lookups_apart: bool = True) -> Layout:
+    """The line, its cuts and the values that cross them.
+
+    Without `lookups_apart`, stages that run one after the other need no stage but the one before: tied parameters cross
+    every cut between their uses.
+    """
     shared = _shared(graph)
     line = tuple(n for n in graph.nodes if n.name not in shared)
+    placed = place_lookups(graph, shared, line) if lookups_apart else PlacedLookups(line, (), None)
+    line = placed.line
     place = {n.name: i for i, n in enumerate(line)}
+    rows = {n.name: n.output for n in placed.ahead}
     aliases = Aliases(graph)
-    specs = _specs(graph, line, aliases)
-    first_use: dict[str, int] = {}
-    last_use: dict[str, int] = {}
     parameters = {p.name: ValueSpec(p.name, p.dtype, tuple(p.shape), True) for p in graph.parameters}
-    for i, node in enumerate(line):
-        for name in node.references():
-            if name in place or name in parameters:
-                last_use[name] = i
-            if name in parameters:
-                first_use.setdefault(name, i)
-    # The stage that has the loss also reads the metrics, wherever their values are computed.
-    for name in graph.metrics.values():
-        if name in place or name in parameters:
-            last_use[name] = len(line)
-        if name in parameters:
-            first_use.setdefault(name, len(line) - 1)
+    values = {**parameters, **_specs(graph, line, aliases), **rows}
+    first_use, last_use = _uses(graph, line, values.keys(), parameters.keys())
     state_uses = _state_uses(graph, line, aliases)
     forbidden = _forbidden(graph, line, place, last_use, aliases, state_uses)
     if graph.loss in place:
         forbidden |= set(range(place[graph.loss] + 1, len(line)))
-    made = {**place, **first_use}
+    if placed.first_use is not None:
+        forbidden |= set(range(placed.first_use + 1, len(line)))
+    # The rows are there before the first node, at the root.
+    made = {**place, **first_use, **dict.fromkeys(rows, 0)}
     begins: dict[int, list[str]] = {}
     ends: dict[int, list[str]] = {}
     for name, last in last_use.items():
@@ -69,18 +70,39 @@ def layout(graph: PortableGraph) -> Layout:
     cuts, crossing = [], {}
     open_now: dict[str, ValueSpec | None] = {}
     for cut in range(1, len(line)):
-        open_now.update({name: specs[name] if name in place else parameters[name] for name in begins.get(cut, ())})
+        open_now.update({name: values[name] for name in begins.get(cut, ())})
         for name in ends.get(cut, ()):
             del open_now[name]
         if cut in forbidden:
             continue
-        values = [v for v in open_now.values() if v is not None]
-        sendable = len(values) == len(open_now) and not any(v.dtype is not None and v.dtype.is_complex for v in values)
-        if sendable and values:
+        crosses = [v for v in open_now.values() if v is not None]
+        sendable = len(crosses) == len(open_now) and not any(v.dtype is not None and v.dtype.is_complex for v in crosses)
+        if sendable and crosses:
             cuts.append(cut)
-            crossing[cut] = tuple(values)
+            crossing[cut] = tuple(crosses)
     state_use = {s.name: min(state_uses[group]) for s in graph.states if (group := aliases.group(s.name)) in state_uses}
-    return Layout(line, shared, tuple(cuts), crossing, first_use, state_use)
+    return Layout(line, shared, tuple(cuts), crossing, first_use, state_use, placed.ahead)
+
+
+def _uses(
+    graph: PortableGraph, line: tuple[Node, ...], values: Collection[str], parameters: Collection[str]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The place of the first use of each parameter, and of the last use of each value."""
+    first_use: dict[str, int] = {}
+    last_use: dict[str, int] = {}
+    for i, node in enumerate(line):
+        for name in node.references():
+            if name in values:
+                last_use[name] = i
+            if name in parameters:
+                first_use.setdefault(name, i)
+    # The stage that has the loss also reads the metrics, wherever their values are computed.
+    for name in graph.metrics.values():
+        if name in values:
+            last_use[name] = len(line)
+        if name in parameters:
+            first_use.setdefault(name, len(line) - 1)
+    return first_use, last_use
 
 
 def _specs(graph: PortableGraph, line: tuple[Node, ...], aliases: Aliases) -> dict[str, ValueSpec | None]:
@@ -106,7 +128,9 @@ def _specs(graph: PortableGraph, line: tuple[Node, ...], aliases: Aliases) -> di
 def _needing(graph: PortableGraph, line: tuple[Node, ...]) -> set[str]:
     """Values that gradients flow back from. An operator that returns its argument itself (a write in place,
     `contiguous`) keeps the argument's gradient, even under no_grad."""
+    on_line = {node.name for node in line}
     needing = {p.name for p in graph.parameters}
+    needing |= {n.name for n in graph.nodes if n.name not in on_line and n.output is not None and n.output.needs_grad}
     for node in line:
         handed_back = not node.grad and needing.intersection(handed_back_names(node))
         if handed_back or (node.output is not None and node.output.needs_grad):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ravnest.graph.layout import Layout, layout
+from ravnest.graph.lookups import name_ahead
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec
 
 _SIZE = "aten.sym_size.int"
@@ -16,10 +17,13 @@ def max_stages(graph: PortableGraph) -> int:
     return len(_smallest_stages(layout(graph))) + 1
 
 
-def split(graph: PortableGraph, places: Sequence[int]) -> tuple[PortableGraph, ...]:
+def split(graph: PortableGraph, places: Sequence[int], *, lookups_apart: bool = True) -> tuple[PortableGraph, ...]:
     """The stages of the model cut at `places`. Each receives the values that cross its first cut and sends those that
-    cross its last one."""
-    plan = layout(graph)
+    cross its last one; the root of several also gets the rows that the leaf looks up for it.
+
+    The places are those of the layout with the same `lookups_apart`.
+    """
+    plan = layout(graph, lookups_apart=lookups_apart)
     bounds = [0, *places, len(plan.line)]
     stages = []
     for index, (start, end) in enumerate(itertools.pairwise(bounds)):
@@ -37,9 +41,13 @@ def _stage(
     receives: tuple[ValueSpec, ...],
     sends: tuple[ValueSpec, ...],
 ) -> PortableGraph:
+    is_root, is_leaf = not receives, not sends
     line = plan.line[start:end]
-    is_leaf = not sends
-    shared = _sizes_from_near(graph, plan, line, receives)
+    if is_leaf:
+        line = (*(n if is_root else replace(n, name=name_ahead(n.name)) for n in plan.ahead), *line)
+    ahead = tuple(node.output for node in plan.ahead if node.output is not None)
+    rows = ahead if is_root and not is_leaf else ()
+    shared = _sizes_from_near(graph, plan, line, (*rows, *receives))
     wanted = {name for node in line for name in node.references()} | {v.name for v in sends}
     if is_leaf:
         wanted |= {graph.loss or "", *graph.metrics.values()}
@@ -48,7 +56,7 @@ def _stage(
         if node.name in wanted:
             computed.append(node)
             wanted.update(node.references())
-    received = {v.name for v in receives}
+    received = {v.name for v in (*rows, *receives)}
     nodes = (*reversed(computed), *line)
     return replace(
         graph,
@@ -61,16 +69,18 @@ def _stage(
         states=tuple(s for s in graph.states if s.name in wanted),
         loss=graph.loss if is_leaf else None,
         metrics=graph.metrics if is_leaf else {},
+        rows=rows,
+        lookups=ahead if is_leaf and not is_root else (),
     )
 
 
 def _sizes_from_near(
-    graph: PortableGraph, plan: Layout, line: tuple[Node, ...], receives: tuple[ValueSpec, ...]
+    graph: PortableGraph, plan: Layout, line: tuple[Node, ...], from_stages: tuple[ValueSpec, ...]
 ) -> dict[str, Node]:
     """The shared nodes, with batch sizes read from a value that this stage has in any case, rather than from an input
     that would be sent for this purpose alone."""
     direct = _direct_inputs(plan, line)
-    near = [*receives, *(v for v in graph.inputs if v.name in direct)]
+    near = [*from_stages, *(v for v in graph.inputs if v.name in direct)]
     found: dict[str, tuple[str, int]] = {}
     for value in near:
         for dimension, size in enumerate(value.shape):

@@ -14,7 +14,7 @@ import torch
 
 from ravnest.graph import ops
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,8 @@ class PortableGraph:
 
     inputs      fed by the coordinator with every microbatch (model inputs and targets)
     receives    come from the previous stage; sends go to the next stage
+    rows        come to a root from the leaf, which looks them up in a parameter of its own before a microbatch begins;
+                lookups are the leaf's side of it
     parameters  trained here; constants never change; states change in the forward (batch-norm statistics)
     loss        name of the loss value, in the graph that has it; metrics: metric name -> value name
     """
@@ -139,14 +141,21 @@ class PortableGraph:
     states: tuple[WeightSpec, ...] = ()
     loss: str | None = None
     metrics: Mapping[str, str] = field(default_factory=dict)
+    rows: tuple[ValueSpec, ...] = ()
+    lookups: tuple[ValueSpec, ...] = ()
 
     @property
     def weights(self) -> tuple[WeightSpec, ...]:
         return (*self.parameters, *self.constants, *self.states)
 
+    @property
+    def from_stages(self) -> tuple[ValueSpec, ...]:
+        """The values that another stage sends for a forward: the stage before, or the leaf for a root."""
+        return (*self.rows, *self.receives)
+
     def given_names(self) -> list[str]:
         """Names of all values that exist before the first node runs."""
-        return [v.name for v in (*self.inputs, *self.receives)] + [w.name for w in self.weights]
+        return [v.name for v in (*self.inputs, *self.from_stages)] + [w.name for w in self.weights]
 
     def to_json(self) -> str:
         return json.dumps(
@@ -156,6 +165,8 @@ class PortableGraph:
                 "inputs": [_value_to_json(v) for v in self.inputs],
                 "receives": [_value_to_json(v) for v in self.receives],
                 "sends": [_value_to_json(v) for v in self.sends],
+                "rows": [_value_to_json(v) for v in self.rows],
+                "lookups": [_value_to_json(v) for v in self.lookups],
                 "parameters": [_weight_to_json(w) for w in self.parameters],
                 "constants": [_weight_to_json(w) for w in self.constants],
                 "states": [_weight_to_json(w) for w in self.states],

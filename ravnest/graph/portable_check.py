@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ravnest.errors import GraphError
 from ravnest.graph import ops
+from ravnest.graph.lookups import is_lookup, name_ahead
 from ravnest.graph.operators.python_numbers import unfit_numbers
 from ravnest.graph.operators.signatures import Forms, check_arguments
 from ravnest.graph.portable import Backward, Device, Node, PortableGraph, Ref
@@ -38,10 +39,25 @@ def check(graph: PortableGraph) -> None:
         known.add(node.name)
     if count + len(graph.nodes) > MAX_NODES:
         raise GraphError(f"the portable graph has more than {MAX_NODES:,} nodes, including those of backward passes")
+    _check_lookups(graph)
     wanted = [v.name for v in graph.sends] + list(graph.metrics.values()) + ([graph.loss] if graph.loss else [])
     for name in wanted:
         if name not in known:
             raise GraphError(f"the portable graph should yield {name!r}, but never computes it")
+
+
+def _check_lookups(graph: PortableGraph) -> None:
+    """GraphError unless the lookups are such operators on the graph's own parameters, in a leaf, and the rows go to a
+    root."""
+    if graph.rows and (graph.receives or graph.loss):
+        raise GraphError("the portable graph gets looked-up rows, but is not the first of several stages")
+    if graph.lookups and (graph.loss is None or not graph.receives):
+        raise GraphError("the portable graph looks rows up for another stage, but is not the last of several stages")
+    nodes, parameters = {node.name: node for node in graph.nodes}, {p.name: p for p in graph.parameters}
+    for value in graph.lookups:
+        node = nodes.get(name_ahead(value.name))
+        if node is None or not is_lookup(node, parameters):
+            raise GraphError(f"the portable graph should look up {value.name!r}, which is no lookup in its own weights")
 
 
 def _check_node(node: Node, known: set[str]) -> None:

@@ -64,6 +64,8 @@ def read_graph(text: str | bytes) -> PortableGraph:
         inputs=tuple(_value_from_json(v) for v in _array(top.get("inputs"), "inputs")),
         receives=tuple(_value_from_json(v) for v in _array(top.get("receives"), "receives")),
         sends=tuple(_value_from_json(v) for v in _array(top.get("sends"), "sends")),
+        rows=tuple(_value_from_json(v) for v in _array(top.get("rows", []), "rows")),
+        lookups=tuple(_value_from_json(v) for v in _array(top.get("lookups", []), "lookups")),
         parameters=tuple(_weight_from_json(w) for w in _array(top.get("parameters"), "parameters")),
         constants=tuple(_weight_from_json(w) for w in _array(top.get("constants"), "constants")),
         states=tuple(_weight_from_json(w) for w in _array(top.get("states"), "states")),

@@ -65,7 +65,7 @@ class Program:
         self.device = torch.device(device)
         self._slots = {name: i for i, name in enumerate(graph.given_names())}
         self._given = len(self._slots)
-        self._fed = len(graph.inputs) + len(graph.receives)
+        self._fed = len(graph.inputs) + len(graph.from_stages)
         for node in graph.nodes:
             self._slots[node.name] = len(self._slots)
         aliases = self._aliases = Aliases(graph)
@@ -180,7 +180,7 @@ class Program:
     def environment(self, values: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> list[Any]:
         """The slots at the start of a run; GraphError if a value that the graph needs is missing."""
         env: list[Any] = [None] * len(self._slots)
-        for spec in (*self.graph.inputs, *self.graph.receives):
+        for spec in (*self.graph.inputs, *self.graph.from_stages):
             if spec.name not in values:
                 raise GraphError(f"the stage needs the value {spec.name!r}, but did not get it")
             env[self._slots[spec.name]] = values[spec.name]

@@ -183,6 +183,10 @@ def stage_tables(
     up = (left * backward[:, None] + right * forward[None, :]) / provider.up_bytes_per_second
     down = (left * forward[:, None] + right * backward[None, :] + fed_over_line) / provider.down_bytes_per_second
     line, trip = np.zeros_like(forward), compute
+    if (before is None) != (after is None):
+        # The root and the leaf send each other rows and their gradients; how far apart they are is not known here.
+        rows = model.carried_rows(assumed_share(goal))
+        up, down = up + rows / provider.up_bytes_per_second, down + rows / provider.down_bytes_per_second
     if before is not None:
         here_to, back_to = network.line(before, provider), network.line(provider, before)
         forth, back = forward / here_to.bytes_per_second, backward / back_to.bytes_per_second
@@ -206,6 +210,9 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     frames = 2.0 * ~begins[:, None] + begins[:, None] + 2.0 * ~ends[None, :] + (model.fed_bytes > 0)
     crossing = model.forward_bytes + model.backward_bytes
     handled = crossing[:, None] + crossing[None, :] + model.fed_bytes
+    if model.rows_bytes:
+        has_rows = begins[:, None] ^ ends[None, :]
+        frames, handled = frames + 2.0 * has_rows, handled + 2.0 * model.rows_bytes * has_rows
     # A leaf updates its weights in place: no microbatch in flight holds them.
     held = ~ends[None, :] & goal.policy.keeps_weights
     copied = model.between(model.parameter_bytes) * model.copy_byte_seconds * held
@@ -261,8 +268,9 @@ def cluster_of(
     stages = []
     for number, (provider, load) in enumerate(zip(order, loads, strict=True)):
         i, j = bounds[number], bounds[number + 1]
-        chosen = codecs[number - 1] if number else LinkCodec("float32", "")
-        relayed = number > 0 and network.relayed(order[number - 1], provider)
+        has_link = number > 0 or len(codecs) == len(order)
+        chosen = codecs[number - 1] if has_link else LinkCodec("float32", "")
+        relayed = has_link and network.relayed(order[number - 1], provider)
         stages.append(
             StageCost(
                 provider=provider.name,

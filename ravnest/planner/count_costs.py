@@ -43,6 +43,7 @@ def count_costs(
         return _sums_at(places, amounts[name])
 
     crossing = [(), *(plan.crossing[cut] for cut in cuts), ()]
+    rows = [node.output for node in plan.ahead if node.output is not None]
 
     def traffic(size: Callable[[ValueSpec, CostProfile], int], *, backward: bool) -> Table:
         return np.array([sum(size(v, costs) for v in vs if v.needs_grad or not backward) for vs in crossing], float)
@@ -70,6 +71,8 @@ def count_costs(
         state_bytes_per_byte=costs.update.state_bytes_per_byte,
         plain_forward_bytes=traffic(_plain_bytes, backward=False),
         plain_backward_bytes=traffic(_plain_bytes, backward=True),
+        rows_bytes=float(sum(_value_bytes(row, costs) for row in rows)),
+        plain_rows_bytes=float(sum(_plain_bytes(row, costs) for row in rows)),
     ).coarser(MAX_PLACES)
 
 
@@ -103,6 +106,12 @@ def _amounts(graph: PortableGraph, costs: CostProfile, plan: Layout) -> Mapping[
             amounts[f"{kind}_forward"][i] += cost.forward_seconds
             amounts["saved_bytes"][i] += cost.saved_bytes
             amounts["operators"][i] += 1
+    for node in plan.ahead:
+        # The leaf does them. Their gradients are added to that of its own pass, in about the time of the lookup.
+        if (cost := costs.nodes.get(node.name)) is not None:
+            amounts["light"][-1] += 2 * cost.forward_seconds
+            amounts["light_forward"][-1] += cost.forward_seconds
+            amounts["operators"][-1] += 1
     for parameter in graph.parameters:
         if (first := plan.first_use.get(parameter.name)) is not None:
             size = torch.Size(parameter.shape).numel() * parameter.dtype.itemsize
@@ -147,6 +156,9 @@ def _input_uses(graph: PortableGraph, plan: Layout) -> dict[str, Table]:
     for i, node in enumerate(plan.line):
         for name in set(itertools.chain.from_iterable(needs.get(r, ()) for r in node.references())):
             uses[name][i] += 1
+    for node in plan.ahead:
+        for name in set(itertools.chain.from_iterable(needs.get(r, ()) for r in node.references())):
+            uses[name][-1] += 1
     for name in graph.metrics.values():
         for source in needs.get(name, ()):
             uses[source][-1] += 1

@@ -97,7 +97,8 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class ClusterLines:
-    """The lines of a cluster that is cut at certain places. Link k joins stages k and k + 1."""
+    """The lines of a cluster that is cut at certain places. Link k joins stages k and k + 1; where the leaf looks rows up
+    for the root, the last link joins these two."""
 
     links: tuple[_Link, ...]
     rates: tuple[tuple[float, float], ...]
@@ -108,6 +109,12 @@ class ClusterLines:
     @classmethod
     def of(cls, model: ModelCosts, network: Network, order: Sequence[Provider], cuts: Sequence[int]) -> Self:
         bounds = (0, *cuts, model.last)
+        rows: tuple[_Link, ...] = ()
+        if model.rows_bytes and len(order) > 1:
+            leaf, root = order[-1], order[0]
+            sizes = 2 * [model.rows_bytes] + 2 * [model.plain_rows_bytes]
+            lines = network.line(leaf, root), network.line(root, leaf)
+            rows = (_Link(*sizes, *lines, leaf.machine != root.machine),)
         plain_forward, plain_backward = model.plain_forward_bytes, model.plain_backward_bytes
         return cls(
             links=tuple(
@@ -121,7 +128,8 @@ class ClusterLines:
                     before.machine != after.machine,
                 )
                 for place, (before, after) in zip(cuts, itertools.pairwise(order), strict=True)
-            ),
+            )
+            + rows,
             rates=tuple((p.up_bytes_per_second, p.down_bytes_per_second) for p in order),
             fed=tuple(
                 0.0 if network.requester.host == p.machine else float(model.fed_bytes[bounds[k], bounds[k + 1]])
@@ -135,7 +143,8 @@ class ClusterLines:
         found = []
         for number, (up_rate, down_rate) in enumerate(self.rates):
             up, down, line, way = 0.0, self.fed[number], 0.0, 0.0
-            if number:
+            # The link before the root, if it has one, is the last.
+            if number or len(self.links) == len(self.rates):
                 before, (forward, backward) = self.links[number - 1], carried[number - 1]
                 there, back = before.there, before.back
                 forth, home = forward / there.bytes_per_second, backward / back.bytes_per_second
@@ -188,7 +197,7 @@ _CLOSE: Final = 1 + 1e-9
 
 def _busy(loads: Sequence[LineLoad], link: int) -> float:
     """Time that a link keeps its own line, or a line at one of its ends, busy."""
-    before, after = loads[link], loads[link + 1]
+    before, after = loads[link], loads[(link + 1) % len(loads)]
     return max(before.up_seconds, before.down_seconds, after.busiest_seconds)
 
 

@@ -52,6 +52,11 @@ class ModelCosts:
     plain_forward_bytes: Table | None = None
     """The part of `forward_bytes` that no codec makes smaller: whole numbers, truth values, small tensors."""
     plain_backward_bytes: Table | None = None
+    rows_bytes: float = 0.0
+    """Bytes of looked-up rows that the leaf of several stages sends the root with each microbatch, and of their
+    gradients, which come back."""
+    plain_rows_bytes: float = 0.0
+    """The part of `rows_bytes` that no codec makes smaller."""
 
     @property
     def last(self) -> int:
@@ -97,6 +102,10 @@ class ModelCosts:
         if self.plain_backward_bytes is not None:
             back = back + (1 - share) * self.plain_backward_bytes
         return forth, back
+
+    def carried_rows(self, share: float) -> float:
+        """Bytes of looked-up rows in a codec that makes `share` of the bytes of float32."""
+        return share * self.rows_bytes + (1 - share) * self.plain_rows_bytes
 
     def between(self, sums: Table) -> Table:
         """Differences of running sums: the amount between place i and place j."""

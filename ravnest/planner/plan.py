@@ -77,6 +77,23 @@ class ClusterPlan:
         return tuple(stage.start for stage in self.stages[1:])
 
     @property
+    def looks_up(self) -> bool:
+        """Whether the leaf looks rows of a weight up for the root (graph/lookups.py)."""
+        return bool(self.stages[-1].graph.lookups)
+
+    def neighbours(self, stage: int) -> tuple[str, str]:
+        """The providers of the stages that send this one activations and take its own; empty where there is none."""
+        nodes, last = self.providers, len(self.stages) - 1
+        before = nodes[stage - 1] if stage or self.looks_up else ""
+        after = nodes[stage + 1] if stage < last else nodes[0] if self.looks_up else ""
+        return before, after
+
+    @property
+    def beginners(self) -> tuple[str, ...]:
+        """The providers that hold microbatches back while enough are in flight."""
+        return (self.stages[0].node, self.stages[-1].node) if self.looks_up else (self.stages[0].node,)
+
+    @property
     def cost(self) -> Cluster:
         """The predicted cost of all stages together."""
         return Cluster(tuple(stage.cost for stage in self.stages), self.in_flight, self.samples)

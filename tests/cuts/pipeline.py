@@ -121,13 +121,15 @@ class _Line:
             worker.stop()
 
     def forward(self, number: int, message: Message) -> None:
-        """From this stage to the next."""
-        specs = {v.name: v for v in self._stages[number + 1].graph.receives}
-        self._workers[number + 1].receive_forward(_travelled(FrameKind.FORWARD, message, specs))
+        """From this stage to the next, or from the leaf to the root."""
+        number = (number + 1) % len(self._stages)
+        specs = {v.name: v for v in self._stages[number].graph.from_stages}
+        self._workers[number].receive_forward(_travelled(FrameKind.FORWARD, message, specs))
 
     def backward(self, number: int, message: Message) -> None:
-        """From this stage to the one before."""
-        specs = {v.name: v for v in self._stages[number - 1].graph.sends if v.needs_grad}
+        """From this stage to the one before, or from the root to the leaf."""
+        graph = self._stages[number - 1].graph
+        specs = {v.name: v for v in (*graph.sends, *graph.lookups) if v.needs_grad}
         self._workers[number - 1].receive_backward(_travelled(FrameKind.BACKWARD, message, specs))
 
     def tell(self, what: str, thing: Any) -> None:

@@ -28,9 +28,12 @@ class Line:
         made = self.example.made
         batch = copied(made.batches[microbatch % len(made.batches)])
         fed = self.example.captured.structure.flatten(batch)
+        leaf = self.stages[-1]
         values: dict[str, Any] = {}
+        if leaf.graph.lookups:
+            values = leaf.look_up(microbatch, {v.name: fed[v.name] for v in leaf.graph.inputs})
         for stage in self.stages:
-            needed = {v.name for v in (*stage.graph.inputs, *stage.graph.receives)}
+            needed = {v.name for v in (*stage.graph.inputs, *stage.graph.from_stages)}
             given = {name: value for name, value in {**fed, **_received(values)}.items() if name in needed}
             values = stage.forward(microbatch, given)
         loss = values[str(self.stages[-1].graph.loss)]
@@ -43,7 +46,12 @@ class Line:
             gradients = stage.backward(microbatch, gradients)
             self.sent.append({name: gradient.clone() for name, gradient in gradients.items()})
             stage.finish_backward()
-            stage.update(microbatch, **more)
+            if not stage.graph.lookups:
+                stage.update(microbatch, **more)
+        leaf = self.stages[-1]
+        if leaf.graph.lookups:
+            leaf.add_row_gradients(microbatch, gradients or {})
+            leaf.update(microbatch, **more)
 
     def state(self) -> dict[str, torch.Tensor]:
         return {name: tensor for stage in self.stages for name, tensor in stage.state_tensors().items()}

@@ -220,16 +220,16 @@ def test_the_predicted_number_of_updates_is_that_of_a_stage(summed: int, accumul
 
 
 @given(
-    waiting=st.builds(ReadyCounts, st.just(0), st.integers(1, 9), st.just(0)),
+    waiting=st.builds(ReadyCounts, st.just(0), st.integers(1, 9), st.just(0), st.none() | st.integers(0, 9)),
     limit=st.none() | st.integers(1, 9),
     summed=st.integers(0, 3),
     max_staleness=st.integers(0, 4),
 )
-def test_a_stage_with_nothing_in_flight_never_holds_a_forward_back(
+def test_a_stage_with_nothing_in_flight_never_holds_a_forward_or_a_lookup_back(
     waiting: ReadyCounts, limit: int | None, summed: int, max_staleness: int
 ) -> None:
     bound = Bound(updates_before(summed, 4, []), max_staleness)
-    assert next_task(waiting, 0, limit, bound).task is Task.FORWARD
+    assert next_task(waiting, 0, limit, bound).task is (Task.LOOKUP if waiting.lookups else Task.FORWARD)
 
 
 def test_a_stage_at_its_bound_waits_and_gives_the_reason() -> None:

@@ -60,13 +60,14 @@ def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
 ) -> None:
     made = ZOO[name].make(batches=UPDATES)
     run = _train(swarm, made, optimizer, pipeline, tmp_path)
-    delays = _recorded(run)
+    delays, rows = _recorded(run)
     most = max(version - 1 - forward for stage in delays for forward, version in stage)
     limit = (_max_in_flight(run) if pipeline.in_flight is None else pipeline.in_flight) - 1
     if pipeline.max_staleness is not None:
         limit = min(limit, pipeline.max_staleness)
     assert 1 <= most <= limit, "the run must have been really asynchronous, and within its bounds"
-    simulated = _simulate(made, optimizer, _owners(run), delays)
+    assert bool(rows) == (name == "gpt_tied"), "only a tied weight is looked up in at another stage"
+    simulated = _simulate(made, optimizer, _owners(run), delays, rows)
     have = copy.deepcopy(made.model)
     have.load_state_dict(load_file(run / "model.safetensors"))
     worst, where = worst_difference(have.state_dict(), simulated.state_dict())
@@ -81,7 +82,7 @@ def test_no_staleness_allowed_is_a_plain_loop_whatever_is_in_flight(swarm: Embed
     made = ZOO["gpt_tied"].make(batches=UPDATES)
     pipeline = Pipeline(in_flight=8, max_staleness=0, record_updates=True)
     run = _train(swarm, made, SGD, pipeline, tmp_path)
-    assert all(version - 1 == forward for stage in _recorded(run) for forward, version in stage)
+    assert all(version - 1 == forward for stage in _recorded(run)[0] for forward, version in stage)
     have = copy.deepcopy(made.model)
     have.load_state_dict(load_file(run / "model.safetensors"))
     plain = train_plainly(ZOO["gpt_tied"], made, optimizer=SGD)
@@ -105,18 +106,25 @@ def _max_in_flight(run: Path) -> int:
     return max(event["new"] for event in read_events(run / "events.jsonl") if event["kind"] == "in_flight")
 
 
-def _recorded(run: Path) -> list[list[tuple[int, int]]]:
-    """For every stage, and every microbatch in order: the version its forward used and the one its update made."""
+def _recorded(run: Path) -> tuple[list[list[tuple[int, int]]], list[tuple[int, list[int]]]]:
+    """For every stage, and every microbatch in order: the version its forward used and the one its update made. And for
+    every microbatch, where rows are looked up: the version of the lookup, and the microbatches whose gradients of rows
+    the update had."""
     stages: list[dict[int, tuple[int, int]]] = [{} for _ in range(STAGES)]
+    rows: dict[int, tuple[int, list[int]]] = {}
     for line in (run / "updates.jsonl").read_text().splitlines():
         record = json.loads(line)
         stage = stages[record["stage"]]
         assert record["microbatch"] not in stage, "an update is recorded once"
         stage[record["microbatch"]] = (record["forward_version"], record["version"])
+        if "rows" in record:
+            rows[record["microbatch"]] = (record["lookup_version"], record["rows"])
+    if rows:
+        assert [number for _, had in rows.values() for number in had] == list(range(UPDATES)), "each is applied once"
     for stage in stages:
         assert list(stage) == list(range(UPDATES)), "every microbatch is applied, in the order it was fed"
         assert [version for _, version in stage.values()] == list(range(1, UPDATES + 1))
-    return [list(stage.values()) for stage in stages]
+    return [list(stage.values()) for stage in stages], [rows.get(m, (0, [])) for m in range(UPDATES)] if rows else []
 
 
 def _owners(run: Path) -> list[set[str]]:
@@ -129,8 +137,19 @@ def _owners(run: Path) -> list[set[str]]:
     return owners
 
 
-def _simulate(made: Made, optimizer: Any, owners: list[set[str]], delays: list[list[tuple[int, int]]]) -> nn.Module:
-    """Delayed gradient descent: each microbatch sees, stage by stage, the weights of the version it was given."""
+LOOKED_UP, DENSE = "embedding.weight", "head.weight"
+"""The names of the two uses of the tied weight."""
+
+
+def _simulate(
+    made: Made,
+    optimizer: Any,
+    owners: list[set[str]],
+    delays: list[list[tuple[int, int]]],
+    rows: list[tuple[int, list[int]]],
+) -> nn.Module:
+    """Delayed gradient descent: each microbatch sees, stage by stage, the weights of the version it was given. The leaf
+    looks rows up in another version than it uses itself, and applies their gradients when they have come back."""
     model = copy.deepcopy(made.model).train()
     named = dict(model.named_parameters())
     assert sorted(named) == sorted(name for names in owners for name in names)
@@ -140,6 +159,7 @@ def _simulate(made: Made, optimizer: Any, owners: list[set[str]], delays: list[l
         histories.append([{name: named[name].detach().clone() for name in names}])
         optimizers.append(optimizer([named[name] for name in sorted(names)]))
     buffers = dict(model.named_buffers())
+    of_rows: list[torch.Tensor] = []
     with kept_generator():
         for microbatch, batch in enumerate(made.batches):
             inputs, targets = copied(batch)
@@ -148,10 +168,17 @@ def _simulate(made: Made, optimizer: Any, owners: list[set[str]], delays: list[l
                 for history, stage in zip(histories, delays, strict=True)
                 for name, tensor in history[stage[microbatch][0]].items()
             }
+            if rows:
+                # The two uses of the tied weight get a tensor each.
+                weights[DENSE] = weights[LOOKED_UP]
+                weights[LOOKED_UP] = histories[-1][rows[microbatch][0]][LOOKED_UP].clone().requires_grad_()
             with replayed_draws(0, microbatch):
-                outputs = functional_call(model, {**weights, **buffers}, (inputs,))
+                outputs = functional_call(model, {**weights, **buffers}, (inputs,), tie_weights=False)
                 loss = made.loss(outputs, targets)
             gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+            if rows:
+                of_rows.append(gradients[LOOKED_UP])
+                gradients[LOOKED_UP] = gradients[DENSE] + sum(of_rows[number] for number in rows[microbatch][1])
             for names, history, stepper in zip(owners, histories, optimizers, strict=True):
                 for name in names:
                     named[name].grad = gradients[name]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ravnest.engine.passes.row_lookups import RowLookups
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.partition import split
 from ravnest.graph.portable import PortableGraph
@@ -77,6 +78,10 @@ def run(found: Captured, places: Sequence[int], batch: Any, *, train: bool = Tru
     tensors = found.structure.flatten(copied(batch))
     stages: list[_Ran] = []
     values: dict[str, Any] = {}
+    lookups = RowLookups(graphs[-1], torch.device("cpu")) if graphs[-1].lookups else None
+    if lookups is not None:
+        weights = {w.name: found.weights[w.key] for w in graphs[-1].weights}
+        values = lookups.look_up(microbatch, tensors, weights, train=train)
     with kept_generator():
         for graph in graphs:
             stages.append(_Ran.of(graph, found, {**tensors, **_sent(values)}, train, microbatch))
@@ -89,6 +94,10 @@ def run(found: Captured, places: Sequence[int], batch: Any, *, train: bool = Tru
         back = {str(leaf.loss): torch.ones(())}
         for stage in reversed(stages):
             back = _sent(stage.backward(back, gradients))
+        if lookups is not None:
+            keys = {p.name: p.key for p in graphs[-1].parameters}
+            for rows in lookups.gradients(microbatch, back):
+                rows.add_to(gradients[keys[rows.parameter]])
     states = {s.key: stage.weights[s.name] for stage in stages for s in stage.graph.states}
     return Outcome(loss.detach(), metrics, gradients, states)
 
@@ -111,11 +120,11 @@ class _Ran:
     @classmethod
     def of(cls, graph: PortableGraph, found: Captured, values: dict[str, Any], train: bool, microbatch: int) -> "_Ran":
         weights = {w.name: found.weights[w.key].clone() for w in graph.weights}
-        given = {v.name: values[v.name] for v in (*graph.inputs, *graph.receives)}
+        given = {v.name: values[v.name] for v in (*graph.inputs, *graph.from_stages)}
         if train:
             for parameter in graph.parameters:
                 weights[parameter.name].requires_grad_()
-            for value in graph.receives:
+            for value in graph.from_stages:
                 if value.needs_grad:
                     given[value.name].requires_grad_()
         with torch.set_grad_enabled(train):
@@ -123,7 +132,7 @@ class _Ran:
         return cls(graph, given, weights, results)
 
     def backward(self, back: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        leaves = {v.name: self.given[v.name] for v in self.graph.receives if v.needs_grad}
+        leaves = {v.name: self.given[v.name] for v in self.graph.from_stages if v.needs_grad}
         leaves.update({p.name: self.weights[p.name] for p in self.graph.parameters})
         if not leaves:
             return {}

@@ -57,9 +57,10 @@ def test_what_crosses_a_cut_is_exactly_what_was_made_before_it_and_is_needed_aft
     graph = example(name).graph
     plan = layout(graph)
     parameters = {p.name for p in graph.parameters}
+    assert not any(n.name in {m.name for m in plan.line} for n in plan.ahead)
     last = {graph.loss, *graph.metrics.values()}
     for cut in plan.cuts:
-        before = {n.name for n in plan.line[:cut]} | {
+        before = {n.name for n in (*plan.ahead, *plan.line[:cut])} | {
             name for n in plan.line[:cut] for name in n.references() if name in parameters
         }
         after = {name for n in plan.line[cut:] for name in n.references()} | last

@@ -89,7 +89,8 @@ class ClusterRebuild:
         fetch_seconds = time.monotonic() - began
         await deployment.start(cluster.nodes)
         flight = Flight(deployment=deployment.id, in_flight=cluster.in_flight)
-        await context.tell(cluster.nodes[0], CoordinatorMessage(flight=flight))
+        for node_id in cluster.plan.beginners:
+            await context.tell(node_id, CoordinatorMessage(flight=flight))
         deployment.in_flight.formed(cluster)
         left = self._left()
         context.ledger.replayed += len(left)

@@ -163,8 +163,8 @@ def _follow(stages: Sequence[StageNow], start: int) -> _Path:
     path = [start]
     while _waits(stages[path[-1]]):
         now = path[-1]
-        targets = [(missing, _target(now, missing)) for missing in stages[now].missing]
-        ways = [(missing, target) for missing, target in targets if target is not None and 0 <= target < len(stages)]
+        targets = [(missing, _target(now, missing, len(stages))) for missing in stages[now].missing]
+        ways = [(missing, target) for missing, target in targets if target is not None]
         onward = next((target for _, target in ways if target not in path), None)
         if onward is not None:
             path.append(onward)
@@ -176,9 +176,11 @@ def _follow(stages: Sequence[StageNow], start: int) -> _Path:
     return _Path(tuple(path), None, None)
 
 
-def _target(stage: int, missing: Missing) -> int | None:
-    """The stage that sends it; None for the coordinator."""
-    return {"forward": stage - 1, "gradient": stage + 1}.get(missing.what)
+def _target(stage: int, missing: Missing, stages: int) -> int | None:
+    """The stage that sends it; None for the coordinator. A root gets looked-up rows from the leaf, and the leaf their
+    gradients from the root."""
+    target = {"forward": stage - 1, "gradient": stage + 1}.get(missing.what)
+    return None if target is None else target % stages
 
 
 def _waits(stage: StageNow) -> bool:

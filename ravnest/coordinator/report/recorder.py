@@ -79,6 +79,8 @@ class Recorder:
                     "forward_version": update.forward_version,
                     "version": update.version,
                 }
+                if update.rows or update.lookup_version:
+                    line |= {"lookup_version": update.lookup_version, "rows": list(update.rows)}
                 self._updates.append(line)
 
     def _write_staleness(self, cluster: int, stage: int, report: Report, before: Report) -> None:

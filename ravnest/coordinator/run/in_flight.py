@@ -47,7 +47,11 @@ class InFlightLimits:
         """By provider whose memory is short, the maximum in flight that its stage has asked for."""
         self._controls = {
             cluster.id: FlightControl(
-                len(cluster.plan.stages), cluster.in_flight, cluster.plan.max_in_flight, cluster.plan.cost.line_seconds
+                len(cluster.plan.stages),
+                cluster.in_flight,
+                cluster.plan.max_in_flight,
+                cluster.plan.cost.line_seconds,
+                looks_up=cluster.plan.looks_up,
             )
             for cluster in clusters
             if not fixed and len(cluster.plan.stages) > 1
@@ -67,7 +71,8 @@ class InFlightLimits:
         provider, so that earlier counts say nothing."""
         if cluster.id in self._controls:
             stages, wanted = len(cluster.plan.stages), self._controls[cluster.id].wanted
-            self._controls[cluster.id] = FlightControl(stages, wanted, cluster.plan.max_in_flight)
+            most, looks_up = cluster.plan.max_in_flight, cluster.plan.looks_up
+            self._controls[cluster.id] = FlightControl(stages, wanted, most, looks_up=looks_up)
             self._follow_rate(cluster)
 
     def restart(self) -> None:
@@ -136,7 +141,8 @@ class InFlightLimits:
             "in_flight", f"{limit} in flight instead of {before}: {reason}", cluster=cluster.id, old=before, new=limit
         )
         order = Flight(deployment=self._deployment, in_flight=limit)
-        self._context.spawn(self._context.tell(cluster.nodes[0], CoordinatorMessage(flight=order)))
+        for node_id in cluster.plan.beginners:
+            self._context.spawn(self._context.tell(node_id, CoordinatorMessage(flight=order)))
         # The dispatcher waits for room, and there may be more of it.
         self._context.notify()
 

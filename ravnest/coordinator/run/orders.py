@@ -113,13 +113,11 @@ def stage_order(
     ring_generation: int,
 ) -> Deploy:
     """The order for one stage of a cluster, without the artifacts that it begins with."""
-    stages = cluster.stages
-    before = stages[stage.stage - 1].node if stage.stage else ""
-    after = stages[stage.stage + 1].node if stage.stage + 1 < len(stages) else ""
+    before, after = cluster.neighbours(stage.stage)
     return Deploy(
         deployment=deployment,
         stage=stage.stage,
-        stages=len(stages),
+        stages=len(cluster.stages),
         settings_json=_settings(prepared.job, stage, cluster, plan).to_json(),
         generation=generation,
         ring_generation=ring_generation,
@@ -189,12 +187,16 @@ def ring_settings(job: Job, clusters: int) -> RingSettings:
 def stage_links(
     cluster: ClusterPlan, members: Mapping[str, Member], reaches: Mapping[str, Reach], prefix: str
 ) -> dict[tuple[str, str], LinkOrder]:
-    """The links between neighbouring stages of a cluster, by the providers of the two stages."""
+    """The links between neighbouring stages of a cluster, by the providers of the two stages. A leaf that looks rows up
+    for the root has a link to it, as to a stage after it."""
+    pairs = [*itertools.pairwise(cluster.stages)]
+    if cluster.looks_up:
+        pairs.append((cluster.stages[-1], cluster.stages[0]))
     return {
         (before.node, after.node): order_link(
             f"{prefix}-{cluster.id}-{before.stage}", members[before.node], members[after.node], reaches, after.codec
         )
-        for before, after in itertools.pairwise(cluster.stages)
+        for before, after in pairs
     }
 
 

@@ -373,8 +373,10 @@ def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, 
     """Whether a node that was given this order may send this frame to the coordinator, and why."""
     if order is None:
         return False, f"{node_id} sent a {frame.kind.name} frame and holds no stage"
-    if frame.kind is FrameKind.DONE and order.stage == 0:
-        return True, f"{node_id} holds the root, where a microbatch ends"
+    # A root that gets rows from the leaf sends their gradients there.
+    ends = order.stage == 0 and not order.previous.node or order.stage == order.stages - 1 and order.next.node
+    if frame.kind is FrameKind.DONE and ends:
+        return True, f"{node_id} holds the stage where a microbatch ends"
     if frame.kind is FrameKind.RESULT and order.stage == order.stages - 1:
         return True, f"{node_id} holds the leaf, which computes the loss"
     return False, f"{node_id} sent a {frame.kind.name} frame, which is not for stage {order.stage} of {order.stages}"

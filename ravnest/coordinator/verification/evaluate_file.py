@@ -112,7 +112,8 @@ def cut_to_fit(graph: PortableGraph, free_bytes: int) -> tuple[PortableGraph, ..
     sizes = {w.name: w.dtype.itemsize * math.prod(w.shape) for w in graph.weights}
     if sum(sizes.values()) <= free_bytes // 2:
         return (graph,)
-    plan = layout(graph)
+    # The parts run one after the other on this machine: no part looks rows up for another.
+    plan = layout(graph, lookups_apart=False)
     places: list[int] = []
     held: set[str] = set()
     cuts = iter([*plan.cuts, len(plan.line)])
@@ -129,7 +130,7 @@ def cut_to_fit(graph: PortableGraph, free_bytes: int) -> tuple[PortableGraph, ..
         pending |= {name for name in node.references() if name in sizes}
     if held and here and sum(sizes[name] for name in held | pending) > free_bytes // 2:
         places.append(here)
-    return split(graph, places)
+    return split(graph, places, lookups_apart=False)
 
 
 def computes_in_halves(graph: PortableGraph) -> bool:

@@ -59,7 +59,7 @@ def diagnose_forward(
     microbatch: int,
 ) -> ForwardDiagnosis:
     """Runs the training forward of a microbatch on these values and searches for the origin of those not finite."""
-    received = state_of([given[value.name] for value in graph.receives])
+    received = state_of([given[value.name] for value in graph.from_stages])
     outputs = [value.name for value in graph.sends] + ([graph.loss] if graph.loss else [])
     states, extremes = _states(program, given, weights, seed, microbatch)
     sent = worst_of(states[name] for name in outputs)

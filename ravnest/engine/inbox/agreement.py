@@ -41,7 +41,7 @@ def forward_misfit(graph: PortableGraph, fed: Message, received: Message) -> str
             if got != expected:
                 return f"the activations of microbatch {number} have {mark.name} {got}, but its feed has {expected}"
     sizes = {**sizes_of(graph.inputs, fed.values), **fed.sizes}
-    found = misfit(graph.receives, received.values, sizes)
+    found = misfit(graph.from_stages, received.values, sizes)
     return f"the activations of microbatch {number} do not fit its feed: {found}" if found else ""
 
 

@@ -2,6 +2,9 @@
 
 A microbatch is applied once an update includes its gradients. Microbatches whose gradients are only summed are not: if
 the stage discards its unapplied work, they are replayed.
+
+A leaf that looks rows up for the root applies a microbatch in two parts: the gradients of its own pass, and later those
+of the rows, which come back from the root. It has applied the microbatch once both are part of updates.
 """
 
 import heapq
@@ -15,7 +18,11 @@ REMEMBERED: Final = 4096
 class Applied:
     """The newest applied microbatches by number. Not thread-safe, like the stage."""
 
-    def __init__(self, numbers: Iterable[int] = (), remembered: int = REMEMBERED) -> None:
+    def __init__(
+        self, numbers: Iterable[int] = (), remembered: int = REMEMBERED, without_rows: Iterable[int] = ()
+    ) -> None:
+        self.without_rows = set(without_rows)
+        """Microbatches of which only the gradients of the stage's own pass were applied."""
         self._remembered = remembered
         self._numbers: set[int] = set()
         self._order: list[int] = []
@@ -29,12 +36,18 @@ class Applied:
     def __contains__(self, microbatch: int) -> bool:
         return microbatch in self._numbers
 
+    def has_own(self, microbatch: int) -> bool:
+        """Whether the gradients of the stage's own pass over the microbatch were applied."""
+        return microbatch in self._numbers or microbatch in self.without_rows
+
     def is_known(self, microbatch: int) -> bool:
         """Whether this record can tell if the microbatch was applied; False if it is older than those remembered."""
         return microbatch > self._forgotten
 
     def add(self, microbatches: Iterable[int]) -> None:
+        """Notes microbatches that were applied, with their rows if they have any."""
         for microbatch in microbatches:
+            self.without_rows.discard(microbatch)
             if microbatch in self._numbers:
                 continue
             self._numbers.add(microbatch)

@@ -38,7 +38,7 @@ class Inbox:
         """Guards the inbox, and is notified when a message becomes ready."""
         self._graph = graph
         self._applied = applied
-        self._needs_activations = bool(graph.receives)
+        self._needs_activations = bool(graph.from_stages)
         # A root is fed even if it has no inputs: the empty feed announces the microbatch.
         self._needs_feed = not graph.receives or announced or bool(graph.inputs)
         self._max_waiting = _SPARE_MICROBATCHES + 4 * settings.in_flight
@@ -53,13 +53,20 @@ class Inbox:
         self._forwards: deque[Message] = deque()
         self._evaluations: deque[Message] = deque()
         self._backwards: deque[Message] = deque()
+        self._lookups: deque[Message] | None = deque() if graph.lookups else None
+        """Feeds of training microbatches that rows are to be looked up for."""
+        self._evaluation_lookups: deque[Message] = deque()
         self._max_held = 0
 
     def feed(self, message: Message) -> None:
         """Inputs or targets of a microbatch, from the coordinator. MisfitError if the activations do not fit them."""
         if wrong := feed_misfit(self._graph, message):
             raise PeerError(wrong)
-        self._join(message, self._fed, self._received if self._needs_activations else None)
+        with self.changed:
+            self._join(message, self._fed, self._received if self._needs_activations else None)
+            if self._lookups is not None:
+                (self._lookups if message.marks.train else self._evaluation_lookups).append(message)
+                self.changed.notify()
 
     def receive_forward(self, message: Message) -> None:
         """Activations of a microbatch, from the stage before. MisfitError if they do not fit its feed."""
@@ -83,12 +90,22 @@ class Inbox:
             self._awaited[microbatch] = sent
 
     def ready(self) -> ReadyCounts:
-        return ReadyCounts(len(self._backwards), len(self._forwards), len(self._evaluations))
+        evaluations = len(self._evaluations) + len(self._evaluation_lookups)
+        lookups = None if self._lookups is None else len(self._lookups)
+        return ReadyCounts(len(self._backwards), len(self._forwards), evaluations, lookups)
 
     def take(self, task: Task) -> Message:
         """Removes and returns the oldest message that is ready for this task; there must be one."""
-        queue = {Task.BACKWARD: self._backwards, Task.FORWARD: self._forwards, Task.EVALUATE: self._evaluations}
+        evaluations = self._evaluation_lookups or self._evaluations
+        queue = {Task.BACKWARD: self._backwards, Task.FORWARD: self._forwards, Task.EVALUATE: evaluations}
+        if self._lookups is not None:
+            queue[Task.LOOKUP] = self._lookups
         return queue[task].popleft()
+
+    @property
+    def waits_for_rows(self) -> bool:
+        """Whether a root has a microbatch whose rows have not arrived: the leaf holds it back, or has just sent them."""
+        return bool(self._graph.rows and self._fed)
 
     def missing(self) -> tuple[Missing, ...]:
         """The messages that would make a task ready."""

@@ -82,7 +82,7 @@ class _Signature:
     given: tuple[str, ...]
     """Inputs and activations."""
     received: tuple[str, ...]
-    """Activations that the stage before wants gradients for."""
+    """Activations, or looked-up rows, that the stage that sent them wants gradients for."""
     outputs: frozenset[str]
     """Values that a gradient may arrive for: the loss, or the values that the stage after sends gradients of."""
     written: tuple[str, ...]
@@ -93,11 +93,11 @@ class _Signature:
     def from_graph(cls, graph: PortableGraph) -> "_Signature":
         aliases = Aliases(graph)
         written_groups = {aliases.group(name) for node in graph.nodes for name in written_names(node)}
-        given = tuple(v.name for v in (*graph.inputs, *graph.receives))
+        given = tuple(v.name for v in (*graph.inputs, *graph.from_stages))
         outputs = {v.name for v in graph.sends if v.needs_grad} | ({graph.loss} if graph.loss else set())
         return cls(
             given=given,
-            received=tuple(v.name for v in graph.receives if v.needs_grad),
+            received=tuple(v.name for v in graph.from_stages if v.needs_grad),
             outputs=frozenset(outputs),
             written=tuple(name for name in given if aliases.group(name) in written_groups),
             sent_types={v.name: v.dtype for v in graph.sends},

@@ -61,7 +61,7 @@ class Measurements:
         """Counts one turn of the worker. `is_pause`: the turn had no task, only work between two tasks."""
         self.counters.busy_seconds += worked
         training = self.counters.training
-        if task in (Task.FORWARD, Task.BACKWARD):
+        if task in (Task.FORWARD, Task.BACKWARD, Task.LOOKUP):
             training.trained(waited, worked, self.counters.backwards)
         elif is_pause:
             training.paused(waited, worked)

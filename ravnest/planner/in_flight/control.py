@@ -48,8 +48,11 @@ def _has_changed(history: Sequence[StageCounts]) -> bool:
 class FlightControl:
     """Control of one cluster. `take` may be called whenever a stage reports, in any order of the stages."""
 
-    def __init__(self, stages: int, limit: int, most: int, line_seconds: float = 0.0) -> None:
-        """`most` may ever be in flight. `line_seconds` is the planned period if a line is the limit, else 0."""
+    def __init__(
+        self, stages: int, limit: int, most: int, line_seconds: float = 0.0, *, looks_up: bool = False
+    ) -> None:
+        """`most` may ever be in flight. `line_seconds` is the planned period if a line is the limit, else 0. `looks_up`:
+        microbatches begin and end at the leaf, which has a link to the root."""
         self.limit = limit
         self.reason = ""
         self.period_seconds = 0.0
@@ -67,6 +70,9 @@ class FlightControl:
         self._done = 0
         """Microbatches of the root."""
         self._counts: list[deque[StageCounts]] = [deque() for _ in range(stages)]
+        self._links = stages if looks_up else stages - 1
+        self._ends = stages - 1 if looks_up else 0
+        """The stage where microbatches begin and end."""
 
     def hold(self, most: int) -> bool:
         """Caps the limit for good; returns whether that lowers it."""
@@ -147,7 +153,7 @@ class FlightControl:
 
     def _note_delay(self, stage: int, seconds: float) -> None:
         """Keeps the shortest delay of a link from the start: the first microbatches on a line wait for no other."""
-        known = list(self._memory.delays or [math.inf] * (len(self._counts) - 1))
+        known = list(self._memory.delays or [math.inf] * self._links)
         if stage < len(known) and seconds > 0:
             known[stage] = min(known[stage], seconds)
             self._memory = replace(self._memory, delays=tuple(known))
@@ -174,8 +180,8 @@ class FlightControl:
             forward = max(0.0, last.forward_seconds - first.forward_seconds) / begun
             seconds.append(forward + max(0.0, last.backward_seconds - first.backward_seconds) / done)
             periods.append((done, took))
-        delays = tuple(history[-1].delay_seconds for history in self._counts[:-1])
-        first, last = self._counts[0][0], self._counts[0][-1]
+        delays = tuple(history[-1].delay_seconds for history in self._counts[: self._links])
+        first, last = self._counts[self._ends][0], self._counts[self._ends][-1]
         together = sum(done for done, _ in periods)
         return FlightMeasures(
             limit=self.limit,
@@ -184,5 +190,5 @@ class FlightControl:
             period_seconds=sum(took for _, took in periods) / together,
             flying=(last.flight_seconds - first.flight_seconds) / (last.seconds - first.seconds),
             microbatches=min(done for done, _ in periods),
-            at_seconds=last.seconds,
+            at_seconds=self._counts[0][-1].seconds,
         )

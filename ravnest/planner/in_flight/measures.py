@@ -22,7 +22,7 @@ class FlightMeasures:
     period_seconds: float
     """Time from one microbatch to the next."""
     flying: float
-    """Average number between forward and backward at the root."""
+    """Average number between their beginning and their end at the stage where they begin."""
     microbatches: int
     """Number in the window."""
     at_seconds: float = 0.0

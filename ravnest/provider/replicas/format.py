@@ -21,6 +21,8 @@ Keep = Callable[[int, dict[str, Tensor], dict[str, str]], None]
 """Takes the number, tensors and metadata of a replica."""
 
 _MAX_NUMBER = 2**63
+_APPLIED = ("applied", "without_rows")
+"""Metadata with the microbatches that a stage contains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Restored:
             elif kind in ("outer", "anchor"):
                 (found.outer if kind == "outer" else found.anchors)[key] = tensor
         try:
-            found.applied = Applied(_numbers(read_json(metadata.get("applied", "[]"))))
+            applied, without_rows = (_numbers(read_json(metadata.get(name, "[]"))) for name in _APPLIED)
+            found.applied = Applied(applied, without_rows=without_rows)
             for ring, stand in read_json(metadata.get("rings", "{}")).items():
                 committed, samples = _numbers(stand)
                 found.rings[int(ring)] = RingStand(committed, samples)
@@ -90,7 +93,7 @@ def joined(parts: Sequence[tuple[Mapping[str, Tensor], Mapping[str, str]]]) -> t
             values |= dict(optimizer["values"])  # type: ignore[call-overload]
     except (LookupError, TypeError, ValueError) as error:
         raise GraphError(f"the optimizer's state in a part of a replica cannot be read: {error}") from None
-    rest = {name: value for name, value in parts[0][1].items() if name not in ("rings", "applied")}
+    rest = {name: value for name, value in parts[0][1].items() if name not in ("rings", *_APPLIED)}
     return tensors, {**rest, "optimizer": json.dumps({**optimizer, "values": values})}
 
 

@@ -91,8 +91,8 @@ class Generation:
         graph = stage.graph
         self._expected: Mapping[FrameKind, Mapping[str, ValueSpec]] = {
             FrameKind.FEED: {v.name: v for v in graph.inputs},
-            FrameKind.FORWARD: {v.name: v for v in graph.receives},
-            FrameKind.BACKWARD: {v.name: v for v in graph.sends if v.needs_grad},
+            FrameKind.FORWARD: {v.name: v for v in graph.from_stages},
+            FrameKind.BACKWARD: {v.name: v for v in (*graph.sends, *graph.lookups) if v.needs_grad},
         }
 
     @property

@@ -240,7 +240,14 @@ class HostedStage:
         report.transfers.extend(self._host.transfers.told())
         report.losses.extend(LossRecord(**asdict(loss)) for loss in losses)
         report.records.extend(
-            UpdateRecord(microbatch=u.microbatch, forward_version=u.forward_version, version=u.version) for u in updates
+            UpdateRecord(
+                microbatch=u.microbatch,
+                forward_version=u.forward_version,
+                version=u.version,
+                lookup_version=u.lookup_version,
+                rows=u.rows,
+            )
+            for u in updates
         )
         report.spans.extend(self._records.spans.take(self._started))
         if self._membership is not None:

@@ -142,7 +142,7 @@ def test_double_refuses_more_in_flight_than_make_an_update() -> None:
 
 def test_latest_copies_no_weights_and_a_backward_uses_the_current_ones() -> None:
     momentum = OptimizerSpec("SGD", {"lr": 0.05, "momentum": 0.9})
-    line, fresh = Line("gpt_tied", 2, momentum, versions="latest"), Line("gpt_tied", 2, momentum)
+    line, fresh = Line("lstm", 2, momentum, versions="latest"), Line("lstm", 2, momentum)
     root = line.stages[0]
     places = {name: tensor.data_ptr() for name, tensor in root.state_tensors().items()}
     with kept_generator():
@@ -168,12 +168,13 @@ def test_latest_copies_no_weights_and_a_backward_uses_the_current_ones() -> None
 
 
 def test_latest_sends_values_that_do_not_change_with_the_weights() -> None:
-    line = Line("gpt_tied", 2, versions="latest")
+    line = Line("OneLayerFourTimes", 2, versions="latest")
     root, made = line.stages[0], line.example.made
     tied = {p.name for p in root.graph.parameters} & {v.name for v in root.graph.sends}
-    assert tied, "the embedding is sent on to the head"
+    assert tied, "the layer is sent on to the next stage"
     fed = line.example.captured.structure.flatten(copied(made.batches[0]))
-    sent = root.forward(0, {v.name: fed[v.name] for v in root.graph.inputs})
+    fed |= line.stages[-1].look_up(0, fed)
+    sent = root.forward(0, {v.name: fed[v.name] for v in (*root.graph.inputs, *root.graph.from_stages)})
     before = {name: sent[name].clone() for name in tied}
     root.backward(0, {v.name: torch.ones_like(sent[v.name]) for v in root.graph.sends if v.needs_grad})
     root.update(0)

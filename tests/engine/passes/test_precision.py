@@ -33,8 +33,11 @@ def trained(model: tuple[Captured, list[Any]], precision: str) -> list[float]:
     losses = []
     for number, batch in enumerate(batches):
         values: dict[str, Any] = dict(found.structure.flatten(batch))
+        leaf = stages[-1]
+        if leaf.graph.lookups:
+            values |= leaf.look_up(number, values)
         for stage in stages:
-            wanted = [v.name for v in (*stage.graph.inputs, *stage.graph.receives)]
+            wanted = [v.name for v in (*stage.graph.inputs, *stage.graph.from_stages)]
             values |= stage.forward(number, {name: values[name] for name in wanted})
             for spec in stage.graph.sends:
                 assert spec.dtype is None or values[spec.name].dtype == spec.dtype
@@ -43,7 +46,11 @@ def trained(model: tuple[Captured, list[Any]], precision: str) -> list[float]:
         for stage in reversed(stages):
             gradients = stage.backward(number, gradients)
             assert all(g.dtype == torch.float32 for g in gradients.values())
-            stage.update(number)
+            if stage is not leaf:
+                stage.update(number)
+        if leaf.graph.lookups:
+            leaf.add_row_gradients(number, gradients or {})
+        leaf.update(number)
     return losses
 
 

@@ -1,0 +1,94 @@
+"""Row lookups: rows that a leaf takes out of its own weights for the root, and the gradients of these rows.
+
+The root needs the rows before the microbatch begins, and their gradients come back when it ends (graph/lookups.py).
+The rows are copies of the weights of now. Their gradients need no weights, only the numbers of the rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+
+from ravnest.errors import TrainingError
+from ravnest.graph.lookups import indices_of, looked_up, name_ahead, padding_of
+from ravnest.graph.portable import PortableGraph, ValueSpec
+from ravnest.graph.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class RowGradient:
+    """Gradient of some rows of a parameter."""
+
+    parameter: str
+    numbers: torch.Tensor
+    """Flat, each row once."""
+    rows: torch.Tensor
+    """One row for each number."""
+
+    @classmethod
+    def summed(cls, parameter: str, numbers: torch.Tensor, rows: torch.Tensor) -> Self:
+        """From rows of which some may come several times. They are summed first, as PyTorch does: the sum is then the
+        same to the last digit."""
+        once, places = numbers.unique(return_inverse=True)
+        return cls(parameter, once, rows.new_zeros(len(once), rows.shape[1]).index_add_(0, places, rows))
+
+    def add_to(self, gradient: torch.Tensor) -> None:
+        """Adds the rows to the gradient of the whole parameter, in place."""
+        gradient.index_add_(0, self.numbers, self.rows.to(gradient.dtype))
+
+
+class RowLookups:
+    """The lookups of one stage, and the microbatches whose gradients of rows have not come back."""
+
+    def __init__(self, graph: PortableGraph, device: torch.device, memory_bytes: int | None = None) -> None:
+        nodes = {node.name: node for node in graph.nodes}
+        self._nodes = {value.name: nodes[name_ahead(value.name)] for value in graph.lookups}
+        numbers = dict.fromkeys(indices_of(node) for node in self._nodes.values())
+        wanted = [node.name for node in self._nodes.values()] + list(numbers)
+        own = replace(graph, sends=tuple(ValueSpec(name, None) for name in wanted), receives=(), lookups=(), loss=None, metrics={})
+        self._program = Program(own, device, memory_bytes=memory_bytes)
+        self._numbers: dict[int, dict[str, torch.Tensor]] = {}
+        self._versions: dict[int, int] = {}
+        """The version that was looked up in for the latest microbatches."""
+
+    @property
+    def in_flight(self) -> int:
+        """Microbatches of training whose gradients of rows have not come back."""
+        return len(self._numbers)
+
+    def look_up(
+        self, microbatch: int, values: Mapping[str, Any], weights: Mapping[str, torch.Tensor], *, version: int = 0, train: bool
+    ) -> dict[str, torch.Tensor]:
+        """The rows for a microbatch, by the name of their value; `version` is that of the weights."""
+        with torch.no_grad():
+            found = self._program.run(values, weights, train=train, microbatch=microbatch)
+        if train:
+            self._versions[microbatch] = version
+            self._numbers[microbatch] = {name: found[indices_of(node)] for name, node in self._nodes.items()}
+        return {name: found[node.name] for name, node in self._nodes.items()}
+
+    def version_of(self, microbatch: int) -> int:
+        """The version that was looked up in for a microbatch whose own gradients are applied now."""
+        return self._versions.pop(microbatch, 0)
+
+    def gradients(self, microbatch: int, given: Mapping[str, torch.Tensor]) -> list[RowGradient]:
+        """The gradients of the rows of a microbatch. TrainingError if nothing was looked up for it."""
+        numbers = self._numbers.pop(microbatch, None)
+        if numbers is None:
+            raise TrainingError(f"gradients of rows came for microbatch {microbatch}, for which none were looked up")
+        return [self._gradient(name, numbers[name], gradient) for name, gradient in given.items() if name in numbers]
+
+    def forget(self) -> None:
+        """Discards every microbatch whose gradients of rows have not come back."""
+        self._numbers.clear()
+        self._versions.clear()
+
+    def _gradient(self, name: str, numbers: torch.Tensor, gradient: torch.Tensor) -> RowGradient:
+        node = self._nodes[name]
+        flat, rows = numbers.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
+        padding = padding_of(node)
+        if padding is not None:
+            trained = flat != padding
+            flat, rows = flat[trained], rows[trained]
+        return RowGradient.summed(looked_up(node), flat, rows)
