@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks.report import Row, Target, arguments, finish, say
 from ravnest.errors import RavnestError
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.partition import max_stages
+from ravnest.graph.cutting.partition import max_stages
 
 Tensor = torch.Tensor
 Batch = tuple[Any, Tensor]

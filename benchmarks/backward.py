@@ -20,8 +20,8 @@ from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.graph.capture.capture import capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.jobfile import load_job
 from ravnest.spec import OptimizerSpec
 

@@ -19,7 +19,7 @@ from benchmarks.models import GPT, LARGE, Repeated, next_token_loss, token_batch
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.monitor.events import read_events
 from ravnest.monitor.summary import StageSummary

@@ -19,8 +19,8 @@ from torch import nn
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.graph.capture.capture import capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.spec import OptimizerSpec
 
 STAGES, IN_FLIGHT, MICROBATCHES = 3, 3, 60

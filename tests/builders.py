@@ -1,7 +1,7 @@
 """Builders of values that many tests need: plans of made-up clusters."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 from ravnest.graph.portable import PortableGraph
 from ravnest.planner.cluster import StageCost
@@ -19,16 +19,16 @@ def stage_cost(provider: str, seconds: float = 0.0, line_seconds: float = 0.0, f
 def stage_plan(
     provider: str,
     stage: int = 0,
-    graph: PortableGraph | None = None,
+    graph: PortableGraph = PortableGraph(()),  # noqa: B008 (a frozen value)
     *,
     role: str = "stem",
     parameters: int = 1,
     cluster: int = 0,
     line_seconds: float = 0.0,
 ) -> StagePlan:
-    """A stage of a provider; without a graph, for what looks at none."""
+    """A stage of a provider, by default with an empty graph."""
     cost = stage_cost(provider, line_seconds=line_seconds)
-    return StagePlan(cost, stage, role, cast(Any, graph), parameters, cluster)
+    return StagePlan(cost, stage, role, graph, parameters, cluster)
 
 
 def cluster_plan(stages: Sequence[StagePlan], number: int = 0, in_flight: int = 1, ahead: int = 1) -> ClusterPlan:
@@ -50,7 +50,7 @@ def plan_of_proposal(
     for number, (cluster, rate) in enumerate(zip(found.clusters, found.rates, strict=True)):
         count = len(cluster.stages)
         stages = tuple(
-            StagePlan(cost, k, role_of(k, count), cast(Any, None), 1, number) for k, cost in enumerate(cluster.stages)
+            StagePlan(cost, k, role_of(k, count), PortableGraph(()), 1, number) for k, cost in enumerate(cluster.stages)
         )
         clusters.append(
             ClusterPlan(number, stages, cluster.in_flight, 2, rate, cluster.flight_reason, samples=cluster.samples)

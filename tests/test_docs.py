@@ -26,10 +26,10 @@ from ravnest.cli.main import COMMANDS
 from ravnest.coordinator.feed.feeder import first_batches
 from ravnest.coordinator.report.phase import LAST, NEXT, Phase
 from ravnest.graph.capture.capture import capture
+from ravnest.graph.cutting.partition import max_stages
 from ravnest.graph.operators.allowed import TABLE
 from ravnest.graph.operators.python_numbers import FUNCTIONS
 from ravnest.graph.ops import OWN_GRADIENT
-from ravnest.graph.partition import max_stages
 from ravnest.graph.portable import FORMAT_VERSION, PortableGraph
 from ravnest.graph.portable_reader import read_graph
 from ravnest.jobfile import load_job

@@ -18,8 +18,8 @@ from ravnest.coordinator.plan.prepared_job import stage_settings
 from ravnest.engine.stage import Stage
 from ravnest.graph.batch import samples_in
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph
 
 

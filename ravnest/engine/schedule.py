@@ -5,8 +5,8 @@ but would never recover from one slow transfer: gradients that arrive in a burst
 stage, the forwards would then arrive in a burst too, and all microbatches would move as one convoy while most stages
 wait.
 
-A root holds forwards back while the number of microbatches in flight is at its limit; where a leaf looks rows up for it,
-a microbatch begins there, and the leaf holds the lookups back. Every stage holds a forward back
+A root holds forwards back while the number of microbatches in flight is at its limit. If a leaf looks rows up for it, a
+microbatch begins there, and the leaf holds the lookups back. Every stage holds a forward back
 that would exceed the bound on staleness, because too many updates would happen before its backward.
 
 No limit can cause a deadlock. A backward is never held back, and a forward only while the stage has other microbatches

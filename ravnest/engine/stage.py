@@ -50,7 +50,7 @@ class Update:
     """The version that the forward of the update's first microbatch used; None: the same as `forward_version`."""
 
     lookup_version: int = 0
-    """Where rows are looked up: the version that was looked up in for the update's last microbatch."""
+    """The version in which rows were looked up for the update's last microbatch, at a leaf that does so."""
     rows: tuple[int, ...] = ()
     """The microbatches whose gradients of rows the update includes."""
 
@@ -99,8 +99,8 @@ class Stage:
         self._rows_of: list[int] = []
         """Microbatches whose gradients of rows the next update includes."""
         self._own: tuple[Gradients, int, list[torch.Tensor]] | None = None
-        """Where rows are looked up: the weight gradients of the last backward and its version, until those of rows are
-        added to them; and the gradients that it returned."""
+        """At a leaf that looks rows up: the weight gradients of the last backward and its version, until those of rows
+        are added to them; and the gradients that it returned."""
         self._update_buckets = update_buckets(self._versions.masters)
         self._sent: list[torch.Tensor] | None = None
         """Gradients that the last backward returned for the stage before, until its weight gradients are summed."""
@@ -343,7 +343,7 @@ class Stage:
         """Adds the gradients of rows that have come to those of the last backward, and these to the sum."""
         if self._own is None and not self._row_gradients:
             return
-        # Without a backward, a microbatch is replayed whose own gradients were applied: it counts only if no other does.
+        # Without a backward, these are rows of a replayed microbatch: it counts only if no other does.
         is_counted = self._own is not None or not self._gradients.versions
         own, version, sent = self._own or ({}, self.version, [])
         taken = {gradient.untyped_storage().data_ptr() for gradient in sent}

@@ -18,8 +18,8 @@ from ravnest.engine.finite_checks.device_read import start_reading
 from ravnest.engine.inbox.agreement import shapes_of
 from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.inbox.inbox import Inbox
+from ravnest.engine.inbox.row_returns import RowReturns
 from ravnest.engine.messages import LossRecord, Message, Outbox, Snapshot
-from ravnest.engine.row_returns import RowReturns
 from ravnest.engine.schedule import Bound, Task, updates_before
 from ravnest.engine.stage import Stage
 from ravnest.engine.telemetry.measurements import Measurements

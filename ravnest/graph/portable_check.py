@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ravnest.errors import GraphError
 from ravnest.graph import ops
-from ravnest.graph.lookups import is_lookup, name_ahead
+from ravnest.graph.cutting.lookups import is_lookup, name_ahead
 from ravnest.graph.operators.python_numbers import unfit_numbers
 from ravnest.graph.operators.signatures import Forms, check_arguments
 from ravnest.graph.portable import Backward, Device, Node, PortableGraph, Ref

@@ -185,7 +185,7 @@ def stage_tables(
     line, trip = np.zeros_like(forward), compute
     if (before is None) != (after is None):
         # The root and the leaf send each other rows and their gradients; how far apart they are is not known here.
-        rows = model.carried_rows(assumed_share(goal))
+        rows = assumed_share(goal) * model.rows_bytes
         up, down = up + rows / provider.up_bytes_per_second, down + rows / provider.down_bytes_per_second
     if before is not None:
         here_to, back_to = network.line(before, provider), network.line(provider, before)

@@ -11,7 +11,7 @@ import torch
 
 from ravnest.errors import PlanError
 from ravnest.graph import ops
-from ravnest.graph.layout import Layout, layout
+from ravnest.graph.cutting.layout import Layout, layout
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.profile import CostProfile
 from ravnest.planner.model_costs import ModelCosts, Table
@@ -69,10 +69,8 @@ def count_costs(
         step_seconds=costs.update.step_seconds + costs.stage_seconds,
         copy_byte_seconds=costs.update.copy_byte_seconds,
         state_bytes_per_byte=costs.update.state_bytes_per_byte,
-        plain_forward_bytes=traffic(_plain_bytes, backward=False),
-        plain_backward_bytes=traffic(_plain_bytes, backward=True),
+        plain_bytes=(traffic(_plain_bytes, backward=False), traffic(_plain_bytes, backward=True)),
         rows_bytes=float(sum(_value_bytes(row, costs) for row in rows)),
-        plain_rows_bytes=float(sum(_plain_bytes(row, costs) for row in rows)),
     ).coarser(MAX_PLACES)
 
 

@@ -97,7 +97,7 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class ClusterLines:
-    """The lines of a cluster that is cut at certain places. Link k joins stages k and k + 1; where the leaf looks rows up
+    """The lines of a cluster that is cut at certain places. Link k joins stages k and k + 1. If the leaf looks rows up
     for the root, the last link joins these two."""
 
     links: tuple[_Link, ...]
@@ -112,10 +112,9 @@ class ClusterLines:
         rows: tuple[_Link, ...] = ()
         if model.rows_bytes and len(order) > 1:
             leaf, root = order[-1], order[0]
-            sizes = 2 * [model.rows_bytes] + 2 * [model.plain_rows_bytes]
-            lines = network.line(leaf, root), network.line(root, leaf)
-            rows = (_Link(*sizes, *lines, leaf.machine != root.machine),)
-        plain_forward, plain_backward = model.plain_forward_bytes, model.plain_backward_bytes
+            there, back, size = network.line(leaf, root), network.line(root, leaf), model.rows_bytes
+            rows = (_Link(size, size, 0.0, 0.0, there, back, leaf.machine != root.machine),)
+        plain_forward, plain_backward = model.plain_bytes or (None, None)
         return cls(
             links=tuple(
                 _Link(

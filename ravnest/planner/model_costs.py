@@ -49,14 +49,12 @@ class ModelCosts:
     """Cost of an update per byte of parameters, where older microbatches hold the version before."""
     state_bytes_per_byte: float = 2.0
     """Optimizer state per byte of a parameter."""
-    plain_forward_bytes: Table | None = None
-    """The part of `forward_bytes` that no codec makes smaller: whole numbers, truth values, small tensors."""
-    plain_backward_bytes: Table | None = None
+    plain_bytes: tuple[Table, Table] | None = None
+    """The parts of `forward_bytes` and `backward_bytes` that no codec makes smaller: whole numbers, truth values, small
+    tensors."""
     rows_bytes: float = 0.0
     """Bytes of looked-up rows that the leaf of several stages sends the root with each microbatch, and of their
     gradients, which come back."""
-    plain_rows_bytes: float = 0.0
-    """The part of `rows_bytes` that no codec makes smaller."""
 
     @property
     def last(self) -> int:
@@ -97,15 +95,10 @@ class ModelCosts:
         if share == 1.0:
             return self.forward_bytes, self.backward_bytes
         forth, back = share * self.forward_bytes, share * self.backward_bytes
-        if self.plain_forward_bytes is not None:
-            forth = forth + (1 - share) * self.plain_forward_bytes
-        if self.plain_backward_bytes is not None:
-            back = back + (1 - share) * self.plain_backward_bytes
-        return forth, back
-
-    def carried_rows(self, share: float) -> float:
-        """Bytes of looked-up rows in a codec that makes `share` of the bytes of float32."""
-        return share * self.rows_bytes + (1 - share) * self.plain_rows_bytes
+        if self.plain_bytes is None:
+            return forth, back
+        plain_forth, plain_back = self.plain_bytes
+        return forth + (1 - share) * plain_forth, back + (1 - share) * plain_back
 
     def between(self, sums: Table) -> Table:
         """Differences of running sums: the amount between place i and place j."""
@@ -152,6 +145,5 @@ class ModelCosts:
             input_uses=self.input_uses[:, index],
             operators=None if self.operators is None else self.operators[index],
             states=None if self.states is None else self.states[index],
-            plain_forward_bytes=None if self.plain_forward_bytes is None else self.plain_forward_bytes[index],
-            plain_backward_bytes=None if self.plain_backward_bytes is None else self.plain_backward_bytes[index],
+            plain_bytes=None if self.plain_bytes is None else (self.plain_bytes[0][index], self.plain_bytes[1][index]),
         )

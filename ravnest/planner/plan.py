@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.model_costs import ModelCosts
@@ -78,7 +78,7 @@ class ClusterPlan:
 
     @property
     def looks_up(self) -> bool:
-        """Whether the leaf looks rows of a weight up for the root (graph/lookups.py)."""
+        """Whether the leaf looks rows of a weight up for the root (graph/cutting/lookups.py)."""
         return bool(self.stages[-1].graph.lookups)
 
     def neighbours(self, stage: int) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from ravnest.graph.layout import layout
+from ravnest.graph.cutting.layout import layout
 from ravnest.graph.portable import PortableGraph
 
 

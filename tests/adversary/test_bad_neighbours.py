@@ -16,8 +16,8 @@ from torch import Tensor
 from ravnest.coordinator.access.admission import Admission
 from ravnest.engine.settings import StageSettings
 from ravnest.errors import PeerError, RefusedError
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.weights import stream_tensors
 from ravnest.microbatch import Marks

@@ -22,7 +22,7 @@ from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage
 from ravnest.errors import RunError
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.partition import split
 from ravnest.spec import OptimizerSpec
 
 MICROBATCHES = 20

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from ravnest.graph import ops
-from ravnest.graph.layout import layout
+from ravnest.graph.cutting.layout import layout
 from ravnest.graph.portable import Argument, Device, PortableGraph, Ref
 from ravnest.graph.program import draw_seed
 from tests.cuts.pipeline import Batch, Outcome, outcome

@@ -16,7 +16,7 @@ from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.telemetry.spans import Span
 from ravnest.engine.worker import StageWorker
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.portable_reader import read_graph
 from ravnest.microbatch import Marks

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun
 from ravnest.graph.capture.capture import capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
 from tests.cuts import pipeline
 from tests.cuts.checking import check_every_cut

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ravnest.graph.partition import max_stages, split
+from ravnest.graph.cutting.partition import max_stages, split
 from ravnest.spec import OptimizerSpec
 from tests.engine.stages import stages_of
 from tests.exactness.plain_loop import copied

@@ -10,8 +10,8 @@ from ravnest.engine.settings import StageSettings
 from ravnest.engine.stage import Stage, Update
 from ravnest.engine.telemetry.spans import Span
 from ravnest.graph.capture.capture import Captured
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.spec import OptimizerSpec
 

@@ -21,8 +21,8 @@ from ravnest.engine.stage import Stage, Update
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.microbatch import Marks
 from ravnest.spec import OptimizerSpec

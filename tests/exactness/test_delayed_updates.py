@@ -178,7 +178,8 @@ def _simulate(
             gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
             if rows:
                 of_rows.append(gradients[LOOKED_UP])
-                gradients[LOOKED_UP] = gradients[DENSE] + sum(of_rows[number] for number in rows[microbatch][1])
+                # One after the other: Adam makes whole steps of differences in rounding where a gradient is zero.
+                gradients[LOOKED_UP] = sum((of_rows[number] for number in rows[microbatch][1]), gradients[DENSE])
             for names, history, stepper in zip(owners, histories, optimizers, strict=True):
                 for name in names:
                     named[name].grad = gradients[name]

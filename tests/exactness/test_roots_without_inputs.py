@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from ravnest import Job, Pipeline
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.graph.capture.capture import capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.planner.count_costs import cut_before
 from tests.exactness.plain_loop import train_plainly, worst_difference
 from tests.exactness.rootless_models import MODELS

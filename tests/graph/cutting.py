@@ -10,7 +10,7 @@ import torch
 
 from ravnest.engine.passes.row_lookups import RowLookups
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.portable_reader import read_graph
 from ravnest.graph.profile import CostProfile, NodeCost

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from ravnest.graph.aliasing import Aliases, written_names
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec, WeightSpec
 from tests.graph.cutting import ALL, example
 

@@ -7,8 +7,8 @@ import torch
 
 from ravnest.coordinator.plan.plan_run import check_stages
 from ravnest.errors import PlanError
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import max_stages, split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import max_stages, split
 from tests.exactness.plain_loop import call, copied, replayed_draws
 from tests.graph.cutting import ALL, Outcome, even_costs, even_places, example, kept_generator, run
 from tests.models import ZOO

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ravnest.errors import GraphError
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import Device, Node, PortableGraph, Ref, ValueSpec, WeightSpec
 from ravnest.graph.portable_reader import read_graph
 from ravnest.graph.program import Program

@@ -5,8 +5,8 @@ import torch
 
 from ravnest.engine.passes.row_lookups import RowLookups
 from ravnest.graph.capture.capture import capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import ValueSpec
 from ravnest.graph.program import Program
 from ravnest.graph.sizes import misfit, size_of, sizes_of

@@ -103,7 +103,7 @@ def test_coded_bytes_are_what_lines_carry() -> None:
 
 def test_what_no_codec_makes_smaller_is_counted_in_full() -> None:
     costs = model(4, crossing_bytes=1000.0)
-    object.__setattr__(costs, "plain_forward_bytes", np.full(5, 400.0))
+    object.__setattr__(costs, "plain_bytes", (np.full(5, 400.0), np.zeros(5)))
     forward, backward = costs.carried(0.25)
     assert forward[2] == 0.25 * 600 + 400 and backward[2] == 0.25 * 1000
 

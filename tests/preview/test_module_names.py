@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ravnest.graph.capture.capture import capture
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.partition import split
 from ravnest.planner.plan import role_of
 from ravnest.preview.module_names import Part, Parts
 

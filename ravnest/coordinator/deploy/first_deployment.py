@@ -25,7 +25,7 @@ from ravnest.coordinator.run.checkpointer import saver_for
 from ravnest.coordinator.run.job_run import JobRun
 from ravnest.coordinator.swarm.members import Member
 from ravnest.errors import PlanError
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.partition import split
 from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal
 from ravnest.planner.search.fixed_layout import ClusterLayout, filled

@@ -209,7 +209,7 @@ class _ClusterText:
         stages = self._cluster.stages
         text = self.name(path.stages[0])
         for now, onward in zip(path.stages, path.stages[1:], strict=False):
-            missing = next(each for each in stages[now].missing if _target(now, each) == onward)
+            missing = next(each for each in stages[now].missing if _target(now, each, len(stages)) == onward)
             text += f" waits for {_what(missing)} from {self.name(onward)}, which"
         last = path.stages[-1]
         if path.missing is None:
@@ -263,7 +263,8 @@ class _ClusterText:
             return missing.microbatch if missing.microbatch in under_way else None
         if len(path.stages) > 1:
             before, last = path.stages[-2:]
-            wanted = [m for m in self._cluster.stages[before].missing if _target(before, m) == last]
+            stages = self._cluster.stages
+            wanted = [m for m in stages[before].missing if _target(before, m, len(stages)) == last]
             if wanted[0].microbatch in under_way:
                 return wanted[0].microbatch
         return min((number for number in under_way if number >= 0), default=None)

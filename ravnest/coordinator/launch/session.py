@@ -30,7 +30,7 @@ from ravnest.coordinator.verification.final_check import NotAsReportedError, eff
 from ravnest.cores import usable_cores
 from ravnest.errors import RavnestError, RunError, TrainingError
 from ravnest.graph.batch import samples_in
-from ravnest.graph.partition import max_stages
+from ravnest.graph.cutting.partition import max_stages
 from ravnest.job import Job
 from ravnest.monitor.display import Display
 from ravnest.monitor.events import EventLog

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ravnest.errors import PlanError
-from ravnest.graph.layout import layout
+from ravnest.graph.cutting.layout import layout
 from ravnest.graph.portable import PortableGraph
 from ravnest.job import Job
 from ravnest.planner.averaging import average_every

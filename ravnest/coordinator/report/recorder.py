@@ -72,7 +72,7 @@ class Recorder:
                 self._early[record.microbatch] = record.loss
         if self._updates is not None:
             for update in report.records:
-                line = {
+                line: dict[str, object] = {
                     "cluster": cluster,
                     "stage": stage,
                     "microbatch": update.microbatch,

@@ -374,7 +374,8 @@ def may_return(node_id: str, order: Deploy | None, frame: Frame) -> tuple[bool, 
     if order is None:
         return False, f"{node_id} sent a {frame.kind.name} frame and holds no stage"
     # A root that gets rows from the leaf sends their gradients there.
-    ends = order.stage == 0 and not order.previous.node or order.stage == order.stages - 1 and order.next.node
+    is_root, is_leaf = order.stage == 0, order.stage == order.stages - 1
+    ends = (is_root and not order.previous.node) or (is_leaf and bool(order.next.node))
     if frame.kind is FrameKind.DONE and ends:
         return True, f"{node_id} holds the stage where a microbatch ends"
     if frame.kind is FrameKind.RESULT and order.stage == order.stages - 1:

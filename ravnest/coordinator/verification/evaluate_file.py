@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from ravnest.coordinator.verification.decisions import Effort, ScoreComparison, Tolerance, compare_scores
 from ravnest.coordinator.verification.reported_scores import ReportedScores
 from ravnest.errors import RunError
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph
 from ravnest.graph.program import Program
 

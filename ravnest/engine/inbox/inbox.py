@@ -104,7 +104,7 @@ class Inbox:
 
     @property
     def waits_for_rows(self) -> bool:
-        """Whether a root has a microbatch whose rows have not arrived: the leaf holds it back, or has just sent them."""
+        """Whether a root has a microbatch whose rows have not arrived: the leaf holds them back, or has sent them."""
         return bool(self._graph.rows and self._fed)
 
     def missing(self) -> tuple[Missing, ...]:

@@ -1,7 +1,7 @@
 """Row lookups: rows that a leaf takes out of its own weights for the root, and the gradients of these rows.
 
-The root needs the rows before the microbatch begins, and their gradients come back when it ends (graph/lookups.py).
-The rows are copies of the weights of now. Their gradients need no weights, only the numbers of the rows.
+The root needs the rows before the microbatch begins, and their gradients come back when it ends
+(graph/cutting/lookups.py). The rows are copies of the current weights. Their gradients need no weights, only the numbers of the rows.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from ravnest.errors import TrainingError
-from ravnest.graph.lookups import indices_of, looked_up, name_ahead, padding_of
+from ravnest.graph.cutting.lookups import indices_of, looked_up, name_ahead, padding_of
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.program import Program
 
@@ -30,7 +30,7 @@ class RowGradient:
     def summed(cls, parameter: str, numbers: torch.Tensor, rows: torch.Tensor) -> Self:
         """From rows of which some may come several times. They are summed first, as PyTorch does: the sum is then the
         same to the last digit."""
-        once, places = numbers.unique(return_inverse=True)
+        once, places = torch.unique(numbers, return_inverse=True)
         return cls(parameter, once, rows.new_zeros(len(once), rows.shape[1]).index_add_(0, places, rows))
 
     def add_to(self, gradient: torch.Tensor) -> None:
@@ -46,7 +46,9 @@ class RowLookups:
         self._nodes = {value.name: nodes[name_ahead(value.name)] for value in graph.lookups}
         numbers = dict.fromkeys(indices_of(node) for node in self._nodes.values())
         wanted = [node.name for node in self._nodes.values()] + list(numbers)
-        own = replace(graph, sends=tuple(ValueSpec(name, None) for name in wanted), receives=(), lookups=(), loss=None, metrics={})
+        own = replace(
+            graph, sends=tuple(ValueSpec(name, None) for name in wanted), receives=(), lookups=(), loss=None, metrics={}
+        )
         self._program = Program(own, device, memory_bytes=memory_bytes)
         self._numbers: dict[int, dict[str, torch.Tensor]] = {}
         self._versions: dict[int, int] = {}
@@ -58,7 +60,13 @@ class RowLookups:
         return len(self._numbers)
 
     def look_up(
-        self, microbatch: int, values: Mapping[str, Any], weights: Mapping[str, torch.Tensor], *, version: int = 0, train: bool
+        self,
+        microbatch: int,
+        values: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        *,
+        version: int = 0,
+        train: bool,
     ) -> dict[str, torch.Tensor]:
         """The rows for a microbatch, by the name of their value; `version` is that of the weights."""
         with torch.no_grad():

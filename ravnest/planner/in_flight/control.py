@@ -51,8 +51,8 @@ class FlightControl:
     def __init__(
         self, stages: int, limit: int, most: int, line_seconds: float = 0.0, *, looks_up: bool = False
     ) -> None:
-        """`most` may ever be in flight. `line_seconds` is the planned period if a line is the limit, else 0. `looks_up`:
-        microbatches begin and end at the leaf, which has a link to the root."""
+        """`most` may ever be in flight. `line_seconds` is the planned period if a line is the limit, else 0. With
+        `looks_up`, microbatches begin and end at the leaf, which has a link to the root."""
         self.limit = limit
         self.reason = ""
         self.period_seconds = 0.0

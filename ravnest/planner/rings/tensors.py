@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from ravnest.errors import PlanError
-from ravnest.graph.layout import Layout
+from ravnest.graph.cutting.layout import Layout
 from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.planner.rings.rings import Ring
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from ravnest.engine.finite_checks.origin import ForwardDiagnosis, diagnose_forward, state_of, steep
 from ravnest.graph.capture.capture import capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.program import Program
 from tests.e2e.jobs import CLASSES, FEATURES, batches
 

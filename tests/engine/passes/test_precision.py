@@ -7,8 +7,8 @@ import torch
 
 from ravnest.engine.passes.precision import FIRST_SCALE, GROWS_AFTER, Precision
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.spec import OptimizerSpec
 from tests.engine.stages import stages_of
 from tests.models import ZOO

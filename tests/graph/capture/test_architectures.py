@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.architectures import QUICK, captured
-from ravnest.graph.partition import max_stages
+from ravnest.graph.cutting.partition import max_stages
 
 
 @pytest.mark.parametrize("name", QUICK)

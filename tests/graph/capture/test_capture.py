@@ -12,7 +12,7 @@ from torch import nn
 
 from ravnest.errors import CaptureError, JobError
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
+from ravnest.graph.cutting.layout import layout
 from ravnest.graph.portable import Ref
 from tests.exactness.plain_loop import call, copied, kept_generator, replayed_draws
 from tests.graph.cutting import ALL, example, run

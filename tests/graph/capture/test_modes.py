@@ -12,7 +12,7 @@ from ravnest.errors import CaptureError
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.capture.fingerprint import Fingerprint
 from ravnest.graph.capture.modes import left_as_it_was
-from ravnest.graph.layout import layout
+from ravnest.graph.cutting.layout import layout
 from tests.graph.cutting import run
 from tests.odd_models import ThreeLayers
 

@@ -13,7 +13,7 @@ from torch import nn
 from ravnest.engine.passes.split_backward import SplitBackward
 from ravnest.errors import CaptureError, GraphError
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
+from ravnest.graph.cutting.layout import layout
 from ravnest.graph.portable_reader import read_graph
 from ravnest.graph.program import Program, WeightUse
 from ravnest.graph.weight_uses import weight_uses

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-from ravnest.graph.layout import layout
+from ravnest.graph.cutting.layout import layout
 from ravnest.graph.portable import PortableGraph
 from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.problem import Goal, Network

@@ -13,8 +13,8 @@ from torch import nn
 
 from ravnest.errors import PlanError
 from ravnest.graph.capture.capture import capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph, WeightSpec
 from ravnest.planner.rings.rings import Ring
 from ravnest.planner.rings.tensors import MAX_COUNTED, RingTensors, check_can_be_averaged, fragments, tensors_of

@@ -27,8 +27,8 @@ from ravnest.engine.telemetry.spans import Span
 from ravnest.engine.worker import StageWorker
 from ravnest.errors import PeerError
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import RingPlace
 from ravnest.net.v1.control_pb2 import CoordinatorMessage, Deploy, ProviderMessage

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ravnest.graph.capture.capture import Captured, capture
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph
 from tests.e2e.jobs import CLASSES, FEATURES, batches
 

@@ -10,8 +10,8 @@ import torch
 
 from ravnest.engine.settings import StageSettings
 from ravnest.errors import GraphError, PeerError, RavnestError
-from ravnest.graph.layout import layout
-from ravnest.graph.partition import split
+from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.partition import split
 from ravnest.graph.weights import stream_tensors
 from ravnest.microbatch import Marks
 from ravnest.net.frames.frames import Frame, FrameKind

@@ -5,8 +5,9 @@ to one stage. The others need its rows, never the parameter: the rows of a micro
 so is their gradient. So the owner computes every lookup of such a parameter:
 
 - A lookup behind the first use moves to that use, and its rows cross the cuts from there, as any activation does.
-- A lookup before the first other use goes *ahead*: the leaf, which has that use, looks the rows up before the microbatch
-  begins and sends them to the root. This takes part in the layout only if the leaf keeps little else that way.
+- A lookup before the first other use goes *ahead*: the leaf, which has that use, looks the rows up before the
+  microbatch begins and sends them to the root. No cut may follow that use then, so nothing larger than the parameter
+  may be used first behind it.
 
 A parameter whose other uses lie in several stages crosses the cuts between them.
 """

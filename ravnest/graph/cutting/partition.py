@@ -5,8 +5,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ravnest.graph.layout import Layout, layout
-from ravnest.graph.lookups import name_ahead
+from ravnest.graph.cutting.layout import Layout, layout
+from ravnest.graph.cutting.lookups import name_ahead
 from ravnest.graph.portable import Node, PortableGraph, Ref, ValueSpec
 
 _SIZE = "aten.sym_size.int"

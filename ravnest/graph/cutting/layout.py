@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ravnest.graph import ops
 from ravnest.graph.aliasing import Aliases, handed_back_names, written_names
-from ravnest.graph.lookups import PlacedLookups, place_lookups
+from ravnest.graph.cutting.lookups import PlacedLookups, place_lookups
 from ravnest.graph.portable import Node, PortableGraph, ValueSpec
 from ravnest.graph.switch import draws_random_numbers
 
@@ -76,7 +76,9 @@ def layout(graph: PortableGraph, *, lookups_apart: bool = True) -> Layout:
         if cut in forbidden:
             continue
         crosses = [v for v in open_now.values() if v is not None]
-        sendable = len(crosses) == len(open_now) and not any(v.dtype is not None and v.dtype.is_complex for v in crosses)
+        sendable = len(crosses) == len(open_now) and not any(
+            v.dtype is not None and v.dtype.is_complex for v in crosses
+        )
         if sendable and crosses:
             cuts.append(cut)
             crossing[cut] = tuple(crosses)
