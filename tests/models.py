@@ -339,6 +339,30 @@ def _bert() -> nn.Module:
     )
 
 
+def _t5() -> nn.Module:
+    """One embedding with three uses: by the encoder, by the decoder, and as the head."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            **{"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+            **{"tie_word_embeddings": True, "decoder_start_token_id": 0, "use_cache": False, "dropout_rate": 0.1},
+        )
+    )
+
+
+def _albert() -> nn.Module:
+    """One block that is used three times, and an embedding that is also the head."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    return AlbertForMaskedLM(
+        AlbertConfig(
+            **{"vocab_size": 32, "embedding_size": 8, "hidden_size": 16, "intermediate_size": 24},
+            **{"num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 16},
+        )
+    )
+
+
 def _vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -363,6 +387,11 @@ def _tokens(size: int) -> tuple[Tensor, Tensor]:
 def _token_dict(size: int) -> tuple[dict[str, Tensor], Tensor]:
     tokens, targets = _tokens(size)
     return {"input_ids": tokens}, targets
+
+
+def _two_token_lists(size: int) -> tuple[dict[str, Tensor], Tensor]:
+    tokens, targets = _tokens(size)
+    return {"input_ids": tokens, "decoder_input_ids": torch.randint(0, 32, (size, 8))}, targets
 
 
 def _masked(size: int) -> tuple[dict[str, Tensor], Tensor]:
@@ -406,6 +435,9 @@ ZOO: dict[str, Kind] = {
         schedule=_COSINE,
     ),
     "hf_bert": Kind(_bert, _masked, logits_loss),
+    # Adam makes a whole step of a gradient that is nothing but rounding.
+    "hf_t5": Kind(_t5, _two_token_lists, next_token_loss, optimizer=_MOMENTUM),
+    "hf_albert": Kind(_albert, _token_dict, next_token_loss, optimizer=_MOMENTUM),
     "hf_vit": Kind(_vit, _images(5), logits_loss, accumulate=2),
     "lstm": Kind(
         partial(Recurrent, nn.LSTM),

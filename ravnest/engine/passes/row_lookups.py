@@ -85,7 +85,8 @@ class RowLookups:
         numbers = self._numbers.pop(microbatch, None)
         if numbers is None:
             raise TrainingError(f"gradients of rows came for microbatch {microbatch}, for which none were looked up")
-        return [self._gradient(name, numbers[name], gradient) for name, gradient in given.items() if name in numbers]
+        # From last to first, as in a backward pass: sums are then the same to the last digit.
+        return [self._gradient(name, numbers[name], given[name]) for name in reversed(numbers) if name in given]
 
     def forget(self) -> None:
         """Discards every microbatch whose gradients of rows have not come back."""
