@@ -35,6 +35,7 @@ _ALL: Final = (
     VersionPolicy(name="stash", keeps_weights=True, keeps_activations=True),
     VersionPolicy(name="double", keeps_weights=True, keeps_activations=True, within_accumulate=True),
     VersionPolicy(name="recompute", keeps_weights=True, keeps_activations=False),
+    VersionPolicy(name="in_place", keeps_weights=False, keeps_activations=True),
     VersionPolicy(name="latest", keeps_weights=False, keeps_activations=False),
 )
 

@@ -7,10 +7,14 @@ combined the new weights with the activations of the old ones would compute the 
     stash       the weights that the forward used, and its activations (PipeDream's weight stashing)
     double      the same; at most as many microbatches are in flight as make an update, so at most two versions exist
     recompute   the weights and the inputs of the stage; the forward is recomputed for the backward
+    in_place    its activations; the backward reads the latest weights, so no weights are copied
     latest      only the inputs; the forward is recomputed with the latest weights, so no weights are copied
 
-Under each policy the gradient is exact for the weights that the backward uses. On a leaf the backward follows its
-forward immediately, so a leaf keeps everything under any policy.
+The gradient is exact for the weights that the backward uses, except with "in_place", whose activations are those of
+other weights: as in PipeMare (Yang et al., 2021), an error of the size of the updates in between. With predicted
+weights, which are a prediction of exactly the weights that the backward finds, it is the error of the prediction
+(passes/current_weights.py). On a leaf the backward follows its forward immediately, so a leaf keeps everything under
+any policy.
 
 A recomputed forward equals the first one bit for bit: random operators are seeded by the microbatch, and the states
 that the model changes are copies from before the first forward. The first forward also runs with gradients enabled, and
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 
 from ravnest.engine.finite_checks.origin import ForwardDiagnosis, diagnose_forward
+from ravnest.engine.passes.current_weights import CurrentWeights
 from ravnest.engine.passes.precision import Precision
 from ravnest.engine.passes.split_backward import Gradients, SplitBackward
 from ravnest.engine.settings import StageSettings
@@ -195,19 +200,21 @@ class Passes:
         leaves = self._versions.current.leaves if instead is None else instead
         before, states = self.states.current(), self.states.copies()
         fixed = {**self.states.fixed, **states}
-        if self._keeps_activations:
-            computed, results = self._compute(microbatch, given, leaves, fixed)
+        if self._keeps_activations and not self._keeps_weights and instead is not None:
+            computed, sent = self._compute_without_weights(microbatch, given, instead, fixed)
+            saved = _SavedForward(number, None, computed, given, {}, again)
+        elif self._keeps_activations:
+            computed, sent = self._compute(microbatch, given, leaves, fixed)
             saved = _SavedForward(number, None, computed, given, {}, again)
         else:
             saved = _SavedForward(number, None, None, given, before, again)
             first = {**given, **{name: given[name].clone() for name in self._signature.written}}
-            _, results = self._compute(microbatch, first, leaves, fixed)
+            _, sent = self._compute(microbatch, first, leaves, fixed)
         if not again:
             self.states.advance(microbatch, states)
         if self._keeps_weights:
             saved.version = self._versions.acquire(instead)
         self._saved[microbatch] = saved
-        sent = {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
         return sent if self._keeps_weights else self._copied_if_shared(sent)
 
     def backward(self, microbatch: int, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -300,9 +307,22 @@ class Passes:
         with self._precision.autocast():
             return diagnose_forward(self._program.graph, self._program, saved.given, weights, self._seed, microbatch)
 
+    def _compute_without_weights(
+        self, microbatch: int, given: dict[str, Any], used: dict[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]
+    ) -> tuple[_Computed, dict[str, Any]]:
+        """Like `_compute`, but the result holds no memory of the weights `used`: its backward reads the current ones."""
+        leaves = {name: weight.detach().requires_grad_() for name, weight in used.items()}
+        weights = CurrentWeights(leaves, lambda: self._versions.current.leaves)
+        with weights.saving():
+            computed, sent = self._compute(microbatch, given, leaves, fixed)
+        weights.replace(leaf for use in computed.apart for _, leaf in use.weights)
+        weights.replace(leaves.values())
+        return computed, sent
+
     def _compute(
         self, microbatch: int, given: dict[str, Any], leaves: dict[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]
     ) -> tuple[_Computed, dict[str, Any]]:
+        """The forward, and detached the values to send on."""
         received = {name: given[name].requires_grad_() for name in self._signature.received}
         apart: list[WeightUse] = []
         with torch.enable_grad(), self._precision.autocast():
@@ -317,7 +337,8 @@ class Passes:
             results = self._precision.cast(results, self._signature.sent_types)
         ends = {id(tensor) for tensor in (*received.values(), *leaves.values())}
         outputs = {n: r for n, r in results.items() if n in self._signature.outputs and _leads_back(r, ends)}
-        return _Computed(received, leaves, outputs, apart), results
+        sent = {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
+        return _Computed(received, leaves, outputs, apart), sent
 
     def _release(self, version: Version | None) -> None:
         if version is not None:
