@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 
+CODED_SHARE: Final = 0.254
+"""Size of a coded version: one byte for each value, and a scale of four bytes for each 256."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionPolicy:
     """Data that a stage keeps between the forward and the backward of a microbatch; applies to every stage but the
@@ -23,17 +27,28 @@ class VersionPolicy:
     """False: only the inputs of the stage are kept, and the forward is recomputed for the backward."""
     within_accumulate: bool = False
     """True: at most `accumulate` microbatches are in flight, so that there are never more than two versions."""
+    coded: bool = False
+    """True: weights that are kept are in 8 bits, so the backward uses them with a small error."""
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether updates write into the weights that forwards in flight have used."""
+        return self.coded or not self.keeps_weights
 
     def older_versions(self, in_flight: float) -> float:
-        """Maximum number of older versions that a stage holds with `in_flight` microbatches in flight."""
+        """Maximum memory of older versions, in copies of the weights, with `in_flight` microbatches in flight."""
         if not self.keeps_weights:
             return 0.0
+        if self.coded:
+            # The newest microbatch's version is coded too, because the weights that it used are updated in place.
+            return CODED_SHARE * in_flight if in_flight > 1 else 0.0
         return min(in_flight - 1.0, 1.0) if self.within_accumulate else in_flight - 1.0
 
 
 _ALL: Final = (
     VersionPolicy(name="stash", keeps_weights=True, keeps_activations=True),
     VersionPolicy(name="double", keeps_weights=True, keeps_activations=True, within_accumulate=True),
+    VersionPolicy(name="stash_8bit", keeps_weights=True, keeps_activations=True, coded=True),
     VersionPolicy(name="recompute", keeps_weights=True, keeps_activations=False),
     VersionPolicy(name="in_place", keeps_weights=False, keeps_activations=True),
     VersionPolicy(name="latest", keeps_weights=False, keeps_activations=False),

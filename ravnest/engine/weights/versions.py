@@ -27,6 +27,8 @@ class WeightVersions:
     def __init__(self, parameters: Mapping[str, torch.Tensor], number: int = 0) -> None:
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in parameters.items()}
         self._current = Version(number, self._leaves())
+        self.writes = 0
+        """Number of updates and other changes that were begun."""
 
     @property
     def current(self) -> Version:
@@ -47,6 +49,7 @@ class WeightVersions:
 
     def begin_update(self) -> None:
         """Makes the masters safe to write: in new memory if a microbatch in flight holds the current version."""
+        self.writes += 1
         if self._current.users:
             for master in self.masters.values():
                 master.data = master.data.clone()

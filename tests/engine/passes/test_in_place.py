@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ravnest.engine.corrections.correction import PREDICTING
-from ravnest.engine.passes.current_weights import CurrentWeights
+from ravnest.engine.passes.saved_weights import CurrentWeights, SavedWeights
 from ravnest.engine.stage import Stage
 from ravnest.graph.program import Program
 from ravnest.spec import OptimizerSpec
@@ -147,29 +147,28 @@ def test_updates_are_in_place_and_a_forward_holds_no_predicted_weights(
 
 def test_a_value_that_was_changed_after_its_forward_is_refused_as_autograd_does() -> None:
     weight, given = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    weights = CurrentWeights({"weight": weight}, lambda: {"weight": weight})
+    weights = SavedWeights({"weight": weight}, CurrentWeights(lambda: {"weight": weight}))
     with weights.saving():
-        squared = given.clone()
-        result = (squared * weight).square().sum()
-    squared.data = squared.data
+        product = given * weight
+        result = product.square().sum()
     with torch.no_grad():
-        squared.add_(1)
+        given.add_(1)
     with pytest.raises(RuntimeError, match="changed in place after its forward"):
         result.backward()
 
 
 def test_views_of_a_weight_are_read_at_the_same_place_of_the_current_one() -> None:
     used, now = torch.randn(4, 6), torch.randn(4, 6)
-    leaf, given = used.clone().requires_grad_(), torch.randn(2, 3, requires_grad=True)
-    weights = CurrentWeights({"weight": leaf}, lambda: {"weight": now})
+    leaf, given = used.clone().requires_grad_(), torch.randn(3, 2, requires_grad=True)
+    weights = SavedWeights({"weight": leaf}, CurrentWeights(lambda: {"weight": now}))
     with weights.saving():
-        result = given @ leaf[1:3].t()[2:5]
-    weights.replace([leaf])
+        result = given @ leaf[1:3, 2:5]
+    weights.release([leaf], {"weight": now})
     assert leaf.data_ptr() == now.data_ptr()
-    assert torch.equal(result, given @ used[1:3].t()[2:5])
+    assert torch.equal(result, given @ used[1:3, 2:5])
     result.sum().backward()
     assert given.grad is not None
-    assert torch.equal(given.grad, torch.ones(2, 2) @ now[1:3].t()[2:5].t())
+    assert torch.equal(given.grad, torch.ones(3, 3) @ now[1:3, 2:5].t())
 
 
 def _places(stage: Stage) -> dict[str, int]:
