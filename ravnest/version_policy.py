@@ -35,14 +35,14 @@ class VersionPolicy:
         """Whether updates write into the weights that forwards in flight have used."""
         return self.coded or not self.keeps_weights
 
-    def older_versions(self, in_flight: float) -> float:
-        """Maximum memory of older versions, in copies of the weights, with `in_flight` microbatches in flight."""
-        if not self.keeps_weights:
+    def version_copies(self, in_flight: float, *, predicts: bool) -> float:
+        """Maximum memory of versions besides the current weights, in copies of the weights, at a stage with `in_flight`
+        microbatches in flight. `predicts`: forwards use predicted weights, so the newest has a version of its own."""
+        if in_flight <= 1 or not self.keeps_weights:
+            # Predicted weights are freed after the forward, and the gradients of the backward take as much memory.
             return 0.0
-        if self.coded:
-            # The newest microbatch's version is coded too, because the weights that it used are updated in place.
-            return CODED_SHARE * in_flight if in_flight > 1 else 0.0
-        return min(in_flight - 1.0, 1.0) if self.within_accumulate else in_flight - 1.0
+        older = min(in_flight - 1.0, 1.0) if self.within_accumulate else in_flight - 1.0
+        return (older + (1.0 if predicts else 0.0)) * (CODED_SHARE if self.coded else 1.0)
 
 
 _ALL: Final = (

@@ -145,8 +145,9 @@ class Passes:
         self.splits = settings.split_backward and bool(self._signature.received) and can_split
         """Whether weight gradients are computed separately, after the gradients of the activations."""
         self._saved: dict[int, _SavedForward] = {}
-        self._coded: tuple[int, CodedWeights] | None = None
-        """The weights of the last forward, and the number of writes to the weights by then."""
+        self._coded: CodedWeights | None = None
+        """The current weights, if a forward has used them."""
+        versions.on_write = self._before_write
         self._unfinished: _Unfinished | None = None
         self._last: tuple[int, _SavedForward] | None = None
         """On a leaf, the microbatch of the last backward, until its gradients are applied."""
@@ -212,7 +213,7 @@ class Passes:
         leaves = self._versions.current.leaves if instead is None else instead
         before, states = self.states.current(), self.states.copies()
         fixed = {**self.states.fixed, **states}
-        coded = self._coded_weights(leaves) if self._codes_weights else None
+        coded = self._coded_weights(instead) if self._codes_weights else None
         if self._keeps_activations:
             compute = self._compute if self._keeps_weights else partial(self._compute_without_weights, coded)
             computed, sent = compute(microbatch, given, leaves, fixed)
@@ -223,8 +224,8 @@ class Passes:
             _, sent = self._compute(microbatch, first, leaves, fixed)
             if coded is not None:
                 coded.keep_all()
-        if coded is not None:
-            coded.release()
+        if coded is not None and instead is not None:
+            coded.settle()
         if not again:
             self.states.advance(microbatch, states)
         if self._keeps_weights:
@@ -287,7 +288,7 @@ class Passes:
         """Notes that all weight gradients taken so far have been applied."""
         self.states.settle(self._summed)
         self._summed.clear()
-        self._last = self._coded = None
+        self._last = None
 
     def forget(self) -> None:
         """Discards every microbatch that is not yet applied, and its effect on the states."""
@@ -296,7 +297,7 @@ class Passes:
         if self._unfinished is not None:
             self._release(self._unfinished.version)
         self._saved.clear()
-        self._unfinished = self._last = None
+        self._unfinished = self._last = self._coded = None
         self.states.forget()
         self._summed.clear()
 
@@ -323,14 +324,19 @@ class Passes:
         with self._precision.autocast():
             return diagnose_forward(self._program.graph, self._program, saved.given, weights, self._seed, microbatch)
 
-    def _coded_weights(self, used: dict[str, torch.Tensor]) -> CodedWeights:
-        """The 8-bit version of these weights, which all forwards between two writes share."""
-        writes = self._versions.writes
-        if self._coded is None or self._coded[0] != writes:
-            self._coded = writes, CodedWeights(used)
-        coded = self._coded[1]
-        coded.reuse(used)
-        return coded
+    def _coded_weights(self, instead: dict[str, torch.Tensor] | None) -> CodedWeights:
+        """The version that the next forward uses. Forwards between two updates share that of the current weights, which
+        is coded only if an update comes before their backwards."""
+        if instead is not None:
+            return CodedWeights(instead)
+        if self._coded is None:
+            self._coded = CodedWeights(self._versions.current.leaves)
+        return self._coded
+
+    def _before_write(self) -> None:
+        if self._coded is not None and self._saved:
+            self._coded.settle()
+        self._coded = None
 
     def _compute_without_weights(
         self,

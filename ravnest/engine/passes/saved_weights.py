@@ -50,45 +50,42 @@ class CurrentWeights:
 
 
 class CodedWeights:
-    """The weights of one version, in 8 bits as far as they are needed; several forwards may share it."""
+    """The weights of one version as far as its backwards need them, in 8 bits from `settle` on; several forwards may
+    share it."""
 
     def __init__(self, used: Mapping[str, torch.Tensor]) -> None:
-        """`used` must not change until the end of the forward."""
+        """`used` must not change before `settle`."""
         self._used: Mapping[str, torch.Tensor] = used
+        self._needed: set[str] = set()
         self._coded: dict[str, tuple[torch.Tensor, torch.Size]] = {}
         self._whole: dict[str, torch.Tensor] = {}
 
-    def reuse(self, used: Mapping[str, torch.Tensor]) -> None:
-        """Begins another forward with equal weights."""
-        self._used = used
-
-    def release(self) -> None:
-        """Ends a forward: `used` may change from now on."""
-        self._used = {}
-
     def keep(self, name: str) -> None:
-        if name in self._coded or name in self._whole:
-            return
-        weight = self._used[name].detach()
-        if weight.dtype is not torch.float32 or weight.numel() < _MIN_CODED or not weight.is_contiguous():
-            self._whole[name] = weight.clone()
-        else:
-            self._coded[name] = _CODEC.encode(weight.view(-1)), weight.shape
+        self._needed.add(name)
 
     def keep_all(self) -> None:
         """Keeps every weight, for a forward that is to be recomputed."""
-        for name in self._used:
-            self.keep(name)
+        self._needed.update(self._used)
+
+    def settle(self) -> None:
+        """Copies the weights that are needed, so that `used` may change or be freed. No forward may follow."""
+        for name in self._needed & self._used.keys():
+            weight = self._used[name].detach()
+            if weight.dtype is torch.float32 and weight.numel() >= _MIN_CODED and weight.is_contiguous():
+                self._coded[name] = _CODEC.encode(weight.view(-1)), weight.shape
+            else:
+                self._whole[name] = weight.clone()
+        self._used = {}
 
     def weight(self, name: str) -> torch.Tensor:
-        if name in self._whole:
-            return self._whole[name]
-        data, shape = self._coded[name]
-        return _CODEC.decode(data, shape.numel()).view(shape)
+        if name in self._coded:
+            data, shape = self._coded[name]
+            return _CODEC.decode(data, shape.numel()).view(shape)
+        return self._whole[name] if name in self._whole else self._used[name]
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """All weights that were kept, in new memory or as they are, for a forward and its backward."""
-        return {name: self.weight(name).requires_grad_() for name in (*self._coded, *self._whole)}
+        """The weights that are needed, as leaves for a forward and its backward."""
+        return {name: self.weight(name).detach().requires_grad_() for name in self._needed}
 
 
 @dataclass(frozen=True, slots=True)

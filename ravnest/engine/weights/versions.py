@@ -5,7 +5,7 @@ tensors over memory of its own. An update writes in place while no microbatch ho
 weights to new memory first when one does. The number of copies is therefore the number of versions in use.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -27,8 +27,8 @@ class WeightVersions:
     def __init__(self, parameters: Mapping[str, torch.Tensor], number: int = 0) -> None:
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in parameters.items()}
         self._current = Version(number, self._leaves())
-        self.writes = 0
-        """Number of updates and other changes that were begun."""
+        self.on_write: Callable[[], None] = lambda: None
+        """Called before the current weights change."""
 
     @property
     def current(self) -> Version:
@@ -49,7 +49,7 @@ class WeightVersions:
 
     def begin_update(self) -> None:
         """Makes the masters safe to write: in new memory if a microbatch in flight holds the current version."""
-        self.writes += 1
+        self.on_write()
         if self._current.users:
             for master in self.masters.values():
                 master.data = master.data.clone()
