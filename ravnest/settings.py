@@ -59,11 +59,11 @@ class Pipeline:
 
     versions: str | None = None
     """Which weights a backward uses. "stash": the weights of its forward, which are kept together with the activations.
-    "stash_8bit": the same, with the weights kept in 8 bits. "recompute": the weights of its forward, but the activations
-    are recomputed instead of kept. "in_place": the current weights, with the activations of the forward. "latest": the
+    "stash_8bit": the same, with the weights in 8 bits. "recompute": the weights of its forward, but the activations are
+    recomputed instead of kept. "in_place": the current weights, with the activations of the forward. "latest": the
     current weights, with activations recomputed from them. "double": the weights of its forward, of which there are
-    never more than two versions, because at most `accumulate` microbatches are in flight. None: chosen by the memory
-    that it takes and the loss that it costs."""
+    never more than two versions, because at most `accumulate` microbatches are in flight. None: chosen by the loss that
+    it costs, then by the memory that it takes."""
 
     correction: str | None = None
     """Correction of staleness: "none", "discount" (at the beginning, a lower learning rate for staler updates),
@@ -80,8 +80,8 @@ class Pipeline:
     Parameters and their updates are always float32."""
 
     moments: str = "float32"
-    """How a stage holds the optimizer's moments between updates: "float32", or "8bit" with a scale for every 256 values,
-    which takes a quarter of the memory. For Adam, AdamW, NAdam, and SGD with momentum."""
+    """How a stage holds the optimizer's moments between updates: "float32", or "8bit" with a scale for every 256
+    values, in a quarter of the memory. For Adam, AdamW, NAdam, and SGD with momentum."""
 
     compiled: bool = False
     """Compile each stage with torch.compile; slow to start, and faster on some devices."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-
 CODED_SHARE: Final = 0.254
 """Size of a coded version: one byte for each value, and a scale of four bytes for each 256."""
 

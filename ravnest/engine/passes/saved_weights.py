@@ -7,7 +7,7 @@ weight: the current one (`CurrentWeights`), or the forward's own, which was kept
 that no operator saves, such as an embedding's, are not kept at all. Other tensors are kept as usual, with autograd's
 check that they were not changed in place.
 
-Computed tensors, such as the 16-bit copy of a weight in mixed precision, are no views of a weight and are kept as usual.
+Computed tensors are no views of a weight and are kept as usual: in mixed precision, the 16-bit copies of weights.
 """
 
 from bisect import bisect_right
@@ -20,9 +20,9 @@ import torch
 
 from ravnest.codecs.codec import codec_named
 
-_CODEC: Final = codec_named("int8")
+CODEC: Final = codec_named("int8")
 """With a scale for every 256 values: the error is 0.4 % of the largest of them at most."""
-_MIN_CODED: Final = 4096
+MIN_CODED: Final = 4096
 """Weights with fewer values are kept in float32."""
 
 
@@ -71,8 +71,8 @@ class CodedWeights:
         """Copies the weights that are needed, so that `used` may change or be freed. No forward may follow."""
         for name in self._needed & self._used.keys():
             weight = self._used[name].detach()
-            if weight.dtype is torch.float32 and weight.numel() >= _MIN_CODED and weight.is_contiguous():
-                self._coded[name] = _CODEC.encode(weight.view(-1)), weight.shape
+            if weight.dtype is torch.float32 and weight.numel() >= MIN_CODED and weight.is_contiguous():
+                self._coded[name] = CODEC.encode(weight.view(-1)), weight.shape
             else:
                 self._whole[name] = weight.clone()
         self._used = {}
@@ -80,7 +80,7 @@ class CodedWeights:
     def weight(self, name: str) -> torch.Tensor:
         if name in self._coded:
             data, shape = self._coded[name]
-            return _CODEC.decode(data, shape.numel()).view(shape)
+            return CODEC.decode(data, shape.numel()).view(shape)
         return self._whole[name] if name in self._whole else self._used[name]
 
     def leaves(self) -> dict[str, torch.Tensor]:

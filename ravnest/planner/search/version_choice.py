@@ -83,8 +83,8 @@ def choose_versions(
 def preferred(scores: Mapping[str, float], sizes: Mapping[str, float], small: Collection[str]) -> str:
     """The preferred policy, given the score of each policy's plan and the memory of its largest stage.
 
-    Of the policies that cost the least loss and are not much slower than others: the first whose versions are `small`,
-    or else the one with the least memory.
+    Candidates are the policies that cost the least loss and are not much slower than others. The first of them whose
+    versions are `small` is preferred, or else the one with the least memory.
     """
     best = max(scores.values())
     for cost in sorted({POLICIES[name].loss_cost for name in scores}):

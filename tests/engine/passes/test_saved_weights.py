@@ -4,7 +4,10 @@ The reference computes the promise with plain autograd: a forward over copies of
 other weights are written before the backward: the current ones, or the forward's own in 8 bits.
 """
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -48,7 +51,9 @@ class Reference:
         used = predicted or self.weights
         leaves = {name: weight.detach().clone().requires_grad_() for name, weight in used.items()}
         self.states = {name: state.clone() for name, state in self.states.items()}
-        results = self.program.run(given, {**leaves, **self.states, **self.constants}, train=True, seed=0, microbatch=microbatch)
+        results = self.program.run(
+            given, {**leaves, **self.states, **self.constants}, train=True, seed=0, microbatch=microbatch
+        )
         self.running[microbatch] = leaves, results, None if predicted else self.updates
 
     def backward(self, microbatch: int, gradients: dict[str, torch.Tensor]) -> None:
@@ -79,7 +84,7 @@ def in_8_bits(weight: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _codes_small_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models of these tests are small."""
-    monkeypatch.setattr(saved_weights, "_MIN_CODED", 1)
+    monkeypatch.setattr(saved_weights, "MIN_CODED", 1)
 
 
 def driven(name: str, microbatches: int, **settings: Any) -> tuple[Line, Reference]:
@@ -151,26 +156,25 @@ def test_the_result_differs_from_that_of_stashed_weights(versions: str, correcti
 @pytest.mark.parametrize("name", ["cnn", "gpt_tied", "hf_gpt2"])
 @pytest.mark.parametrize("versions", BOTH)
 def test_updates_are_in_place_and_a_forward_holds_no_predicted_weights(
-    versions: str, name: str, correction: str, split_backward: bool
+    monkeypatch: pytest.MonkeyPatch, versions: str, name: str, correction: str, split_backward: bool
 ) -> None:
     line = Line(name, 3, MOMENTUM, versions=versions, correction=correction, split_backward=split_backward)
     # A leaf keeps everything; in a pipeline its backward follows at once.
     stages = line.stages[:-1]
     before = [_places(stage) for stage in stages]
-    predicts = 0
+    predicted: list[weakref.ref[Any]] = []
+    for stage in stages:
+        forward_weights = partial(_tracked, stage.correction.forward_weights, predicted)
+        monkeypatch.setattr(stage.correction, "forward_weights", forward_weights)
     with kept_generator():
         for number in range(10):
-            predicted = [_storages(stage.correction.forward_weights()) for stage in stages]
             line.forward(number)
-            references = [torch._C._storage_Use_Count(each._cdata) for stage in predicted for each in stage]
-            assert set(references) <= {1}, "only the test holds them"
-            predicts += sum(map(len, predicted))
-            del predicted
+            assert not any(memory() is not None for memory in predicted)
             if number >= IN_FLIGHT - 1:
                 line.backward(number - IN_FLIGHT + 1)
             assert [stage.versions_alive for stage in stages] == [1] * len(stages)
     assert stages[0].in_flight == IN_FLIGHT - 1
-    assert bool(predicts) == (correction in PREDICTING)
+    assert bool(predicted) == (correction in PREDICTING)
     assert before == [_places(stage) for stage in stages]
 
 
@@ -213,7 +217,7 @@ def test_with_one_in_flight_weights_are_not_coded(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("coded")
 
     line = Line("hf_gpt2", 3, MOMENTUM, versions="stash_8bit", correction="predict")
-    monkeypatch.setattr(saved_weights._CODEC, "encode", refuse)
+    monkeypatch.setattr(saved_weights.CODEC, "encode", refuse)
     with kept_generator():
         for number in range(4):
             line.forward(number)
@@ -254,5 +258,13 @@ def _places(stage: Stage) -> dict[str, int]:
     return {name: t.data_ptr() for name, t in stage.state_tensors().items() if name.startswith("param:")}
 
 
-def _storages(weights: dict[str, torch.Tensor] | None) -> list[torch.UntypedStorage]:
-    return [weight.untyped_storage() for weight in (weights or {}).values()]
+def _tracked(
+    forward_weights: Callable[[], dict[str, torch.Tensor] | None], memory: list[weakref.ref[Any]]
+) -> dict[str, torch.Tensor] | None:
+    """The predicted weights in the memory of arrays, which live as long as any tensor over them."""
+    weights = forward_weights()
+    if weights is None:
+        return None
+    arrays = {name: weight.detach().numpy().copy() for name, weight in weights.items()}
+    memory.extend(weakref.ref(array) for array in arrays.values())
+    return {name: torch.from_numpy(array).requires_grad_() for name, array in arrays.items()}

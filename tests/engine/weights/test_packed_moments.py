@@ -91,7 +91,12 @@ def test_zeros_stay_zero_with_a_sign_and_positive_without() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [partial(AdamW, lr=0.01), partial(Adam, lr=0.01, amsgrad=True), partial(NAdam, lr=0.01), partial(SGD, lr=0.01, momentum=0.9)],
+    [
+        partial(AdamW, lr=0.01),
+        partial(Adam, lr=0.01, amsgrad=True),
+        partial(NAdam, lr=0.01),
+        partial(SGD, lr=0.01, momentum=0.9),
+    ],
     ids=["AdamW", "amsgrad", "NAdam", "SGD"],
 )
 def test_updates_are_near_those_with_float32_moments(make: partial[Optimizer]) -> None:
@@ -152,7 +157,9 @@ def train(stage: Stage, sample: dict[str, torch.Tensor], numbers: range) -> floa
 
 def held_bytes(stage: Stage) -> int:
     """The optimizer's state in the stage's memory."""
-    return sum(int(v.nbytes) for state in stage.optimizer.state.values() for v in state.values() if hasattr(v, "nbytes"))
+    return sum(
+        int(v.nbytes) for state in stage.optimizer.state.values() for v in state.values() if hasattr(v, "nbytes")
+    )
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)

@@ -87,11 +87,8 @@ def test_with_memory_to_spare_everything_is_kept() -> None:
 def test_with_memory_to_spare_large_weights_are_kept_in_8_bits_for_the_same_loss() -> None:
     found = chosen(a_model(1e9, 1e6), PLENTY, predicts=True)
     assert found.goal.versions == "stash_8bit"
-    assert re.match(
-        r'versions "stash_8bit": older weights take [\d.]+ Gi?B of a stage at most in 8 bits, instead of [\d.]+ Gi?B, and '
-        "the loss stays the same ",
-        found.reason,
-    )
+    assert re.match(r'versions "stash_8bit": older weights take [\d.]+ Gi?B of a stage at most in 8 bits', found.reason)
+    assert re.search(r", instead of [\d.]+ Gi?B, and the loss stays the same ", found.reason)
 
 
 def test_where_activations_are_much_larger_than_weights_these_are_kept_exactly() -> None:
