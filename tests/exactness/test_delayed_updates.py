@@ -44,10 +44,16 @@ ADAM = partial(torch.optim.Adam, lr=2e-3)
             SGD,
             Pipeline(correction="none", in_flight=4, record_updates=True, versions="recompute", split_backward=True),
         ),
+        ("cnn", ADAM, Pipeline(correction="none", in_flight=4, record_updates=True, versions="in_place")),
+        (
+            "unet",
+            SGD,
+            Pipeline(correction="none", in_flight=4, record_updates=True, versions="in_place", split_backward=True),
+        ),
     ],
     ids=[
         *("cnn-sgd-default", "cnn-adam-4", "tied-sgd-4", "tied-adam-default", "unet-sgd-bounded"),
-        *("cnn-adam-recomputed", "tied-sgd-recomputed-split"),
+        *("cnn-adam-recomputed", "tied-sgd-recomputed-split", "cnn-adam-in-place", "unet-sgd-in-place-split"),
     ],
 )
 def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
@@ -66,7 +72,7 @@ def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
     if pipeline.max_staleness is not None:
         limit = min(limit, pipeline.max_staleness)
     assert 1 <= most <= limit, "the run must have been really asynchronous, and within its bounds"
-    simulated = _simulate(made, optimizer, _owners(run), delays)
+    simulated = _simulate(made, optimizer, _owners(run), delays, is_in_place=pipeline.versions == "in_place")
     have = copy.deepcopy(made.model)
     have.load_state_dict(load_file(run / "model.safetensors"))
     worst, where = worst_difference(have.state_dict(), simulated.state_dict())
@@ -129,8 +135,13 @@ def _owners(run: Path) -> list[set[str]]:
     return owners
 
 
-def _simulate(made: Made, optimizer: Any, owners: list[set[str]], delays: list[list[tuple[int, int]]]) -> nn.Module:
-    """Delayed gradient descent: each microbatch sees, stage by stage, the weights of the version it was given."""
+def _simulate(
+    made: Made, optimizer: Any, owners: list[set[str]], delays: list[list[tuple[int, int]]], *, is_in_place: bool
+) -> nn.Module:
+    """Delayed gradient descent: each microbatch sees, stage by stage, the weights of the version it was given.
+
+    With `is_in_place`, its backward sees those of the last version before its update.
+    """
     model = copy.deepcopy(made.model).train()
     named = dict(model.named_parameters())
     assert sorted(named) == sorted(name for names in owners for name in names)
@@ -151,6 +162,9 @@ def _simulate(made: Made, optimizer: Any, owners: list[set[str]], delays: list[l
             with replayed_draws(0, microbatch):
                 outputs = functional_call(model, {**weights, **buffers}, (inputs,))
                 loss = made.loss(outputs, targets)
+            for name, tensor in named.items() if is_in_place else ():
+                # `.data` bypasses autograd's check: the saved activations are those of the forward.
+                weights[name].data.copy_(tensor)
             gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
             for names, history, stepper in zip(owners, histories, optimizers, strict=True):
                 for name in names:

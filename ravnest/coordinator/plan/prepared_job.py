@@ -31,7 +31,7 @@ from ravnest.graph.batch import samples_in
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.profile import CostProfile, profile
 from ravnest.graph.program import Program
-from ravnest.graph.update_cost import measure_step, time_update
+from ravnest.graph.update_cost import UpdateCost, measure_step, time_update
 from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
 from ravnest.job import Job
 from ravnest.planner.plan import StagePlan
@@ -111,8 +111,7 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
     """The costs of the model on this machine, with the current number of threads, and the speed of the machine."""
     graph, weights, sample = captured.graph, captured.weights, captured.sample
     costs = profile(graph, weights, sample, samples_in(sample))
-    step_timer = partial(measure_step, around=lambda o, p: moments_in(job.pipeline.moments, o).unpacked(p, 0))
-    costs = replace(costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate, step_timer))
+    costs = replace(costs, update=update_cost(job))
     available_bytes = psutil.virtual_memory().available
     # Without the schedule: its cost is negligible, and it may end after the steps of the job.
     settings = replace(stage_settings(job, 0, 1, 1), schedule=None)
@@ -127,6 +126,12 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
     return replace(
         costs, flops_per_second=speed.flops_per_second, memory_bytes_per_second=speed.memory_bytes_per_second
     )
+
+
+def update_cost(job: Job) -> UpdateCost:
+    """The cost of the job's updates on this machine."""
+    step_timer = partial(measure_step, around=lambda o, p: moments_in(job.pipeline.moments, o).unpacked(p, 0))
+    return time_update(job.optimizer_spec, job.pipeline.accumulate, step_timer)
 
 
 def stage_settings(
