@@ -188,4 +188,4 @@ def _thresholds(updates: int, signed: bool, device: torch.device) -> Tensor:
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     size = _CHUNK_BLOCKS if tensors[0].device.type == "cpu" else _GPU_CHUNK_BLOCKS
-    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+    return zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
