@@ -29,7 +29,7 @@ def test_an_optimizer_without_such_moments_is_refused_with_the_reason() -> None:
 
 
 def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(JobError, match="pipeline.moments is '4bit': give one of float32, 8bit"):
+    with pytest.raises(JobError, match=r"pipeline\.moments is '4bit': give one of float32, 8bit"):
         Pipeline(moments="4bit")
 
 
