@@ -19,6 +19,7 @@ from benchmarks.models import GPT, LARGE, Repeated, next_token_loss, token_batch
 from benchmarks.report import ROOT, Row, Target, arguments, finish, say
 from ravnest.coordinator.launch.embedded import EmbeddedSwarm
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
+from ravnest.engine.corrections.correction import DEFAULT, PREDICTING
 from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.monitor.events import read_events
@@ -73,6 +74,8 @@ class Share:
 def share_of(stage: PortableGraph, prepared: PreparedJob, in_flight: int, limit: int, policy: VersionPolicy) -> Share:
     """The share of a stage trained with Adam while it has `in_flight` microbatches between forward and backward.
 
+    With the default correction, which predicts weights.
+
     `limit` microbatches are in flight in the cluster, and all of them may have arrived at this stage.
     """
     if stage.loss is not None:
@@ -87,8 +90,7 @@ def share_of(stage: PortableGraph, prepared: PreparedJob, in_flight: int, limit:
         # The accumulated gradients exist in addition to those of the current microbatch.
         gradients=(2 if policy.within_accumulate else 1) * parameters,
         optimizer=2 * parameters,
-        # The newest microbatch in flight uses the current weights; older ones need the versions that the policy keeps.
-        versions=int(policy.older_versions(in_flight)) * parameters,
+        versions=int(policy.version_copies(in_flight, predicts=DEFAULT in PREDICTING) * parameters),
         activations=(in_flight if policy.keeps_activations else 1) * saved + limit * received,
     )
 

@@ -11,7 +11,8 @@ held-out data (for digits, with a constant rate, the mean of the last four evalu
 every version policy and every correction. "recompute" must give the result of "stash", so one row of it is enough;
 "double" needs as many microbatches per update as are in flight.
 
-Each number of stages has a row with int8 on its links, encoded as in providers, which may be 0.01 above float32.
+Each number of stages has a row with int8 on its links, encoded as in providers, and one with the optimizer's moments in
+8 bits, which may be 0.01 above float32; so may "stash_8bit" with the default correction above "stash".
 
 The targets are for the defaults: at most 0.02 above synchronous training with 4 stages, and 0.05 with 8. One row trains
 in an embedded swarm with real processes and links, and must agree with its virtual twin.
@@ -52,7 +53,7 @@ _LINK: Final = 2.2
 """Time of 1 MiB in one direction of a link of 100 Mbit/s and 50 ms, in forwards of 50 ms."""
 _MAX_LINK: Final = 100.0
 _CODED: Final = 0.01
-"""Maximum increase of the loss by int8 on the links, in nats."""
+"""Maximum increase of the loss by 8 bits on the links, in the moments or in stashed weights, in nats."""
 _NOISE: Final = 0.03
 """Maximum difference between the swarm and its virtual twin, in nats; their cuts and schedules differ."""
 
@@ -132,6 +133,7 @@ def selected_ways(given: argparse.Namespace) -> list[Way]:
             found.append(Way(task, accumulate=MICROBATCHES))
             found += [replace(way, link=_LINK) for way in defaults if way.stages == 4]
             found += [replace(way, codec="int8") for way in defaults]
+            found += [replace(way, moments="8bit") for way in defaults]
     return found
 
 
@@ -140,10 +142,10 @@ def _of_stages(task: str, stages: int, quick: bool) -> list[Way]:
     if quick:
         return stashed
     same = [Way(task, stages, "recompute", "none")] if stages == 4 else []
-    latest = [Way(task, stages, "latest", correction) for correction in CORRECTIONS]
+    others = [Way(task, stages, name, each) for name in ("stash_8bit", "in_place", "latest") for each in CORRECTIONS]
     flight = in_flight_of_plan(stages)
     double = [Way(task, stages, "double", correction, accumulate=flight) for correction in CORRECTIONS]
-    return [*stashed, *same, *latest, *double]
+    return [*stashed, *same, *others, *double]
 
 
 def _aims(found: dict[Way, Found]) -> list[Target]:
@@ -153,9 +155,14 @@ def _aims(found: dict[Way, Found]) -> list[Target]:
             above = each.loss - found[Way(way.task)].loss
             targets.append(Target(f"{way.title}: above synchronous", above, _AIMS[way.stages], at_most=True))
         plain = found.get(replace(way, codec="float32"))
+        whole = found.get(replace(way, moments="float32"))
+        if way.moments != "float32" and whole is not None:
+            targets.append(Target(f"{way.title}: above float32", each.loss - whole.loss, _CODED, at_most=True))
         if way.codec != "float32" and plain is not None:
             targets.append(Target(f"{way.title}: above float32", each.loss - plain.loss, _CODED, at_most=True))
         stashed = found.get(Way(way.task, way.stages, "stash", way.correction))
+        if way.versions == "stash_8bit" and way.correction == DEFAULT and stashed is not None:
+            targets.append(Target(f"{way.title}: above stash", each.loss - stashed.loss, _CODED, at_most=True))
         if way.versions == "recompute" and stashed is not None:
             apart = abs(each.loss - stashed.loss)
             targets.append(Target(f"{way.title}: off stash", apart, 1e-3, at_most=True))

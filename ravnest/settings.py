@@ -30,6 +30,10 @@ PRECISIONS: Final = ("float32", "bfloat16", "float16")
 """Element types in which a stage may compute matrix products and convolutions."""
 
 
+MOMENTS: Final = ("float32", "8bit")
+"""Forms in which a stage may hold the optimizer's moments between updates."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """How microbatches flow through a cluster, and how a stage turns them into updates."""
@@ -55,10 +59,11 @@ class Pipeline:
 
     versions: str | None = None
     """Which weights a backward uses. "stash": the weights of its forward, which are kept together with the activations.
-    "recompute": the same weights, but the activations are recomputed instead of kept. "latest": the current weights,
-    with activations recomputed from them. "double": the weights of its forward, of which there are never more than two
-    versions, because at most `accumulate` microbatches are in flight. None: "stash" if memory allows it, otherwise a
-    policy that needs less."""
+    "stash_8bit": the same, with the weights in 8 bits. "recompute": the weights of its forward, but the activations are
+    recomputed instead of kept. "in_place": the current weights, with the activations of the forward. "latest": the
+    current weights, with activations recomputed from them. "double": the weights of its forward, of which there are
+    never more than two versions, because at most `accumulate` microbatches are in flight. None: chosen by the loss that
+    it costs, then by the memory that it takes."""
 
     correction: str | None = None
     """Correction of staleness: "none", "discount" (at the beginning, a lower learning rate for staler updates),
@@ -73,6 +78,10 @@ class Pipeline:
     precision: str = "float32"
     """Element type of matrix products and convolutions: float32, or bfloat16 or float16 with automatic mixed precision.
     Parameters and their updates are always float32."""
+
+    moments: str = "float32"
+    """How a stage holds the optimizer's moments between updates: "float32", or "8bit" with a scale for every 256
+    values, in a quarter of the memory. For Adam, AdamW, NAdam, and SGD with momentum."""
 
     compiled: bool = False
     """Compile each stage with torch.compile; slow to start, and faster on some devices."""
@@ -103,6 +112,7 @@ class Pipeline:
         check_one_of("pipeline.correction", self.correction, CORRECTIONS, optional=True)
         check_one_of("pipeline.codec", self.codec, ACTIVATION_CODECS, optional=True)
         check_one_of("pipeline.precision", self.precision, PRECISIONS)
+        check_one_of("pipeline.moments", self.moments, MOMENTS)
         check_flag("pipeline.compiled", self.compiled)
         if self.split_backward is not None:
             check_flag("pipeline.split_backward", self.split_backward)

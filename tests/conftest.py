@@ -20,7 +20,6 @@ from ravnest.graph.capture.capture import Captured
 from ravnest.graph.profile import CostProfile
 from ravnest.graph.update_cost import UpdateCost
 from ravnest.job import Job
-from ravnest.spec import OptimizerSpec
 from tests.order import arrange
 from tests.swarms.embedded import SharedSwarm
 from tests.warm import start_warm
@@ -52,9 +51,9 @@ def one_machine() -> Iterator[None]:
     """What runs measure before they plan, of the machine and of a model on it, is measured once: it takes longer than
     what most of them train. Those measures have tests of their own, which call them where they are made."""
     speeds: dict[tuple[str, tuple[str, ...]], Speed] = {}
-    updates: dict[tuple[str, int, int], UpdateCost] = {}
+    updates: dict[tuple[str, int, str, int], UpdateCost] = {}
     models: dict[str, CostProfile] = {}
-    measure_speed, time_update, measure_costs = prepare.measure_speed, prepare.time_update, prepare.measure_costs
+    measure_speed, update_cost, measure_costs = prepare.measure_speed, prepare.update_cost, prepare.measure_costs
 
     def speed(device: torch.device, *more: Any, halves: Sequence[str]) -> Speed:
         key = str(device), tuple(halves)
@@ -62,10 +61,10 @@ def one_machine() -> Iterator[None]:
             speeds[key] = measure_speed(device, *more, halves=halves)
         return speeds[key]
 
-    def update(optimizer: OptimizerSpec, accumulate: int) -> UpdateCost:
-        key = optimizer.to_json(), accumulate, torch.get_num_threads()
+    def update(job: Job) -> UpdateCost:
+        key = job.optimizer_spec.to_json(), job.pipeline.accumulate, job.pipeline.moments, torch.get_num_threads()
         if key not in updates:
-            updates[key] = time_update(optimizer, accumulate)
+            updates[key] = update_cost(job)
         return updates[key]
 
     def costs(job: Job, captured: Captured) -> CostProfile:
@@ -76,7 +75,7 @@ def one_machine() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "measure_speed", speed)
-        patch.setattr(prepare, "time_update", update)
+        patch.setattr(prepare, "update_cost", update)
         patch.setattr(prepare, "measure_costs", costs)
         yield
 

@@ -37,6 +37,8 @@ class Way:
     """Latency of every link, in forwards."""
     codec: str = "float32"
     """Codec of every link, in both directions."""
+    moments: str = "float32"
+    """Form of the optimizer's moments between updates."""
 
     @property
     def in_flight(self) -> int:
@@ -49,6 +51,7 @@ class Way:
             return f"{TASKS[self.task].title}, synchronous{more}"
         more += f", slow links, {self.in_flight} in flight" if self.link else ""
         more += f", {self.codec} on the links" if self.codec != "float32" else ""
+        more += f", {self.moments} moments" if self.moments != "float32" else ""
         return f"{TASKS[self.task].title}, {self.stages} stages, {self.versions}, {self.correction}{more}"
 
 
@@ -128,6 +131,7 @@ def job_of(trial: Trial) -> ravnest.Job:
         correction=way.correction,
         accumulate=way.accumulate,
         codec=way.codec,
+        moments=way.moments,
     )
     return replace(job, pipeline=pipeline)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from ravnest.engine.corrections.discount import WARM_UP_UPDATES
 from ravnest.errors import GraphError
 from ravnest.safe_json import read_fields
-from ravnest.settings import CORRECTIONS, PRECISIONS, VERSION_POLICIES
+from ravnest.settings import CORRECTIONS, MOMENTS, PRECISIONS, VERSION_POLICIES
 from ravnest.spec import OptimizerSpec, ScheduleSpec
 from ravnest.version_policy import DEFAULT_POLICY, POLICIES
 
@@ -36,6 +36,8 @@ class StageSettings:
     warm_up_updates: int = WARM_UP_UPDATES
     """Number of updates over which the discount of the learning rate ends (corrections/discount.py)."""
     precision: str = "float32"
+    moments: str = "float32"
+    """Form of the optimizer's moments in memory between updates."""
     compiled: bool = False
     split_backward: bool = False
     trace: int = 0
@@ -75,4 +77,5 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "versions": VERSION_POLICIES,
     "correction": CORRECTIONS,
     "precision": PRECISIONS,
+    "moments": MOMENTS,
 }

@@ -23,6 +23,7 @@ from ravnest.engine.passes.split_backward import Gradients
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.weights.buckets import update_buckets
 from ravnest.engine.weights.gradient_sum import GradientSum
+from ravnest.engine.weights.packed_moments import PackedMoment, moments_in, unpacked_state
 from ravnest.engine.weights.versions import WeightVersions
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
@@ -86,6 +87,7 @@ class Stage:
         self._versions = WeightVersions({p.name: weights[p.key].to(self.device) for p in graph.parameters})
         self._fixed = {c.name: weights[c.key].to(self.device) for c in (*graph.constants, *graph.states)}
         self.optimizer = settings.optimizer_spec().build(list(self._versions.masters.values()))
+        self._moments = moments_in(settings.moments, self.optimizer)
         self.correction = correction_named(
             settings.correction, self.optimizer, self._versions.masters, settings.warm_up_updates
         )
@@ -166,7 +168,11 @@ class Stage:
         `again`: the microbatch was applied before. It changes nothing in the stage, and no `update` may follow for it.
         """
         given = {name: self._to_device(value) for name, value in values.items()}
-        return self._passes.forward(microbatch, given, self.correction.forward_weights(), again)
+        sent = self._passes.forward(microbatch, given, self.correction.forward_weights(), again)
+        if self._passes.writes_in_place:
+            # No microbatch holds the predicted weights: drop them, so that they are not in memory with the gradients.
+            self.correction.moved()
+        return sent
 
     def evaluate(self, values: Mapping[str, Any], microbatch: int = 0) -> dict[str, Any]:
         """Evaluation forward: returns the values to send on by name, on a leaf the loss and the metrics. The stage does
@@ -238,12 +244,13 @@ class Stage:
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The parameters, model states and optimizer state as named tensors, and the other values as JSON text.
 
-        The tensors share the stage's memory. The model states exclude the effect of microbatches not yet applied.
+        The tensors share the stage's memory, except moments that it holds in 8 bits: these are float32 copies. The
+        model states exclude the effect of microbatches not yet applied.
         """
         plain: dict[str, Any] = {}
         for spec in self.graph.parameters:
             for name, value in self.optimizer.state.get(self._versions.masters[spec.name], {}).items():
-                if value is not None and not isinstance(value, torch.Tensor):
+                if value is not None and not isinstance(value, torch.Tensor | PackedMoment):
                     plain[f"{spec.key}:{name}"] = value
         groups = [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in self.optimizer.param_groups]
         schedule = {k: v for k, v in self._schedule.state_dict().items() if _is_plain(v)} if self._schedule else None
@@ -255,13 +262,14 @@ class Stage:
             "schedule": json.dumps(schedule),
         }
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of `state`, with the current model states."""
+    def state_tensors(self, *, with_packed: bool = True) -> dict[str, torch.Tensor]:
+        """The tensors of `state`, with the current model states; optionally without moments that are in 8 bits."""
         tensors: dict[str, torch.Tensor] = {}
         for spec in self.graph.parameters:
             master = self._versions.masters[spec.name]
             tensors[f"param:{spec.key}"] = master.detach()
-            for name, value in self.optimizer.state.get(master, {}).items():
+            state = self.optimizer.state.get(master, {})
+            for name, value in (unpacked_state(state) if with_packed else state).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"optim:{spec.key}:{name}"] = value
         for spec in self.graph.states:
@@ -281,7 +289,7 @@ class Stage:
         """
 
         def write(name: str, tensor: torch.Tensor) -> None:
-            # `.data` bypasses autograd's check for in-place writes: microbatches in flight have memory of their own.
+            # `.data` bypasses autograd's check for in-place writes: the version policy allows them.
             tensor = tensor.data
             if becomes is not None and name in becomes:
                 tensor.copy_(becomes[name])
@@ -295,10 +303,13 @@ class Stage:
         for name in names:
             # In new memory: a microbatch in flight may use the old tensor.
             self._fixed[name] = self._fixed[name].clone()
-        own = self.state_tensors()
-        for name in adds:
-            if name in own:
-                write(name, own[name])
+        keys = {name.removeprefix("optim:").rpartition(":")[0] for name in adds if name.startswith("optim:")}
+        moved = [self._versions.masters[spec.name] for spec in self.graph.parameters if spec.key in keys]
+        with self._moments.unpacked(moved, self.version):
+            own = self.state_tensors(with_packed=False)
+            for name in adds:
+                if name in own:
+                    write(name, own[name])
         if names:
             self._passes.states.shift_settled(lambda state, copy: write(names[state], copy) if state in names else None)
         self._versions.finish_change()
@@ -333,6 +344,7 @@ class Stage:
             known = {k: v for k, v in stored.items() if k in group and k != "params"}
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
         self.optimizer.load_state_dict({"state": saved, "param_groups": current["param_groups"]})
+        self._moments.pack(list(self._versions.masters.values()), version)
         if self._schedule is not None and schedule is not None:
             # Torch sets an attribute for each entry, whatever its name: accept only the names that a schedule saves.
             own = self._schedule.state_dict()
@@ -371,7 +383,8 @@ class Stage:
         for bucket in self._update_buckets:
             for name in bucket:
                 masters[name].grad = gradients.tensors.pop(name, None)
-            self.correction.step()
+            with self._moments.unpacked([masters[name] for name in bucket], self.version):
+                self.correction.step()
             for name in bucket:
                 masters[name].grad = None
         self._passes.applied()

@@ -6,9 +6,11 @@ of a stage is known for every way of cutting the model, without a copy of the mo
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from torch.optim import Optimizer
 
 from ravnest.graph.clock import work_clock
 from ravnest.spec import OptimizerSpec
@@ -67,8 +69,14 @@ Shape = tuple[int, int]
 StepTimer = Callable[[OptimizerSpec, Sequence[Shape]], StepMeasurement]
 
 
-def measure_step(optimizer: OptimizerSpec, shapes: Sequence[Shape]) -> StepMeasurement:
-    """The fastest of several steps of the optimizer on new parameters of these shapes."""
+Around = Callable[[Optimizer, Sequence[torch.Tensor]], AbstractContextManager[None]]
+"""Context of a step of an optimizer of these parameters."""
+
+
+def measure_step(
+    optimizer: OptimizerSpec, shapes: Sequence[Shape], around: Around = lambda *_: nullcontext()
+) -> StepMeasurement:
+    """The fastest of several steps of the optimizer on new parameters of these shapes, each within `around`."""
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     built = optimizer.build(parameters)
     seconds = math.inf
@@ -77,12 +85,19 @@ def measure_step(optimizer: OptimizerSpec, shapes: Sequence[Shape]) -> StepMeasu
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         start = clock()
-        built.step()
+        with around(built, parameters):
+            built.step()
         seconds = min(seconds, clock() - start)
-    # Scalars, such as a counter of steps, do not grow with the parameter.
-    tensors = [value for state in built.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    state_bytes = sum(value.nbytes for value in tensors if value.numel() > 1)
+    state_bytes = sum(_growing_bytes(value) for state in built.state.values() for value in state.values())
     return StepMeasurement(seconds, sum(parameter.nbytes for parameter in parameters), state_bytes)
+
+
+def _growing_bytes(value: object) -> int:
+    """The size of an entry of an optimizer's state; 0 for a scalar, such as a counter of steps, which does not grow
+    with the parameter."""
+    if isinstance(value, torch.Tensor) and value.numel() <= 1:
+        return 0
+    return int(getattr(value, "nbytes", 0))
 
 
 def measure_copy() -> float:

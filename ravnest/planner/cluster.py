@@ -226,16 +226,13 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
 def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
     """Memory of a stage from place i to place j, with this many microbatches in flight in its cluster.
 
-    A leaf holds one at a time: its backward follows at once. Without prediction, the newest microbatch uses the current
-    weights; each older one needs the versions that the policy keeps for it. With several clusters, averaging needs
-    memory too.
+    A leaf holds one at a time: its backward follows at once. The others hold the versions that the policy keeps. With
+    several clusters, averaging needs memory too.
     """
     policy = goal.policy
     flying = np.full(len(model.places), float(in_flight))
     flying[model.last] = 1.0
-    # Predicted weights are a further copy for the newest microbatch; with one in flight none are predicted.
-    predicted = 1.0 if goal.predicts and in_flight > 1 else 0.0
-    older = np.full(len(model.places), policy.older_versions(in_flight) + predicted)
+    older = np.full(len(model.places), policy.version_copies(in_flight, predicts=goal.predicts))
     older[model.last] = 0.0
     parameters = model.between(model.parameter_bytes)
     saved = model.between(model.saved_bytes)

@@ -44,10 +44,16 @@ ADAM = partial(torch.optim.Adam, lr=2e-3)
             SGD,
             Pipeline(correction="none", in_flight=4, record_updates=True, versions="recompute", split_backward=True),
         ),
+        ("cnn", ADAM, Pipeline(correction="none", in_flight=4, record_updates=True, versions="in_place")),
+        (
+            "unet",
+            SGD,
+            Pipeline(correction="none", in_flight=4, record_updates=True, versions="in_place", split_backward=True),
+        ),
     ],
     ids=[
         *("cnn-sgd-default", "cnn-adam-4", "tied-sgd-4", "tied-adam-default", "unet-sgd-bounded"),
-        *("cnn-adam-recomputed", "tied-sgd-recomputed-split"),
+        *("cnn-adam-recomputed", "tied-sgd-recomputed-split", "cnn-adam-in-place", "unet-sgd-in-place-split"),
     ],
 )
 def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
@@ -67,7 +73,8 @@ def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
         limit = min(limit, pipeline.max_staleness)
     assert 1 <= most <= limit, "the run must have been really asynchronous, and within its bounds"
     assert bool(rows) == (name == "gpt_tied"), "only a tied weight is looked up in at another stage"
-    simulated = _simulate(made, optimizer, _owners(run), delays, rows)
+    in_place = pipeline.versions == "in_place"
+    simulated = _simulate(made, optimizer, _owners(run), delays, rows, is_in_place=in_place)
     have = copy.deepcopy(made.model)
     have.load_state_dict(load_file(run / "model.safetensors"))
     worst, where = worst_difference(have.state_dict(), simulated.state_dict())
@@ -147,9 +154,14 @@ def _simulate(
     owners: list[set[str]],
     delays: list[list[tuple[int, int]]],
     rows: list[tuple[int, list[int]]],
+    *,
+    is_in_place: bool,
 ) -> nn.Module:
     """Delayed gradient descent: each microbatch sees, stage by stage, the weights of the version it was given. The leaf
-    looks rows up in another version than it uses itself, and applies their gradients when they have come back."""
+    looks rows up in another version than it uses itself, and applies their gradients when they have come back.
+
+    With `is_in_place`, its backward sees those of the last version before its update.
+    """
     model = copy.deepcopy(made.model).train()
     named = dict(model.named_parameters())
     assert sorted(named) == sorted(name for names in owners for name in names)
@@ -175,6 +187,9 @@ def _simulate(
             with replayed_draws(0, microbatch):
                 outputs = functional_call(model, {**weights, **buffers}, (inputs,), tie_weights=False)
                 loss = made.loss(outputs, targets)
+            for name, tensor in named.items() if is_in_place else ():
+                # `.data` bypasses autograd's check: the saved activations are those of the forward.
+                weights[name].data.copy_(tensor)
             gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
             if rows:
                 of_rows.append(gradients[LOOKED_UP])

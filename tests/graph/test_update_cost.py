@@ -1,10 +1,14 @@
 """The cost of an update is measured, with separate figures for its number of parameters and their size."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import pytest
+import torch
+from torch.optim import Optimizer
 
-from ravnest.graph.update_cost import Shape, StepMeasurement, UpdateCost, time_update
+from ravnest.engine.weights.packed_moments import moments_in
+from ravnest.graph.update_cost import Shape, StepMeasurement, UpdateCost, measure_step, time_update
 from ravnest.spec import OptimizerSpec
 
 
@@ -62,3 +66,13 @@ def test_an_update_of_weights_in_use_moves_them_first() -> None:
     assert cost.seconds(4, 8, held=True) == cost.seconds(4, 8) + 1.0
     assert cost.scaled(2.0) == UpdateCost(2.0, 1.0, 0.5, copy_byte_seconds=0.125)
     assert time_update(OptimizerSpec("SGD", {"lr": 0.01})).copy_byte_seconds > 0
+
+
+def test_the_state_is_measured_as_it_is_between_steps() -> None:
+    def around(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        return moments_in("8bit", optimizer).unpacked(parameters, 0)
+
+    packed = measure_step(OptimizerSpec("AdamW", {"lr": 0.01}), [(256, 256)], around)
+    assert packed.state_bytes == pytest.approx(2 * (1 + 4 / 256) * 256 * 256)
+    small = measure_step(OptimizerSpec("AdamW", {"lr": 0.01}), [(8, 8)], around)
+    assert small.state_bytes == 2 * 4 * 64

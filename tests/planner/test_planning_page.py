@@ -44,12 +44,16 @@ PLACES = 9
 COMPUTE = {
     "stash": "compute",
     "double": "compute",
+    "stash_8bit": "compute",
+    "in_place": "compute_in_place",
     "recompute": "compute_with_recompute",
     "latest": "compute_with_latest",
 }
 MEMORY = {
     "stash": "memory",
     "double": "memory_with_double",
+    "stash_8bit": "memory_with_stash_8bit",
+    "in_place": "memory_in_place",
     "recompute": "memory_with_recompute",
     "latest": "memory_with_latest",
 }
@@ -129,7 +133,7 @@ class Case:
         random = Random(seed)
         self.model = a_model(random)
         self.goal = Goal(
-            versions=list(POLICIES)[seed % 4],
+            versions=list(POLICIES)[seed % len(POLICIES)],
             accumulate=random.choice((1, 3)),
             average_memory=seed // 4 % 4,
             codecs=(CHOICES, EXACT, ("float16",), ("int8",))[seed // 2 % 4],

@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from ravnest.engine.corrections.discount import warm_up_updates
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.speed.calibrate import calibrate, products_speed, step_bytes, time_steps
 from ravnest.engine.speed.device_speed import measure_speed
-from ravnest.errors import RunError
+from ravnest.engine.weights.packed_moments import moments_in, moments_refusal
+from ravnest.errors import JobError, RunError
 from ravnest.graph.batch import samples_in
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.profile import CostProfile, profile
 from ravnest.graph.program import Program
-from ravnest.graph.update_cost import time_update
+from ravnest.graph.update_cost import UpdateCost, measure_step, time_update
 from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
 from ravnest.job import Job
 from ravnest.planner.plan import StagePlan
@@ -62,6 +64,9 @@ def prepare(
 
     The profile uses `threads` threads, or the number of `choose_threads`. The file `kept` caches its result.
     """
+    refusal = moments_refusal(job.pipeline.moments, job.optimizer_spec)
+    if refusal is not None:
+        raise JobError(f'pipeline.moments is "{job.pipeline.moments}": {refusal}')
     on_phase("capturing the model")
     peeked = first_batches(job, guard)
     captured = capture(job.model, job.loss, job.metrics, peeked)
@@ -106,7 +111,7 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
     """The costs of the model on this machine, with the current number of threads, and the speed of the machine."""
     graph, weights, sample = captured.graph, captured.weights, captured.sample
     costs = profile(graph, weights, sample, samples_in(sample))
-    costs = replace(costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate))
+    costs = replace(costs, update=update_cost(job))
     available_bytes = psutil.virtual_memory().available
     # Without the schedule: its cost is negligible, and it may end after the steps of the job.
     settings = replace(stage_settings(job, 0, 1, 1), schedule=None)
@@ -121,6 +126,12 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
     return replace(
         costs, flops_per_second=speed.flops_per_second, memory_bytes_per_second=speed.memory_bytes_per_second
     )
+
+
+def update_cost(job: Job) -> UpdateCost:
+    """The cost of the job's updates on this machine."""
+    step_timer = partial(measure_step, around=lambda o, p: moments_in(job.pipeline.moments, o).unpacked(p, 0))
+    return time_update(job.optimizer_spec, job.pipeline.accumulate, step_timer)
 
 
 def stage_settings(
@@ -152,6 +163,7 @@ def stage_settings(
         correction=choose_correction(job)[0],
         warm_up_updates=warm_up_updates(updates_of(job, clusters)),
         precision=job.pipeline.precision,
+        moments=job.pipeline.moments,
         compiled=job.pipeline.compiled,
         split_backward=split_backward,
         trace=job.pipeline.trace,

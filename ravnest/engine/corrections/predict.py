@@ -17,6 +17,7 @@ from ravnest.engine.corrections.expected import ExpectedStaleness
 from ravnest.engine.corrections.nesterov import PRODUCT
 from ravnest.engine.corrections.plain import Plain
 from ravnest.engine.weights.buckets import foreach_buckets
+from ravnest.engine.weights.packed_moments import unpacked_state
 
 _ADAMS: Final = ("Adam", "AdamW", "NAdam")
 
@@ -52,7 +53,8 @@ class Predict(Plain):
         moving = [(name, p.detach()) for name, p in self._parameters.items() if name not in found]
         for bucket in foreach_buckets(moving, lambda each: each[1]):
             names, weights = [name for name, _ in bucket], [weight for _, weight in bucket]
-            moved = _moved(self._optimizer, group, weights, [known[name] for name in names], staleness * group["lr"])
+            states = [unpacked_state(known[name]) for name in names]
+            moved = _moved(self._optimizer, group, weights, states, staleness * group["lr"])
             found.update(zip(names, moved, strict=True))
         return {name: found[name].requires_grad_() for name in self._parameters}
 

@@ -7,10 +7,15 @@ combined the new weights with the activations of the old ones would compute the 
     stash       the weights that the forward used, and its activations (PipeDream's weight stashing)
     double      the same; at most as many microbatches are in flight as make an update, so at most two versions exist
     recompute   the weights and the inputs of the stage; the forward is recomputed for the backward
+    stash_8bit  its activations, and in 8 bits the weights of the forward that the backward needs
+    in_place    its activations; the backward reads the latest weights, so no weights are copied
     latest      only the inputs; the forward is recomputed with the latest weights, so no weights are copied
 
-Under each policy the gradient is exact for the weights that the backward uses. On a leaf the backward follows its
-forward immediately, so a leaf keeps everything under any policy.
+The gradient is exact for the weights that the backward uses, with two exceptions (passes/saved_weights.py). With
+"stash_8bit" those weights have a rounding error. With "in_place" the activations are those of other weights: as in
+PipeMare (Yang et al., 2021), an error of the size of the updates in between. With predicted weights, which predict
+the weights that the backward finds, it is the error of the prediction. On a leaf the backward follows its forward
+immediately, so a leaf keeps everything under any policy.
 
 A recomputed forward equals the first one bit for bit: random operators are seeded by the microbatch, and the states
 that the model changes are copies from before the first forward. The first forward also runs with gradients enabled, and
@@ -20,12 +25,14 @@ or the last digit could differ. The peak memory does not grow, because a backwar
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ravnest.engine.finite_checks.origin import ForwardDiagnosis, diagnose_forward
 from ravnest.engine.passes.precision import Precision
+from ravnest.engine.passes.saved_weights import CodedWeights, CurrentWeights, SavedWeights
 from ravnest.engine.passes.split_backward import Gradients, SplitBackward
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.weights.model_states import ModelStates
@@ -61,6 +68,8 @@ class _SavedForward:
     states: dict[str, torch.Tensor]
     again: bool
     """True: the microbatch was applied before, and needs no gradients of weights."""
+    coded: CodedWeights | None = None
+    """The weights of the forward, if it is recomputed with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +137,17 @@ class Passes:
         self._versions = versions
         self._seed = settings.seed
         self._is_leaf = graph.loss is not None
-        self._keeps_weights = policy.keeps_weights or self._is_leaf
+        self._keeps_weights = not policy.writes_in_place or self._is_leaf
+        self._codes_weights = policy.coded and not self._is_leaf
         self._keeps_activations = policy.keeps_activations or self._is_leaf
         self._max_saved = settings.accumulate if policy.within_accumulate else None
         can_split = self._program.can_split and not self._precision.scales
         self.splits = settings.split_backward and bool(self._signature.received) and can_split
         """Whether weight gradients are computed separately, after the gradients of the activations."""
         self._saved: dict[int, _SavedForward] = {}
+        self._coded: CodedWeights | None = None
+        """The current weights, if a forward has used them."""
+        versions.on_write = self._before_write
         self._unfinished: _Unfinished | None = None
         self._last: tuple[int, _SavedForward] | None = None
         """On a leaf, the microbatch of the last backward, until its gradients are applied."""
@@ -157,6 +170,11 @@ class Passes:
         held = [saved.version for saved in self._saved.values() if saved.version]
         # Counted by identity of the leaves: versions with predicted weights share them.
         return len({id(version.leaves) for version in (*held, self._versions.current)})
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether no microbatch in flight holds the memory of the weights that its forward used."""
+        return not self._keeps_weights
 
     @property
     def keeps_activations(self) -> bool:
@@ -195,19 +213,24 @@ class Passes:
         leaves = self._versions.current.leaves if instead is None else instead
         before, states = self.states.current(), self.states.copies()
         fixed = {**self.states.fixed, **states}
+        coded = self._coded_weights(instead) if self._codes_weights else None
         if self._keeps_activations:
-            computed, results = self._compute(microbatch, given, leaves, fixed)
+            compute = self._compute if self._keeps_weights else partial(self._compute_without_weights, coded)
+            computed, sent = compute(microbatch, given, leaves, fixed)
             saved = _SavedForward(number, None, computed, given, {}, again)
         else:
-            saved = _SavedForward(number, None, None, given, before, again)
+            saved = _SavedForward(number, None, None, given, before, again, coded)
             first = {**given, **{name: given[name].clone() for name in self._signature.written}}
-            _, results = self._compute(microbatch, first, leaves, fixed)
+            _, sent = self._compute(microbatch, first, leaves, fixed)
+            if coded is not None:
+                coded.keep_all()
+        if coded is not None and instead is not None:
+            coded.settle()
         if not again:
             self.states.advance(microbatch, states)
         if self._keeps_weights:
             saved.version = self._versions.acquire(instead)
         self._saved[microbatch] = saved
-        sent = {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
         return sent if self._keeps_weights else self._copied_if_shared(sent)
 
     def backward(self, microbatch: int, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
@@ -225,8 +248,9 @@ class Passes:
         computed = saved.computed
         if computed is None:
             version = saved.version or self._versions.current
+            leaves = version.leaves if saved.coded is None else saved.coded.leaves()
             fixed = {**self.states.fixed, **{name: state.clone() for name, state in saved.states.items()}}
-            computed, _ = self._compute(microbatch, saved.given, version.leaves, fixed)
+            computed, _ = self._compute(microbatch, saved.given, leaves, fixed)
         if gradients is None:
             outputs = list(computed.outputs.values())
             given = [torch.ones_like(tensor) for tensor in outputs]
@@ -273,7 +297,7 @@ class Passes:
         if self._unfinished is not None:
             self._release(self._unfinished.version)
         self._saved.clear()
-        self._unfinished = self._last = None
+        self._unfinished = self._last = self._coded = None
         self.states.forget()
         self._summed.clear()
 
@@ -300,9 +324,43 @@ class Passes:
         with self._precision.autocast():
             return diagnose_forward(self._program.graph, self._program, saved.given, weights, self._seed, microbatch)
 
+    def _coded_weights(self, instead: dict[str, torch.Tensor] | None) -> CodedWeights:
+        """The version that the next forward uses. Forwards between two updates share that of the current weights, which
+        is coded only if an update comes before their backwards."""
+        if instead is not None:
+            return CodedWeights(instead)
+        if self._coded is None:
+            self._coded = CodedWeights(self._versions.current.leaves)
+        return self._coded
+
+    def _before_write(self) -> None:
+        if self._coded is not None and self._saved:
+            self._coded.settle()
+        self._coded = None
+
+    def _compute_without_weights(
+        self,
+        coded: CodedWeights | None,
+        microbatch: int,
+        given: dict[str, Any],
+        used: dict[str, torch.Tensor],
+        fixed: Mapping[str, torch.Tensor],
+    ) -> tuple[_Computed, dict[str, Any]]:
+        """Like `_compute`, but the result holds no memory of the weights `used`: its backward gets those of `coded`, or
+        the current ones."""
+        leaves = {name: weight.detach().requires_grad_() for name, weight in used.items()}
+        weights = SavedWeights(leaves, coded or CurrentWeights(lambda: self._versions.current.leaves))
+        with weights.saving():
+            computed, sent = self._compute(microbatch, given, leaves, fixed)
+        current = self._versions.current.leaves
+        weights.release((leaf for use in computed.apart for _, leaf in use.weights), current)
+        weights.release(leaves.values(), current)
+        return computed, sent
+
     def _compute(
         self, microbatch: int, given: dict[str, Any], leaves: dict[str, torch.Tensor], fixed: Mapping[str, torch.Tensor]
     ) -> tuple[_Computed, dict[str, Any]]:
+        """The forward, and detached the values to send on."""
         received = {name: given[name].requires_grad_() for name in self._signature.received}
         apart: list[WeightUse] = []
         with torch.enable_grad(), self._precision.autocast():
@@ -317,7 +375,8 @@ class Passes:
             results = self._precision.cast(results, self._signature.sent_types)
         ends = {id(tensor) for tensor in (*received.values(), *leaves.values())}
         outputs = {n: r for n, r in results.items() if n in self._signature.outputs and _leads_back(r, ends)}
-        return _Computed(received, leaves, outputs, apart), results
+        sent = {n: r.detach() if isinstance(r, torch.Tensor) else r for n, r in results.items()}
+        return _Computed(received, leaves, outputs, apart), sent
 
     def _release(self, version: Version | None) -> None:
         if version is not None:

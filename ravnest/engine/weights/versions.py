@@ -5,7 +5,7 @@ tensors over memory of its own. An update writes in place while no microbatch ho
 weights to new memory first when one does. The number of copies is therefore the number of versions in use.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -27,6 +27,8 @@ class WeightVersions:
     def __init__(self, parameters: Mapping[str, torch.Tensor], number: int = 0) -> None:
         self.masters = {name: torch.nn.Parameter(tensor) for name, tensor in parameters.items()}
         self._current = Version(number, self._leaves())
+        self.on_write: Callable[[], None] = lambda: None
+        """Called before the current weights change."""
 
     @property
     def current(self) -> Version:
@@ -47,6 +49,7 @@ class WeightVersions:
 
     def begin_update(self) -> None:
         """Makes the masters safe to write: in new memory if a microbatch in flight holds the current version."""
+        self.on_write()
         if self._current.users:
             for master in self.masters.values():
                 master.data = master.data.clone()

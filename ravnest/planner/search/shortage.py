@@ -147,9 +147,9 @@ def _fixes(model: ModelCosts, goal: Goal, providers: Sequence[Provider]) -> list
     fixes = []
     if goal.in_flight is not None and goal.in_flight > 1 and _fits(model, replace(goal, in_flight=1), providers):
         fixes.append("pipeline.in_flight=1")
-    # The last of them needs the least memory.
-    for name in list(POLICIES)[-2:]:
-        if name != goal.versions and _fits(model, replace(goal, versions=name), providers):
+    for name, policy in POLICIES.items():
+        is_other = name != goal.versions and not policy.within_accumulate
+        if is_other and _fits(model, replace(goal, versions=name), providers):
             fixes.append(f'pipeline.versions="{name}"')
             break
     if len(providers) < model.max_stages:

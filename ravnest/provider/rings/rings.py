@@ -302,7 +302,8 @@ class Rings:
 
         def apply() -> None:
             is_unchanged = stage.version == version and stage.is_between_updates
-            counters = counter_tensors(owned.ring, stage.state_tensors(), shift.counters) if shift.counters else {}
+            own = stage.state_tensors(with_packed=False)
+            counters = counter_tensors(owned.ring, own, shift.counters) if shift.counters else {}
             becomes = update.becomes if is_unchanged else None
             stage.shift({**update.adds, **counters}, becomes, update.not_negative)
             owned.shifted += 1
