@@ -1,7 +1,8 @@
 """Row lookups: rows that a leaf takes out of its own weights for the root, and the gradients of these rows.
 
 The root needs the rows before the microbatch begins, and their gradients come back when it ends
-(graph/cutting/lookups.py). The rows are copies of the current weights. Their gradients need no weights, only the numbers of the rows.
+(graph/cutting/lookups.py). The rows are copies of the current weights. Their gradients need no weights, only the
+numbers of the rows.
 """
 
 from collections.abc import Mapping
