@@ -32,8 +32,8 @@ from ravnest.planner.plan import Basis, ClusterPlan, Plan, RingStages, stages_of
 from ravnest.planner.problem import Goal, Line, Network, Pair, Provider
 from ravnest.planner.proposal import Proposal
 from ravnest.planner.reliability import expected_absent
-from ravnest.planner.search.even_memory import with_even_memory
 from ravnest.planner.search.fixed_layout import ClusterLayout, laid_out
+from ravnest.planner.search.preference.settle import settled
 from ravnest.planner.search.search import form
 from ravnest.planner.search.split_choice import choose_split, split_reason
 from ravnest.planner.search.version_choice import choose_versions
@@ -125,7 +125,7 @@ def plan_members(
         if layouts:
             return laid_out(model, goal, network, by_name, layouts)
         found = form(model, goal, network, providers, seed=seed, seconds=seconds, known=known)
-        return with_even_memory(model, goal, network, by_name, found)
+        return settled(model, goal, network, by_name, found)
 
     versions = prepared.job.pipeline.versions
     chosen = choose_versions(model, within_averaging(graph, goal), providers, versions, search)
