@@ -102,7 +102,7 @@ def _bert() -> nn.Module:
     class Scores(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bert = BertForMaskedLM(BertConfig())
+            self.bert = BertForMaskedLM(BertConfig())  # type: ignore[no-untyped-call]
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             scores: torch.Tensor = self.bert(tokens).logits

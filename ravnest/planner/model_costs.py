@@ -17,6 +17,7 @@ DEPTH_PRICE: Final = 0.01
 """Traffic that a cut between two modules may cost, as a share, for each module that is then not cut apart."""
 
 
+# Large: one table for each kind of cost.
 @dataclass(frozen=True, eq=False)
 class ModelCosts:
     """Sums up to each place, and the traffic across it, for one microbatch of `samples` samples."""

@@ -34,8 +34,8 @@ ABOUT_EQUAL: Final = 0.05
 
 WORK_SLACK: Final = 1.4
 """Factor on the time of the slowest stage or line with the fastest cuts, which even memory may cost where something
-else limits the rate. With 1.4, four stages of GPT-2 on two cores have memory as even as without any bound, and no
-machine computes for more than two fifths of a microbatch's time (benchmarks/history/2026-11-19-06-cuts.md)."""
+else limits the rate. With it, four stages of GPT-2 on two cores have memory as even as without any bound
+(benchmarks/history/2026-11-19-06-cuts.md)."""
 
 _EVENNESS_PRICE: Final = 1e-3
 """Weight of the other stages' evenness against the bytes that cross a cut: it decides only between equals."""
@@ -115,7 +115,7 @@ class _Evener:
             tried = cluster_of(model, self.goal, self.network, order, cuts, flying)
             return tried if is_good(tried) else None
 
-        best, least = self._least_full(cluster, options, made)
+        best, least = self._evenest(cluster, options, made)
         fullest = min(1.0, (1 + ABOUT_EQUAL) * least)
         slowest = min(longest, (1 + ABOUT_EQUAL) * options.fastest(fullest))
         for weight in _TRIP_WEIGHTS:
@@ -124,11 +124,11 @@ class _Evener:
                 return cheap
         return best
 
-    def _least_full(
+    def _evenest(
         self, cluster: Cluster, options: "_Options", made: Callable[[Sequence[int] | None], Cluster | None]
     ) -> tuple[Cluster, float]:
         """The good cluster with the smallest fill that is found, and its fill."""
-        best, high, low = cluster, fill(cluster, self.providers), options.least_fill()
+        best, high, low = cluster, fill(cluster, self.providers), options.min_fill()
         middle = low * (1 + 1e-9)
         for _ in range(_HALVINGS):
             tried = made(options.quickest(middle)) if middle < high else None
@@ -166,7 +166,7 @@ class _Options:
     longest_seconds: float
     """A slower stage or line would make the cluster too slow."""
 
-    def least_fill(self) -> float:
+    def min_fill(self) -> float:
         """The smallest fill of cuts without a stage that is too slow."""
         slow = [seconds > self.longest_seconds for seconds in self.ways.seconds]
         return cheapest_way([np.where(s, np.inf, f) for s, f in zip(slow, self.fills, strict=True)], np.maximum)[0]

@@ -1,7 +1,7 @@
 """Idle machines: stages that are smaller than they are worth, and plans without them.
 
-A stage costs a machine and two hops of every microbatch, and its messages take time however little it computes. Where
-something else is the limit, a search may keep such a stage because it harms no rate.
+A stage costs a machine and two hops of every microbatch, and its messages take time however little it computes. A
+search may still keep such a stage where something else is the limit, because it harms no rate.
 """
 
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ def _without(
     cluster: Cluster,
     number: int,
 ) -> tuple[Proposal, Cluster] | None:
-    """The plan without the machine of one stage of a cluster, whose others are cut anew; None if it does not fit."""
+    """The plan without the machine of one stage of a cluster, whose others are cut again; None if it does not fit."""
     if len(plan.clusters) == 1:
         goal = replace(goal, max_clusters=1)
     order = [providers[stage.provider] for k, stage in enumerate(cluster.stages) if k != number]

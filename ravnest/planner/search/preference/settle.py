@@ -30,7 +30,7 @@ def settled(
 
 
 def _moved(model: ModelCosts, providers: Mapping[str, Provider], found: Proposal, plan: Proposal) -> str:
-    """What the even cuts change against the fastest ones; empty if they are no better in any figure."""
+    """A sentence about the change against the fastest cuts; empty if the even ones are better in no figure."""
     if {cluster.providers for cluster in found.clusters} != {cluster.providers for cluster in plan.clusters}:
         return ""
     fuller, full = _fullest(providers, found), _fullest(providers, plan)
