@@ -48,14 +48,19 @@ class Target:
         return {"name": f"{self.name}, {limit}", "value": self.value, "target": self.target, "met": self.met}
 
 
-def arguments(name: str, description: str, parts: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line of a benchmark: `quick`, `json` and `record`, and `only`, a list, if it has parts."""
+def arguments(
+    name: str, description: str, parts: Sequence[str] = (), options: Mapping[str, str] | None = None
+) -> argparse.Namespace:
+    """The command line of a benchmark: `quick`, `json` and `record`, and `only`, a list, if it has parts. `options` are
+    further paths that it may get, each with its help."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
     parser.add_argument("--quick", action="store_true", help="fewer cases, within a minute")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the result to this file")
     parser.add_argument("--record", action="store_true", help="also write the table to benchmarks/history/")
     if parts:
         parser.add_argument("--only", choices=parts, action="append", help="run only this part; may be repeated")
+    for option, text in (options or {}).items():
+        parser.add_argument(f"--{option}", metavar="PATH", type=Path, help=text)
     given = parser.parse_args()
     if parts:
         given.only = given.only or list(parts)

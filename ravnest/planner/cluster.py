@@ -15,6 +15,7 @@ from ravnest.planner.link_codecs import ClusterLines, LinkCodec, assumed_share, 
 from ravnest.planner.model_costs import ModelCosts, Table
 from ravnest.planner.pipeline_depth import enough_in_flight
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.planner.queued_values import queued_bytes
 from ravnest.units import counted
 
 FRAME_SECONDS: Final = 300e-6
@@ -240,8 +241,8 @@ def memory_bytes(model: ModelCosts, goal: Goal, in_flight: int) -> Table:
     # Accumulated gradients are held next to those of the current microbatch.
     summed = 1.0 if goal.accumulate > 1 else 0.0
     held = 2.0 + summed + model.state_bytes_per_byte + averaging + older[None, :]
-    kept = saved if policy.keeps_activations else model.forward_bytes[:, None] + model.fed_bytes
-    activations = saved + (flying[None, :] - 1.0) * kept
+    kept = saved if policy.keeps_activations else np.zeros_like(saved)
+    activations = saved + (flying[None, :] - 1.0) * kept + queued_bytes(model, in_flight)
     total: Table = SPARE * (parameters * held + activations)
     return total
 

@@ -15,6 +15,7 @@ from ravnest.graph.cutting.layout import Layout, layout
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.profile import CostProfile
 from ravnest.planner.model_costs import ModelCosts, Table
+from ravnest.planner.module_depth import module_depths
 
 MAX_PLACES: Final = 400
 """Places that a plan looks at; in a model with more, those with the least traffic in their part of it."""
@@ -71,6 +72,7 @@ def count_costs(
         state_bytes_per_byte=costs.update.state_bytes_per_byte,
         plain_bytes=(traffic(_plain_bytes, backward=False), traffic(_plain_bytes, backward=True)),
         rows_bytes=float(sum(_value_bytes(row, costs) for row in rows)),
+        module_depth=np.array(module_depths(graph, plan), float)[list(places)],
     ).coarser(MAX_PLACES)
 
 

@@ -7,13 +7,17 @@ so the cost of every possible stage is two look-ups. They are counted once for e
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
 
+DEPTH_PRICE: Final = 0.01
+"""Traffic that a cut between two modules may cost, as a share, for each module that is then not cut apart."""
 
+
+# Large: one table for each kind of cost.
 @dataclass(frozen=True, eq=False)
 class ModelCosts:
     """Sums up to each place, and the traffic across it, for one microbatch of `samples` samples."""
@@ -55,6 +59,8 @@ class ModelCosts:
     rows_bytes: float = 0.0
     """Bytes of looked-up rows that the leaf of several stages sends the root with each microbatch, and of their
     gradients, which come back."""
+    module_depth: Table | None = None
+    """For each place, the number of modules that it lies inside of, if known."""
 
     @property
     def last(self) -> int:
@@ -90,6 +96,12 @@ class ModelCosts:
             fed += size * (uses[None, :] > uses[:, None])
         return fed
 
+    @cached_property
+    def crossing_price(self) -> Table:
+        """The bytes that cross each place both ways, a little more for a place inside of modules."""
+        traffic = self.forward_bytes + self.backward_bytes
+        return traffic if self.module_depth is None else traffic * (1 + DEPTH_PRICE * self.module_depth)
+
     def carried(self, share: float) -> tuple[Table, Table]:
         """Forward and backward bytes across each place in a codec that makes `share` of the bytes of float32."""
         if share == 1.0:
@@ -107,8 +119,8 @@ class ModelCosts:
     def coarser(self, max_places: int) -> Self:
         """The same model with fewer places, spread evenly over its work and its parameters.
 
-        Each is the place with the least traffic among its neighbours. The cuts of the smallest stages are kept too,
-        unless they are more than half of the places.
+        Each is the place with the least traffic among its neighbours, if possible between two modules. The cuts of the
+        smallest stages are kept too, unless they are more than half of the places.
         """
         if len(self.places) <= max_places:
             return self
@@ -119,7 +131,7 @@ class ModelCosts:
         kept = {0, self.last}
         if len(self.smallest_stages) <= max_places // 2:
             kept.update(self.smallest_stages)
-        traffic = self.forward_bytes + self.backward_bytes
+        traffic = self.crossing_price
         for number in range(max_places - 1):
             members = [int(i) for i in np.flatnonzero(group == number) if 0 < i < self.last]
             if members:
@@ -146,4 +158,5 @@ class ModelCosts:
             operators=None if self.operators is None else self.operators[index],
             states=None if self.states is None else self.states[index],
             plain_bytes=None if self.plain_bytes is None else (self.plain_bytes[0][index], self.plain_bytes[1][index]),
+            module_depth=None if self.module_depth is None else self.module_depth[index],
         )

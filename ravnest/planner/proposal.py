@@ -29,6 +29,8 @@ class Proposal:
     beyond the bound."""
     limit: str
     """The shared resource that limits the clusters; empty where each is limited by itself alone."""
+    preferences: tuple[str, ...] = ()
+    """Why this one was preferred to others that are about as fast, in sentences."""
 
 
 def proposal_of(

@@ -194,6 +194,7 @@ class Case:
             "state": model.state_bytes_per_byte,
             "averaging": self.goal.average_memory,
             "flying": 1.0 if is_leaf else float(self.in_flight),
+            "in_flight": float(self.in_flight),
         }
 
 
@@ -226,7 +227,8 @@ def test_the_memory_of_a_stage_with_every_policy(case: Case) -> None:
     bounds = (0, *case.cuts, case.model.last)
     for number, stage in enumerate(case.cluster.stages):
         values = case.values(number)
-        values["held"] = formula("held", **values)
+        for name in ("held", "crossing", "queued"):
+            values[name] = formula(name, **values)
         expected = formula(MEMORY[case.goal.versions], **values)
         assert stage.memory_bytes == close(expected)
         assert float(tables[bounds[number], bounds[number + 1]]) == close(expected)

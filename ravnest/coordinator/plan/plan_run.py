@@ -9,7 +9,13 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ravnest.coordinator.plan.averaging import averaged_bytes, averaging_memory, averaging_of, within_averaging
+from ravnest.coordinator.plan.averaging import (
+    AveragingOf,
+    averaged_bytes,
+    averaging_memory,
+    averaging_of,
+    within_averaging,
+)
 from ravnest.coordinator.plan.cluster_count import check_clusters
 from ravnest.coordinator.plan.feed_ahead import feed_ahead, feed_seconds
 from ravnest.coordinator.plan.lr_schedule import allowed_in_run
@@ -32,8 +38,8 @@ from ravnest.planner.plan import Basis, ClusterPlan, Plan, RingStages, stages_of
 from ravnest.planner.problem import Goal, Line, Network, Pair, Provider
 from ravnest.planner.proposal import Proposal
 from ravnest.planner.reliability import expected_absent
-from ravnest.planner.search.even_memory import with_even_memory
 from ravnest.planner.search.fixed_layout import ClusterLayout, laid_out
+from ravnest.planner.search.preference.settle import settled
 from ravnest.planner.search.search import form
 from ravnest.planner.search.split_choice import choose_split, split_reason
 from ravnest.planner.search.version_choice import choose_versions
@@ -125,7 +131,7 @@ def plan_members(
         if layouts:
             return laid_out(model, goal, network, by_name, layouts)
         found = form(model, goal, network, providers, seed=seed, seconds=seconds, known=known)
-        return with_even_memory(model, goal, network, by_name, found)
+        return settled(model, goal, network, by_name, found)
 
     versions = prepared.job.pipeline.versions
     chosen = choose_versions(model, within_averaging(graph, goal), providers, versions, search)
@@ -138,7 +144,7 @@ def plan_members(
     basis = Basis(model, goal, network, by_name, asked)
     plan = Plan(
         clusters=_cluster_plans(prepared, basis, found),
-        reason=_reason(found, slowed, "" if averaged is None else averaged.reason) + _kept_back(found, providers),
+        reason="; ".join((_reason(found, slowed, averaged), *_kept_back(found, providers), *chosen.plan.preferences)),
         basis=basis,
         steady_samples_per_second=found.predicted_samples_per_second,
         score=found.score,
@@ -173,10 +179,10 @@ def slowed_over_run(job: Job, plan: Proposal) -> float:
     return sum(left) / together if together else 1.0
 
 
-def _reason(found: Proposal, slowed: float, averaging: str) -> str:
+def _reason(found: Proposal, slowed: float, averaged: AveragingOf | None) -> str:
     rate = f"{slowed * found.predicted_samples_per_second:.1f} samples/s"
     fewer = ", with fewer in flight while the learning rate is high" if slowed < 1 else ""
-    if not averaging:
+    if averaged is None:
         cluster = found.clusters[0]
         return (
             f"{counted(len(cluster.stages), 'stage')}, {counted(cluster.in_flight, 'microbatch', 'microbatches')} in "
@@ -184,18 +190,18 @@ def _reason(found: Proposal, slowed: float, averaging: str) -> str:
         )
     return (
         f"{len(found.clusters)} clusters of {_and([str(len(c.stages)) for c in found.clusters])} stages; {rate} "
-        f"together{', limited by ' if found.limit else ''}{found.limit}{fewer}; {averaging}"
+        f"together{', limited by ' if found.limit else ''}{found.limit}{fewer}; {averaged.reason}"
     )
 
 
-def _kept_back(found: Proposal, providers: Sequence[Provider]) -> str:
+def _kept_back(found: Proposal, providers: Sequence[Provider]) -> list[str]:
     """The standbys kept back for providers that are expected to be missing, in words; empty if there are none."""
     absent = expected_absent(p.reliability for p in providers)
     if not absent or not found.standbys:
-        return ""
+        return []
     missing = sum(1 - p.reliability for p in providers)
     kept = counted(min(absent, len(found.standbys)), "standby", "standbys")
-    return f"; {kept} kept back, as {missing:.2g} of {counted(len(providers), 'provider')} are likely to be missing"
+    return [f"{kept} kept back, as {missing:.2g} of {counted(len(providers), 'provider')} are likely to be missing"]
 
 
 def _cluster_plans(prepared: PreparedJob, basis: Basis, found: Proposal) -> tuple[ClusterPlan, ...]:

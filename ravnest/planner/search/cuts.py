@@ -30,7 +30,7 @@ def best_cuts(
     """
     if not order or len(order) > model.max_stages:
         return None
-    ways = _Ways.of(model, goal, network, order, averaging_seconds)
+    ways = Ways.of(model, goal, network, order, averaging_seconds)
     numbers = _numbers(goal, len(order))
     found = ways.fastest(numbers)
     if found is None:
@@ -85,7 +85,7 @@ class _CutsFound:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ways:
+class Ways:
     """For each position of the order, the costs of a stage from place i to place j."""
 
     seconds: list[Table]
@@ -97,7 +97,7 @@ class _Ways:
     @classmethod
     def of(
         cls, model: ModelCosts, goal: Goal, network: Network, order: Sequence[Provider], averaging_seconds: float
-    ) -> "_Ways":
+    ) -> "Ways":
         around = (None, *order, None)
         tables = [
             stage_tables(model, goal, network, provider, around[k], around[k + 2]) for k, provider in enumerate(order)
@@ -115,7 +115,7 @@ class _Ways:
         best = known
         for in_flight in numbers:
             seconds = self._fitting(in_flight)
-            slowest, _ = _shortest(seconds, np.maximum)
+            slowest, _ = cheapest_way(seconds, np.maximum)
             if not np.isfinite(slowest):
                 # More in flight need more memory.
                 break
@@ -141,12 +141,12 @@ class _Ways:
 
     def min_seconds(self, in_flight: int) -> float:
         """The time of the slowest stage or line, for the cuts that make it fastest."""
-        return _shortest(self._fitting(in_flight), np.maximum)[0]
+        return cheapest_way(self._fitting(in_flight), np.maximum)[0]
 
     def best(self, in_flight: int) -> _CutsFound | None:
         """The cuts with the shortest period for this number in flight; None if no cuts fit into the memory."""
         seconds = self._fitting(in_flight)
-        slowest, _ = _shortest(seconds, np.maximum)
+        slowest, _ = cheapest_way(seconds, np.maximum)
         return self._best(seconds, slowest, in_flight, math.inf) if np.isfinite(slowest) else None
 
     def _best(self, seconds: list[Table], slowest: float, in_flight: int, below: float) -> _CutsFound:
@@ -172,7 +172,7 @@ class _Ways:
     def _shortest_way(self, seconds: list[Table]) -> float:
         """The shortest round trip of all cuts that fit."""
         ways = [np.where(np.isfinite(table), trip, np.inf) for table, trip in zip(seconds, self.trips, strict=True)]
-        return _shortest(ways, np.add)[0]
+        return cheapest_way(ways, np.add)[0]
 
     def _score(self, found: _CutsFound) -> float:
         return self.goal.worth(found.in_flight) / found.period_seconds
@@ -188,13 +188,13 @@ class _Ways:
     def _quickest(self, seconds: list[Table], bound: float, in_flight: int) -> _CutsFound:
         """The cuts with the shortest round trip among those without a stage or line slower than the bound."""
         allowed = [np.where(table <= bound, trip, np.inf) for table, trip in zip(seconds, self.trips, strict=True)]
-        way, cuts = _shortest(allowed, np.add)
+        way, cuts = cheapest_way(allowed, np.add)
         places = (0, *cuts, self.model.last)
         slowest = max(float(table[places[k], places[k + 1]]) for k, table in enumerate(seconds))
         return _CutsFound(cuts, slowest, way, in_flight)
 
 
-def _shortest(tables: Sequence[Table], combine: np.ufunc) -> tuple[float, tuple[int, ...]]:
+def cheapest_way(tables: Sequence[Table], combine: np.ufunc) -> tuple[float, tuple[int, ...]]:
     """The cheapest way from the first place to the last, one table per step; `combine` (max or sum) joins costs."""
     best = tables[0][0]
     back = []

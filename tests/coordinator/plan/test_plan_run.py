@@ -421,3 +421,15 @@ def test_a_run_and_a_dry_run_keep_the_same_standbys_for_the_same_reliabilities(
     assert run.standbys == dry_run.standbys
     assert len(run.standbys) == kept_back
     assert run.reason == dry_run.reason and ("kept back" in run.reason) is bool(kept_back)
+
+
+def test_a_plan_says_why_its_cuts_were_preferred_and_whether_fewer_stages_would_be_faster(
+    prepared: PreparedJob,
+) -> None:
+    # What crosses a cut of this small model takes longer than the model.
+    providers = [Provider(name=name, memory_bytes=8 << 30, host="here", cores=1) for name in ("anna", "ben", "cleo")]
+    planned = plan_members(prepared, providers, Network(), goal_of(prepared.job, 3, 1))
+    assert len(planned.stages) == 3
+    assert "; 3 stages were asked for; without " in planned.reason
+    free = plan_members(prepared, providers, Network(), goal_of(prepared.job, None, 1))
+    assert len(free.stages) == 1 and "were asked for" not in free.reason

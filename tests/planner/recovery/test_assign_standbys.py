@@ -49,7 +49,7 @@ def test_different_stages_come_before_a_second_standby_for_one() -> None:
 
 def test_a_standby_has_only_a_stage_that_its_memory_holds() -> None:
     cuts = (2, 4)  # the last stage is the largest
-    found = assigned(machine("gus", memory=needed(0, cuts)), cuts=cuts, reliability={"cat": 0.1, "bob": 0.5})
+    found = assigned(machine("gus", memory=needed(1, cuts)), cuts=cuts, reliability={"cat": 0.1, "bob": 0.5})
     assert found["gus"].provider == "bob"
 
 
