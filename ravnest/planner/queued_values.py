@@ -13,8 +13,9 @@ def queued_bytes(model: ModelCosts, in_flight: int) -> Table:
     """Bytes of the values that a stage from place i to place j holds, with this many microbatches in flight.
 
     A stage holds what it received and was fed for a microbatch from its arrival until the backward, also on a leaf,
-    where microbatches wait for their turn. It holds what it sends on from the forward until the backward, whose roots
-    these values are. Looked-up rows are received by a root. In addition, one frame in each direction of each link is being packed or unpacked, and sent.
+    where microbatches wait for their turn; looked-up rows are received by a root. It holds what it sends on from the
+    forward until the backward, whose roots these values are. In addition, one frame in each direction of each link is
+    being packed or unpacked, and sent.
     """
     forward, backward = model.forward_bytes, model.backward_bytes
     held = forward[:, None] + model.fed_bytes + forward[None, :]
