@@ -126,10 +126,8 @@ def test_a_stage_may_take_its_share_of_the_plain_peak_and_what_is_in_flight() ->
 
 def test_the_use_of_a_link_is_what_both_ends_sent_over_it() -> None:
     def stage(name: str, *links: LinkSummary) -> StageSummary:
-        return StageSummary(
-            provider=name, stage=0, role="stem", device="cpu", parameters=1, peak_memory_bytes=1, busy_fraction=1.0,
-            updates=1, links=links,
-        )  # fmt: skip
+        own = {"stage": 0, "role": "stem", "device": "cpu", "parameters": 1, "updates": 1, "busy_fraction": 1.0}
+        return StageSummary(provider=name, peak_memory_bytes=1, links=links, **own)  # type: ignore[arg-type]
 
     def link(to: str, raw: int) -> LinkSummary:
         return LinkSummary(to=to, route="direct", bytes_sent=raw // 4, bytes_raw=raw)
@@ -150,7 +148,7 @@ def test_a_tied_weight_counts_with_the_rows_of_a_microbatch_and_no_more() -> Non
     assert tied[0].saved_bytes == untied[0].saved_bytes > 0
 
 
-def test_a_head_that_is_no_model_has_one_stage_without_traffic() -> None:
+def test_a_model_in_one_stage_has_no_traffic() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     captured = capture(model, F.cross_entropy, {}, _rows([4, 5]))
     costs = profile(captured.graph, captured.weights, captured.sample, 4).nodes
