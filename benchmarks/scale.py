@@ -13,7 +13,7 @@ gloo with the same model, cut at the modules in which Ravnest's stages begin.
 - `requester` is the peak of `ravnest train` itself, which captures the model and feeds the data.
 - `link ratio` is the bytes on a link relative to the activations and gradients that cross the cut, counted from the
   graph. Of a weight that both sides use, the rows of a lookup count, not the weight.
-- 1F1B makes twice as many microbatches a step as it has stages, and one update a step.
+- 1F1B makes 8 microbatches and one update a step; the step after the first is timed.
 
 The rows "20/100" are two and three machines in the WAN lab, on lines of 20 Mbit/s with 100 ms of round trip, with a GPT
 of 10 million parameters.
@@ -52,7 +52,8 @@ _WAN = "wan"
 _QUICK = ("gpt2",)
 _ALSO_ON_ONE_CORE = ("gpt2",)
 _QUICK_STEPS = 10
-_PEER_STEPS = 2
+_PEER_MICROBATCHES = 8
+_PEER_STEPS = 1
 
 
 def main() -> int:
@@ -120,7 +121,7 @@ class _Measured:
         peers = {}
         for count in several:
             cuts = peer_cuts([stage.begins for stage in graphs[count][1:]], owns)
-            peers[count] = one_f_one_b(name, cuts, 2 * count, _PEER_STEPS, max(1, usable_cores() // count))
+            peers[count] = one_f_one_b(name, cuts, _PEER_MICROBATCHES, _PEER_STEPS, max(1, usable_cores() // count))
             say(f"{task.title}: 1F1B, {count} stages: {peers[count].samples_per_second:.3g} samples/s")
         return cls(name, plains, plain_single, single, runs, graphs, peers)
 

@@ -272,15 +272,15 @@ def _tasks() -> dict[str, Task]:
         found["gpt2-untied"] = _own_gpt(GPT2, tied=False, steps=16)
     else:
         found["gpt2"] = Task(
-            "GPT-2 small", partial(_gpt2, True), next_token_loss, tokens, gpt2_pieces, _SEQUENCES, 16, gpt2_tie
+            "GPT-2 small", partial(_gpt2, True), next_token_loss, tokens, gpt2_pieces, _SEQUENCES, 12, gpt2_tie
         )
         found["gpt2-untied"] = Task(
-            "GPT-2 small, untied", partial(_gpt2, False), next_token_loss, tokens, gpt2_pieces, _SEQUENCES, 16
+            "GPT-2 small, untied", partial(_gpt2, False), next_token_loss, tokens, gpt2_pieces, _SEQUENCES, 12
         )
-        found["bert"] = Task("BERT-base", _bert, next_token_loss, words, bert_pieces, _SEQUENCES, 20, bert_tie)
-    found["resnet50"] = Task("ResNet-50", ResNet50, F.cross_entropy, _picture_batches, resnet_pieces, _PICTURES, 24)
+        found["bert"] = Task("BERT-base", _bert, next_token_loss, words, bert_pieces, _SEQUENCES, 12, bert_tie)
+    found["resnet50"] = Task("ResNet-50", ResNet50, F.cross_entropy, _picture_batches, resnet_pieces, _PICTURES, 16)
     found["recommender"] = Task(
-        "recommender, 64M", _recommender, _clicked, _click_batches, recommender_pieces, _CLICKS, 40
+        "recommender, 64M", _recommender, _clicked, _click_batches, recommender_pieces, _CLICKS, 30
     )
     return found
 
