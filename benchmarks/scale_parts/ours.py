@@ -1,8 +1,10 @@
 """Runs of Ravnest in benchmarks.scale, by the commands that users give, and the figures of their run directories."""
 
+import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -95,7 +97,7 @@ def read(run: Path, requester_peak_bytes: int = 0) -> Run:
         stages=stages,
         places=list(planned[-1]["places"][0]),
         limit=max([*flights, *planned[-1]["in_flight"]]),
-        links=link_uses(stages, summary.ledger.completed, _evaluated(summary)),
+        links=link_uses(stages, summary.ledger.completed, evaluated(run / "trace.json")),
         requester_peak_bytes=requester_peak_bytes,
     )
 
@@ -110,9 +112,14 @@ def link_uses(stages: list[StageSummary], trained: int, evaluated: int) -> list[
     return found
 
 
-def _evaluated(summary: Summary) -> int:
-    """Microbatches that were evaluated to check the saved model: their activations crossed the links, too."""
-    return summary.check.batches
+def evaluated(trace: Path) -> int:
+    """Microbatches that were evaluated to check the saved model, from the trace: their activations crossed the links,
+    too, and the check may have compared fewer."""
+    spans: Counter[tuple[int, int]] = Counter()
+    for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]:
+        if event["ph"] == "X" and event["name"].split()[0] == "evaluate":
+            spans[event["pid"], event["tid"]] += 1
+    return max(spans.values(), default=0)
 
 
 def plain_json(run: Run) -> dict[str, object]:

@@ -1,6 +1,8 @@
 """The benchmark of scale: its pieces make up its models, and its bounds count what has to be there and nothing else."""
 
+import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from benchmarks.scale_parts.bounds import (
     peer_cuts,
 )
 from benchmarks.scale_parts.graph_figures import figures
-from benchmarks.scale_parts.ours import link_uses
+from benchmarks.scale_parts.ours import evaluated, link_uses
 from benchmarks.scale_parts.tasks import (
     Piece,
     Task,
@@ -136,6 +138,16 @@ def test_the_use_of_a_link_is_what_both_ends_sent_over_it() -> None:
     assert link_uses(stages, trained=3, evaluated=2) == [LinkUse(60, 30, 5, 3), LinkUse(7, 5, 5, 3)]
     crossing = StageFigures("x", saved_bytes=0, received_bytes=0, sent_bytes=10, returned_bytes=5)
     assert link_ratio(LinkUse(60, 30, 5, 3), crossing) == pytest.approx(90 / (5 * 10 + 3 * 5))
+
+
+def test_the_evaluations_of_a_run_are_those_of_one_stage_in_its_trace(tmp_path: Path) -> None:
+    def span(name: str, stage: int) -> dict[str, object]:
+        return {"ph": "X", "name": name, "pid": 1, "tid": stage, "ts": 0, "dur": 1}
+
+    events = [span("evaluate 1", 0), span("evaluate 2", 0), span("evaluate 1", 1), span("forward 1", 0)]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "evaluate", "pid": 1, "tid": 0}]}))
+    assert evaluated(path) == 2
 
 
 def test_a_tied_weight_counts_with_the_rows_of_a_microbatch_and_no_more() -> None:
