@@ -94,6 +94,81 @@ class Convolutions(nn.Module):
         return scores
 
 
+class ResNet50(nn.Module):
+    """The residual network with 50 layers (He et al., 2015), with the stride in the 3 by 3 convolution, as usual."""
+
+    def __init__(self, classes: int = 1000, width: int = 64, blocks: tuple[int, ...] = (3, 4, 6, 3)) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        layers: list[nn.Module] = []
+        incoming = width
+        for group, count in enumerate(blocks):
+            inner = width * 2**group
+            for number in range(count):
+                stride = 2 if group and not number else 1
+                layers.append(Bottleneck(incoming, inner, stride))
+                incoming = 4 * inner
+        self.blocks = nn.Sequential(*layers)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(incoming, classes))
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.blocks(self.stem(pictures)))
+        return scores
+
+
+class Bottleneck(nn.Module):
+    """Three convolutions with batch norms around a residual, which a fourth one projects where the shape changes."""
+
+    def __init__(self, incoming: int, inner: int, stride: int) -> None:
+        super().__init__()
+        outgoing = 4 * inner
+        self.layers = nn.Sequential(
+            nn.Conv2d(incoming, inner, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, inner, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(inner, outgoing, 1, bias=False),
+            nn.BatchNorm2d(outgoing),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or incoming != outgoing:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(incoming, outgoing, 1, stride, bias=False), nn.BatchNorm2d(outgoing)
+            )
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.layers(values) + self.shortcut(values))
+
+
+class Recommender(nn.Module):
+    """Probability of a click: one wide table for each feature, whose rows are joined for a small dense network.
+
+    An input has the numbers first and then a row number for each table, all as float32, which is exact below 2 ** 24.
+    """
+
+    def __init__(self, rows: tuple[int, ...], width: int, numbers: int = 13) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.tables = nn.ModuleList(nn.Embedding(count, width) for count in rows)
+        joined = numbers + width * len(rows)
+        self.dense = nn.Sequential(nn.Linear(joined, 512), nn.ReLU(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 1))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        chosen = features[:, self.numbers :].long()
+        joined = features[:, : self.numbers]
+        for feature, table in enumerate(self.tables):
+            joined = torch.cat([joined, table(chosen[:, feature])], 1)
+        scores: torch.Tensor = self.dense(joined)
+        return scores
+
+
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -57,8 +57,8 @@ class LossRecord:
 class Outbox(Protocol):
     """Destination of a worker's results.
 
-    Every method is called on the worker's thread, and only `save` may block for long. Tensors passed to `save`, `keep`
-    and `snapshot` share the stage's memory and change once the call has returned.
+    Every method is called on the worker's thread; only `save`, and `keep` with a slow disk, may block for long. Tensors
+    passed to `save`, `keep` and `snapshot` share the stage's memory and change once the call has returned.
     """
 
     def forward(self, message: Message) -> None:
@@ -87,7 +87,7 @@ class Outbox(Protocol):
         """Save the stage's state as its part of this checkpoint."""
 
     def keep(self, replica: int, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-        """Copy the stage's state as its part of this replica; the worker waits only for the copy.
+        """Write or copy the stage's state as its part of this replica; the worker waits for that.
 
         The metadata is that of `Stage.state` with `applied`, a JSON list of the applied microbatches, and `samples`,
         the number of samples that this stage has applied.

@@ -101,6 +101,8 @@ class StageWorker:
                 is_pause = turn.message is None and turn.save is None
                 worked = time.perf_counter() - began
                 self._measurements.count_turn(turn.task, is_pause=is_pause, waited=waited, worked=worked)
+            # The next turn may be far away, and needs none of the values of this one.
+            del turn
 
     def _next_turn(self) -> "_Turn | None":
         """Waits for work; None if the worker has to stop."""

@@ -34,8 +34,8 @@ _SPACING: Final = 1.1
 """Minimum time until the next announcement, as a multiple of the time that a stage took to send its part."""
 _SHARED_SPACING: Final = 20
 """Minimum time between replicas on a machine that all providers share, as a multiple of the last one's duration."""
-_COPY_RATE: Final = 2e9
-"""Estimated bytes per second at which a stage copies its state; the slowest machines in use reach it."""
+_COPY_RATE: Final = 1.5e9
+"""Estimated bytes per second at which a stage copies its state, or writes it to a disk that the system caches."""
 _MAX_RETAINED_BYTES: Final = 512 << 20
 _UNKNOWN_LINE: Final = 1e9
 """Bytes per second assumed for a line without a measurement: both ends are on one machine."""

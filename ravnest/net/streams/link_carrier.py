@@ -156,6 +156,8 @@ class LinkCarrier:
                 raise self._broken_rule("sent its count twice over one connection")
             else:
                 self._take_frame(frame)
+            # The next frame may take long to arrive.
+            del frame
             state.notify()
 
     def _take_frame(self, frame: Frame) -> None:

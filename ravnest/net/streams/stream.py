@@ -100,6 +100,8 @@ class ByteStream:
                     break
                 self.bytes_received += len(message)
                 self._incoming.put(message)
+                # The next message may take long to arrive.
+                del message
             self._incoming.end()
             if self._wire.dialled:
                 self._outgoing.stop(PeerError(f"{self.peer} has ended the stream"))
@@ -121,6 +123,7 @@ class ByteStream:
                 message = self._outgoing.take(self._batch)
                 await self._wire.write(message)
                 self.bytes_sent += len(message)
+                del message
                 self.on_written(self.bytes_sent)
         except PeerError as error:
             self._outgoing.stop(error)

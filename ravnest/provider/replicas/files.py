@@ -130,13 +130,25 @@ class PartFiles:
 
     def write(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> ReplicaPart:
         """Store a stage's state as a part."""
-        writer = self.begin(key, replica, stream_size_bytes(tensors, metadata))
+        writer = self.record(key, replica, tensors, metadata)
         try:
-            for data in stream_tensors(tensors, metadata):
-                writer.feed(data)
             return writer.finish()
         finally:
             writer.discard()
+
+    def record(
+        self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    ) -> "PartWriter":
+        """Write a stage's state to the disk, without a copy in memory and without hashing it, which `finish` does. The
+        tensors may change afterwards."""
+        writer = self.begin(key, replica, stream_size_bytes(tensors, metadata))
+        try:
+            for data in stream_tensors(tensors, metadata):
+                writer.feed_unhashed(data)
+        except BaseException:
+            writer.discard()
+            raise
+        return writer
 
     def begin(self, key: str, replica: int, size_bytes: int) -> "PartWriter":
         """A writer for a part, which counts once it is complete."""
@@ -269,11 +281,17 @@ class PartWriter:
         self._descriptor = descriptor
         self._path = path
         self._digest = hashlib.sha256()
+        self._hashed_bytes = 0
 
     def feed(self, data: bytes | memoryview) -> None:
         """Add the bytes that follow."""
+        self._digest.update(data)
+        self._hashed_bytes += len(data)
+        self.feed_unhashed(data)
+
+    def feed_unhashed(self, data: bytes | memoryview) -> None:
+        """Add the bytes that follow, which `finish` hashes. No `feed` may come after it."""
         view = memoryview(data)
-        self._digest.update(view)
         try:
             while view:
                 view = view[os.write(self._descriptor, view) :]
@@ -282,6 +300,7 @@ class PartWriter:
 
     def finish(self, sha256: str | None = None) -> ReplicaPart:
         """The part is complete and counts from now on. PeerError when it does not have this hash."""
+        self._hash_rest()
         found = self._digest.hexdigest()
         if sha256 is not None and found != sha256:
             raise PeerError(
@@ -298,6 +317,14 @@ class PartWriter:
         self._descriptor, self._path = -1, None
         self._files.on_finished(self, part)
         return part
+
+    def _hash_rest(self) -> None:
+        try:
+            while data := os.pread(self._descriptor, _PIECE_BYTES, self._hashed_bytes):
+                self._digest.update(data)
+                self._hashed_bytes += len(data)
+        except OSError as error:
+            raise _refused(self._path, error) from None
 
     def discard(self) -> None:
         """Delete the file, unless the part is complete; idempotent."""

@@ -1,27 +1,28 @@
-"""Owner's side of replicas: writes the parts of the own stage to the disk, and sends them to their holder."""
+"""Owner's side of replicas: writes the parts of the own stage to the disk, and sends them to their holder.
+
+The stage waits while its state is written to the disk: a copy in memory would double its peak, and would be hardly
+faster, because new memory has to be mapped first. The system keeps the bytes in its cache of the disk, and gives that
+memory to whatever needs it. The hash of a part is computed from the file, while the stage goes on.
+"""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
 from ravnest.background import BackgroundTasks, in_thread
 from ravnest.errors import PeerError, error_text
 from ravnest.net.v1.control_pb2 import ProviderMessage, Replicate, Replicated
-from ravnest.provider.replicas.files import PartFiles, ReplicaPart, check_key
+from ravnest.provider.replicas.files import PartFiles, PartWriter, ReplicaPart, check_key
 from ravnest.provider.replicas.links import PartLink, PartLinks
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.replicas.transfer import SHARE, send_part
 
 Tell = Callable[[ProviderMessage], Awaitable[None]]
 """Sends a message to the coordinator; PeerError when the session is over."""
-
-_State = tuple[Mapping[str, Tensor], Mapping[str, str]]
-"""Tensors and metadata of a stage."""
 
 
 class ReplicaOwner:
@@ -40,8 +41,9 @@ class ReplicaOwner:
         self._loop = asyncio.get_running_loop()
         self._order: Replicate | None = None
         self._link: PartLink | None = None
-        self._waiting: tuple[_PartName, _State] | None = None
+        self._waiting: tuple[_PartName, PartWriter] | None = None
         self._came = asyncio.Event()
+        self._is_closed = False
         self._tasks = BackgroundTasks()
         self._tasks.spawn(self._work())
 
@@ -54,20 +56,47 @@ class ReplicaOwner:
             self._tasks.spawn(before.close())
 
     def keep(self, key: str, replica: int, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Record copies of a stage's state, which must not change any more. Any thread may call this; it returns at
-        once."""
-        name, state = _PartName(key, replica, time.perf_counter()), (tensors, metadata)
-        with contextlib.suppress(RuntimeError):  # The loop is over.
-            self._loop.call_soon_threadsafe(self._take, name, state)
+        """Write a stage's state to the disk, from where it is recorded. Any thread may call this; the tensors may
+        change once it returns."""
+        name = _PartName(key, replica, time.perf_counter())
+        try:
+            writer = self._files.record(key, replica, tensors, metadata)
+        except Exception as error:
+            # For example, the disk is full. The stage goes on, and the coordinator hears of it.
+            self._call_soon(self._on_failed_write, name, error_text(error))
+        else:
+            if not self._call_soon(self._take, name, writer):
+                writer.discard()
 
     async def close(self) -> None:
         """End the current transfer. The files stay; the links end with the session."""
+        self._is_closed = True
         await self._tasks.close()
-
-    def _take(self, name: "_PartName", state: _State) -> None:
         if self._waiting is not None:
-            self._tasks.spawn(self._say(self._waiting[0], error="a newer replica came before it was stored"))
-        self._waiting = name, state
+            self._waiting[1].discard()
+            self._waiting = None
+
+    def _call_soon(self, call: Callable[..., None], *arguments: object) -> bool:
+        """Whether the loop will make this call: it does not if it is over."""
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:
+            return False
+        return True
+
+    def _on_failed_write(self, name: "_PartName", error: str) -> None:
+        if not self._is_closed:
+            self._tasks.spawn(self._say(name, error=error))
+
+    def _take(self, name: "_PartName", writer: PartWriter) -> None:
+        if self._is_closed:
+            writer.discard()
+            return
+        if self._waiting is not None:
+            before, unfinished = self._waiting
+            unfinished.discard()
+            self._tasks.spawn(self._say(before, error="a newer replica came before it was stored"))
+        self._waiting = name, writer
         self._came.set()
 
     async def _work(self) -> None:
@@ -76,16 +105,15 @@ class ReplicaOwner:
             self._came.clear()
             if self._waiting is None:
                 continue
-            (name, state), self._waiting = self._waiting, None
+            (name, writer), self._waiting = self._waiting, None
             try:
-                part = await in_thread(partial(self._files.write, name.key, name.replica, *state))
+                part = await in_thread(writer.finish)
             except Exception as error:
-                # For example, the disk is full. The stage goes on, and the coordinator hears of it.
+                # For example, the disk cannot be read. The stage goes on, and the coordinator hears of it.
                 await self._say(name, error=error_text(error))
                 continue
             finally:
-                # The file has the state now, so the copies can be freed.
-                del state
+                writer.discard()
             await self._say(name, part, *await self._hand_over(part))
 
     async def _hand_over(self, part: ReplicaPart) -> tuple[str, str]:

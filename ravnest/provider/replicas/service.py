@@ -94,7 +94,7 @@ class ReplicaService:
 
     def recorder(self, order: Deploy) -> Callable[[int, Mapping[str, Tensor], Mapping[str, str]], None]:
         """A function that records the parts of this order's stage. It may be called on any thread, with the number of
-        the replica and copies of the stage's state, and returns at once."""
+        the replica and the stage's state, which may change once it returns."""
         return partial(self._owner.keep, order.key)
 
     async def accept(self, peer: str, connection: Link) -> bool:

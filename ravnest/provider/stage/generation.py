@@ -240,6 +240,8 @@ class Generation:
             except PeerError as error:
                 self._accuse(end, error)
                 return
+            # The next frame may take long to arrive, and the values of this one belong to the worker now.
+            del frame
         # The coordinator knows whether the neighbour was right to leave.
         raise PeerError(f"{link.peer} ended the link")
 
@@ -256,6 +258,8 @@ class Generation:
             end.saved_bytes += packed.saved_bytes
             await end.link.send_encoded(packed.data)
             self._records.spans.handed_over(end.link, outgoing.frame)
+            # Until the next frame is ready, the link alone holds the bytes, and the values are needed no more.
+            del outgoing, packed
 
     async def _answer(self, feed: ResumableLink) -> None:
         while True:

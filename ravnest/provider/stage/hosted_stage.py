@@ -41,6 +41,7 @@ from ravnest.provider.machine.memory import peak_bytes
 from ravnest.provider.replicas.format import Keep
 from ravnest.provider.rings.lines import RingLines
 from ravnest.provider.rings.rings import Rings
+from ravnest.provider.stage.checkpoint_upload import copied
 from ravnest.provider.stage.failure import StageFailure
 from ravnest.provider.stage.generation import CLOSE_SECONDS, Generation
 from ravnest.provider.stage.host import Host
@@ -77,7 +78,7 @@ class HostedStage:
         self.name = order.deployment
         self.stage = stage
         self.on_keep: Keep = keep_nothing
-        """Takes the stage's part of a replica. Called on any thread; it returns at once, and the tensors are copies."""
+        """Takes the stage's part of a replica. Called on any thread; the tensors may change once it has returned."""
         self._order = order
         self._host = host
         self._records = records
@@ -288,7 +289,8 @@ class HostedStage:
 
     def _keep(self, replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
         if self._membership is not None:
-            self._membership.rings.complete(self.on_keep, replica, tensors, metadata)
+            # The thread of the rings adds their state later, and the stage goes on meanwhile.
+            self._membership.rings.complete(self.on_keep, replica, copied(tensors), metadata)
         else:
             self.on_keep(replica, tensors, metadata)
 

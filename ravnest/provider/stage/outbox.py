@@ -14,7 +14,7 @@ from ravnest.net.frames.frames import Frame, FrameKind
 from ravnest.provider.links.link_delay import LinkDelay, ResidenceTimes
 from ravnest.provider.links.pack_threads import Outgoing
 from ravnest.provider.replicas.format import Keep
-from ravnest.provider.stage.checkpoint_upload import CheckpointUploads, Tensors, copied
+from ravnest.provider.stage.checkpoint_upload import CheckpointUploads, Tensors
 from ravnest.provider.stage.failure import FirstFailure, StageFailure
 from ravnest.provider.stage.records import StageRecords
 
@@ -29,10 +29,10 @@ def keep_nothing(replica: int, tensors: dict[str, torch.Tensor], metadata: dict[
 
 @dataclass(frozen=True)
 class StageHooks:
-    """Receivers of a stage's state besides the neighbours. The engine's thread calls these; they return at once."""
+    """Receivers of a stage's state besides the neighbours. The engine's thread calls these."""
 
     on_keep: Keep = keep_nothing
-    """Takes the stage's part of a replica; the tensors are copies."""
+    """Takes the stage's part of a replica. The tensors share the stage's memory, and change once it has returned."""
     on_snapshot: Callable[[Snapshot], None] = _no_rings
     """Takes the parameters for an averaging round."""
     outer_state: Callable[[], Tensors] = dict
@@ -99,8 +99,7 @@ class FrameOutbox:
         self._uploads.save(checkpoint, tensors, metadata)
 
     def keep(self, replica: int, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-        # A copy doubles the stage's memory, but an update cannot wait until the state is written or sent.
-        self._hooks.on_keep(replica, copied(tensors), dict(metadata))
+        self._hooks.on_keep(replica, dict(tensors), dict(metadata))
 
     def snapshot(self, snapshot: Snapshot) -> None:
         self._hooks.on_snapshot(snapshot)

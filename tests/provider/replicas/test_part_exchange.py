@@ -59,6 +59,33 @@ def test_a_replica_is_on_both_disks_when_it_is_told(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_replica_has_the_state_of_its_moment_although_the_stage_goes_on_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with keepers(tmp_path, "owner", "holder") as (owner, holder):
+            pair(owner, holder)
+            state = a_state(300_000)
+            expected = {name: tensor.clone() for name, tensor in state.items()}
+            owner.keep(4, state)
+            for tensor in state.values():
+                tensor.zero_()
+            await owner.hears()
+            tensors, _ = holder.files.find(KEY, 4).read()
+            assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+    run(test())
+
+
+def test_a_state_that_comes_when_the_replicas_have_ended_leaves_no_file(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with keepers(tmp_path, "owner") as (owner,):
+            await owner.parts.close()
+            owner.keep(4, a_state())
+            await asyncio.sleep(0)
+            assert not [*owner.folder.iterdir()]
+
+    run(test())
+
+
 def test_the_holder_may_hear_of_it_later_than_the_owner(tmp_path: Path) -> None:
     async def test() -> None:
         async with keepers(tmp_path, "owner", "holder") as (owner, holder):

@@ -15,6 +15,7 @@ from ravnest.errors import PeerError, RunError
 from ravnest.net.connection import JOIN_BYTES
 from ravnest.net.identity.node_identity import NodeIdentity
 from ravnest.net.v1.control_pb2 import JoinRequest
+from ravnest.provider.machine.memory import forget_peak, peak_bytes
 from ravnest.provider.replicas import files as part_files
 from ravnest.provider.replicas.files import PartFiles
 from tests.coordinator.checkpoints.part_states import GRAPH, a_state
@@ -38,6 +39,17 @@ def test_a_part_is_read_as_it_was_written(tmp_path: Path, named: bool) -> None:
     tensors, metadata = files.find("r1-c0-s1", 5).read()
     assert metadata == METADATA and tensors.keys() == TENSORS.keys()
     assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_large_state_is_recorded_without_a_copy_in_memory(tmp_path: Path) -> None:
+    state = {f"param:{number}": torch.full((8 << 20,), float(number)) for number in range(4)}
+    cpu = torch.device("cpu")
+    forget_peak(cpu)
+    before = peak_bytes(cpu)
+    writer = PartFiles(tmp_path).record("k", 1, state, METADATA)
+    part = writer.finish()
+    assert part.size_bytes > 128 << 20
+    assert peak_bytes(cpu) - before < 32 << 20
 
 
 def test_a_part_is_what_the_coordinator_takes_for_a_checkpoint(tmp_path: Path) -> None:

@@ -105,7 +105,11 @@ class Machine:
 
     async def take(self, order: Deploy, part: Part | None = None) -> None:
         self.hosted = await built(order, self.client, part=part)
-        self.hosted.on_keep = lambda *kept: self.parts.append(kept)
+        self.hosted.on_keep = self._record
+
+    def _record(self, replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        """Takes a part as the provider's own recorder does: the tensors change afterwards."""
+        self.parts.append((replica, {name: tensor.detach().clone() for name, tensor in tensors.items()}, metadata))
 
     async def keep(self, order: Deploy) -> None:
         await self.hosted.renew(order, self.client)

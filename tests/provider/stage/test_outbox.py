@@ -134,15 +134,17 @@ def test_the_delay_of_a_link_is_measured_by_what_is_trained_on_alone() -> None:
     on_a_loop(test)
 
 
-def test_a_part_of_a_replica_is_a_copy_and_the_stage_goes_on_at_once() -> None:
-    kept: list[tuple[int, dict[str, torch.Tensor], dict[str, str]]] = []
+def test_a_part_of_a_replica_is_recorded_from_the_stages_own_memory_before_the_stage_goes_on() -> None:
+    kept: list[tuple[int, dict[str, list[float]], dict[str, str]]] = []
+    own = torch.ones(3, requires_grad=True)
+
+    def record(replica: int, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        assert tensors["param:w"].data_ptr() == own.data_ptr()
+        kept.append((replica, {name: tensor.tolist() for name, tensor in tensors.items()}, metadata))
 
     async def test(ends: Ends) -> None:
-        own = torch.ones(3, requires_grad=True)
         await asyncio.to_thread(ends.outbox.keep, 2, {"param:w": own}, {"version": "7"})
         own.data.add_(1)
 
-    on_a_loop(test, hooks=StageHooks(on_keep=lambda *part: kept.append(part)))
-    [(replica, tensors, metadata)] = kept
-    assert (replica, metadata) == (2, {"version": "7"})
-    assert tensors["param:w"].tolist() == [1, 1, 1] and not tensors["param:w"].requires_grad
+    on_a_loop(test, hooks=StageHooks(on_keep=record))
+    assert kept == [(2, {"param:w": [1, 1, 1]}, {"version": "7"})]

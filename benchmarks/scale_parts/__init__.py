@@ -1,0 +1,1 @@
+"""Parts of benchmarks.scale: its tasks, the processes of the contenders, and the bounds of its targets."""
