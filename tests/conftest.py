@@ -62,10 +62,10 @@ def one_machine() -> Iterator[None]:
             speeds[key] = measure_speed(device, *more, halves=halves)
         return speeds[key]
 
-    def update(optimizer: OptimizerSpec, accumulate: int) -> UpdateCost:
+    def update(optimizer: OptimizerSpec, accumulate: int, *timers: Any) -> UpdateCost:
         key = optimizer.to_json(), accumulate, torch.get_num_threads()
         if key not in updates:
-            updates[key] = time_update(optimizer, accumulate)
+            updates[key] = time_update(optimizer, accumulate, *timers)
         return updates[key]
 
     def costs(job: Job, captured: Captured) -> CostProfile:

@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 
 import pytest
+import torch
 
+from ravnest.engine.speed.update_time import measure_copy, measure_update
+from ravnest.engine.weights.versions import WeightVersions
 from ravnest.graph.update_cost import Shape, StepMeasurement, UpdateCost, time_update
 from ravnest.spec import OptimizerSpec
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon"])
 def test_every_part_of_an_update_costs_something(name: str) -> None:
-    cost = time_update(OptimizerSpec(name, {"lr": 0.01}))
-    assert cost.byte_seconds > 0 and cost.copy_byte_seconds > 0 and cost.step_seconds + cost.parameter_seconds > 0
+    cost = time_update(OptimizerSpec(name, {"lr": 0.01}), 1, measure_update, measure_copy)
+    assert cost.byte_seconds > 0 and cost.copy_byte_seconds >= 0 and cost.step_seconds + cost.parameter_seconds > 0
     # No optimizer takes a second for a megabyte, or a tenth of a second for nothing.
     assert cost.byte_seconds * 1e6 < 1 and cost.step_seconds + cost.parameter_seconds < 0.1
 
@@ -37,7 +40,7 @@ def test_a_slow_optimizer_is_measured_on_affordable_parameters_alone(cubic_secon
         sides.append(shapes[0][0])
         return StepMeasurement(cubic_seconds * sides[-1] ** 3, 4 * sides[-1] ** 2, 0)
 
-    found = time_update(OptimizerSpec("Muon"), step_timer=measured)
+    found = time_update(OptimizerSpec("Muon"), 1, measured, lambda: 0.0)
     assert found.byte_seconds == pytest.approx(cubic_seconds * largest / 4, rel=1e-3)
     assert max(sides) == largest
 
@@ -53,7 +56,8 @@ def test_a_slow_optimizer_is_measured_on_affordable_parameters_alone(cubic_secon
     ],
 )
 def test_the_memory_of_the_optimizers_state_is_known(name: str, options: dict[str, object], state: float) -> None:
-    assert time_update(OptimizerSpec(name, {"lr": 0.01, **options})).state_bytes_per_byte == state
+    measured = measure_update(OptimizerSpec(name, {"lr": 0.01, **options}), [(700, 800)])
+    assert measured.state_bytes / measured.size_bytes == state
 
 
 def test_an_update_of_weights_in_use_moves_them_first() -> None:
@@ -61,4 +65,19 @@ def test_an_update_of_weights_in_use_moves_them_first() -> None:
     assert cost.seconds(4, 8) == 1.0 + 2.0 + 2.0
     assert cost.seconds(4, 8, held=True) == cost.seconds(4, 8) + 1.0
     assert cost.scaled(2.0) == UpdateCost(2.0, 1.0, 0.5, copy_byte_seconds=0.125)
-    assert time_update(OptimizerSpec("SGD", {"lr": 0.01})).copy_byte_seconds > 0
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_copy_of_a_version_that_is_kept_is_part_of_the_measured_time(
+    monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    renew, copied = WeightVersions.renew, []
+
+    def watched(versions: WeightVersions, name: str, memory: torch.Tensor | None = None) -> torch.Tensor | None:
+        before = renew(versions, name, memory)
+        copied.append(before is not None)
+        return before
+
+    monkeypatch.setattr(WeightVersions, "renew", watched)
+    measured = measure_update(OptimizerSpec("AdamW", {"lr": 0.01}), [(64, 64), (8, 8)], held=held)
+    assert measured.seconds > 0 and copied and set(copied) == {held}

@@ -24,6 +24,7 @@ from ravnest.engine.corrections.discount import warm_up_updates
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.speed.calibrate import calibrate, products_speed, step_bytes, time_steps
 from ravnest.engine.speed.device_speed import measure_speed
+from ravnest.engine.speed.update_time import measure_copy, measure_update
 from ravnest.errors import RunError
 from ravnest.graph.batch import samples_in
 from ravnest.graph.capture.capture import Captured, capture
@@ -106,7 +107,9 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
     """The costs of the model on this machine, with the current number of threads, and the speed of the machine."""
     graph, weights, sample = captured.graph, captured.weights, captured.sample
     costs = profile(graph, weights, sample, samples_in(sample))
-    costs = replace(costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate))
+    costs = replace(
+        costs, update=time_update(job.optimizer_spec, job.pipeline.accumulate, measure_update, measure_copy)
+    )
     available_bytes = psutil.virtual_memory().available
     # Without the schedule: its cost is negligible, and it may end after the steps of the job.
     settings = replace(stage_settings(job, 0, 1, 1), schedule=None)
