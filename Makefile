@@ -48,6 +48,7 @@ bench: $(VENV)/.dev-installed
 	@$(BIN)/python -m benchmarks.overhead
 	@$(BIN)/python -m benchmarks.memory
 	@$(BIN)/python -m benchmarks.scale
+	@$(BIN)/python -m benchmarks.update
 	@$(BIN)/python -m benchmarks.transport
 	@$(BIN)/python -m benchmarks.planner
 	@$(BIN)/python -m benchmarks.averaging

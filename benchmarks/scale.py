@@ -12,7 +12,8 @@ gloo with the same model, cut at the modules in which Ravnest's stages begin.
   microbatches as were in flight in the cluster.
 - `requester` is the peak of `ravnest train` itself, which captures the model and feeds the data.
 - `link ratio` is the bytes on a link relative to the activations and gradients that cross the cut, counted from the
-  graph. Of a weight that both sides use, the rows of a lookup count, not the weight.
+  graph; the last may be the link from the leaf to the root, for looked-up rows. Of a weight that both sides use, the
+  least result of one of its uses counts, not the weight.
 - 1F1B makes 8 microbatches and one update a step; the step after the first is timed.
 
 The rows "20/100" are two and three machines in the WAN lab, on lines of 20 Mbit/s with 100 ms of round trip, with a GPT

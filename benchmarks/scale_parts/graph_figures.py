@@ -5,7 +5,8 @@ each. What crosses is counted as follows:
 
 - activations, forward, and the gradients of those that need one, backward;
 - for a weight that both sides of a cut use, what is least: the weight itself, or the result of one of its uses, as if
-  its owner computed that use for the other side. A tied embedding counts with the rows of the microbatch.
+  its owner computed that use for the other side;
+- the rows of a tied embedding that the leaf looks up for the root, as what the leaf sends.
 """
 
 import json
@@ -19,6 +20,7 @@ from benchmarks.scale_parts.bounds import StageFigures
 from benchmarks.scale_parts.tasks import TASKS
 from ravnest.graph.capture.capture import capture
 from ravnest.graph.cutting.layout import layout
+from ravnest.graph.cutting.lookups import name_ahead
 from ravnest.graph.cutting.partition import split
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.profile import NodeCost, profile
@@ -38,12 +40,15 @@ def main() -> None:
 def figures(graph: PortableGraph, costs: Mapping[str, NodeCost], places: Sequence[int]) -> list[StageFigures]:
     """The figures of the stages of a graph that is cut at these places."""
     stages = split(graph, places)
-    crossing = [(0, 0), *(crossing_bytes(graph, costs, place) for place in places), (0, 0)]
+    row = sum(_output_bytes([value.name], costs) for value in stages[0].rows)
+    crossing = [(row, row), *(crossing_bytes(graph, costs, place) for place in places), (row, row)]
     found = []
     for number, stage in enumerate(stages):
         forward, backward = crossing[number + 1]
         first = {parameter.name: parameter.key for parameter in stage.parameters}
-        begins = next(first[name] for node in stage.nodes for name in node.references() if name in first)
+        ahead = {name_ahead(value.name) for value in stage.lookups}
+        own = [node for node in stage.nodes if node.name not in ahead]
+        begins = next(first[name] for node in own for name in node.references() if name in first)
         found.append(
             StageFigures(
                 begins=begins,

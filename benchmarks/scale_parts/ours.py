@@ -32,7 +32,7 @@ class Run:
     limit: int
     """Largest number of microbatches in flight in the cluster."""
     links: list[LinkUse]
-    """The link after each stage but the last."""
+    """The link after each stage; after the last if it looks rows up for the first."""
     requester_peak_bytes: int
 
     @property
@@ -103,11 +103,16 @@ def read(run: Path, requester_peak_bytes: int = 0) -> Run:
 
 
 def link_uses(stages: list[StageSummary], trained: int, evaluated: int) -> list[LinkUse]:
-    """The use of each link between two stages, from what its two ends sent; bytes without the codec."""
+    """The use of each link between two stages, from what its two ends sent; bytes without the codec. The last is that
+    from the leaf to the root, if there is one."""
     found = []
-    for before, after in pairwise(stages):
-        forward = sum(link.bytes_raw for link in before.links if link.to == after.provider)
-        backward = sum(link.bytes_raw for link in after.links if link.to == before.provider)
+    pairs = list(pairwise(stages))
+    if len(stages) > 1 and len(stages[-1].links) > 1:
+        pairs.append((stages[-1], stages[0]))
+    for before, after in pairs:
+        # Two stages may have two links with each other; a stage tells of the link to the stage before it first.
+        forward = next(link.bytes_raw for link in reversed(before.links) if link.to == after.provider)
+        backward = next(link.bytes_raw for link in after.links if link.to == before.provider)
         found.append(LinkUse(forward, backward, trained + evaluated, trained))
     return found
 

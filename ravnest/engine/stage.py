@@ -21,7 +21,7 @@ from ravnest.engine.passes.passes import Passes
 from ravnest.engine.passes.row_lookups import RowGradient, RowLookups
 from ravnest.engine.passes.split_backward import Gradients
 from ravnest.engine.settings import StageSettings
-from ravnest.engine.weights.buckets import update_buckets
+from ravnest.engine.update_pass import UpdatePass
 from ravnest.engine.weights.gradient_sum import GradientSum
 from ravnest.engine.weights.packed_moments import PackedMoment, moments_in, unpacked_state
 from ravnest.engine.weights.versions import WeightVersions
@@ -93,6 +93,8 @@ class Stage:
         )
         schedule = settings.schedule_spec()
         self._schedule = None if schedule is None else schedule.build(self.optimizer)
+        # Torch warns if the first step of a schedule comes before that of its optimizer, which `_apply` intends.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         left = None if memory_bytes is None else memory_bytes - sum(w.nbytes for w in weights.values())
         self._passes = Passes(graph, self.device, self._versions, self._fixed, settings, left)
         self._lookups = RowLookups(graph, self.device, left) if graph.lookups else None
@@ -102,11 +104,13 @@ class Stage:
         """Microbatches whose gradients of rows the next update includes."""
         self._own: tuple[Gradients, int, list[torch.Tensor]] | None = None
         """At a leaf that looks rows up: the weight gradients of the last backward and its version, until those of rows
-        are added to them; and the gradients that it returned."""
-        self._update_buckets = update_buckets(self._versions.masters)
-        self._sent: list[torch.Tensor] | None = None
-        """Gradients that the last backward returned for the stage before, until its weight gradients are summed."""
-        self._gradients = GradientSum(settings.accumulate)
+        are added to them; and the gradients that it received and returned."""
+        self._update_pass = UpdatePass(
+            self._versions, self.optimizer, settings.clip_norm, settings.clip_value, moments=self._moments
+        )
+        self._exchanged: list[torch.Tensor] | None = None
+        """Gradients that the last backward received and returned, until its weight gradients are summed."""
+        self._gradients = GradientSum()
         """Weight gradients for the next update."""
 
     @property
@@ -189,21 +193,21 @@ class Stage:
         back = self._passes.backward(microbatch, given)
         if not self._passes.is_unfinished:
             return back
-        self._sent = list(back.values())
+        self._exchanged = [*back.values(), *(given or {}).values()]
         if not self._passes.splits:
             self.finish_backward()
         return back
 
     def finish_backward(self) -> None:
         """Computes and sums the weight gradients that the last backward left, if any; `update` calls it too."""
-        if self._sent is None:
+        if self._exchanged is None:
             return
-        sent, self._sent = self._sent, None
+        exchanged, self._exchanged = self._exchanged, None
         version, gradients = self._passes.weight_gradients()
         if self._lookups is None:
-            self._gradients.add(gradients, version, sent)
+            self._gradients.add(gradients, version, exchanged)
         else:
-            self._own = gradients, version, sent
+            self._own = gradients, version, exchanged
 
     def update(self, microbatch: int, *, flush: bool = False, updates: int = 0) -> Update | None:
         """Applies the summed gradients if `accumulate` of them are summed or `flush` is set; None if they are not.
@@ -217,9 +221,8 @@ class Stage:
         gradients = self._gradients
         if len(gradients.versions) < self.settings.accumulate and not flush:
             return None
-        self._apply(gradients)
-        self._gradients = GradientSum(self.settings.accumulate)
-        self._step_schedule(updates)
+        self._apply(gradients, updates)
+        self._gradients = GradientSum()
         oldest, newest = gradients.versions[0], gradients.versions[-1]
         update = Update(microbatch, newest, self.version, None if oldest == newest else oldest)
         if self._lookups is None:
@@ -238,8 +241,8 @@ class Stage:
         if self._lookups is not None:
             self._lookups.forget()
         self._row_gradients, self._rows_of, self._own = [], [], None
-        self._sent = None
-        self._gradients = GradientSum(self.settings.accumulate)
+        self._exchanged = None
+        self._gradients = GradientSum()
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """The parameters, model states and optimizer state as named tensors, and the other values as JSON text.
@@ -357,8 +360,8 @@ class Stage:
             return
         # Without a backward, these are rows of a replayed microbatch: it counts only if no other does.
         is_counted = self._own is not None or not self._gradients.versions
-        own, version, sent = self._own or ({}, self.version, [])
-        taken = {gradient.untyped_storage().data_ptr() for gradient in sent}
+        own, version, exchanged = self._own or ({}, self.version, [])
+        taken = {gradient.untyped_storage().data_ptr() for gradient in exchanged}
         for found in self._row_gradients:
             gradient = own.get(found.parameter)
             if gradient is None:
@@ -368,27 +371,25 @@ class Stage:
             found.add_to(gradient)
             own[found.parameter] = gradient
         self._row_gradients, self._own = [], None
-        self._gradients.add(own, version, sent)
+        self._gradients.add(own, version, exchanged)
         if not is_counted:
             self._gradients.versions.pop()
 
-    def _apply(self, gradients: GradientSum) -> None:
-        self._versions.begin_update()
-        masters = self._versions.masters
-        gradients.divide()
-        if self.settings.clip_value is not None or self.settings.clip_norm is not None:
-            self._clip(gradients)
-        # The staleness of a mean of gradients is their mean staleness.
-        self.correction.begin_update(self.version - gradients.mean_version, self.version)
-        for bucket in self._update_buckets:
-            for name in bucket:
-                masters[name].grad = gradients.tensors.pop(name, None)
-            with self._moments.unpacked([masters[name] for name in bucket], self.version):
-                self.correction.step()
-            for name in bucket:
-                masters[name].grad = None
+    def _apply(self, gradients: GradientSum, updates: int) -> None:
+        # The schedule goes first, because weights are predicted for the options that follow this update.
+        options = self._options()
+        self._step_schedule(updates)
+        ahead = self._options()
+        [group] = self.optimizer.param_groups
+        group.update(options)
+        self._update_pass.run(gradients, self.correction, ahead)
+        group.update(ahead)
         self._passes.applied()
-        self._versions.finish_update()
+
+    def _options(self) -> dict[str, Any]:
+        """A copy of the optimizer's options, such as its learning rate."""
+        [group] = self.optimizer.param_groups
+        return {name: value for name, value in group.items() if name != "params"}
 
     def _step_schedule(self, updates: int) -> None:
         if self._schedule is None:
@@ -396,17 +397,6 @@ class Stage:
         behind = updates - self._schedule.last_epoch
         for _ in range(min(max(1, behind), _MAX_SCHEDULE_STEPS)):
             self._schedule.step()
-
-    def _clip(self, gradients: GradientSum) -> None:
-        """Clips the gradients in place; the norm is over all of them."""
-        masters = self._versions.masters
-        for name, master in masters.items():
-            master.grad = gradients.tensors.get(name)
-        if self.settings.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(masters.values(), self.settings.clip_value)
-        if self.settings.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(masters.values(), self.settings.clip_norm)
-        self.optimizer.zero_grad(set_to_none=True)
 
     def _to_device(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device != self.device:

@@ -1,21 +1,14 @@
-"""Cost of an update on this machine: the time of the optimizer's step, measured on parameters made for this purpose.
+"""Cost of an update on a machine, from the times of updates of a few sizes (engine/speed/update_time.py).
 
 The time depends on the number of a stage's parameters and on their size. Both are measured separately, so that the cost
 of a stage is known for every way of cutting the model, without a copy of the model.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-import torch
-from torch.optim import Optimizer
-
-from ravnest.graph.clock import work_clock
 from ravnest.spec import OptimizerSpec
 
-_REPETITIONS = 5
 _SMALL = (8, 8)
 _MANY = 9
 _SIDES = (256, 512, 1024, 2048)
@@ -58,7 +51,7 @@ class UpdateCost:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """Time of one step of an optimizer, and the sizes of its parameters and of its state."""
+    """Time of one update, and the sizes of its parameters and of the optimizer's state."""
 
     seconds: float
     size_bytes: int
@@ -69,58 +62,16 @@ Shape = tuple[int, int]
 StepTimer = Callable[[OptimizerSpec, Sequence[Shape]], StepMeasurement]
 
 
-Around = Callable[[Optimizer, Sequence[torch.Tensor]], AbstractContextManager[None]]
-"""Context of a step of an optimizer of these parameters."""
-
-
-def measure_step(
-    optimizer: OptimizerSpec, shapes: Sequence[Shape], around: Around = lambda *_: nullcontext()
-) -> StepMeasurement:
-    """The fastest of several steps of the optimizer on new parameters of these shapes, each within `around`."""
-    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-    built = optimizer.build(parameters)
-    seconds = math.inf
-    clock = work_clock()
-    for _ in range(_REPETITIONS):
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        start = clock()
-        with around(built, parameters):
-            built.step()
-        seconds = min(seconds, clock() - start)
-    state_bytes = sum(_growing_bytes(value) for state in built.state.values() for value in state.values())
-    return StepMeasurement(seconds, sum(parameter.nbytes for parameter in parameters), state_bytes)
-
-
-def _growing_bytes(value: object) -> int:
-    """The size of an entry of an optimizer's state; 0 for a scalar, such as a counter of steps, which does not grow
-    with the parameter."""
-    if isinstance(value, torch.Tensor) and value.numel() <= 1:
-        return 0
-    return int(getattr(value, "nbytes", 0))
-
-
-def measure_copy() -> float:
-    """Seconds per byte of a copy of weights into new memory."""
-    weights = torch.ones(_SIDES[-1], _SIDES[-1])
-    seconds = math.inf
-    # All copies are kept, so that each one gets memory that was not used before.
-    versions = []
-    clock = work_clock()
-    for _ in range(_REPETITIONS):
-        start = clock()
-        versions.append(weights.clone())
-        seconds = min(seconds, clock() - start)
-    return seconds / weights.nbytes
-
-
 def time_update(
     optimizer: OptimizerSpec,
-    accumulate: int = 1,
-    step_timer: StepTimer = measure_step,
-    copy_timer: Callable[[], float] = measure_copy,
+    accumulate: int,
+    step_timer: StepTimer,
+    copy_timer: Callable[[], float],
 ) -> UpdateCost:
-    """The cost of this optimizer's updates per microbatch, with one update for every `accumulate` microbatches."""
+    """The cost of this optimizer's updates per microbatch, with one update for every `accumulate` microbatches.
+
+    `step_timer` times an update of parameters of these shapes, `copy_timer` what a byte of a version that is kept adds.
+    """
     one, many = (step_timer(optimizer, shapes) for shapes in ([_SMALL], [_SMALL] * _MANY))
     large = _measure_large(optimizer, step_timer)
     parameter = max(0.0, (many.seconds - one.seconds) / (_MANY - 1))

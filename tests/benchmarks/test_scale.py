@@ -136,6 +136,8 @@ def test_the_use_of_a_link_is_what_both_ends_sent_over_it() -> None:
 
     stages = [stage("a", link("b", 60)), stage("b", link("a", 30), link("c", 7)), stage("c", link("b", 5))]
     assert link_uses(stages, trained=3, evaluated=2) == [LinkUse(60, 30, 5, 3), LinkUse(7, 5, 5, 3)]
+    first, last = stage("a", link("b", 9), link("b", 60)), stage("b", link("a", 30), link("a", 8))
+    assert link_uses([first, last], trained=3, evaluated=2) == [LinkUse(60, 30, 5, 3), LinkUse(8, 9, 5, 3)]
     crossing = StageFigures("x", saved_bytes=0, received_bytes=0, sent_bytes=10, returned_bytes=5)
     assert link_ratio(LinkUse(60, 30, 5, 3), crossing) == pytest.approx(90 / (5 * 10 + 3 * 5))
 
@@ -154,8 +156,10 @@ def test_a_tied_weight_counts_with_the_rows_of_a_microbatch_and_no_more() -> Non
     hidden = 2 * 8 * TINY.width * 4
     untied, tied = (_middle(tied) for tied in (False, True))
     assert [untied[0].sent_bytes, untied[0].returned_bytes, untied[1].received_bytes] == 3 * [hidden]
-    assert [tied[0].sent_bytes, tied[0].returned_bytes, tied[1].received_bytes] == 3 * [2 * hidden]
-    assert tied[0].begins == untied[0].begins == "tokens.weight"
+    assert [tied[0].sent_bytes, tied[0].returned_bytes, tied[1].received_bytes] == 3 * [hidden]
+    assert [tied[1].sent_bytes, tied[1].returned_bytes, tied[0].received_bytes] == 3 * [hidden]
+    assert untied[1].sent_bytes == untied[0].received_bytes == 0
+    assert (tied[0].begins, untied[0].begins) == ("positions.weight", "tokens.weight")
     assert tied[1].begins == untied[1].begins
     assert tied[0].saved_bytes == untied[0].saved_bytes > 0
 
@@ -177,7 +181,8 @@ def _middle(tied: bool) -> list[StageFigures]:
     weights = {parameter.name for parameter in graph.parameters}
     plan = layout(graph)
     alone = [cut for cut in plan.cuts if sum(v.name not in weights for v in plan.crossing[cut]) == 1]
-    after_tokens = [cut for cut in alone if cut > max(plan.first_use[p.name] for p in graph.parameters[:2])]
+    [positions] = [p.name for p in graph.parameters if p.key == "positions.weight"]
+    after_tokens = [cut for cut in alone if cut > plan.first_use[positions]]
     return figures(graph, costs, [after_tokens[len(after_tokens) // 2]])
 
 

@@ -1,21 +1,20 @@
 """The cost of an update is measured, with separate figures for its number of parameters and their size."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from torch.optim import Optimizer
 
-from ravnest.engine.weights.packed_moments import moments_in
-from ravnest.graph.update_cost import Shape, StepMeasurement, UpdateCost, measure_step, time_update
+from ravnest.engine.speed.update_time import measure_copy, measure_update
+from ravnest.engine.weights.versions import WeightVersions
+from ravnest.graph.update_cost import Shape, StepMeasurement, UpdateCost, time_update
 from ravnest.spec import OptimizerSpec
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Muon"])
 def test_every_part_of_an_update_costs_something(name: str) -> None:
-    cost = time_update(OptimizerSpec(name, {"lr": 0.01}))
-    assert cost.byte_seconds > 0 and cost.copy_byte_seconds > 0 and cost.step_seconds + cost.parameter_seconds > 0
+    cost = time_update(OptimizerSpec(name, {"lr": 0.01}), 1, measure_update, measure_copy)
+    assert cost.byte_seconds > 0 and cost.copy_byte_seconds >= 0 and cost.step_seconds + cost.parameter_seconds > 0
     # No optimizer takes a second for a megabyte, or a tenth of a second for nothing.
     assert cost.byte_seconds * 1e6 < 1 and cost.step_seconds + cost.parameter_seconds < 0.1
 
@@ -41,7 +40,7 @@ def test_a_slow_optimizer_is_measured_on_affordable_parameters_alone(cubic_secon
         sides.append(shapes[0][0])
         return StepMeasurement(cubic_seconds * sides[-1] ** 3, 4 * sides[-1] ** 2, 0)
 
-    found = time_update(OptimizerSpec("Muon"), step_timer=measured)
+    found = time_update(OptimizerSpec("Muon"), 1, measured, lambda: 0.0)
     assert found.byte_seconds == pytest.approx(cubic_seconds * largest / 4, rel=1e-3)
     assert max(sides) == largest
 
@@ -57,7 +56,8 @@ def test_a_slow_optimizer_is_measured_on_affordable_parameters_alone(cubic_secon
     ],
 )
 def test_the_memory_of_the_optimizers_state_is_known(name: str, options: dict[str, object], state: float) -> None:
-    assert time_update(OptimizerSpec(name, {"lr": 0.01, **options})).state_bytes_per_byte == state
+    measured = measure_update(OptimizerSpec(name, {"lr": 0.01, **options}), [(700, 800)])
+    assert measured.state_bytes / measured.size_bytes == state
 
 
 def test_an_update_of_weights_in_use_moves_them_first() -> None:
@@ -65,14 +65,26 @@ def test_an_update_of_weights_in_use_moves_them_first() -> None:
     assert cost.seconds(4, 8) == 1.0 + 2.0 + 2.0
     assert cost.seconds(4, 8, held=True) == cost.seconds(4, 8) + 1.0
     assert cost.scaled(2.0) == UpdateCost(2.0, 1.0, 0.5, copy_byte_seconds=0.125)
-    assert time_update(OptimizerSpec("SGD", {"lr": 0.01})).copy_byte_seconds > 0
 
 
 def test_the_state_is_measured_as_it_is_between_steps() -> None:
-    def around(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        return moments_in("8bit", optimizer).unpacked(parameters, 0)
-
-    packed = measure_step(OptimizerSpec("AdamW", {"lr": 0.01}), [(256, 256)], around)
+    packed = measure_update(OptimizerSpec("AdamW", {"lr": 0.01}), [(256, 256)], moments="8bit")
     assert packed.state_bytes == pytest.approx(2 * (1 + 4 / 256) * 256 * 256)
-    small = measure_step(OptimizerSpec("AdamW", {"lr": 0.01}), [(8, 8)], around)
+    small = measure_update(OptimizerSpec("AdamW", {"lr": 0.01}), [(8, 8)], moments="8bit")
     assert small.state_bytes == 2 * 4 * 64
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_copy_of_a_version_that_is_kept_is_part_of_the_measured_time(
+    monkeypatch: pytest.MonkeyPatch, held: bool
+) -> None:
+    renew, copied = WeightVersions.renew, []
+
+    def watched(versions: WeightVersions, name: str, memory: torch.Tensor | None = None) -> torch.Tensor | None:
+        before = renew(versions, name, memory)
+        copied.append(before is not None)
+        return before
+
+    monkeypatch.setattr(WeightVersions, "renew", watched)
+    measured = measure_update(OptimizerSpec("AdamW", {"lr": 0.01}), [(64, 64), (8, 8)], held=held)
+    assert measured.seconds > 0 and copied and set(copied) == {held}

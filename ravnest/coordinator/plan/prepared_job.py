@@ -25,13 +25,14 @@ from ravnest.engine.corrections.discount import warm_up_updates
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.speed.calibrate import calibrate, products_speed, step_bytes, time_steps
 from ravnest.engine.speed.device_speed import measure_speed
-from ravnest.engine.weights.packed_moments import moments_in, moments_refusal
+from ravnest.engine.speed.update_time import measure_copy, measure_update
+from ravnest.engine.weights.packed_moments import moments_refusal
 from ravnest.errors import JobError, RunError
 from ravnest.graph.batch import samples_in
 from ravnest.graph.capture.capture import Captured, capture
 from ravnest.graph.profile import CostProfile, profile
 from ravnest.graph.program import Program
-from ravnest.graph.update_cost import UpdateCost, measure_step, time_update
+from ravnest.graph.update_cost import UpdateCost, time_update
 from ravnest.graph.weights import content_hash, stream_size_bytes, stream_tensors
 from ravnest.job import Job
 from ravnest.planner.plan import StagePlan
@@ -130,8 +131,8 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
 
 def update_cost(job: Job) -> UpdateCost:
     """The cost of the job's updates on this machine."""
-    step_timer = partial(measure_step, around=lambda o, p: moments_in(job.pipeline.moments, o).unpacked(p, 0))
-    return time_update(job.optimizer_spec, job.pipeline.accumulate, step_timer)
+    step_timer = partial(measure_update, moments=job.pipeline.moments)
+    return time_update(job.optimizer_spec, job.pipeline.accumulate, step_timer, measure_copy)
 
 
 def stage_settings(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ravnest.engine.corrections import discount, foresight
 from ravnest.engine.corrections.foresight import Foresight
+from ravnest.engine.weights.blocks import Ahead, Block
 
 
 class Cautious(Foresight):
@@ -32,9 +33,11 @@ class Cautious(Foresight):
         self._discount.begin_update(staleness, version)
         super().begin_update(staleness, version)
 
-    def step(self) -> None:
+    def step(self, block: Block) -> None:
+        if block.ahead is not None:
+            block.ahead = Ahead(block.ahead.weights, self._discount.discounted(block.ahead.options))
         with self._discount.applied():
-            super().step()
+            super().step(block)
 
 
 def refusal(optimizer: Optimizer) -> str | None:

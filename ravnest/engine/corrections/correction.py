@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ravnest.engine.corrections import cautious, discount, foresight, nesterov, predict
 from ravnest.engine.corrections.plain import Plain
+from ravnest.engine.weights.blocks import Block
 from ravnest.errors import GraphError
 from ravnest.settings import CORRECTIONS
 from ravnest.spec import OptimizerSpec
@@ -42,8 +43,16 @@ class Correction(Protocol):
     def begin_update(self, staleness: float, version: int) -> None:
         """Called before an update with the mean staleness of its gradients; `version` updates were made before it."""
 
-    def step(self) -> None:
-        """Steps the parameters that have gradients; called one or more times in an update."""
+    @property
+    def predicts(self) -> bool:
+        """Whether the forwards after the update that has begun use predicted weights."""
+
+    def step(self, block: Block) -> None:
+        """Steps the parameters of this block that have gradients, and writes the predicted weights of all of them to
+        `block.ahead`, if set. Their memory may be that of the gradients."""
+
+    def end_update(self, predicted: dict[str, Tensor] | None) -> None:
+        """Called after all blocks of an update, with the predicted weights by name, if they were written."""
 
 
 def correction_named(

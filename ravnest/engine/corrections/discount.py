@@ -7,12 +7,13 @@ update to update.
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from torch.optim import Optimizer
 
 from ravnest.engine.corrections.plain import Plain
+from ravnest.engine.weights.blocks import Block
 
 WARM_UP_UPDATES: Final = 500
 """Maximum number of updates over which the discount ends."""
@@ -38,9 +39,13 @@ class Discount(Plain):
         power = max(0.0, 1.0 - version / self._warm_up_updates)
         self._factor = (1.0 + max(0, staleness)) ** -power
 
-    def step(self) -> None:
+    def step(self, block: Block) -> None:
         with self.applied():
-            self._optimizer.step()
+            block.step()
+
+    def discounted(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """These options of the optimizer, with the discounted learning rate."""
+        return {**options, "lr": options["lr"] * self._factor}
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ravnest.engine.corrections import nesterov, predict
+from ravnest.engine.weights.blocks import Block
 
 GROWTH: Final = 0.15
 """Growth of the momentum with staleness: 1 - g = (1 - b) / (1 + GROWTH * staleness)."""
@@ -25,6 +26,10 @@ class Foresight(nesterov.NesterovCorrection):
         super().__init__(optimizer, GROWTH)
         self._ahead = predict.Predict(optimizer, parameters)
 
+    @property
+    def predicts(self) -> bool:
+        return self._ahead.predicts
+
     def forward_weights(self) -> dict[str, Tensor] | None:
         return self._ahead.forward_weights()
 
@@ -34,6 +39,14 @@ class Foresight(nesterov.NesterovCorrection):
     def begin_update(self, staleness: float, version: int) -> None:
         super().begin_update(staleness, version)
         self._ahead.begin_update(staleness, version)
+
+    def step(self, block: Block) -> None:
+        scales = self._step(block)
+        if block.ahead is not None:
+            self._ahead.write(block, block.ahead, scales)
+
+    def end_update(self, predicted: dict[str, Tensor] | None) -> None:
+        self._ahead.end_update(predicted)
 
 
 def refusal(optimizer: Optimizer) -> str | None:

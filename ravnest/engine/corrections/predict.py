@@ -5,19 +5,18 @@ gradients are stale, each with the optimizer's current velocity. Predicted weigh
 evaluated.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ravnest.engine.corrections.expected import ExpectedStaleness
-from ravnest.engine.corrections.nesterov import PRODUCT
 from ravnest.engine.corrections.plain import Plain
-from ravnest.engine.weights.buckets import foreach_buckets
-from ravnest.engine.weights.packed_moments import unpacked_state
+from ravnest.engine.weights.adam import PRODUCT, scales_of
+from ravnest.engine.weights.blocks import Ahead, Block, Blocks
+from ravnest.engine.weights.packed_moments import reading
 
 _ADAMS: Final = ("Adam", "AdamW", "NAdam")
 
@@ -28,13 +27,18 @@ class Predict(Plain):
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(optimizer)
         self._parameters = parameters
+        self._blocks = Blocks(optimizer, parameters)
         self._staleness = ExpectedStaleness()
         self._predicted: dict[str, Tensor] | None = None
         """Shared by all forwards until the next update."""
 
+    @property
+    def predicts(self) -> bool:
+        return bool(self._staleness.value)
+
     def forward_weights(self) -> dict[str, Tensor] | None:
-        if self._staleness.value and self._predicted is None:
-            self._predicted = self._predict(self._staleness.value)
+        if self.predicts and self._predicted is None:
+            self._predicted = self._predict()
         return self._predicted
 
     def moved(self) -> None:
@@ -44,19 +48,53 @@ class Predict(Plain):
         self._staleness.add(staleness)
         self._predicted = None
 
+    def step(self, block: Block) -> None:
+        block.step()
+        if block.ahead is not None:
+            self.write(block, block.ahead)
+
+    def end_update(self, predicted: dict[str, Tensor] | None) -> None:
+        self._predicted = predicted
+
     @torch.no_grad()
-    def _predict(self, staleness: float) -> dict[str, Tensor]:
-        [group] = self._optimizer.param_groups
+    def write(self, block: Block, ahead: Ahead, scales: list[Tensor] | None = None) -> None:
+        """Writes the predicted weights of a block: those after updates with the last velocity.
+
+        `scales` are those of the step (`scales_of`), which are computed again if they are not given.
+        """
+        far = self._staleness.value * ahead.options["lr"]
         # A parameter that never had a gradient does not move, but must not share memory with the master.
-        known = {name: self._optimizer.state.get(parameter, {}) for name, parameter in self._parameters.items()}
-        found = {name: p.detach().clone() for name, p in self._parameters.items() if not _moves(known[name])}
-        moving = [(name, p.detach()) for name, p in self._parameters.items() if name not in found]
-        for bucket in foreach_buckets(moving, lambda each: each[1]):
-            names, weights = [name for name, _ in bucket], [weight for _, weight in bucket]
-            states = [unpacked_state(known[name]) for name in names]
-            moved = _moved(self._optimizer, group, weights, states, staleness * group["lr"])
-            found.update(zip(names, moved, strict=True))
-        return {name: found[name].requires_grad_() for name in self._parameters}
+        torch._foreach_copy_(list(ahead.weights), block.parameters)
+        moving = [index for index, state in enumerate(block.states) if _moves(state)]
+        weights, states = [ahead.weights[index] for index in moving], [block.states[index] for index in moving]
+        if not moving:
+            return
+        if type(self._optimizer) is SGD:
+            momenta = [state["momentum_buffer"] for state in states]
+            torch._foreach_add_(weights, momenta, alpha=far if ahead.options["maximize"] else -far)
+            return
+        counts = [float(state["step"]) for state in states]
+        beta1 = ahead.options["betas"][0]
+        # The product of all momenta, for the bias correction of the mean; the momentum may have changed over time.
+        left = [
+            float(state.get("mu_product", state.get(PRODUCT, beta1**count)))
+            for state, count in zip(states, counts, strict=True)
+        ]
+        if scales is None:
+            squares = [state["max_exp_avg_sq" if "max_exp_avg_sq" in state else "exp_avg_sq"] for state in states]
+            scales = scales_of(squares, counts, ahead.options)
+        means = [state["exp_avg"] for state in states]
+        torch._foreach_addcdiv_(weights, means, scales, [-far / (1 - each) for each in left])
+
+    def _predict(self) -> dict[str, Tensor]:
+        """The predicted weights in new memory, after a change of the weights that was no update."""
+        [options] = self._optimizer.param_groups
+        found = {name: torch.empty_like(parameter.detach()) for name, parameter in self._parameters.items()}
+        for group in self._blocks.groups:
+            with reading(self._optimizer, [self._parameters[name] for name in group]):
+                for block in self._blocks.of(group):
+                    self.write(block, Ahead([block.cut(found[name]) for name in block.names], options))
+        return {name: weights.requires_grad_() for name, weights in found.items()}
 
 
 def refusal(optimizer: Optimizer) -> str | None:
@@ -70,29 +108,3 @@ def refusal(optimizer: Optimizer) -> str | None:
 
 def _moves(state: Mapping[str, Any]) -> bool:
     return "exp_avg" in state or state.get("momentum_buffer") is not None
-
-
-def _moved(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    weights: list[Tensor],
-    states: Sequence[Mapping[str, Any]],
-    far: float,
-) -> Sequence[Tensor]:
-    """The weights after updates with the last velocity; `far` is the sum of their learning rates."""
-    if type(optimizer).__name__ == "SGD":
-        momenta = [state["momentum_buffer"] for state in states]
-        return torch._foreach_add(weights, momenta, alpha=far if group["maximize"] else -far)
-    beta1, beta2 = group["betas"]
-    steps = [float(state["step"]) for state in states]
-    # The product of all momenta, for the bias correction of the mean; the momentum may have changed over time.
-    left = [
-        float(state.get("mu_product", state.get(PRODUCT, beta1**count)))
-        for state, count in zip(states, steps, strict=True)
-    ]
-    scales = torch._foreach_sqrt([state.get("max_exp_avg_sq", state["exp_avg_sq"]) for state in states])
-    torch._foreach_div_(scales, [math.sqrt(1 - beta2**count) for count in steps])
-    torch._foreach_add_(scales, group["eps"])
-    return torch._foreach_addcdiv(
-        weights, [state["exp_avg"] for state in states], scales, [-far / (1 - each) for each in left]
-    )

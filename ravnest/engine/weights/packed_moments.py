@@ -112,6 +112,19 @@ def moments_in(form: str, optimizer: Optimizer) -> FloatMoments | PackedMoments:
     return PackedMoments(optimizer) if form == "8bit" and refusal(optimizer) is None else FloatMoments()
 
 
+@contextlib.contextmanager
+def reading(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which the optimizer's moments of these parameters are float32 tensors that are only read."""
+    packed = {parameter: dict(optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state}
+    for parameter, state in packed.items():
+        optimizer.state[parameter].update(unpacked_state(state))
+    try:
+        yield
+    finally:
+        for parameter, state in packed.items():
+            optimizer.state[parameter].update(state)
+
+
 def unpacked_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's state of one parameter with float32 moments; those that are packed are in new memory."""
     return {name: value.unpack() if isinstance(value, PackedMoment) else value for name, value in state.items()}

@@ -50,9 +50,24 @@ class WeightVersions:
     def begin_update(self) -> None:
         """Makes the masters safe to write: in new memory if a microbatch in flight holds the current version."""
         self.on_write()
-        if self._current.users:
-            for master in self.masters.values():
-                master.data = master.data.clone()
+        for name, master in self.masters.items():
+            before = self.renew(name)
+            if before is not None:
+                master.data.copy_(before)
+
+    def renew(self, name: str, memory: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Makes one master safe to write: if a microbatch in flight holds the current version, the master gets other
+        memory, and the result is the old memory, which the caller must copy. None: the master keeps its memory.
+
+        `memory` is used instead of new memory; it has the shape of the master. An update calls `on_write`, and then
+        this for each master instead of `begin_update`, to copy while it steps.
+        """
+        if not self._current.users:
+            return None
+        master = self.masters[name]
+        before = master.data
+        master.data = torch.empty_like(before) if memory is None else memory
+        return before
 
     def finish_update(self) -> None:
         """Makes the masters, as written, the next version."""

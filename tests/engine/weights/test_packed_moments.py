@@ -10,6 +10,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from ravnest.engine.corrections.correction import correction_named
 from ravnest.engine.stage import Stage
+from ravnest.engine.weights.blocks import Blocks
 from ravnest.engine.weights.packed_moments import (
     MIN_VALUES,
     PackedMoment,
@@ -219,9 +220,13 @@ def test_a_prediction_reads_packed_moments() -> None:
     moments = moments_in("8bit", optimizer)
     parameter.grad = torch.randn(SHAPE)
     correction.begin_update(2.0, 0)
+    [group] = Blocks(optimizer, {"weight": parameter}).groups
     with moments.unpacked([parameter], 0):
-        correction.step()
+        for block in Blocks(optimizer, {"weight": parameter}).of(group):
+            correction.step(block)
+    before = optimizer.state[parameter]["momentum_buffer"]
     predicted = correction.forward_weights()
     assert predicted is not None
     velocity = unpacked_state(optimizer.state[parameter])["momentum_buffer"]
     assert torch.allclose(predicted["weight"], parameter - 0.4 * 0.1 * velocity, atol=1e-6)
+    assert optimizer.state[parameter]["momentum_buffer"] is before, "it stays packed"
