@@ -1,7 +1,8 @@
 """Uploads of a stage's state to a checkpoint of the coordinator.
 
-If main memory has room for a copy, the copy is uploaded while the stage goes on training. Otherwise the stage waits
-until its own tensors are uploaded. On failure:
+The stage writes its state to a file (state_file.py), which is uploaded while the stage goes on training. Without room
+on the disk a copy in main memory takes its place, and without room there the stage waits until its own tensors are
+uploaded. On failure:
 
 - the upload fails, or the coordinator refuses it: the stage fails;
 - the coordinator was restarted and no longer wants the checkpoint: the upload is dropped and the stage goes on.
@@ -11,6 +12,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,8 +23,10 @@ from ravnest.graph.weights import stream_tensors
 from ravnest.provider.replicas.outgoing import OutgoingTransfers
 from ravnest.provider.stage.failure import FirstFailure, StageFailure
 from ravnest.provider.stage.records import StageRecords
+from ravnest.provider.stage.state_file import StateFile
 
 Tensors = Mapping[str, torch.Tensor]
+Chunks = Callable[[], AsyncIterator[bytes]]
 Upload = Callable[[str, Callable[[], AsyncIterator[bytes]]], Coroutine[Any, Any, None]]
 """Uploads the chunks of an iterator under a name. The function that makes the iterator is called again on a retry."""
 
@@ -42,9 +47,11 @@ class CheckpointUploads:
         has_room: Callable[[int], bool] = lambda size_bytes: False,
         outer_state: Callable[[], Tensors] = dict,
         restart_seconds: float = RESTART_SECONDS,
+        folder: Path | None = None,
     ) -> None:
         """`has_room` tells whether main memory has room for a copy of this size; `outer_state` gives what the outer
-        optimizer remembers, for a checkpoint whose tensors lack it. Both are called on the engine's thread."""
+        optimizer remembers, for a checkpoint whose tensors lack it. Both are called on the engine's thread. `folder` is
+        for files with the state; None: without files."""
         self._upload = upload
         self._records = records
         self._failures = failures
@@ -52,6 +59,7 @@ class CheckpointUploads:
         self._has_room = has_room
         self._outer_state = outer_state
         self._restart_seconds = restart_seconds
+        self._folder = folder
         self._loop = asyncio.get_running_loop()
         self._uploading: Future[None] | None = None
         self._is_over = False
@@ -64,8 +72,13 @@ class CheckpointUploads:
         name = f"checkpoint-{checkpoint}"
         if not any(key.startswith("outer:") for key in tensors):
             tensors = {**tensors, **self._outer_state()}
-        if self._has_room(_size_bytes(tensors)):
-            self._upload_copy(checkpoint, name, tensors, metadata)
+        size_bytes = _size_bytes(tensors)
+        file = None if self._folder is None else StateFile.write(self._folder, tensors, metadata)
+        if file is not None:
+            self._upload_later(checkpoint, name, size_bytes, file.chunks, file.close)
+        elif self._has_room(size_bytes):
+            copies = copied(tensors)
+            self._upload_later(checkpoint, name, size_bytes, partial(_chunks, copies, dict(metadata)))
         else:
             self._upload_own(checkpoint, name, tensors, metadata)
 
@@ -83,20 +96,22 @@ class CheckpointUploads:
         if self._uploading is not None:
             self._uploading.cancel()
 
-    def _upload_copy(self, checkpoint: int, name: str, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+    def _upload_later(
+        self, checkpoint: int, name: str, size_bytes: int, chunks: Chunks, close: Callable[[], None] = lambda: None
+    ) -> None:
         # The coordinator has given up the previous checkpoint if it does not have it by now.
         self._cancel()
-        work = self._upload_in_background(checkpoint, name, copied(tensors), dict(metadata))
+        work = self._upload_in_background(checkpoint, name, size_bytes, chunks, close)
         self._uploading = asyncio.run_coroutine_threadsafe(work, self._loop)
         if self._is_over or self._is_unwanted.is_set():
             self._cancel()
 
     async def _upload_in_background(
-        self, checkpoint: int, name: str, tensors: Tensors, metadata: Mapping[str, str]
+        self, checkpoint: int, name: str, size_bytes: int, chunks: Chunks, close: Callable[[], None]
     ) -> None:
         try:
-            with self._transfers.sending("checkpoint", name, _size_bytes(tensors)) as sending:
-                await self._upload(name, lambda: sending.counted(_chunks(tensors, metadata)))
+            with self._transfers.sending("checkpoint", name, size_bytes) as sending:
+                await self._upload(name, lambda: sending.counted(chunks()))
         except Exception as error:
             is_refused = isinstance(error, RefusedError)
             if is_refused and await asyncio.to_thread(self._is_unwanted.wait, self._restart_seconds):
@@ -105,6 +120,8 @@ class CheckpointUploads:
             text = error_text(error)
             self._failures.report(StageFailure("error", text))
             return
+        finally:
+            close()
         self._records.saved(checkpoint)
 
     def _upload_own(self, checkpoint: int, name: str, tensors: Tensors, metadata: Mapping[str, str]) -> None:

@@ -8,9 +8,11 @@ the microbatches in flight, and starts the next generation around the same weigh
 """
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -77,6 +79,7 @@ class Generation:
             host.transfers,
             has_room=self._memory.has_room,
             outer_state=hooks.outer_state,
+            folder=host.node.folder or Path(tempfile.gettempdir()),
         )
         copies = DeviceCopies(stage.device)
         self._outbox = FrameOutbox(self.number, records, self._uploads, self._failures, hooks, copies.mark)

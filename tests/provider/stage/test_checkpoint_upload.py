@@ -1,8 +1,10 @@
 """Uploads of a stage's state to a checkpoint: where the stage waits, and whose problem it is when one fails."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,3 +185,47 @@ def test_another_checkpoint_takes_the_place_of_a_copy_that_is_still_under_way() 
         assert ends.records.take()[2] == [16] and not ends.failures.future.done()
 
     assert len(on_a_loop(test, has_room=has_room)) == 1
+
+
+def test_the_state_is_written_to_a_file_and_uploaded_again_after_a_broken_line(tmp_path: Path) -> None:
+    arrived: list[bytes] = []
+    weight = torch.arange(700_000.0)
+
+    async def upload(name: str, chunks: Callable[[], AsyncIterator[bytes]]) -> None:
+        first = await anext(chunks())
+        arrived.append(b"".join([chunk async for chunk in chunks()]))
+        assert arrived[-1].startswith(first)
+
+    async def run() -> None:
+        records, failures = StageRecords(), FirstFailure()
+        more: dict[str, Any] = {"folder": tmp_path, "has_room": refuse_a_copy}
+        uploads = CheckpointUploads(upload, records, failures, OutgoingTransfers(), **more)
+        uploads.save(12, {"param:weight": weight}, {"version": "4"})
+        weight.add_(100.0)
+        async with asyncio.timeout(10):
+            await records.news.wait()
+        assert records.take()[2] == [12] and not failures.future.done()
+
+    asyncio.run(run())
+    reader = WeightsReader(len(arrived[0]))
+    reader.feed(arrived[0])
+    assert torch.equal(reader.finish()[0]["param:weight"], torch.arange(700_000.0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def refuse_a_copy(size_bytes: int) -> bool:
+    raise AssertionError("the disk has room")
+
+
+def test_without_room_on_the_disk_a_copy_is_uploaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3))
+
+    async def test(ends: Ends) -> None:
+        ends.uploads.save(12, {"param:weight": torch.ones(5)}, {})
+        await ends.news()
+        assert ends.records.take()[2] == [12]
+
+    assert len(on_a_loop(test, folder=tmp_path, has_room=has_room)) == 1
+    gone = tmp_path / "gone"
+    assert len(on_a_loop(test, folder=gone, has_room=has_room)) == 1, "a folder that cannot be used is no failure"
