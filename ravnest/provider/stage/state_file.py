@@ -35,7 +35,7 @@ class StateFile:
         try:
             if shutil.disk_usage(folder).free * (1 - _SPARE_SHARE) < size_bytes:
                 return None
-            found = cls(tempfile.TemporaryFile(dir=folder, buffering=0))  # type: ignore[arg-type]
+            found = cls(tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 (closed with the state)
             for data in stream_tensors(tensors, metadata):
                 found._add(data)
         except OSError:
