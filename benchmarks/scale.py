@@ -17,7 +17,7 @@ gloo with the same model, cut at the modules in which Ravnest's stages begin.
 - 1F1B makes 8 microbatches and one update a step; the step after the first is timed.
 
 The rows "20/100" are two and three machines in the WAN lab, on lines of 20 Mbit/s with 100 ms of round trip, with a GPT
-of 10 million parameters.
+of 10 million parameters. They share two cores, so each pretends to be four times slower than it is.
 """
 
 import statistics

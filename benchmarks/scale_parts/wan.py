@@ -15,6 +15,8 @@ from benchmarks.scale_parts.ours import Run, environment, read, write_job
 from tests.wan import Host, Lab
 
 LINE: Final = Line("20/100", 20, 100)
+SLOWER: Final = 4
+"""How many times slower than it is each machine pretends to be."""
 _PORT = 7700
 _PATIENCE_SECONDS = 420.0
 _END_SECONDS = 20.0
@@ -51,8 +53,9 @@ class Lines:
         assert serving.stdout is not None
         invite = serving.stdout.readline().strip().removeprefix("invite: ravnest join ")
         for host in self._hosts:
-            # On one thread each: they stand for machines of their own, and share this one's cores.
-            self._start(host, ["join", invite, "--name", host, "--cache", "0"], folder / f"{host}.said")
+            # They share this machine's cores, and must not wait for one another: each pretends to be slower.
+            join = ["join", invite, "--name", host, "--cache", "0", "--pretend-slower", str(SLOWER)]
+            self._start(host, join, folder / f"{host}.said")
         try:
             serving.wait(_PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -31,6 +31,11 @@ class UpdateCost:
     copy_byte_seconds: float = 0.0
     """Additional time for each byte if a microbatch in flight still uses the weights, so that the update has to copy
     them first. This is so in every stage but a leaf."""
+    code_byte_seconds: float = 0.0
+    """The same if the weights are kept in 8 bits: the time to code them, and to read them in the backward."""
+    stale_byte_seconds: float = 0.0
+    """Additional time for each byte if the gradients are stale: the correction of staleness, and the prediction of the
+    weights for the next forward. This is so in every stage but a leaf."""
     state_bytes_per_byte: float = 0.0
     """Bytes of optimizer state for each byte of parameters: 2 for Adam, 0 for SGD, 1 for SGD with momentum."""
 
@@ -67,10 +72,13 @@ def time_update(
     accumulate: int,
     step_timer: StepTimer,
     copy_timer: Callable[[], float],
+    code_timer: Callable[[], float] = lambda: 0.0,
+    stale_timer: Callable[[], float] = lambda: 0.0,
 ) -> UpdateCost:
     """The cost of this optimizer's updates per microbatch, with one update for every `accumulate` microbatches.
 
-    `step_timer` times an update of parameters of these shapes, `copy_timer` what a byte of a version that is kept adds.
+    `step_timer` times an update of parameters of these shapes. The others time what a byte adds: `copy_timer` of a
+    version that is kept, `code_timer` of one in 8 bits, `stale_timer` of parameters with stale gradients.
     """
     one, many = (step_timer(optimizer, shapes) for shapes in ([_SMALL], [_SMALL] * _MANY))
     large = _measure_large(optimizer, step_timer)
@@ -80,6 +88,8 @@ def time_update(
         parameter_seconds=parameter / accumulate,
         byte_seconds=max(0.0, large.seconds - one.seconds) / large.size_bytes / accumulate,
         copy_byte_seconds=copy_timer() / accumulate,
+        code_byte_seconds=code_timer() / accumulate,
+        stale_byte_seconds=stale_timer() / accumulate,
         state_bytes_per_byte=large.state_bytes / large.size_bytes,
     )
 

@@ -214,10 +214,11 @@ def compute_seconds(model: ModelCosts, goal: Goal, provider: Provider) -> Table:
     if model.rows_bytes:
         has_rows = begins[:, None] ^ ends[None, :]
         frames, handled = frames + 2.0 * has_rows, handled + 2.0 * model.rows_bytes * has_rows
-    # A leaf updates its weights in place: no microbatch in flight holds them.
-    held = ~ends[None, :] & goal.policy.keeps_weights
-    copied = model.between(model.parameter_bytes) * model.copy_byte_seconds * held
-    step = (model.step_seconds + copied) / provider.memory_speed
+    # A leaf updates its weights in place: no microbatch in flight holds them, and its gradients are never stale.
+    kept = model.code_byte_seconds if goal.policy.coded else model.copy_byte_seconds
+    byte = goal.policy.keeps_weights * kept + model.stale_byte_seconds
+    older = model.between(model.parameter_bytes) * byte * ~ends[None, :]
+    step = (model.step_seconds + older) / provider.memory_speed
     seconds = work + step + frames * FRAME_SECONDS + handled / HANDLED_BYTES_PER_SECOND
     # A machine that pretends to be slower waits for most of that time, and does its other work meanwhile.
     pretended: Table = np.maximum(seconds, provider.min_stage_seconds)

@@ -69,6 +69,8 @@ def count_costs(
         states=sums("states"),
         step_seconds=costs.update.step_seconds + costs.stage_seconds,
         copy_byte_seconds=costs.update.copy_byte_seconds,
+        code_byte_seconds=costs.update.code_byte_seconds,
+        stale_byte_seconds=costs.update.stale_byte_seconds,
         state_bytes_per_byte=costs.update.state_bytes_per_byte,
         plain_bytes=(traffic(_plain_bytes, backward=False), traffic(_plain_bytes, backward=True)),
         rows_bytes=float(sum(_value_bytes(row, costs) for row in rows)),

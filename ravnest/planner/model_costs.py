@@ -51,6 +51,10 @@ class ModelCosts:
     """Fixed cost of a microbatch for a stage of any size: an update, and operators that find an empty cache."""
     copy_byte_seconds: float = 0.0
     """Cost of an update per byte of parameters, where older microbatches hold the version before."""
+    code_byte_seconds: float = 0.0
+    """The same, where the version before is kept in 8 bits."""
+    stale_byte_seconds: float = 0.0
+    """Cost of the correction of staleness per byte of parameters."""
     state_bytes_per_byte: float = 2.0
     """Optimizer state per byte of a parameter."""
     plain_bytes: tuple[Table, Table] | None = None

@@ -1,11 +1,12 @@
 """The cost of an update is measured, with separate figures for its number of parameters and their size."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ravnest.engine.speed.update_time import measure_copy, measure_update
+from ravnest.engine.speed.update_time import measure_coding, measure_copy, measure_correction, measure_update
 from ravnest.engine.weights.versions import WeightVersions
 from ravnest.graph.update_cost import Shape, StepMeasurement, UpdateCost, time_update
 from ravnest.spec import OptimizerSpec
@@ -28,8 +29,10 @@ def test_an_update_for_several_microbatches_costs_each_of_them_its_part() -> Non
 
     once, shared = (time_update(OptimizerSpec("SGD"), n, measured, lambda: 2e-9) for n in (1, 4))
     approx = pytest.approx
-    assert once == UpdateCost(approx(2e-6), approx(1e-6), approx(1e-9), approx(2e-9), approx(1.0))
-    assert shared == UpdateCost(approx(0.5e-6), approx(0.25e-6), approx(0.25e-9), approx(0.5e-9), approx(1.0))
+    whole = UpdateCost(approx(2e-6), approx(1e-6), approx(1e-9), approx(2e-9), state_bytes_per_byte=approx(1.0))
+    assert once == whole
+    quarter = UpdateCost(approx(0.5e-6), approx(0.25e-6), approx(0.25e-9), approx(0.5e-9))
+    assert shared == replace(quarter, state_bytes_per_byte=approx(1.0))
 
 
 @pytest.mark.parametrize(("cubic_seconds", "largest"), [(1e-12, 2048), (1e-9, 512), (1e-6, 256)])
@@ -72,6 +75,15 @@ def test_the_state_is_measured_as_it_is_between_steps() -> None:
     assert packed.state_bytes == pytest.approx(2 * (1 + 4 / 256) * 256 * 256)
     small = measure_update(OptimizerSpec("AdamW", {"lr": 0.01}), [(8, 8)], moments="8bit")
     assert small.state_bytes == 2 * 4 * 64
+
+
+def test_coding_and_stale_gradients_take_time_for_each_byte() -> None:
+    optimizer = OptimizerSpec("AdamW", {"lr": 0.01})
+    assert measure_coding() > 0
+    assert measure_correction(optimizer, "float32", "none") == pytest.approx(0.0, abs=2e-9)
+    assert measure_correction(optimizer, "float32", "predict") >= 0
+    cost = time_update(optimizer, 2, measure_update, lambda: 2e-9, lambda: 4e-9, lambda: 6e-9)
+    assert (cost.copy_byte_seconds, cost.code_byte_seconds, cost.stale_byte_seconds) == (1e-9, 2e-9, 3e-9)
 
 
 @pytest.mark.parametrize("held", [False, True])

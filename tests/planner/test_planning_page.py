@@ -44,11 +44,12 @@ PLACES = 9
 COMPUTE = {
     "stash": "compute",
     "double": "compute",
-    "stash_8bit": "compute",
+    "stash_8bit": "compute_with_stash_8bit",
     "in_place": "compute_in_place",
     "recompute": "compute_with_recompute",
     "latest": "compute_with_latest",
 }
+WORK = ("work", "again", "update", "update_with_stash_8bit", "update_in_place", "handling")
 MEMORY = {
     "stash": "memory",
     "double": "memory_with_double",
@@ -110,6 +111,8 @@ def a_model(random: Random) -> ModelCosts:
         samples=16,
         step_seconds=random.uniform(1e-4, 1e-3),
         copy_byte_seconds=1e-9,
+        code_byte_seconds=2e-9,
+        stale_byte_seconds=3e-9,
         state_bytes_per_byte=random.choice((0.0, 1.0, 2.0)),
     )
 
@@ -175,6 +178,8 @@ class Case:
             "memory_speed": provider.memory_speed,
             "step": model.step_seconds,
             "copy_byte": model.copy_byte_seconds,
+            "code_byte": model.code_byte_seconds,
+            "stale_byte": model.stale_byte_seconds,
             "older": 0.0 if is_leaf else 1.0,
             "forward_before": float(model.forward_bytes[i]),
             "backward_before": float(model.backward_bytes[i]),
@@ -210,7 +215,7 @@ def close(value: float) -> Any:
 def test_what_a_stage_takes_of_its_machine_and_its_lines(case: Case) -> None:
     for number, stage in enumerate(case.cluster.stages):
         values = case.values(number)
-        values |= {name: formula(name, **values) for name in ("work", "again", "update", "handling")}
+        values |= {name: formula(name, **values) for name in WORK}
         values["compute"] = formula(COMPUTE[case.goal.versions], **values)
         assert stage.compute_seconds == close(values["compute"])
         assert stage.up_seconds == close(formula("up", **values))

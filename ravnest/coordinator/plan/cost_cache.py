@@ -28,6 +28,7 @@ def key_of(job: Job, captured: Captured, threads: int | None) -> str:
     shapes = {name: [str(tensor.dtype), *tensor.shape] for name, tensor in sorted(captured.sample.items())}
     machine = [platform.node(), platform.machine(), os.cpu_count(), torch.__version__]
     pipeline = [job.pipeline.accumulate, job.pipeline.precision, job.pipeline.compiled, job.pipeline.moments]
+    pipeline.append(job.pipeline.correction)
     told = [captured.graph.to_json(), job.optimizer_spec.to_json(), pipeline, shapes, machine, threads]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 

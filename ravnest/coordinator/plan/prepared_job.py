@@ -25,7 +25,7 @@ from ravnest.engine.corrections.discount import warm_up_updates
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.speed.calibrate import calibrate, products_speed, step_bytes, time_steps
 from ravnest.engine.speed.device_speed import measure_speed
-from ravnest.engine.speed.update_time import measure_copy, measure_update
+from ravnest.engine.speed.update_time import measure_coding, measure_copy, measure_correction, measure_update
 from ravnest.engine.weights.packed_moments import moments_refusal
 from ravnest.errors import JobError, RunError
 from ravnest.graph.batch import samples_in
@@ -131,8 +131,15 @@ def measure_costs(job: Job, captured: Captured) -> CostProfile:
 
 def update_cost(job: Job) -> UpdateCost:
     """The cost of the job's updates on this machine."""
-    step_timer = partial(measure_update, moments=job.pipeline.moments)
-    return time_update(job.optimizer_spec, job.pipeline.accumulate, step_timer, measure_copy)
+    moments, correction = job.pipeline.moments, choose_correction(job)[0]
+    return time_update(
+        job.optimizer_spec,
+        job.pipeline.accumulate,
+        partial(measure_update, moments=moments),
+        measure_copy,
+        measure_coding,
+        partial(measure_correction, job.optimizer_spec, moments, correction),
+    )
 
 
 def stage_settings(
