@@ -219,7 +219,7 @@ class Stage:
         if self._lookups is not None:
             self._sum_with_rows()
         gradients = self._gradients
-        if len(gradients.versions) < self.settings.accumulate and not flush:
+        if not gradients.versions or (len(gradients.versions) < self.settings.accumulate and not flush):
             return None
         self._apply(gradients, updates)
         self._gradients = GradientSum()

@@ -70,7 +70,8 @@ class StageTasks:
         settings = self._stage.settings
         if settings.max_staleness is None:
             return Bound()
-        begun = self._in_flight if self._rows is None else self._rows.looked_up
+        summed = {each.microbatch for each in self._summed}
+        begun = self._in_flight if self._rows is None else self._rows.not_in(summed)
         flushes = (each.marks.flush for number, each in begun.items() if number not in self._applied)
         return Bound(updates_before(len(self._summed), settings.accumulate, flushes), settings.max_staleness)
 
@@ -96,9 +97,8 @@ class StageTasks:
         with self._measurements.work("lookup", number):
             rows = self._stage.look_up(number, message.values, train=train)
         if train and self._rows is not None:
-            self._rows.begin(message)
+            self._rows.begin(message, shapes_of(rows, rows))
             self._measurements.count_in_flight(self._stage.in_flight)
-            self._inbox.await_gradients(number, shapes_of(rows, rows))
         self._outbox.forward(message.with_values(rows))
 
     def _take_rows(self, rows: RowReturns, message: Message) -> None:
@@ -115,6 +115,8 @@ class StageTasks:
             # A replay: no further update of this stage's own gradients would include them.
             if rows.lacking(self._applied):
                 self._update(origin.with_marks(replace(origin.marks, flush=True)))
+                # No update is made if the rows had no gradients.
+                rows.applied([], self._applied)
             self._end(rows)
 
     def _apply_held(self) -> None:
@@ -134,7 +136,8 @@ class StageTasks:
         number = message.microbatch
         self._apply_held()
         if self._rows is not None:
-            self._rows.passed(number)
+            # No gradient of the rows can come before the backward of this pass.
+            self._inbox.await_gradients(number, self._rows.passed(number))
         with self._measurements.work("forward", number):
             results = self._stage.forward(number, message.values, again=self._applied.has_own(number))
         self._counters.forwards += 1

@@ -15,7 +15,7 @@ from ravnest.errors import RunError
 from ravnest.monitor.files import read_error, write_atomic
 from ravnest.safe_json import read_json
 
-BUSY_KINDS: Final = ("forward", "backward", "weights", "update", "evaluate", "average", "save")
+BUSY_KINDS: Final = ("forward", "backward", "weights", "update", "lookup", "rows", "evaluate", "average", "save")
 KINDS: Final = (*BUSY_KINDS, "wait", "send", "receive")
 ROWS: Final = ("compute", "send forward", "send backward", "receive forward", "receive backward")
 MAX_SPANS: Final = 200_000

@@ -242,5 +242,8 @@ class ClusterRebuild:
                 self._run.dispatcher.was_completed(cluster, microbatch)
                 continue
             left.append(kept)
+        for microbatch in cluster.open.keys() - cluster.retained.keys():
+            # Every part of the replica has it, and the loss came before the report that it is done.
+            self._run.dispatcher.was_completed(cluster, microbatch)
         cluster.again = {kept.item.microbatch for kept in left} - cluster.open.keys()
         return left

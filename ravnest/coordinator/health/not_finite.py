@@ -63,13 +63,16 @@ def _judge_forward(words: Sequence[StageWord]) -> Ruling | None:
 
 
 def _judge_backward(words: Sequence[StageWord], complaint: int) -> Ruling | None:
-    for number in range(len(words) - 1, complaint, -1):
+    # A leaf that complains of gradients got them from the root, which comes after it in the way of these.
+    for number in range(len(words) - 1, complaint if complaint < len(words) - 1 else -1, -1):
         word, before = words[number], words[number - 1]
         if word.gradients_sent in _BAD and word.gradients_received not in _BAD:
             where = f"stage {number} ({word.provider})"
             return Ruling("", "", f"the gradients became not finite in {where}: {_steep(word.steep)}")
         if before.gradients_received in _BAD and word.gradients_sent == _FINITE:
-            return _accuse(word, before, f"gradients that are not finite to stage {number - 1}", _CLAIMS_FINITE)
+            return _accuse(
+                word, before, f"gradients that are not finite to stage {(number - 1) % len(words)}", _CLAIMS_FINITE
+            )
     return None
 
 

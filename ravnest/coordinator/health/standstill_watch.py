@@ -21,11 +21,12 @@ from ravnest.coordinator.health.standstill import (
 )
 from ravnest.coordinator.health.watchdog import Emit
 from ravnest.engine.telemetry.activity import Missing, MissingKind
+from ravnest.monitor.trace import BUSY_KINDS
 from ravnest.net.v1.control_pb2 import Report
 
 _LOOK_SECONDS: Final = 1.0
 _AGAIN_TIMES: Final = 2.0
-_KINDS: Final = frozenset({"forward", "backward", "weights", "update", "evaluate", "save", "average", "wait"})
+_KINDS: Final = frozenset({*BUSY_KINDS, "wait"})
 _WHATS: Final[Mapping[str, MissingKind]] = {"feed": "feed", "forward": "forward", "gradient": "gradient"}
 _MAX_MISSING: Final = 8
 _MAX_SECONDS: Final = 1e9

@@ -306,6 +306,7 @@ def lines_to_measure(planned: Plan, providers: Mapping[str, Provider], network: 
     """The pairs that measure their line: neighbours in a cluster or a ring, whose line is unknown and can be dialled.
     One measurement covers both directions."""
     neighbours = [pair for cluster in planned.clusters for pair in itertools.pairwise(cluster.providers)]
+    neighbours += [(cluster.providers[-1], cluster.providers[0]) for cluster in planned.clusters if cluster.looks_up]
     neighbours += [pair for ring in planned.rings for pair in itertools.pairwise((*ring.owners, ring.owners[0]))]
     missing: dict[frozenset[str], Pair] = {}
     for before, after in neighbours:

@@ -117,7 +117,8 @@ class StageFailures:
     def _accuse(self, node_id: str, about: str, nodes: Sequence[str], message: str) -> bool:
         """A stage reports that its neighbour broke the rules; whether one of the two loses its stage for that."""
         places = [nodes.index(node) for node in (node_id, about) if node in nodes]
-        if len(places) < 2 or abs(places[0] - places[1]) != 1:
+        # The leaf and the root are neighbours where the leaf looks rows up; elsewhere they have no link.
+        if len(places) < 2 or abs(places[0] - places[1]) not in (1, len(nodes) - 1):
             return False
         culprit, reason, cleared = judge_accusation(self._context.members.records, node_id, about, message)
         if not culprit:

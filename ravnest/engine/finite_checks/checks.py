@@ -76,10 +76,11 @@ class FiniteChecks:
         inputs of its forward are gone."""
         sent: State = ""
         received: State = ""
-        if microbatch in self._sent:
-            # The gradients that arrived were checked before these were sent.
-            received = "" if graph.loss is not None else "finite"
-            sent = "finite" if all(is_finite() for is_finite in self._sent[microbatch]) else "nan"
-        elif microbatch in self._bad:
+        if microbatch in self._bad:
             received = "nan"
+        if microbatch in self._sent:
+            if not received and graph.loss is None:
+                # The gradients that arrived were checked before these were sent.
+                received = "finite"
+            sent = "finite" if all(is_finite() for is_finite in self._sent[microbatch]) else "nan"
         return StageDiagnosis(forward or ForwardDiagnosis(), received, sent, steep(graph))

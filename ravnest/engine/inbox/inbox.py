@@ -56,6 +56,8 @@ class Inbox:
         self._lookups: deque[Message] | None = deque() if graph.lookups else None
         """Feeds of training microbatches that rows are to be looked up for."""
         self._evaluation_lookups: deque[Message] = deque()
+        self._looked_up: set[int] = set()
+        """Microbatches whose rows were looked up, until their activations arrive."""
         self._max_held = 0
 
     def feed(self, message: Message) -> None:
@@ -70,7 +72,12 @@ class Inbox:
 
     def receive_forward(self, message: Message) -> None:
         """Activations of a microbatch, from the stage before. MisfitError if they do not fit its feed."""
-        self._join(message, self._received, self._fed if self._needs_feed else None)
+        number = message.microbatch
+        with self.changed:
+            if self._lookups is not None and number not in self._looked_up:
+                raise PeerError(f"activations of microbatch {number} arrived before its rows were sent to the root")
+            self._join(message, self._received, self._fed if self._needs_feed else None)
+            self._looked_up.discard(number)
 
     def receive_backward(self, message: Message) -> None:
         """Gradients of a microbatch, from the stage after."""
@@ -100,7 +107,10 @@ class Inbox:
         queue = {Task.BACKWARD: self._backwards, Task.FORWARD: self._forwards, Task.EVALUATE: evaluations}
         if self._lookups is not None:
             queue[Task.LOOKUP] = self._lookups
-        return queue[task].popleft()
+        message = queue[task].popleft()
+        if task is Task.LOOKUP or queue[task] is self._evaluation_lookups:
+            self._looked_up.add(message.microbatch)
+        return message
 
     @property
     def waits_for_rows(self) -> bool:

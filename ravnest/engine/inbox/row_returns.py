@@ -5,8 +5,9 @@ has passed over the next ones. So the update of a microbatch waits for its rows 
 do, and otherwise leaves them to the next update. With one microbatch in flight every update has the whole gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from ravnest.engine.inbox.agreement import Shapes
 from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.messages import Message
 
@@ -19,21 +20,25 @@ class RowReturns:
         """Those whose gradients of rows have not come back."""
         self.held: Message | None = None
         """The one whose own gradients are summed and wait for those of its rows."""
-        self._not_passed: set[int] = set()
-        """Those of `looked_up` that the leaf has not passed over itself."""
+        self._not_passed: dict[int, Shapes] = {}
+        """Those of `looked_up` that the leaf has not passed over itself, with the shapes of their rows."""
         self._taken: list[Message] = []
         """Those whose gradients of rows are summed, until they are reported."""
         self._summed: list[int] = []
         """The same, until an update includes them."""
 
-    def begin(self, message: Message) -> None:
-        """Rows are looked up for a microbatch."""
+    def begin(self, message: Message, rows: Shapes) -> None:
+        """Rows of these shapes are looked up for a microbatch."""
         self.looked_up[message.microbatch] = message.with_values({})
-        self._not_passed.add(message.microbatch)
+        self._not_passed[message.microbatch] = rows
 
-    def passed(self, microbatch: int) -> None:
-        """The leaf computes its own pass over the microbatch."""
-        self._not_passed.discard(microbatch)
+    def passed(self, microbatch: int) -> Shapes:
+        """The leaf begins its own pass over the microbatch; returns the shapes of its rows."""
+        return self._not_passed.pop(microbatch)
+
+    def not_in(self, summed: Collection[int]) -> dict[int, Message]:
+        """Those of `looked_up` whose own gradients are not summed."""
+        return {number: message for number, message in self.looked_up.items() if number not in summed}
 
     def take(self, microbatch: int) -> Message:
         """The gradients of the rows of a microbatch have come back; returns it with the marks that it began with."""

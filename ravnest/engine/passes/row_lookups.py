@@ -6,8 +6,8 @@ numbers of the rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Final, Self
 
 import torch
 
@@ -15,6 +15,8 @@ from ravnest.errors import TrainingError
 from ravnest.graph.cutting.lookups import indices_of, looked_up, name_ahead, padding_of
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.program import Program
+
+_REMEMBERED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,21 @@ class RowLookups:
     """The lookups of one stage, and the microbatches whose gradients of rows have not come back."""
 
     def __init__(self, graph: PortableGraph, device: torch.device, memory_bytes: int | None = None) -> None:
-        nodes = {node.name: node for node in graph.nodes}
+        nodes, needed = {node.name: node for node in graph.nodes}, {name_ahead(value.name) for value in graph.lookups}
+        for node in reversed(graph.nodes):
+            if node.name in needed:
+                needed.update(node.references())
         self._nodes = {value.name: nodes[name_ahead(value.name)] for value in graph.lookups}
         numbers = dict.fromkeys(indices_of(node) for node in self._nodes.values())
         wanted = [node.name for node in self._nodes.values()] + list(numbers)
-        own = replace(
-            graph, sends=tuple(ValueSpec(name, None) for name in wanted), receives=(), lookups=(), loss=None, metrics={}
+        # Nothing else of the stage: a norm would change its states, and needs the activations of a forward.
+        own_nodes = tuple(node for node in graph.nodes if node.name in needed)
+        own = PortableGraph(
+            own_nodes,
+            inputs=graph.inputs,
+            sends=tuple(ValueSpec(name, None) for name in wanted),
+            parameters=graph.parameters,
+            constants=graph.constants,
         )
         self._program = Program(own, device, memory_bytes=memory_bytes)
         self._numbers: dict[int, dict[str, torch.Tensor]] = {}
@@ -74,6 +85,9 @@ class RowLookups:
             found = self._program.run(values, weights, train=train, microbatch=microbatch)
         if train:
             self._versions[microbatch] = version
+            while len(self._versions) > _REMEMBERED:
+                # With several microbatches in an update, only the last one of each is asked for.
+                self._versions.pop(next(iter(self._versions)))
             self._numbers[microbatch] = {name: found[indices_of(node)] for name, node in self._nodes.items()}
         return {name: found[node.name] for name, node in self._nodes.items()}
 

@@ -2,6 +2,8 @@
 
 import json
 
+import torch
+
 from ravnest.engine.inbox.applied import Applied
 from ravnest.engine.inbox.row_returns import RowReturns
 from ravnest.engine.messages import Message
@@ -10,13 +12,14 @@ from ravnest.provider.replicas.format import Restored
 
 def _begun(rows: RowReturns, *numbers: int) -> None:
     for number in numbers:
-        rows.begin(Message(number, {"rows": object()}))
+        rows.begin(Message(number, {"rows": object()}), {"rows": torch.Size([2, 3])})
 
 
 def test_a_microbatch_is_applied_once_an_update_has_its_rows_too() -> None:
     rows, applied = RowReturns(), Applied()
     _begun(rows, 0, 1)
-    rows.passed(0)
+    assert rows.not_in({1}).keys() == {0}
+    assert rows.passed(0) == {"rows": torch.Size([2, 3])}
     rows.applied([0], applied)
     assert 0 not in applied and applied.has_own(0) and applied.numbers() == []
     rows.take(0)
