@@ -66,14 +66,20 @@ class StageTasks:
             self._evaluate(message)
 
     def bound(self) -> Bound:
-        """The staleness that the next forward would have at its backward, and the maximum allowed."""
+        """The staleness that the next forward would have at its backward, and the maximum allowed. On a leaf that looks
+        rows up: the largest that the rows of the next lookup may have when their gradients are applied."""
         settings = self._stage.settings
         if settings.max_staleness is None:
             return Bound()
         summed = {each.microbatch for each in self._summed}
         begun = self._in_flight if self._rows is None else self._rows.not_in(summed)
         flushes = (each.marks.flush for number, each in begun.items() if number not in self._applied)
-        return Bound(updates_before(len(self._summed), settings.accumulate, flushes), settings.max_staleness)
+        updates = updates_before(len(self._summed), settings.accumulate, flushes)
+        if self._rows is not None and updates:
+            # The microbatches before it make these updates. While their rows come back, those after it begin, which may
+            # make as many; and rows that come back between two updates wait for the second.
+            updates = 2 * updates + 1
+        return Bound(updates, settings.max_staleness)
 
     def save(self, checkpoint: int, when: str, instead: Tensors | None = None) -> None:
         """Saves the stage's state for this checkpoint; tensors of `instead` replace or complete its own. `when` names

@@ -36,6 +36,7 @@ ADAM = partial(torch.optim.Adam, lr=2e-3)
         ("cnn", SGD, Pipeline(correction="none", record_updates=True)),
         ("cnn", ADAM, Pipeline(correction="none", in_flight=4, record_updates=True)),
         ("gpt_tied", SGD, Pipeline(correction="none", in_flight=4, record_updates=True)),
+        ("gpt_tied", SGD, Pipeline(correction="none", in_flight=4, max_staleness=3, record_updates=True)),
         ("gpt_tied", ADAM, Pipeline(correction="none", record_updates=True)),
         ("unet", SGD, Pipeline(correction="none", in_flight=4, max_staleness=1, record_updates=True)),
         ("cnn", ADAM, Pipeline(correction="none", in_flight=4, record_updates=True, versions="recompute")),
@@ -52,7 +53,7 @@ ADAM = partial(torch.optim.Adam, lr=2e-3)
         ),
     ],
     ids=[
-        *("cnn-sgd-default", "cnn-adam-4", "tied-sgd-4", "tied-adam-default", "unet-sgd-bounded"),
+        *("cnn-sgd-default", "cnn-adam-4", "tied-sgd-4", "tied-sgd-bounded", "tied-adam-default", "unet-sgd-bounded"),
         *("cnn-adam-recomputed", "tied-sgd-recomputed-split", "cnn-adam-in-place", "unet-sgd-in-place-split"),
     ],
 )
@@ -73,6 +74,9 @@ def test_several_in_flight_is_gradient_descent_with_the_recorded_delays(
         limit = min(limit, pipeline.max_staleness)
     assert 1 <= most <= limit, "the run must have been really asynchronous, and within its bounds"
     assert bool(rows) == (name == "gpt_tied"), "only a tied weight is looked up in at another stage"
+    if pipeline.max_staleness is not None and rows:
+        late = [delays[-1][update][1] - 1 - rows[n][0] for update, (_, had) in enumerate(rows) for n in had]
+        assert 1 <= max(late) <= pipeline.max_staleness, "rows keep to the bound, too"
     in_place = pipeline.versions == "in_place"
     simulated = _simulate(made, optimizer, _owners(run), delays, rows, is_in_place=in_place)
     have = copy.deepcopy(made.model)
