@@ -18,12 +18,12 @@ import torch
 from ravnest.engine.corrections.correction import correction_named
 from ravnest.engine.finite_checks.origin import ForwardDiagnosis
 from ravnest.engine.passes.passes import Passes
-from ravnest.engine.passes.row_lookups import RowGradient, RowLookups
-from ravnest.engine.passes.split_backward import Gradients
+from ravnest.engine.passes.row_lookups import RowLookups
 from ravnest.engine.settings import StageSettings
 from ravnest.engine.update_pass import UpdatePass
 from ravnest.engine.weights.gradient_sum import GradientSum
 from ravnest.engine.weights.packed_moments import PackedMoment, moments_in, unpacked_state
+from ravnest.engine.weights.row_gradients import RowGradients
 from ravnest.engine.weights.versions import WeightVersions
 from ravnest.errors import GraphError
 from ravnest.graph.portable import PortableGraph
@@ -98,13 +98,7 @@ class Stage:
         left = None if memory_bytes is None else memory_bytes - sum(w.nbytes for w in weights.values())
         self._passes = Passes(graph, self.device, self._versions, self._fixed, settings, left)
         self._lookups = RowLookups(graph, self.device, left) if graph.lookups else None
-        self._row_gradients: list[RowGradient] = []
-        """Gradients of looked-up rows that are not summed yet."""
-        self._rows_of: list[int] = []
-        """Microbatches whose gradients of rows the next update includes."""
-        self._own: tuple[Gradients, int, list[torch.Tensor]] | None = None
-        """At a leaf that looks rows up: the weight gradients of the last backward and its version, until those of rows
-        are added to them; and the gradients that it received and returned."""
+        self._row_gradients = RowGradients()
         self._update_pass = UpdatePass(
             self._versions, self.optimizer, settings.clip_norm, settings.clip_value, moments=self._moments
         )
@@ -126,7 +120,7 @@ class Stage:
     @property
     def is_between_updates(self) -> bool:
         """Whether no gradient waits to be applied."""
-        return not self._gradients.versions and self._own is None and not self._row_gradients
+        return not self._gradients.versions and self._row_gradients.is_empty
 
     @property
     def versions_alive(self) -> int:
@@ -163,8 +157,7 @@ class Stage:
         given = {name: self._to_device(value) for name, value in gradients.items()}
         found = self._lookups.gradients(microbatch, given)
         if not again:
-            self._row_gradients += found
-            self._rows_of.append(microbatch)
+            self._row_gradients.add(microbatch, found)
 
     def forward(self, microbatch: int, values: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
         """Training forward: returns the values to send on by name, on a leaf the loss. Its backward must follow.
@@ -207,7 +200,7 @@ class Stage:
         if self._lookups is None:
             self._gradients.add(gradients, version, exchanged)
         else:
-            self._own = gradients, version, exchanged
+            self._row_gradients.hold(gradients, version, exchanged)
 
     def update(self, microbatch: int, *, flush: bool = False, updates: int = 0) -> Update | None:
         """Applies the summed gradients if `accumulate` of them are summed or `flush` is set; None if they are not.
@@ -216,9 +209,8 @@ class Stage:
         without it, the schedule advances by one step.
         """
         self.finish_backward()
-        if self._lookups is not None:
-            self._sum_with_rows()
         gradients = self._gradients
+        self._row_gradients.sum_into(gradients, self._versions.masters, self.version)
         if not gradients.versions or (len(gradients.versions) < self.settings.accumulate and not flush):
             return None
         self._apply(gradients, updates)
@@ -227,7 +219,7 @@ class Stage:
         update = Update(microbatch, newest, self.version, None if oldest == newest else oldest)
         if self._lookups is None:
             return update
-        rows, self._rows_of = tuple(self._rows_of), []
+        rows = self._row_gradients.pop_microbatches()
         return replace(update, lookup_version=self._lookups.version_of(microbatch), rows=rows)
 
     def diagnose_forward(self, microbatch: int) -> ForwardDiagnosis | None:
@@ -240,7 +232,7 @@ class Stage:
         self._passes.forget()
         if self._lookups is not None:
             self._lookups.forget()
-        self._row_gradients, self._rows_of, self._own = [], [], None
+        self._row_gradients.forget()
         self._exchanged = None
         self._gradients = GradientSum()
 
@@ -353,27 +345,6 @@ class Stage:
             own = self._schedule.state_dict()
             self._schedule.load_state_dict({k: v for k, v in schedule.items() if k in own})
         self._versions.current.number = version
-
-    def _sum_with_rows(self) -> None:
-        """Adds the gradients of rows that have come to those of the last backward, and these to the sum."""
-        if self._own is None and not self._row_gradients:
-            return
-        # Without a backward, these are rows of a replayed microbatch: it counts only if no other does.
-        is_counted = self._own is not None or not self._gradients.versions
-        own, version, exchanged = self._own or ({}, self.version, [])
-        taken = {gradient.untyped_storage().data_ptr() for gradient in exchanged}
-        for found in self._row_gradients:
-            gradient = own.get(found.parameter)
-            if gradient is None:
-                gradient = torch.zeros_like(self._versions.masters[found.parameter])
-            elif gradient.untyped_storage().data_ptr() in taken or 0 in gradient.stride():
-                gradient = gradient.clone(memory_format=torch.contiguous_format)
-            found.add_to(gradient)
-            own[found.parameter] = gradient
-        self._row_gradients, self._own = [], None
-        self._gradients.add(own, version, exchanged)
-        if not is_counted:
-            self._gradients.versions.pop()
 
     def _apply(self, gradients: GradientSum, updates: int) -> None:
         # The schedule goes first, because weights are predicted for the options that follow this update.

@@ -6,39 +6,17 @@ numbers of the rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 
+from ravnest.engine.weights.row_gradients import RowGradient
 from ravnest.errors import TrainingError
 from ravnest.graph.cutting.lookups import indices_of, looked_up, name_ahead, padding_of
 from ravnest.graph.portable import PortableGraph, ValueSpec
 from ravnest.graph.program import Program
 
 _REMEMBERED: Final = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RowGradient:
-    """Gradient of some rows of a parameter."""
-
-    parameter: str
-    numbers: torch.Tensor
-    """Flat, each row once."""
-    rows: torch.Tensor
-    """One row for each number."""
-
-    @classmethod
-    def summed(cls, parameter: str, numbers: torch.Tensor, rows: torch.Tensor) -> Self:
-        """From rows of which some may come several times. They are summed first, as PyTorch does: the sum is then the
-        same to the last digit."""
-        once, places = torch.unique(numbers, return_inverse=True)
-        return cls(parameter, once, rows.new_zeros(len(once), rows.shape[1]).index_add_(0, places, rows))
-
-    def add_to(self, gradient: torch.Tensor) -> None:
-        """Adds the rows to the gradient of the whole parameter, in place."""
-        gradient.index_add_(0, self.numbers, self.rows.to(gradient.dtype))
 
 
 class RowLookups:
