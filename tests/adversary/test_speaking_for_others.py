@@ -265,9 +265,11 @@ def test_failing_a_run_that_one_has_no_part_in(tmp_path: Path) -> None:
                 reason = str(lost["reason"])
                 assert lost["provider"] == "mallory"
                 assert reason.startswith("it left:") and reason.isprintable() and len(reason) <= 2000
-                kinds = [event["kind"] for event in trained.events.heard[before:]]
-                of_its_coming_and_going = {"joined", "linked", "standby", "lost"}
-                assert set(kinds) <= of_its_coming_and_going, "nothing came of what it said"
+                # Its own joining, and a link for replicas to it, may be told late on a busy machine.
+                heard = trained.events.heard[before:]
+                late = [e for e in heard if e["kind"] in ("joined", "linked") and "mallory" in str(e["reason"])]
+                kinds = [event["kind"] for event in heard if event not in late]
+                assert set(kinds) <= {"standby", "lost"}, "nothing came of what it said"
                 await trained.coordinator.check()
 
     run(test())
