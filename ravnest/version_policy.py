@@ -53,7 +53,7 @@ _ALL: Final = (
     VersionPolicy(name="stash_8bit", keeps_weights=True, keeps_activations=True, coded=True),
     VersionPolicy(name="recompute", keeps_weights=True, keeps_activations=False),
     VersionPolicy(name="in_place", keeps_weights=False, keeps_activations=True, loss_cost=0.03),
-    VersionPolicy(name="latest", keeps_weights=False, keeps_activations=False, loss_cost=0.13),
+    VersionPolicy(name="latest", keeps_weights=False, keeps_activations=False, loss_cost=0.04),
 )
 
 POLICIES: Final[Mapping[str, VersionPolicy]] = {policy.name: policy for policy in _ALL}
