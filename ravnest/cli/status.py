@@ -124,6 +124,8 @@ def print_state(
             console.print(Text.assemble((f"{'last round':<14}", "dim"), told), soft_wrap=True)
         for flying in _flights(summary):
             console.print(Text.assemble((f"{'in flight':<14}", "dim"), printable(flying)), soft_wrap=True)
+        if summary.state.told:
+            console.print(Text.assemble((f"{'state':<14}", "dim"), printable(summary.state.told)), soft_wrap=True)
         ledger = summary.ledger
         if ledger.fed:
             text = f"fed {units.count(ledger.fed)}, completed {units.count(ledger.completed)}, replayed "

@@ -84,6 +84,18 @@ class AveragingSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateSummary:
+    """Intervals of replicas and checkpoints, and the cost of a loss; None where nothing was told."""
+
+    at_most_lost_seconds: float | None = None
+    """Work of one stage that is repeated at most when a machine is lost."""
+    replica_seconds: float | None = None
+    checkpoint_seconds: float | None = None
+    told: str = ""
+    """The same in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicrobatchCounts:
     """Numbers of microbatches by outcome."""
 
@@ -144,6 +156,7 @@ class Summary:
     standstill: str = ""
     """Why no microbatch has completed for a while; empty while training makes progress."""
     check: Check = field(default_factory=Check)
+    state: StateSummary = field(default_factory=StateSummary)
 
     def to_json(self) -> dict[str, Any]:
         """The summary as plain values; numbers that are not finite become None."""
@@ -173,6 +186,7 @@ def _summary(record: dict[str, Any]) -> Summary:
         "averaging": _made(AveragingSummary, record.get("averaging", {})),
         "ledger": _made(MicrobatchCounts, record.get("ledger", {})),
         "check": _made(Check, record.get("check", {})),
+        "state": _made(StateSummary, record.get("state", {})),
         "faults": tuple(_made(Fault, item) for item in record.get("faults", ())),
     }
     return _made(Summary, record | nested)

@@ -9,6 +9,7 @@ from ravnest.planner.cluster import Cluster, StageCost
 from ravnest.planner.explain.explain import ratio
 from ravnest.planner.plan import role_of
 from ravnest.planner.problem import Provider
+from ravnest.planner.recovery.state_periods import StatePeriods
 from ravnest.planner.rings.rings import Ring
 from ravnest.preview.dry_run import DryRun
 
@@ -28,6 +29,7 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
         "limit": plan.limit,
         "averaging_seconds": plan.averaging_seconds,
         "average_every": goal.average_every,
+        "state": None if dry.state is None else _state(dry.state),
         "versions": goal.versions,
         "samples_per_microbatch": dry.model.samples,
         "model": {
@@ -55,6 +57,15 @@ def plan_json(dry: DryRun) -> dict[str, Any]:
             }
             for provider in dry.providers.values()
         },
+    }
+
+
+def _state(state: StatePeriods) -> dict[str, Any]:
+    return {
+        "at_most_lost_seconds": state.at_most_lost_seconds,
+        "replica_seconds": state.replica_seconds,
+        "checkpoint_seconds": state.checkpoint_seconds,
+        "told": list(state.sentences()),
     }
 
 

@@ -205,6 +205,8 @@ def _below(dry: DryRun) -> Iterator[str]:
     yield from _coded_links(dry)
     if plan.limit and dry.explanation is None:
         yield f"together they are limited by {words_of(plan.limit)}"
+    if dry.state is not None:
+        yield words_of(f"state: {'; '.join(dry.state.sentences())}")
     yield f"standbys: {_names(plan.standbys) if plan.standbys else 'none'}"
 
 

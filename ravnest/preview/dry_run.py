@@ -15,6 +15,7 @@ from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.plan import Plan
 from ravnest.planner.problem import Goal, Line, Network, Provider
 from ravnest.planner.proposal import Proposal
+from ravnest.planner.recovery.state_periods import StatePeriods, planned_periods
 from ravnest.planner.rings.rings import Ring, rings_of
 from ravnest.planner.search.search import form
 from ravnest.preview.module_names import Parts
@@ -35,6 +36,8 @@ class DryRun:
     """Empty if there is one cluster only."""
     explanation: Explanation | None = None
     """The reasons for the plan, and changes that would improve it."""
+    state: StatePeriods | None = None
+    """How often state would travel, and what a loss would cost."""
     devices: Mapping[str, str] = field(default_factory=dict)
     """Descriptions of the machines by name."""
 
@@ -119,5 +122,12 @@ def dry_run(
         parts=Parts.of(captured.graph),
         rings=rings,
         explanation=explain(basis.model, basis.goal, basis.network, basis.providers, found, search if few else None),
+        state=planned_periods(
+            [cluster.cost for cluster in plan.clusters],
+            basis.model,
+            basis.providers,
+            basis.network.requester,
+            job.checkpoint.every_seconds,
+        ),
         devices=nodes.devices,
     )

@@ -9,6 +9,7 @@ from ravnest.planner.explain.explain import explain
 from ravnest.planner.model_costs import ModelCosts
 from ravnest.planner.problem import Goal, Line, Network, Provider, Requester
 from ravnest.planner.proposal import proposal_of
+from ravnest.planner.recovery.state_periods import planned_periods
 from ravnest.planner.rings.rings import rings_of
 from ravnest.preview.dry_run import DryRun
 from ravnest.preview.module_names import Parts
@@ -78,7 +79,8 @@ def dry_run_of(
     rings = rings_of(plan, costs, network, everyone) if len(clusters) > 1 else ()
     explanation = explain(costs, goal, network, everyone, plan) if explained else None
     whole = plan_of_proposal(plan, costs, goal, network, everyone)
-    return DryRun("made-up", whole, parts(), rings, explanation, {"anna": "RTX 3060"})
+    state = planned_periods(made, costs, everyone, network.requester, 60.0)
+    return DryRun("made-up", whole, parts(), rings, explanation, state, {"anna": "RTX 3060"})
 
 
 def fast_line() -> dict[tuple[str, str], Line]:

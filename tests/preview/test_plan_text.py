@@ -95,6 +95,7 @@ def test_the_promise_comes_first_and_who_stands_by_is_named() -> None:
     rate_shown = f"{THREE.plan.predicted_samples_per_second:.3g} samples/s predicted with 1 cluster of 3 stages"
     assert text.splitlines()[0] == f"made-up: {rate_shown}, of 4 machines"
     assert "standbys: dora" in text
+    assert "state: a lost machine costs at most " in text and "a checkpoint every " in text
     assert "5 microbatches in flight, staleness up to 4" in text
     assert f"limited by {THREE.clusters[0].limit}" in text.replace("\n", " ")
 

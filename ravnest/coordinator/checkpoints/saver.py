@@ -84,6 +84,10 @@ class Saver:
         """Continues the schedule of another saver of the same run; its checkpoints are this run's as well."""
         self._schedule = before._schedule.restarted()
 
+    def allow_every(self, seconds: float) -> None:
+        """At most one checkpoint in this time is due by time, because the lines carry no more."""
+        self._schedule.min_seconds = seconds
+
     @property
     def under_way(self) -> bool:
         return self._pending is not None

@@ -27,13 +27,17 @@ class CheckpointSchedule:
         self._saved_updates = updates
         """Number of updates in the newest checkpoint on the disk."""
         self._held_seconds = 0.0
+        self.min_seconds = 0.0
+        """Minimum time between two checkpoints, which follows from the lines."""
 
     def due(self, updates: int) -> str | None:
         """The reason to begin a checkpoint now, or None."""
         seconds, every = self._settings.every_seconds, self._settings.every_updates
         if every is not None and updates - self._begun_updates >= self._pace.updates_between(every):
             return f"{updates - self._begun_updates} updates since the last one"
-        if seconds is not None and self._clock() - self._begun_at >= self._pace.seconds_between(seconds):
+        if seconds is None:
+            return None
+        if self._clock() - self._begun_at >= max(self._pace.seconds_between(seconds), self.min_seconds):
             return f"{self._clock() - self._begun_at:.0f} s since the last one"
         return None
 

@@ -18,6 +18,7 @@ from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters, FedMicr
 from ravnest.coordinator.plan.lr_schedule import rate_course_of
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.replicas.holders import ReplicaHolders
+from ravnest.coordinator.replicas.outlook import StateOutlook
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources, StateTransfers
 from ravnest.coordinator.replicas.tracker import ReplicaTracker
 from ravnest.coordinator.run.allowed_links import AllowedLinks
@@ -67,6 +68,13 @@ class Deployment:
         self.artifacts = StageArtifacts(context.swarm, prepared, with_rings=bool(plan.rings))
         self.transfers = StateTransfers(context.swarm, self.id, sources)
         self.holders = ReplicaHolders(context, self.id, self.clusters, self.transfers, self.links, self.artifacts)
+        self.outlook = StateOutlook(
+            self.replicas,
+            context.emit,
+            prepared.job.checkpoint.every_seconds,
+            plan.basis.network.requester.down_bytes_per_second,
+        )
+        self.holders.on_replicas = self._look_at_state
         self.delivery = StageDelivery(context, self.replicas, run.machine.threads)
         self.part_senders: dict[str, str] = {}
         """By taker of a stage, the provider that was to send it the stage's part; the taker itself if no other was."""
@@ -105,6 +113,15 @@ class Deployment:
     def is_drained(self) -> bool:
         """Whether all stages have applied all that was fed."""
         return self.clusters.is_drained(self._run.context.ledger)
+
+    def _look_at_state(self) -> None:
+        """Holders were assigned, or a replica is complete: tells what that means, and spaces checkpoints by it."""
+        if not self._run.context.swarm.open_to_more:
+            # No line carries the state of an embedded swarm.
+            return
+        periods = self.outlook.look(cluster for cluster in self.clusters.whole if not cluster.is_forming)
+        if periods is not None and periods.checkpoint_seconds is not None:
+            self._run.checkpointer.allow_every(0.0 if periods.meets_wish else periods.checkpoint_seconds)
 
     def begin(self) -> None:
         """Becomes the deployment that the run feeds and saves."""

@@ -8,6 +8,7 @@ from ravnest.coordinator.deploy.deployment_record import DeploymentRecord
 from ravnest.coordinator.plan.prepared_job import PreparedJob
 from ravnest.coordinator.replicas.sources import DeploymentAbortedError, ReplicaSources
 from ravnest.coordinator.report.phase import Phase
+from ravnest.coordinator.report.progress import DeploymentViews
 from ravnest.coordinator.run.job_run import JobRun
 from ravnest.planner.plan import Plan
 
@@ -63,5 +64,6 @@ class Rollout:
         context, progress = self._run.context, self._run.context.progress
         members = [context.members[node] for node in deployment.stage_of if node in context.members]
         progress.devices = {**progress.devices, **{m.node_id: m.machine.device for m in members}}
-        progress.plan, progress.clusters, progress.rounds = deployment.plan, deployment.clusters, deployment.rounds
+        progress.plan, progress.clusters = deployment.plan, deployment.clusters
+        progress.views = DeploymentViews(deployment.rounds, deployment.outlook)
         await deployment.holders.delete_outdated([member.node_id for member in context.members.connected()])

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ravnest.coordinator.feed.cluster_state import ClusterRun, Clusters
 from ravnest.coordinator.feed.ledger import DataPosition
@@ -41,6 +41,8 @@ class ReplicaHolders:
         """By cluster, the number of the replica before which holders have been told to delete."""
         self._pairs: dict[str, tuple[str, str]] = {}
         """By stage key, the owner of the stage and the holder of its replicas."""
+        self.on_replicas: Callable[[], None] = lambda: None
+        """Called when holders were assigned, and when a replica is complete."""
         self.replicas = ReplicaTracker(
             context.emit,
             self._on_complete,
@@ -78,6 +80,7 @@ class ReplicaHolders:
             self._pairs |= wanted
             for stage in changed:
                 await self._order_replicas(stage, holders.get(stage.stage))
+        self.on_replicas()
 
     async def wait_for_fresh(self, cluster: ClusterRun) -> bool:
         """Requests a replica of a cluster that is being fed and waits for it; whether it was complete in time."""
@@ -125,6 +128,7 @@ class ReplicaHolders:
     def _on_complete(self) -> None:
         """Lets holders delete the replicas before a complete one, so that a failure of the next cannot displace it."""
         self._context.notify()
+        self.on_replicas()
         for cluster in self._clusters.whole:
             replica = self.replicas.newest(cluster)
             if replica is None or self._deleted_before.get(cluster.id) == replica.number:

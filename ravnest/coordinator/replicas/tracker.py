@@ -20,8 +20,9 @@ from ravnest.coordinator.feed.ledger import DataPosition
 from ravnest.coordinator.replicas.pace import replica_due, replica_timeout_seconds
 from ravnest.errors import printable
 from ravnest.net.v1.control_pb2 import Replicated
+from ravnest.planner.recovery.state_periods import StageState, StatePeriods, state_periods
 
-MAX_RETAINED: Final = 3072
+MAX_RETAINED: Final = 12288
 """Retained microbatches, beyond those of one update: fewer than a stage remembers of those that it has applied."""
 _STATE_BYTES: Final = 12
 """Estimated bytes of a part per parameter, until the first part has arrived: most optimizers keep two moments."""
@@ -71,8 +72,8 @@ class _PendingReplica:
     """Microbatches that were fed between the last complete replica and this one."""
     nodes: dict[int, set[str]] = field(default_factory=dict)
     hashes: dict[int, str] = field(default_factory=dict)
-    bytes: int = 0
-    """Size of its largest part."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """By stage, the bytes of its part."""
     seconds: float = 0.0
     """Time of the slowest stage from its snapshot until the holder had its part."""
 
@@ -94,8 +95,8 @@ class _ClusterReplicas:
     """Time from the announcement of the last complete replica until it was complete."""
     last_part_seconds: float = 0.0
     """`seconds` of the last complete replica."""
-    last_bytes: int = 0
-    """Size of its largest part."""
+    last_sizes: dict[int, int] = field(default_factory=dict)
+    """By stage, the bytes of its part."""
     updates: int = 0
     """Updates that it contains."""
     backoff_seconds: float = 0.0
@@ -103,6 +104,11 @@ class _ClusterReplicas:
     event_at: float = -math.inf
     is_requested: bool = False
     """A caller waits for a replica: it is announced as soon as possible."""
+
+    @property
+    def largest_bytes(self) -> int:
+        """Size of the largest part of the last complete replica; 0 before there is one."""
+        return max(self.last_sizes.values(), default=0)
 
 
 class ReplicaTracker:
@@ -184,7 +190,20 @@ class ReplicaTracker:
     @property
     def largest_part_bytes(self) -> int:
         """Size of the largest part in the newest replicas."""
-        return max((state.last_bytes for state in self._by_cluster.values()), default=0)
+        return max((state.largest_bytes for state in self._by_cluster.values()), default=0)
+
+    def periods(
+        self, cluster: ClusterRun, wished_seconds: float | None, requester_bytes_per_second: float = math.inf
+    ) -> StatePeriods:
+        """How often this cluster makes replicas and gets a checkpoint, by its lines and the sizes of its parts: those
+        of the last complete replica, or else estimates."""
+        state = self._by_cluster.get(cluster.id)
+        sizes = {} if state is None else state.last_sizes
+        stages = []
+        for number, stage in enumerate(cluster.plan.stages):
+            size = sizes.get(number) or _STATE_BYTES * stage.parameters
+            stages.append(StageState(stage.node, size, size, self._line(stage.node) or _UNKNOWN_LINE))
+        return state_periods(stages, wished_seconds, requester_bytes_per_second, has_replicas=state is not None)
 
     def request(self, cluster: ClusterRun) -> None:
         """Announces a replica with the next microbatch that completes an update."""
@@ -203,7 +222,7 @@ class ReplicaTracker:
         now = time.monotonic()
         if state.pending:
             oldest = next(iter(state.pending.values()))
-            part_bytes = max(state.last_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
+            part_bytes = max(state.largest_bytes, _STATE_BYTES * max(stage.parameters for stage in cluster.plan.stages))
             if now - oldest.began >= replica_timeout_seconds(part_bytes, self._slowest(cluster), state.last_seconds):
                 self._give_up(cluster.id, state, f"not every part was confirmed after {now - oldest.began:.0f} s")
             elif state.complete is None or len(state.pending) >= _MAX_PENDING:
@@ -215,13 +234,11 @@ class ReplicaTracker:
         retained = len(cluster.retained)
         due, _ = replica_due(
             seconds_since_last=now - state.last_began,
-            last_seconds=state.last_seconds,
-            last_bytes=state.last_bytes,
-            line_bytes_per_second=self._slowest(cluster),
+            period_seconds=self.periods(cluster, None).replica_seconds,
             retained_microbatches=retained,
             retained_bytes=retained * size,
             updates_since=item.after.updates - state.updates,
-            copy_seconds=state.last_bytes / _COPY_RATE,
+            copy_seconds=state.largest_bytes / _COPY_RATE,
         )
         if self._shared and now - state.last_began < _SHARED_SPACING * state.last_seconds:
             due = False
@@ -256,7 +273,7 @@ class ReplicaTracker:
                 ""
             }
             found.hashes[stage] = message.sha256 if re.fullmatch("[0-9a-f]{64}", message.sha256) else ""
-            found.bytes = max(found.bytes, message.size_bytes)
+            found.sizes[stage] = message.size_bytes
             # NaN fails the comparison and is rejected.
             found.seconds = max(found.seconds, message.seconds if 0 <= message.seconds < _MAX_REPORTED_SECONDS else 0.0)
             if len(found.nodes) == len(state.keys):
@@ -272,7 +289,7 @@ class ReplicaTracker:
         hashes = tuple(done.hashes[stage] for stage in range(len(state.keys)))
         state.complete, state.backoff_seconds = Replica(number, done.place, nodes, hashes), 0.0
         state.last_seconds, state.last_part_seconds = time.monotonic() - done.began, done.seconds
-        state.last_bytes, state.updates = done.bytes, done.place.updates
+        state.last_sizes, state.updates = done.sizes, done.place.updates
         # In the order of feeding, which differs from the order of numbers after a cluster was lost.
         dropped = min(cluster.dropped, done.microbatches + 1)
         cluster.dropped -= dropped
@@ -293,7 +310,7 @@ class ReplicaTracker:
             cluster=cluster.id,
             replica=number,
             seconds=state.last_seconds,
-            bytes=done.bytes,
+            bytes=state.largest_bytes,
         )
         self._on_complete()
 

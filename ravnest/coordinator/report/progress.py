@@ -24,6 +24,7 @@ from ravnest.monitor.summary import (
     Fault,
     MicrobatchCounts,
     StageSummary,
+    StateSummary,
     Status,
     Summary,
 )
@@ -40,6 +41,20 @@ class RoundsView(Protocol):
     last: str
 
     def summary(self) -> AveragingSummary: ...
+
+
+class StateOutlookView(Protocol):
+    """The outlook of a deployment's state, as a summary sees it."""
+
+    def summary(self) -> StateSummary: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentViews:
+    """Parts of the current deployment that report about themselves."""
+
+    rounds: RoundsView | None = None
+    outlook: StateOutlookView | None = None
 
 
 @dataclass
@@ -85,7 +100,7 @@ class Progress:
         """Why nothing has been completed for a while; empty while the run goes on."""
         self.plan = plan
         self.clusters: Clusters | None = None
-        self.rounds: RoundsView | None = None
+        self.views = DeploymentViews()
         self.devices: Mapping[str, str] = {}
         self.reports: dict[str, Report] = {}
         """By provider, its last report."""
@@ -133,9 +148,9 @@ class Progress:
             elapsed_seconds=self.clock.elapsed_seconds,
             stages=tuple(self._stage(stage) for stage in (self.plan.stages if self.plan else ())),
             clusters=tuple(zip(self._cluster_summaries(rate), lost, strict=True)) if len(lost) > 1 else (),
-            averaging=None if self.rounds is None else self.rounds.summary(),
+            averaging=None if self.views.rounds is None else self.views.rounds.summary(),
             in_flight="" if flying is None else f"{flying.in_flight}   {flying.flight_reason}",
-            last_round="" if self.rounds is None else self.rounds.last,
+            last_round="" if self.views.rounds is None else self.views.rounds.last,
             title=self.title,
         )
 
@@ -155,7 +170,7 @@ class Progress:
             train_loss=self.train_loss,
             eval=self.eval or {},
             clusters=tuple(self._cluster_summaries(rate)),
-            averaging=AveragingSummary() if self.rounds is None else self.rounds.summary(),
+            averaging=AveragingSummary() if self.views.rounds is None else self.views.rounds.summary(),
             ledger=MicrobatchCounts(**counts),
             faults=tuple(self.faults),
             updates=self.ledger.updates,
@@ -164,6 +179,7 @@ class Progress:
             model=model,
             standstill=self.standstill if status == "running" else "",
             check=self.check,
+            state=StateSummary() if self.views.outlook is None else self.views.outlook.summary(),
         )
 
     def write(self, summary: Summary, run: RunPaths) -> None:

@@ -72,6 +72,7 @@ class Checkpointer:
         """The newest checkpoint that the disk had no room for, by its number: the error of a run that needs it."""
         self._room_made = False
         """Whether older checkpoints were removed after that one was given up."""
+        self._min_seconds = 0.0
         context.make_room = self.make_room
 
     @property
@@ -127,7 +128,13 @@ class Checkpointer:
         self._saver.on_full = self._on_full
         if not is_first:
             self._saver.follow(before)
+        self._saver.allow_every(self._min_seconds)
         self._context.notify()
+
+    def allow_every(self, seconds: float) -> None:
+        """At most one checkpoint in this time is due by time, because the lines carry no more."""
+        self._min_seconds = seconds
+        self._saver.allow_every(seconds)
 
     def applied(self, cluster: ClusterRun, microbatch: int) -> None:
         """All stages of a cluster have applied this microbatch, and have begun to save what belongs to it."""

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterable
 from typing import Final
 
-REMEMBERED: Final = 4096
+REMEMBERED: Final = 16384
 """Number of microbatches remembered, the newest ones. Replays begin at the last replica, which is far more recent."""
 
 

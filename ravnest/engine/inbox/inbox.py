@@ -13,7 +13,7 @@ from collections import deque
 from typing import Final
 
 from ravnest.engine.inbox.agreement import MisfitError, Shapes, backward_misfit, feed_misfit, forward_misfit
-from ravnest.engine.inbox.applied import Applied
+from ravnest.engine.inbox.applied import REMEMBERED, Applied
 from ravnest.engine.messages import Message
 from ravnest.engine.schedule import ReadyCounts, Task
 from ravnest.engine.settings import StageSettings
@@ -23,9 +23,6 @@ from ravnest.graph.portable import PortableGraph
 
 _SPARE_MICROBATCHES: Final = 64
 """Microbatches that may wait here in addition to four times those in flight; only a hostile peer sends more."""
-_REMEMBERED: Final = 4096
-"""A microbatch this far behind the newest one is refused. Microbatches that a lost cluster did not finish are fed to
-this one out of order, slightly behind the newest."""
 
 
 class Inbox:
@@ -168,7 +165,11 @@ class Inbox:
 
 
 class _RecentNumbers:
-    """The newest numbers of a sequence that arrives nearly in order."""
+    """The newest numbers of a sequence that arrives nearly in order.
+
+    A microbatch that is REMEMBERED behind the newest one is refused. Microbatches that a lost cluster did not finish
+    are fed to this one out of order, slightly behind the newest.
+    """
 
     def __init__(self) -> None:
         self._newest = -1
@@ -176,10 +177,10 @@ class _RecentNumbers:
 
     def may_add(self, number: int) -> bool:
         """Whether the number is new, and not too old to tell."""
-        return number not in self._numbers and number > self._newest - _REMEMBERED
+        return number not in self._numbers and number > self._newest - REMEMBERED
 
     def add(self, number: int) -> None:
         self._numbers.add(number)
         self._newest = max(self._newest, number)
-        if len(self._numbers) > 2 * _REMEMBERED:
-            self._numbers = {each for each in self._numbers if each > self._newest - _REMEMBERED}
+        if len(self._numbers) > 2 * REMEMBERED:
+            self._numbers = {each for each in self._numbers if each > self._newest - REMEMBERED}

@@ -8,9 +8,7 @@ from ravnest.coordinator.replicas.pace import MAX_RETAINED_BYTES, MAX_RETAINED_M
 def due(**changed: float | None) -> tuple[bool, str]:
     usual: dict[str, float | None] = {
         "seconds_since_last": 10.0,
-        "last_seconds": 0.5,
-        "last_bytes": 1 << 20,
-        "line_bytes_per_second": 12.5e6,
+        "period_seconds": 5.0,
         "retained_microbatches": 20,
         "retained_bytes": 1 << 20,
         "updates_since": 5,
@@ -31,16 +29,10 @@ def test_there_are_two_seconds_between_two_of_them_even_when_much_is_kept() -> N
     assert due(seconds_since_last=2.0, retained_bytes=1 << 40)[0]
 
 
-def test_sending_takes_at_most_a_fifth_of_a_lines_time() -> None:
-    size = 12_500_000  # a second on the line
-    late, reason = due(seconds_since_last=4.9, last_bytes=size)
-    assert not late and "20% of a line's time" in reason
-    assert due(seconds_since_last=5.1, last_bytes=size)[0]
-
-
-def test_a_line_that_is_not_known_is_judged_by_how_long_the_last_one_took() -> None:
-    assert not due(line_bytes_per_second=0, last_seconds=2.1)[0]
-    assert due(line_bytes_per_second=0, last_seconds=1.9)[0]
+def test_one_is_due_as_often_as_the_lines_allow() -> None:
+    late, reason = due(seconds_since_last=149.0, period_seconds=150.0)
+    assert not late and "its lines allow one every 2:30" in reason
+    assert due(seconds_since_last=150.0, period_seconds=150.0)[0]
 
 
 def test_copying_takes_at_most_a_fiftieth_of_a_stages_time() -> None:
@@ -53,6 +45,6 @@ def test_copying_takes_at_most_a_fiftieth_of_a_stages_time() -> None:
     "kept", [{"retained_bytes": MAX_RETAINED_BYTES}, {"retained_microbatches": MAX_RETAINED_MICROBATCHES}]
 )
 def test_much_that_is_kept_brings_one_however_slow_the_line(kept: dict[str, float]) -> None:
-    assert not due(last_bytes=1 << 30)[0]
-    came, reason = due(last_bytes=1 << 30, **kept)
+    assert not due(period_seconds=3600.0)[0]
+    came, reason = due(period_seconds=3600.0, **kept)
     assert came and "retained for a replay" in reason
