@@ -75,6 +75,7 @@ class Deployment:
             plan.basis.network.requester.down_bytes_per_second,
         )
         self.holders.on_replicas = self._look_at_state
+        self.holders.has_poor_line = self._has_poor_line
         self.delivery = StageDelivery(context, self.replicas, run.machine.threads)
         self.part_senders: dict[str, str] = {}
         """By taker of a stage, the provider that was to send it the stage's part; the taker itself if no other was."""
@@ -122,6 +123,14 @@ class Deployment:
         periods = self.outlook.look(cluster for cluster in self.clusters.whole if not cluster.is_forming)
         if periods is not None and periods.checkpoint_seconds is not None:
             self._run.checkpointer.allow_every(0.0 if periods.meets_wish else periods.checkpoint_seconds)
+
+    def _has_poor_line(self, owner: str, holder: str) -> bool:
+        """Whether state from one provider to another passes the relay, or fills the line on which it arrives."""
+        providers, network = self.plan.basis.providers, self.plan.basis.network
+        if owner not in providers or holder not in providers:
+            return False
+        sender, receiver = providers[owner], providers[holder]
+        return network.relayed(sender, receiver) or receiver.down_bytes_per_second < sender.up_bytes_per_second
 
     def begin(self) -> None:
         """Becomes the deployment that the run feeds and saves."""

@@ -41,6 +41,8 @@ class ReplicaHolders:
         """By cluster, the number of the replica before which holders have been told to delete."""
         self._pairs: dict[str, tuple[str, str]] = {}
         """By stage key, the owner of the stage and the holder of its replicas."""
+        self.has_poor_line: Callable[[str, str], bool] = lambda owner, holder: False
+        """Whether the line from an owner to a holder is a poor one for parts."""
         self.on_replicas: Callable[[], None] = lambda: None
         """Called when holders were assigned, and when a replica is complete."""
         self.replicas = ReplicaTracker(
@@ -61,7 +63,7 @@ class ReplicaHolders:
             for standby in warm.values():
                 if standby.cluster == cluster.id and standby.stage is not None:
                     standbys.setdefault(standby.stage, []).append(standby.standby)
-            holders = choose_holders(cluster.nodes, standbys, others)
+            holders = choose_holders(cluster.nodes, standbys, others, self.has_poor_line)
             if not holders:
                 # The cluster's provider is the only one: no other provider could continue from a replica.
                 continue
