@@ -1,8 +1,10 @@
 """Rows of the table and targets of a run on home lines, next to the same run without state."""
 
-from statistics import fmean
+from dataclasses import asdict
+from statistics import fmean, median
 from typing import Final
 
+from benchmarks.homes_parts.kills import Killed
 from benchmarks.homes_parts.reading import HomesRun, state_bytes
 from benchmarks.report import Row, Target
 
@@ -77,3 +79,51 @@ def run_targets(name: str, run: HomesRun, without: HomesRun) -> list[Target]:
 def state_per_hour(run: HomesRun, without: HomesRun) -> dict[str, float]:
     """Bytes of state that each machine sends per hour."""
     return {name: state_bytes(traffic, without.traffic[name]) for name, traffic in run.traffic.items()}
+
+
+def kill_rows(case: str, killed: Killed) -> list[Row]:
+    """A row for all kills of single machines, and one for that of all machines at once."""
+    kills = killed.kills
+    rows: list[Row] = [
+        {
+            "case": f"{case}: kills",
+            "kills": len(kills),
+            "median_seconds": median(kill.seconds for kill in kills) if kills else None,
+            "worst_seconds": max((kill.seconds for kill in kills), default=None),
+            "told_seconds": max((kill.told_seconds for kill in kills if kill.told_seconds is not None), default=None),
+            "unrecovered": killed.unrecovered[:60],
+            "finish_seconds": killed.finish_seconds,
+            "each": [asdict(kill) for kill in kills],
+            "ledger": killed.ledger,
+        }
+    ]
+    if killed.power_cut is not None:
+        cut = killed.power_cut
+        rows.append(
+            {
+                "case": f"{case}: power cut",
+                "worst_seconds": cut.seconds,
+                "source": cut.source,
+                "samples_lost": cut.samples_lost,
+                "lost_seconds": cut.lost_seconds,
+                "told_seconds": cut.told_seconds,
+                "figures": asdict(cut),
+            }
+        )
+    return rows
+
+
+def kill_targets(case: str, killed: Killed) -> list[Target]:
+    """Targets of a swarm whose machines were killed. A time has a target where the run tells one."""
+    targets = [
+        Target(f"{case}: swarms that did not recover", float(bool(killed.unrecovered)), 0.0, at_most=True),
+        Target(f"{case}: finished, each microbatch applied once", float(killed.is_complete), 1.0),
+    ]
+    told = [kill.seconds / kill.told_seconds for kill in killed.kills if kill.told_seconds]
+    if told:
+        targets.append(Target(f"{case}: seconds after a kill of told, median", median(told), 1.0, at_most=True))
+        targets.append(Target(f"{case}: seconds after a kill of told, worst", max(told), 1.0, at_most=True))
+    if killed.power_cut is not None and killed.power_cut.told_seconds:
+        of_told = killed.power_cut.lost_seconds / killed.power_cut.told_seconds
+        targets.append(Target(f"{case}: work lost by a power cut of told", of_told, 1.0, at_most=True))
+    return targets
