@@ -51,6 +51,10 @@ class RunObserver:
         """The reports of new updates of stages."""
         return [line for line in self._metrics.look() if line["kind"] == "stage" and line["at"] > since]
 
+    def metrics(self) -> list[Line]:
+        """All lines of the curves so far."""
+        return list(self._metrics.look())
+
     def stages(self) -> list[Line]:
         """The stages of the only cluster in the latest summary."""
         try:

@@ -42,7 +42,13 @@ def tell_plan(context: RunContext, plan: Plan, job: Job) -> None:
         if correction == "none" and job.pipeline.correction not in (None, "none"):
             context.say(f"warning: {why}")
     if plan.rings:
-        context.emit("rings", plan.average_reason, rings=len(plan.rings), samples=plan.average_every)
+        context.emit(
+            "rings",
+            plan.average_reason,
+            rings=len(plan.rings),
+            samples=plan.average_every,
+            round_seconds=plan.round_seconds,
+        )
         rate = rate_factor(job, len(plan.clusters))
         context.emit("rate", rate.reason, factor=rate.factor)
         context.say(rate.reason)
