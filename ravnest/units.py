@@ -21,6 +21,11 @@ def byte_size(value_bytes: float) -> str:
     )
 
 
+def decimal_size(value_bytes: float) -> str:
+    """3145728 as "3.15 MB", 512 as "512 B": in powers of 1000, like the rates of lines."""
+    return f"{round(value_bytes)} B" if value_bytes < 1000 else _scaled(value_bytes, 1000, (" kB", " MB", " GB", " TB"))
+
+
 def parse_byte_size(text: str) -> int | None:
     """Bytes in `8GB`, `512MiB`, `1.5G` or a plain number; None for anything else, and for less than one byte."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)", text.strip(), re.ASCII)

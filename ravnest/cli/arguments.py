@@ -2,9 +2,12 @@
 
 import argparse
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+MIN_MEGABITS: Final = 0.01
+MAX_MEGABITS: Final = 1e6
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,3 +46,14 @@ def whole_number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def line_rate(text: str) -> float:
+    """Bytes per second of a rate in Mbit/s of at least 0.01; raises ArgumentTypeError for anything else."""
+    try:
+        megabits = float(text)
+    except ValueError:
+        megabits = 0.0
+    if not MIN_MEGABITS <= megabits <= MAX_MEGABITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: give it in Mbit/s, such as 20 or 2.5")
+    return megabits * 1e6 / 8

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ravnest.cli.arguments import Subparsers, add_job_arguments, whole_number
+from ravnest.cli.arguments import Subparsers, add_job_arguments, line_rate, whole_number
 from ravnest.cli.join import host_and_port
 
 
@@ -43,6 +43,14 @@ def add_parser(subparsers: Subparsers) -> None:
         "with --providers, each of those gets a stage (default: the number with the highest predicted throughput; with "
         "--resume: the previous value)",
     )
+    for way, verb in (("upload", "sends"), ("download", "receives")):
+        parser.add_argument(
+            f"--{way}",
+            metavar="MBIT/S",
+            type=line_rate,
+            help=f"rate at which this machine {verb} over the internet, such as 20: the plan counts the inputs that it "
+            "feeds and their results against it (default: the best rate that a provider measures)",
+        )
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -72,4 +80,6 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         overrides=args.overrides,
         display=not args.no_display,
+        upload_bytes_per_second=args.upload,
+        download_bytes_per_second=args.download,
     )

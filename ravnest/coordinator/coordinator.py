@@ -26,7 +26,7 @@ from ravnest.coordinator.deploy.rollout import Rollout
 from ravnest.coordinator.feed.feeder import Item
 from ravnest.coordinator.intake import Intake
 from ravnest.coordinator.plan.prepared_job import PreparedJob
-from ravnest.coordinator.plan.provider_profiles import Machine
+from ravnest.coordinator.plan.provider_profiles import UNSTATED, Machine, StatedLine
 from ravnest.coordinator.recovery.lost_providers import lost_before_the_job
 from ravnest.coordinator.recovery.run_now import run_now
 from ravnest.coordinator.recovery.stage_messages import StageMessages
@@ -114,19 +114,26 @@ class Coordinator:
         self._context.spawn(LiveView(self._context, self._directory, self._look, self._note).run())
 
     async def deploy(
-        self, prepared: PreparedJob, providers: int | None, clusters: int | None, threads: int, cores: int
+        self,
+        prepared: PreparedJob,
+        providers: int | None,
+        clusters: int | None,
+        threads: int,
+        cores: int,
+        line: StatedLine = UNSTATED,
     ) -> Plan:
         """Waits for the providers, plans, and returns when every stage is built and linked.
 
         Without a number of providers, it waits for as many as can hold the model together; without a number of
-        clusters, the planner chooses the fastest. `threads` is for providers that do not choose themselves.
+        clusters, the planner chooses the fastest. `threads` is for providers that do not choose themselves, `line` the
+        coordinator's.
         """
         pipeline = prepared.job.pipeline
         if pipeline.record_updates:
             self._recorder.record_updates(self._directory.updates_path)
         self._recorder.trace(self._directory.trace_path, pipeline.trace)
         store = CheckpointStore(self._directory.checkpoints_path, prepared.job.checkpoint.keep)
-        run = JobRun(self._context, prepared, store, Machine(cores, threads))
+        run = JobRun(self._context, prepared, store, Machine(cores, threads, line))
         training = self._training = _Training(run, RequestedSize(providers, clusters))
         self._context.spawn(training.upkeep.watchdog.run())
         deployment = await training.first.make()

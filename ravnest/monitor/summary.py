@@ -142,6 +142,8 @@ class Summary:
     seconds: float = 0.0
     samples_per_second: float = 0.0
     predicted_samples_per_second: float | None = None
+    predicted_limit: str = ""
+    """The shared resource that limits all clusters in the plan, such as the requester's uplink; empty: none."""
     train_loss: float | None = None
     eval: Mapping[str, float | None] = field(default_factory=dict)
     clusters: tuple[ClusterSummary, ...] = ()

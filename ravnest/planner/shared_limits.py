@@ -2,9 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from ravnest.planner.cluster import FRAME_SECONDS, Cluster, StageCost
 from ravnest.planner.problem import Goal, Network, Provider
+from ravnest.units import decimal_size, megabits, sample_rate
+
+RESULT_BYTES: Final = 256
+"""Bytes on the requester's line of a message that a stage sends about a microbatch: its losses, or that it is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class Totals:
 def totals(goal: Goal, network: Network, providers: Mapping[str, Provider], clusters: Sequence[Cluster]) -> Totals:
     """The rates of these clusters when all of them train."""
     rates, limit = _sharing_hosts(network, providers, clusters)
-    rates, limit = _sharing_the_requester(network, clusters, rates, limit)
+    rates, limit = _sharing_the_requester(network, providers, clusters, rates, limit)
     together = sum(rates)
     averaging = averaging_seconds(goal, providers, clusters)
     kept, predicted = 1.0, together
@@ -106,15 +111,38 @@ def _sharing_hosts(
 
 
 def _sharing_the_requester(
-    network: Network, clusters: Sequence[Cluster], rates: tuple[float, ...], limit: str
+    network: Network,
+    providers: Mapping[str, Provider],
+    clusters: Sequence[Cluster],
+    rates: tuple[float, ...],
+    limit: str,
 ) -> tuple[tuple[float, ...], str]:
-    """The rates with the requester's line, which carries all that is fed, and relayed frames both ways."""
-    fed = relayed = 0.0
-    for rate, cluster in zip(rates, clusters, strict=True):
-        fed += rate / cluster.samples * sum(s.fed_bytes for s in cluster.stages)
-        relayed += rate / cluster.samples * sum(s.relayed_bytes for s in cluster.stages)
+    """The rates with the requester's line: it carries what is fed to other machines and their results, and relayed
+    frames both ways."""
     requester = network.requester
-    load = max((fed + relayed) / requester.up_bytes_per_second, relayed / requester.down_bytes_per_second)
+    fed = relayed = results = 0.0
+    for rate, cluster in zip(rates, clusters, strict=True):
+        microbatches = rate / cluster.samples
+        elsewhere = [providers[stage.provider].machine != requester.host for stage in cluster.stages]
+        fed += microbatches * sum(
+            s.fed_bytes for s, is_elsewhere in zip(cluster.stages, elsewhere, strict=True) if is_elsewhere
+        )
+        results += microbatches * RESULT_BYTES * (elsewhere[0] + elsewhere[-1])
+        relayed += microbatches * sum(s.relayed_bytes for s in cluster.stages)
+    up = (fed + relayed) / requester.up_bytes_per_second
+    down = (results + relayed) / requester.down_bytes_per_second
+    load = max(up, down)
     if load <= 1:
         return rates, limit
-    return tuple(rate / load for rate in rates), "the requester's line"
+    together = sum(rates)
+    own, bytes_per_second, name = (
+        (fed, requester.up_bytes_per_second, "uplink")
+        if up >= down
+        else (results, requester.down_bytes_per_second, "downlink")
+    )
+    relays = f", of which {decimal_size(relayed / together)} relayed" if relayed else ""
+    limit = (
+        f"the requester's {name}: {decimal_size((own + relayed) / together)} a sample{relays}, "
+        f"{megabits(bytes_per_second)} Mbit/s, {sample_rate(together / load)} samples/s"
+    )
+    return tuple(rate / load for rate in rates), limit

@@ -32,7 +32,7 @@ from ravnest.planner.reliability import (
 )
 from ravnest.planner.rings import order as ring_order
 from ravnest.planner.search import exhaustive, order
-from ravnest.planner.shared_limits import totals
+from ravnest.planner.shared_limits import RESULT_BYTES, totals
 from ravnest.preview.dry_run import MAX_SEARCHED
 from ravnest.version_policy import POLICIES
 
@@ -344,12 +344,20 @@ def test_the_requester_s_line_holds_all_clusters_back_alike() -> None:
         sum(rate * sum(getattr(s, what) for s in c.stages) for rate, c in zip(microbatches, clusters, strict=True))
         for what in ("fed_bytes", "relayed_bytes")
     )
-    load = formula("requester_load", fed_rate=fed, relayed_rate=relayed, requester_up=2e6, requester_down=1e6)
+    results = sum(2 * RESULT_BYTES * rate for rate in microbatches)
+    load = formula(
+        "requester_load",
+        fed_rate=fed,
+        relayed_rate=relayed,
+        result_rate=results,
+        requester_up=2e6,
+        requester_down=1e6,
+    )
     assert load > 1
     share = formula("requester_share", requester_load=load)
     found = totals(goal, network, members, clusters)
     assert list(found.rates) == [close(cluster.samples_per_second * share) for cluster in clusters]
-    assert found.limit == "the requester's line"
+    assert found.limit.startswith("the requester's downlink: ")
 
 
 def test_providers_on_one_host_share_its_cores() -> None:

@@ -41,11 +41,14 @@ def serve_from_reference(
     resume: bool,
     overrides: list[str],
     display: bool,
+    upload_bytes_per_second: float | None = None,
+    download_bytes_per_second: float | None = None,
 ) -> int:
     """`ravnest serve`. Returns the exit code: 0 when the run finished, 130 or 143 when it was interrupted.
 
     `listen`, `advertise`, `providers` and `clusters` are None for what they were when the run was served before. If no
-    number of clusters was ever given, the planner chooses the fastest.
+    number of clusters was ever given, the planner chooses the fastest. The rates are those of this machine's line; None
+    for the best that providers measure.
     """
     name = parse_reference(reference).title
     check_clusters(providers, clusters)
@@ -58,7 +61,8 @@ def serve_from_reference(
         # Printed before the live display starts, which would overwrite the line.
         print(f"invite: ravnest join {swarm.invite.line}", flush=True)
         job = load_shown_job(reference, overrides, interrupts, shown, "loading the job", name)
-        result = swarm.train(job, name, resume, interrupts, started)
+        line = upload_bytes_per_second, download_bytes_per_second
+        result = swarm.train(job, name, resume, interrupts, started, line)
     return 0 if result.summary.status == "finished" else interrupts.exit_code
 
 
@@ -159,9 +163,14 @@ class ServedSwarm:
         resume: bool,
         interrupts: Interrupts,
         started: float,
+        line: tuple[float | None, float | None] = (None, None),
     ) -> "TrainResult":
-        """Trains the job on the first providers that have joined; RavnestError when the run fails."""
+        """Trains the job on the first providers that have joined; RavnestError when the run fails.
+
+        `line` is the upload and download of this machine in bytes per second, where they were given.
+        """
         from ravnest.coordinator.launch.session import RunRequest, run_session
+        from ravnest.coordinator.plan.provider_profiles import StatedLine
 
         state = self.state
         position = None if state is None else state.position()
@@ -169,7 +178,7 @@ class ServedSwarm:
             self._display.message(
                 f"it had come to {position.updates} updates before; what no checkpoint has is trained again"
             )
-        request = RunRequest(job, name, self._run, resume, started)
+        request = RunRequest(job, name, self._run, resume, started, line=StatedLine(*line))
         with run_session(self._swarm, self._loop, request, self._display, interrupts) as session:
             result = session.train(self.providers, self.clusters, None)
         self._stop_reason = f"the run has {result.summary.status}"

@@ -20,6 +20,7 @@ from ravnest.coordinator.launch.final_model import FinalModel
 from ravnest.coordinator.launch.interrupts import Interrupts, RunOver
 from ravnest.coordinator.launch.network_loop import NetworkLoop
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare, static_tensors
+from ravnest.coordinator.plan.provider_profiles import UNSTATED, StatedLine
 from ravnest.coordinator.report.phase import Phase
 from ravnest.coordinator.report.progress import Progress
 from ravnest.coordinator.report.training_clock import TrainingClock
@@ -73,6 +74,8 @@ class RunRequest:
     started: float
     """When the command was given, on the clock `time.perf_counter`."""
     timeouts: Timeouts = DEFAULT_TIMEOUTS
+    line: StatedLine = UNSTATED
+    """This machine's line to the internet."""
 
 
 @contextlib.contextmanager
@@ -105,6 +108,7 @@ class Session:
     ) -> None:
         """Opens the run directory, unless it is open; RunError when it cannot be used."""
         self._job = job = request.job
+        self._line = request.line
         self._loop = loop
         self._display = display
         self._interrupts = interrupts
@@ -179,7 +183,8 @@ class Session:
         try:
             call(self.coordinator.check())
             prepared = self._prepare(threads)
-            call(self.coordinator.deploy(prepared, providers, clusters, threads or 1, usable_cores()))
+            cores = usable_cores()
+            call(self.coordinator.deploy(prepared, providers, clusters, threads or 1, cores, self._line))
             info = self._feed(prepared)
             model = self._model.write(info)
             self._model.check(self.coordinator, prepared, info, model)

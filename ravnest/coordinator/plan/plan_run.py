@@ -28,6 +28,7 @@ from ravnest.coordinator.swarm.swarm import Swarm
 from ravnest.engine.corrections.correction import PREDICTING
 from ravnest.errors import PlanError
 from ravnest.job import Job
+from ravnest.net.frames.packed_integers import fed_bytes
 from ravnest.planner.cluster import Cluster
 from ravnest.planner.count_costs import count_costs
 from ravnest.planner.in_flight.decision import max_in_flight
@@ -92,7 +93,7 @@ def codecs_of(pipeline: Pipeline) -> tuple[str, ...]:
 def model_costs(prepared: PreparedJob) -> ModelCosts:
     """The prepared model's tables."""
     captured = prepared.captured
-    sizes = {name: tensor.nbytes for name, tensor in captured.sample.items()}
+    sizes = {name: fed_bytes(tensor) for name, tensor in captured.sample.items()}
     return count_costs(captured.graph, prepared.costs, sizes, prepared.job.pipeline.cuts)
 
 
@@ -280,7 +281,7 @@ class RunPlanner:
         ]
         by_name = {p.name: p for p in providers}
         for _ in range(_MEASURED_PLANS):
-            network = Network(dict(self.lines), requester_of(members, self._machine.host))
+            network = Network(dict(self.lines), requester_of(members, self._machine))
             if begin is not None and begin.basis.holds_for(goal, network, by_name):
                 planned = begin
             else:

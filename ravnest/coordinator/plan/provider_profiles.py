@@ -3,6 +3,7 @@
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ravnest.coordinator.plan.observed_limits import ObservedLimits
 from ravnest.coordinator.swarm.members import Member
@@ -10,7 +11,7 @@ from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.errors import PeerError
 from ravnest.graph.profile import CostProfile
 from ravnest.net.probe.measuring import LinkSpeed
-from ravnest.planner.problem import Line, Network, Pair, Provider, Requester
+from ravnest.planner.problem import NO_LIMIT, Line, Network, Pair, Provider, Requester
 
 SPEEDS = (1e-5, 1e5)
 """Plausible speeds of a machine relative to the one that measured the model."""
@@ -24,12 +25,24 @@ OPERATOR_SECONDS = 100e-6
 
 
 @dataclass(frozen=True, slots=True)
+class StatedLine:
+    """The coordinator's line to the internet as its owner states it; None: at least the best rate that was measured."""
+
+    up_bytes_per_second: float | None = None
+    down_bytes_per_second: float | None = None
+
+
+UNSTATED: Final = StatedLine()
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """The coordinator's own machine, whose cores the providers on it share."""
 
     cores: int
     threads: int
     """Threads of each provider that does not report a number itself."""
+    line: StatedLine = UNSTATED
 
     @property
     def host(self) -> str:
@@ -92,17 +105,17 @@ def provider_of(
     )
 
 
-def requester_of(members: Sequence[Member], host: str) -> Requester:
-    """The coordinator's own line: at least as fast as the fastest line that was measured to it."""
+def requester_of(members: Sequence[Member], machine: Machine) -> Requester:
+    """The coordinator's own line: as its owner states it, otherwise at least as fast as the fastest line that was
+    measured to it."""
     lines = [member.link.speed for member in members if not _is_here(member.host)]
     links = [line for line in lines if line is not None]
-    if not links:
-        return Requester(host)
-    return Requester(
-        host,
-        up_bytes_per_second=_plausible(max(link.down_bytes_per_second for link in links), RATES),
-        down_bytes_per_second=_plausible(max(link.up_bytes_per_second for link in links), RATES),
-    )
+    up, down = machine.line.up_bytes_per_second, machine.line.down_bytes_per_second
+    if up is None and links:
+        up = _plausible(max(link.down_bytes_per_second for link in links), RATES)
+    if down is None and links:
+        down = _plausible(max(link.up_bytes_per_second for link in links), RATES)
+    return Requester(machine.host, NO_LIMIT if up is None else up, NO_LIMIT if down is None else down)
 
 
 def _relative(speed: float, reference: float, unmeasured: float) -> float:

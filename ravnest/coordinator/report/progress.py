@@ -144,6 +144,7 @@ class Progress:
             eval=self.eval,
             samples_per_second=rate,
             predicted_samples_per_second=self.plan.predicted_samples_per_second if self.plan else None,
+            predicted_limit=self.plan.limit if self.plan else "",
             eta_seconds=(total - self.ledger.samples) / rate if total is not None and rate > 0 else None,
             elapsed_seconds=self.clock.elapsed_seconds,
             stages=tuple(self._stage(stage) for stage in (self.plan.stages if self.plan else ())),

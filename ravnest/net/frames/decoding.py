@@ -13,6 +13,7 @@ from ravnest.errors import PeerError
 from ravnest.microbatch import Marks
 from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
 from ravnest.net.frames.frames import ALIGNMENT_BYTES, MAGIC, MARKS, PLACE, PREFIX, Coded, Frame, FrameKind, RingPlace
+from ravnest.net.frames.packed_integers import TYPES, IntegerRange, unpacked
 from ravnest.net.frames.tensor_bytes import TORCH_DTYPES, tensor_view
 from ravnest.net.v1 import frame_pb2
 
@@ -54,6 +55,8 @@ def decode_at(data: bytes, start: int, limits: FrameLimits = DEFAULT_LIMITS) -> 
     tensors, coded, offset = _decode_tensors(header, data, start, offset, limits)
     if coded and kind not in _CODED_KINDS:
         raise PeerError(f"a {kind.name} frame has a tensor in a codec, which only FORWARD and BACKWARD frames may")
+    if kind is not FrameKind.FEED and any(spec.packed_bytes for spec in header.tensors):
+        raise PeerError(f"a {kind.name} frame has a packed tensor, which only FEED frames may")
     if offset > available:
         raise PeerError(f"a frame is cut short: {available} bytes of {offset}")
     frame = Frame(
@@ -80,6 +83,7 @@ def _decode_tensors(
     available = len(data) - start
     tensors: dict[str, torch.Tensor] = {}
     coded: dict[str, Coded] = {}
+    unpacked_bytes = 0  # They are copied out of the message: a small one must not take much memory.
     for spec in specs:
         name = spec.name
         _check_name(name, tensors.keys() | coded.keys(), limits)
@@ -105,6 +109,14 @@ def _decode_tensors(
             if dtype is not torch.float32:
                 raise PeerError(f"the tensor {name!r} of a frame is {dtype} in a codec, which only float32 may be")
             nbytes = _coded_bytes(spec, nbytes // itemsize)
+        packing = _packing(spec)
+        if packing is not None:
+            unpacked_bytes += nbytes
+            if unpacked_bytes > limits.frame_bytes:
+                raise PeerError(
+                    f"the packed tensors of a frame have {unpacked_bytes} bytes, more than {limits.frame_bytes}"
+                )
+            nbytes = nbytes // itemsize * packing.size_bytes
         if offset + nbytes > available:
             raise PeerError(f"a frame is cut short inside its tensor {name!r}: {available} bytes of {offset + nbytes}")
         order = tuple(spec.order)
@@ -113,11 +125,26 @@ def _decode_tensors(
         if spec.codec:
             view = tensor_view(name, data, start + offset, torch.uint8, (nbytes,))
             coded[name] = Coded(spec.codec, shape, order, view)
+        elif packing is not None:
+            distances = tensor_view(name, data, start + offset, TYPES[packing.size_bytes], shape, order)
+            tensors[name] = unpacked(distances, packing)
         else:
             tensors[name] = tensor_view(name, data, start + offset, dtype, shape, order)
         offset += nbytes
         offset += -offset % ALIGNMENT_BYTES
     return tensors, coded, offset
+
+
+def _packing(spec: frame_pb2.TensorSpec) -> IntegerRange | None:
+    """How a tensor is packed; None where it is not."""
+    if not spec.packed_bytes:
+        return None
+    if spec.packed_bytes not in TYPES or spec.dtype != frame_pb2.DTYPE_INT64 or spec.codec:
+        raise PeerError(
+            f"the tensor {spec.name!r} of a frame is packed into {spec.packed_bytes} bytes a value, which only int64 "
+            f"without a codec may be, into {', '.join(map(str, TYPES))}"
+        )
+    return IntegerRange(spec.packed_bytes, spec.packed_from)
 
 
 def _coded_bytes(spec: frame_pb2.TensorSpec, count: int) -> int:

@@ -11,7 +11,8 @@ import torch
 from ravnest.codecs.codec import codec_named
 from ravnest.errors import PeerError
 from ravnest.net.frame_limits import DEFAULT_LIMITS, FrameLimits
-from ravnest.net.frames.frames import ALIGNMENT_BYTES, MAGIC, MARKS, PREFIX, Coded, Frame
+from ravnest.net.frames.frames import ALIGNMENT_BYTES, MAGIC, MARKS, PREFIX, Coded, Frame, FrameKind
+from ravnest.net.frames.packed_integers import IntegerRange, packed, packing_of
 from ravnest.net.frames.tensor_bytes import WIRE_DTYPES, on_host, tensor_bytes
 from ravnest.net.v1 import frame_pb2
 
@@ -31,8 +32,12 @@ def encode(frame: Frame, limits: FrameLimits = DEFAULT_LIMITS) -> bytes:
     for name, tensor in frame.tensors.items():
         shape = tensor.shape
         tensor, order = on_host(name, tensor)
+        spec = _spec_bytes(name, WIRE_DTYPES[tensor.dtype], shape, order)
+        if frame.kind is FrameKind.FEED and (packing := packing_of(tensor)) is not None:
+            tensor = packed(tensor, packing)
+            spec = _packed_spec_bytes(name, shape, order, packing)
         held.append(tensor)
-        specs += _spec_bytes(name, WIRE_DTYPES[tensor.dtype], shape, order)
+        specs += spec
         size += _add_bytes(pieces, tensor)
     for name, coded in frame.coded.items():
         tensor, _ = on_host(name, coded.data)
@@ -91,6 +96,18 @@ def _header_bytes(frame: Frame) -> bytes:
 def _spec_bytes(name: str, dtype: int, shape: torch.Size, order: tuple[int, ...], codec: str = "") -> bytes:
     _check_own_name(name)
     spec = frame_pb2.TensorSpec(name=name, dtype=dtype, shape=shape, order=order, codec=codec)  # type: ignore[arg-type]
+    return frame_pb2.FrameHeader(tensors=[spec]).SerializeToString()
+
+
+def _packed_spec_bytes(name: str, shape: torch.Size, order: tuple[int, ...], packing: IntegerRange) -> bytes:
+    spec = frame_pb2.TensorSpec(
+        name=name,
+        dtype=frame_pb2.DTYPE_INT64,
+        shape=shape,
+        order=order,
+        packed_bytes=packing.size_bytes,
+        packed_from=packing.lowest,
+    )
     return frame_pb2.FrameHeader(tensors=[spec]).SerializeToString()
 
 

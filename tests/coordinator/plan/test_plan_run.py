@@ -24,7 +24,13 @@ from ravnest.coordinator.plan.plan_run import (
     plan_members,
 )
 from ravnest.coordinator.plan.prepared_job import PreparedJob, prepare
-from ravnest.coordinator.plan.provider_profiles import Machine, measured_lines, provider_of, requester_of
+from ravnest.coordinator.plan.provider_profiles import (
+    Machine,
+    StatedLine,
+    measured_lines,
+    provider_of,
+    requester_of,
+)
 from ravnest.coordinator.swarm.members import LentMachine, LinkMeasurement, Member, Members
 from ravnest.coordinator.swarm.reachability import Reach
 from ravnest.coordinator.swarm.swarm import Swarm
@@ -165,9 +171,15 @@ def test_providers_on_the_coordinators_machine_share_it(address: str) -> None:
 
 def test_the_requesters_line_is_at_least_the_fastest_measured_to_it() -> None:
     members = [member(link=LinkSpeed(0.04, 5e6, 20e6)), member(link=LinkSpeed(0.01, 9e6, 10e6)), member()]
-    found = requester_of(members, "home")
+    found = requester_of(members, HERE)
     assert (found.up_bytes_per_second, found.down_bytes_per_second) == (20e6, 9e6)
-    assert requester_of([member()], "home").up_bytes_per_second == float("inf")
+    assert requester_of([member()], HERE).up_bytes_per_second == float("inf")
+
+
+def test_a_stated_line_of_the_requester_counts_instead_of_the_measured_one() -> None:
+    members = [member(link=LinkSpeed(0.04, 5e6, 20e6))]
+    found = requester_of(members, Machine(4, 2, StatedLine(up_bytes_per_second=2.5e6)))
+    assert (found.up_bytes_per_second, found.down_bytes_per_second) == (2.5e6, 5e6)
 
 
 def test_the_job_says_what_is_fixed() -> None:

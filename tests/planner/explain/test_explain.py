@@ -140,7 +140,7 @@ def test_what_they_share_is_named_and_so_is_what_averaging_takes() -> None:
     nodes = named(machine("ann", 1.0), machine("bob", 1.0))
     narrow = Network(requester=Requester(up_bytes_per_second=10e3, down_bytes_per_second=10e3))
     found = explained(nodes, ["ann"], ["bob"], network=narrow)
-    assert "Together they are held back by the requester's line." in found.sentences
+    assert any(text.startswith("Together they are held back by the requester's uplink: ") for text in found.sentences)
     assert gain(found, "twice the requester's line") > 0.3
     assert "(by itself it would make" in found.clusters[0]
     assert any("A round of averaging takes" in text for text in found.sentences)

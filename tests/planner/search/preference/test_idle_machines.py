@@ -37,7 +37,7 @@ def of_three(network: Network) -> tuple[ModelCosts, dict[str, Provider], Proposa
 
 def test_a_norm_is_no_stage() -> None:
     costs, providers, plan = of_three(SLOW_REQUESTER)
-    assert plan.limit == "the requester's line"
+    assert plan.limit.startswith("the requester's uplink: ")
     assert idle_stages(costs, plan.clusters[0]) == [1]
     found = without_idle_machines(costs, ALONE, SLOW_REQUESTER, providers, plan, plan)
     assert found.clusters[0].providers == ("a", "c") and found.standbys == ("b",)
